@@ -1,0 +1,80 @@
+# Each target sets up what it needs in .venv, from Python 3.11 or newer and the package index alone:
+# everything comes as wheels, so no compiler is needed. `make clean` takes it all away again.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --prefer-binary
+
+# The Python that makes .venv. Empty: the first one below that is new enough and has venv and pip.
+PYTHON ?=
+CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11
+
+# The CuPy that `make gpu-test` installs: cuda12 or cuda13, whichever the driver supports.
+CUDA ?= cuda12
+
+# More arguments for pytest or the benchmarks, for example: make test ARGS='-k tape -x'
+ARGS ?=
+
+.PHONY: help demo test lint bench gpu-test clean
+
+help:
+	@echo 'make demo      train a small classifier on two replicas'
+	@echo 'make test      run the tests and every example in the documentation'
+	@echo 'make lint      ruff (rules and format) and mypy --strict'
+	@echo 'make bench     measure; writes benchmarks/results'
+	@echo 'make gpu-test  run the tests that need a GPU (CUDA=cuda12 or CUDA=cuda13)'
+	@echo 'make clean     remove .venv, caches and build products'
+
+demo: $(VENV)/ready
+	$(PY) examples/train_digits.py --strategy mirrored --replicas 2
+
+test: $(VENV)/ready-test
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/ready-test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(VENV)/ready-bench
+	$(PY) -m benchmarks.run_all --out benchmarks/results $(ARGS)
+
+gpu-test: $(VENV)/ready-test
+	$(PIP) --editable '.[$(CUDA)]'
+	$(PY) -m pytest -m gpu $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/ready: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
+	$(PIP) --editable '.[examples]'
+	@touch $@
+
+$(VENV)/ready-test: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
+	$(PIP) --editable '.[examples,test]'
+	@touch $@
+
+$(VENV)/ready-bench: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
+	$(PIP) --editable '.[bench]'
+	@touch $@
+
+# The check is the whole of what is needed: version, venv, and the pip that venv puts inside.
+$(VENV)/pyvenv.cfg:
+	@for python in $(or $(PYTHON),$(CANDIDATES)); do \
+	  if "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+	      >/dev/null 2>&1; then \
+	    echo "$$python -m venv $(VENV)"; \
+	    exec "$$python" -m venv --clear $(VENV); \
+	  fi; \
+	  tried="$$tried $$python"; \
+	done; \
+	echo 'No Python that can set this up was found. Needed: Python 3.11 or newer with venv and' >&2; \
+	echo "ensurepip (on Debian and Ubuntu: apt-get install python3-venv). Tried:$$tried." >&2; \
+	echo 'Name another: make PYTHON=/path/to/python3 TARGET' >&2; \
+	exit 1

@@ -1,0 +1,103 @@
+"""What a benchmark is made of: plain values that the harness runs and the report shows.
+
+A benchmark is groups of contenders that do the same work; a contender names a function of its
+benchmark's module, which sets the work up in a worker process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+__all__ = ["OURS", "PEER", "Benchmark", "Contender", "Group", "Prepared", "Result"]
+
+OURS = "ours"
+PEER = "TF"
+
+
+class Prepared(NamedTuple):
+    """What a maker yields in a worker: the step to time.
+
+    Args:
+        step: does the work once.
+        check: a number that says whether the work is right; contenders of a group must agree on
+            it, or for an error column it is the error.
+    """
+
+    step: Callable[[], Any]
+    check: float | None = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work of a group.
+
+    Args:
+        name: how tables call it.
+        side: `OURS` or `PEER`; each has its own interpreter.
+        maker: the context manager in the benchmark's module that yields a `Prepared`.
+        params: its keyword arguments.
+        blas_threads: the environment pins this many; None means one for each core of the run.
+        process: contenders of a side that name different ones work in different processes.
+        units: how much work one step is, in the benchmark's unit.
+        facts: what else the JSON says about it.
+    """
+
+    name: str
+    side: str
+    maker: str
+    params: Mapping[str, Any]
+    blas_threads: int | None = None
+    process: str = ""
+    units: float = 1.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Contenders that alternate, because their figures are compared."""
+
+    name: str
+    contenders: tuple[Contender, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The seconds that each repetition of a contender took for one unit of work."""
+
+    group: str
+    contender: Contender
+    steps: int
+    seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
+    check: float | None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script: what it measures and how its figures read.
+
+    Args:
+        name: of the module, and of the JSON file.
+        title: what is measured.
+        unit: of the figure, for example ``examples/s`` or ``us``.
+        groups: makes the groups; called with whether the run is quick and the number of cores.
+        rate: whether the figure is units per second; else it is the microseconds for one unit.
+        columns: what else a table row shows, as name and value.
+        same_check: the relative difference up to which the checks of a group agree, else None.
+        max_cores: how many cores the workers may use.
+    """
+
+    name: str
+    title: str
+    unit: str
+    groups: Callable[[bool, int], list[Group]]
+    rate: bool
+    columns: Callable[[Result], dict[str, Any]] = lambda result: {}
+    same_check: float | None = None
+    max_cores: int = 2
+
+    def figure(self, seconds: float) -> float:
+        """Turn the seconds for one unit into the figure that tables show."""
+        return 1 / seconds if self.rate else seconds * 1e6

@@ -1,0 +1,96 @@
+"""What a figure depends on besides the code: the machine, its load, versions and BLAS kernels."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+__all__ = ["libraries", "machine"]
+
+_BLAS_FACTS = ("internal_api", "version", "architecture", "num_threads")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine and the moment; loads no library."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "kernel": platform.release(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "commit": _commit(),
+        "environment": {
+            key: value
+            for key, value in sorted(os.environ.items())
+            if key.startswith(("OPENBLAS_", "OMP_", "MKL_", "MALLOC_", "TF_", "XLA_"))
+        },
+    }
+
+
+def libraries(packages: list[str]) -> dict[str, Any]:
+    """Describe this process: interpreter, versions, pinned threads and the BLAS in use."""
+    import numpy as np
+    import threadpoolctl
+
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ["numpy", *packages]},
+        "cores": len(os.sched_getaffinity(0)),
+        "blas": [
+            {key: pool.get(key) for key in _BLAS_FACTS}
+            for pool in threadpoolctl.threadpool_info()
+            if pool.get("user_api") == "blas"
+        ],
+        "numpy_file": np.__file__,
+    }
+
+
+def _version(package: str) -> str | None:
+    for name in (package, f"{package}-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _cpu_model() -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _commit() -> str | None:
+    """Return the commit, with a star where files have changed since; None outside a repository."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty=*"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()

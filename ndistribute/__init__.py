@@ -1,0 +1,97 @@
+"""Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
+
+from ndistribute import errors, models
+from ndistribute.autodiff import GradientTape, custom_gradient
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
+from ndistribute.collective.reduce_op import ReduceOp
+from ndistribute.collective.select import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    RingAllReduce,
+)
+from ndistribute.context import (
+    ReplicaContext,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+    set_seed,
+    set_strategy,
+)
+from ndistribute.data import (
+    AutoShardPolicy,
+    Dataset,
+    DistributedDataset,
+    InputContext,
+    InputOptions,
+)
+from ndistribute.device import Device, list_devices
+from ndistribute.errors import (
+    AuthenticationError,
+    CheckpointCorruptError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistributeError,
+    WorkerLostError,
+)
+from ndistribute.models import optimizers
+from ndistribute.strategies import (
+    CentralStorageStrategy,
+    MirroredStrategy,
+    OneDeviceStrategy,
+    Strategy,
+)
+from ndistribute.values import DistributedValues, Mirrored, PerReplica
+from ndistribute.variables import Variable, VariableAggregation, VariableSynchronization
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AuthenticationError",
+    "AutoShardPolicy",
+    "CentralStorageStrategy",
+    "CheckpointCorruptError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "CrossDeviceOps",
+    "Dataset",
+    "Device",
+    "DistributeError",
+    "DistributedDataset",
+    "DistributedValues",
+    "GradientTape",
+    "HierarchicalCopyAllReduce",
+    "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "Mirrored",
+    "MirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RingAllReduce",
+    "Strategy",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "WorkerLostError",
+    "custom_gradient",
+    "errors",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "list_devices",
+    "models",
+    "optimizers",
+    "set_seed",
+    "set_strategy",
+]

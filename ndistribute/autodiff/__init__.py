@@ -1,0 +1,7 @@
+"""Gradients of plain NumPy code: the tape, the arrays it tracks, and operations of one's own."""
+
+from ndistribute.autodiff.custom import custom_gradient
+from ndistribute.autodiff.tape import GradientTape
+from ndistribute.autodiff.tracked import Tracked, untrack
+
+__all__ = ["GradientTape", "Tracked", "custom_gradient", "untrack"]

@@ -1,0 +1,235 @@
+"""Walk a graph from its end to its beginning, and hand over gradients as they become final.
+
+Entries are in the order in which they were made, so their reverse is a topological order and no
+sorting is needed. Gradients are added in place wherever nobody else can see the buffer. Only what
+leads from the target to a source is computed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.autodiff.rules.indexing import Part, Rows
+from ndistribute.collective.indexed_slices import IndexedSlices
+
+__all__ = ["Component", "Entry", "backpropagate"]
+
+Entry = tuple[tuple[int, ...], Any]
+Deliver = Callable[[int, Any], None]
+Spans = Sequence[tuple[int, int]]
+
+
+class Component:
+    """Mark the gradient of one result of an operation that has several.
+
+    Args:
+        position: which result.
+        count: how many there are.
+    """
+
+    __slots__ = ("count", "gradient", "position")
+
+    def __init__(self, position: int, count: int, gradient: Any = None) -> None:
+        self.position = position
+        self.count = count
+        self.gradient = gradient
+
+    def __call__(self, g: Any) -> Component:
+        return Component(self.position, self.count, g)
+
+
+def backpropagate(
+    entries: list[Entry | None],
+    seeds: Mapping[int, Any],
+    sources: set[int],
+    deliver: Deliver,
+    *,
+    spans: Spans,
+    free: bool,
+) -> None:
+    """Compute the gradients of some entries.
+
+    Args:
+        entries: a graph's.
+        seeds: the gradients to start from, under their entries; not changed.
+        sources: the entries whose gradients are wanted.
+        deliver: called with a source and its gradient as soon as that is final, the last used
+            first; the gradient is the receiver's own, None if the source is not connected. Not
+            called for a source that was made after everything in `seeds`.
+        spans: ranges of entries that count; an operation outside is a constant.
+        free: whether to drop each entry once it is done, so that its memory serves the next.
+    """
+    top = max(seeds, default=-1)
+    flows, needed, final = _plan(entries, top, sources, spans)
+    walk = _Walk(entries, top)
+    for index, seed in seeds.items():
+        walk.add(index, seed, seed)
+    for index in range(top, -1, -1):
+        if flows[index] and walk.gradients[index] is not None:
+            walk.step(index, needed, keep=index in sources)
+        if free:
+            entries[index] = None
+        for source in final.get(index, ()):
+            deliver(source, walk.take(source))
+
+
+def _plan(
+    entries: Sequence[Entry | None], top: int, sources: set[int], spans: Spans
+) -> tuple[bytearray, bytearray, dict[int, list[int]]]:
+    """Decide what to compute.
+
+    Returns:
+        Which entries pass a gradient on; which need one; and after which entry each source's
+        gradient is final: the first one that used it.
+    """
+    flows, needed = bytearray(top + 1), bytearray(top + 1)
+    used = dict.fromkeys(sorted(source for source in sources if source <= top), -1)
+    for source in used:
+        needed[source] = 1
+    for start, stop in spans:
+        for index in range(start, min(stop, top + 1)):
+            entry = entries[index]
+            if entry is None:
+                continue
+            for parent in entry[0]:
+                if needed[parent]:
+                    flows[index] = needed[index] = 1
+                    if used.get(parent) == -1:
+                        used[parent] = index
+    final: dict[int, list[int]] = {}
+    for source, first in used.items():
+        final.setdefault(source if first < 0 else first, []).append(source)
+    return flows, needed, final
+
+
+class _Walk:
+    """Hold the gradients of a walk, and who may write into them."""
+
+    __slots__ = ("entries", "gradients", "owned")
+
+    def __init__(self, entries: list[Entry | None], top: int) -> None:
+        self.entries = entries
+        self.gradients: list[Any] = [None] * (top + 1)
+        self.owned = bytearray(top + 1)
+
+    def step(self, index: int, needed: bytearray, keep: bool) -> None:
+        """Pass the gradient of one operation on to what it used."""
+        entry = self.entries[index]
+        upstream = self.gradients[index]
+        if entry is None:
+            return
+        if keep:
+            self.owned[index] = 0
+        else:
+            self.gradients[index] = None
+        parents, rules = entry
+        if type(rules) is tuple:
+            for parent, rule in zip(parents, rules, strict=True):
+                if needed[parent]:
+                    change = rule(upstream)
+                    self.add(parent, change, upstream, _references(change))
+            return
+        changes = list(rules(upstream))
+        changes.reverse()
+        for parent in parents:
+            change = changes.pop()
+            if needed[parent]:
+                self.add(parent, change, upstream, _references(change))
+
+    def add(self, index: int, change: Any, upstream: Any, references: int = sys.maxsize) -> None:
+        """Add a contribution to the gradient of an entry.
+
+        Args:
+            index: the entry.
+            change: the contribution, None for nothing.
+            upstream: the gradient that it was computed from.
+            references: how many references to `change` there are.
+        """
+        if type(change) is not np.ndarray and not self._is_array(index, change):
+            return
+        old = self.gradients[index]
+        if old is None:
+            self.gradients[index] = change
+            self.owned[index] = (
+                change is not upstream and change.base is None and references <= _ALONE
+            )
+        elif type(old) is Rows:
+            self._own(index, old.to_dense() + change)
+        elif self.owned[index]:
+            # The result is bound again because NumPy numbers are not changed in place.
+            old += change
+            self.gradients[index] = old
+        else:
+            self._own(index, old + change)
+
+    def take(self, source: int) -> Any:
+        """Return a source's gradient as an array that belongs to the caller alone."""
+        gradient = self.gradients[source]
+        if gradient is None:
+            return None
+        if type(gradient) is Rows:
+            return gradient.to_slices()
+        if isinstance(gradient, np.generic):
+            return np.asarray(gradient)
+        if self.entries[source] is not None or not self.owned[source]:
+            # A source that is itself a result: the walk still has to pass its gradient on.
+            return gradient.copy()
+        self.gradients[source] = None
+        return gradient
+
+    def _is_array(self, index: int, change: Any) -> bool:
+        """Add a contribution that is not an array, and say so; leave an array to the caller."""
+        kind = type(change)
+        if kind is Component:
+            self._add_component(index, change)
+        elif kind is Part or kind is Rows:
+            self._add_sparse(index, change)
+        elif kind is IndexedSlices:
+            self._add_sparse(index, Rows(change.dense_shape, change.indices, change.values))
+        else:
+            return change is not None
+        return False
+
+    def _add_component(self, index: int, component: Component) -> None:
+        if self.gradients[index] is None:
+            self.gradients[index] = [None] * component.count
+        self.gradients[index][component.position] = component.gradient
+
+    def _add_sparse(self, index: int, change: Part | Rows) -> None:
+        old = self.gradients[index]
+        is_leaf = self.entries[index] is None
+        if type(old) is Rows and type(change) is Rows:
+            old.merge(change)
+        elif old is None:
+            # Rows stay rows for a leaf; a rule upstream would not know what to do with them.
+            keep = is_leaf and type(change) is Rows
+            self._own(index, change if keep else change.to_dense())
+        else:
+            if type(old) is Rows:
+                old = old.to_dense()
+            elif not self.owned[index]:
+                old = old.copy()
+            change.add_to(old)
+            self._own(index, old)
+
+    def _own(self, index: int, gradient: Any) -> None:
+        self.gradients[index] = gradient
+        self.owned[index] = 1
+
+
+def _references(array: Any) -> int:
+    return sys.getrefcount(array)
+
+
+def _count_alone() -> int:
+    """Count the references that `_references` sees to an array that nobody else holds."""
+    array = np.empty(0)
+    return _references(array)
+
+
+# Rules may return an array that they keep; writing into it would change the next gradient.
+_ALONE = _count_alone()

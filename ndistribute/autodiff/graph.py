@@ -1,0 +1,134 @@
+"""What a thread records while at least one of its tapes is open.
+
+A graph is a list of entries in the order in which they were made: None for a leaf (a variable, a
+watched array), else the entries that an operation used and the rules that turn its gradient into
+theirs. Tracked arrays hold a place in the list and nothing else, so dropping the list frees all
+that the rules keep. Several tapes of a thread share one graph; the frame of the thread names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ndistribute import tree
+from ndistribute.autodiff.backward import Component, Entry
+from ndistribute.autodiff.collectives import all_gather, all_reduce
+from ndistribute.autodiff.dispatch import is_differentiable
+from ndistribute.autodiff.tracked import Tracked
+
+if TYPE_CHECKING:
+    from ndistribute.autodiff.tape import GradientTape
+    from ndistribute.collective.communicator import Communicator
+    from ndistribute.context import Frame
+
+__all__ = ["Graph"]
+
+
+class Graph:
+    """Record operations; implements `ndistribute.context.Recorder`.
+
+    Args:
+        frame: where the thread is; the graph is its recorder while a tape records.
+    """
+
+    __slots__ = ("_frame", "_open", "_recording", "askers", "entries", "leaves")
+
+    def __init__(self, frame: Frame) -> None:
+        self.entries: list[Entry | None] = []
+        # The variable stands beside its place, lest another one gets its id.
+        self.leaves: dict[int, tuple[Any, int]] = {}
+        self.askers = 0
+        self._frame = frame
+        self._open = 0
+        self._recording: list[GradientTape] = []
+
+    def record(self, value: Any, parents: tuple[int, ...], rules: Any) -> Tracked:
+        """Append an operation.
+
+        Args:
+            value: its raw result.
+            parents: the entries that it used.
+            rules: one function for each parent, from the result's gradient to the parent's; or one
+                function that returns the gradients of all parents.
+        """
+        entries = self.entries
+        tracked = Tracked(value, self, len(entries))
+        entries.append((parents, rules))
+        return tracked
+
+    def record_many(
+        self,
+        values: Any,
+        parents: tuple[int, ...],
+        joint: Callable[[Sequence[Any]], Sequence[Any]],
+        differentiable: Callable[[Any], bool] = is_differentiable,
+    ) -> Any:
+        """Append an operation with several results.
+
+        Args:
+            values: a nest of results; those that carry no gradient come back as they are.
+            parents: the entries that it used.
+            joint: takes one gradient per result, None for a result that nobody used, and returns
+                one per parent.
+            differentiable: says which results carry a gradient.
+        """
+        results = tree.flatten(values)
+        base = len(self.entries)
+        self.entries.append((parents, joint))
+        tracked = [
+            self.record(one, (base,), (Component(k, len(results)),)) if differentiable(one) else one
+            for k, one in enumerate(results)
+        ]
+        return tree.unflatten(values, tracked)
+
+    def leaf(self, value: Any) -> Tracked:
+        """Append a leaf that stands for an array."""
+        tracked = Tracked(value, self, len(self.entries))
+        self.entries.append(None)
+        return tracked
+
+    def read(self, variable: Any, value: Any) -> Any:
+        """Return a variable's value, tracked if a tape that records watches the variable."""
+        known = self.leaves.get(id(variable))
+        if known is not None:
+            return Tracked(value, self, known[1])
+        watched = any(tape.watches(variable) for tape in self._recording)
+        if not watched or not is_differentiable(value):
+            return value
+        tracked = self.leaf(value)
+        self.leaves[id(variable)] = (variable, tracked.index)
+        return tracked
+
+    def all_reduce(self, communicator: Communicator, op: Any, value: Any, options: Any) -> Any:
+        """Reduce over replicas, and record that."""
+        return all_reduce(self, communicator, op, value, options)
+
+    def all_gather(self, communicator: Communicator, value: Any, axis: int, options: Any) -> Any:
+        """Concatenate over replicas, and record that."""
+        return all_gather(self, communicator, value, axis, options)
+
+    def open(self, tape: GradientTape) -> None:
+        """Let a tape take part, and may it ask for gradients later."""
+        self._open += 1
+        self.askers += 1
+        self.resume(tape)
+
+    def resume(self, tape: GradientTape) -> None:
+        """Record for a tape."""
+        self._recording.append(tape)
+        self._frame.recorder = self
+
+    def pause(self, tape: GradientTape) -> None:
+        """Record no longer for a tape; when it was the last one, record nothing."""
+        self._recording.remove(tape)
+        if not self._recording and self._frame.recorder is self:
+            self._frame.recorder = None
+
+    def close(self, tape: GradientTape) -> None:
+        """Let a tape go; after the last one, only the tapes hold what was recorded."""
+        if tape in self._recording:
+            self.pause(tape)
+        self._open -= 1
+        if not self._open:
+            self.entries, self.leaves = [], {}

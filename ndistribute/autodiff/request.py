@@ -1,0 +1,132 @@
+"""The two ends of a backward pass: the gradients it starts from, and those it gives out.
+
+Pure bookkeeping between the nests that users pass and the entries of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute import tree
+from ndistribute.autodiff.tracked import untrack
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.device import as_array
+
+__all__ = ["Delivery", "seeds_of", "unconnected_is_zero", "zeros_for"]
+
+
+def unconnected_is_zero(mode: Any) -> bool:
+    """Return what `unconnected_gradients` asks for.
+
+    Raises:
+        ValueError: it is neither "none" nor "zero".
+
+    >>> unconnected_is_zero("zero")
+    True
+    """
+    name = str(getattr(mode, "value", mode)).lower()
+    if name not in ("none", "zero"):
+        raise ValueError(f"unconnected_gradients must be 'none' or 'zero', got {mode!r}.")
+    return name == "zero"
+
+
+def seeds_of(
+    targets: Sequence[tuple[int | None, Any]], nest: Any, output_gradients: Any
+) -> dict[int, Any]:
+    """Return the gradients that a backward pass starts from, by entry.
+
+    Args:
+        targets: the entry and the raw value of each target; None for a constant.
+        nest: the targets as the user passed them.
+        output_gradients: the user's; a nest like `nest`, or None for ones.
+
+    Raises:
+        ValueError: structure or shape differ from the target's.
+    """
+    if output_gradients is None:
+        given: list[Any] = [None] * len(targets)
+    elif tree.same_structure(nest, output_gradients):
+        given = tree.flatten(output_gradients)
+    else:
+        raise ValueError("output_gradients must have the structure of the target, or be None.")
+    seeds: dict[int, Any] = {}
+    for (place, value), gradient in zip(targets, given, strict=True):
+        if place is not None:
+            seed = np.ones_like(value) if gradient is None else _seed(value, gradient)
+            seeds[place] = seeds[place] + seed if place in seeds else seed
+    return seeds
+
+
+def zeros_for(sources: Sequence[Any]) -> Callable[[int], Any]:
+    """Return a function that makes the zeros that stand for an unconnected source."""
+
+    def zeros(k: int) -> Any:
+        source = sources[k]
+        is_variable = getattr(source, "is_distributed_variable", False)
+        return np.zeros_like(untrack(source.tracked_value() if is_variable else source))
+
+    return zeros
+
+
+class Delivery:
+    """Collect gradients as they become final, and tell whoever waits for them.
+
+    Args:
+        places: the entry of each source, None for one that is not in the graph.
+        on_ready: called with each source's number and gradient.
+    """
+
+    def __init__(
+        self, places: Sequence[int | None], on_ready: Callable[[int, Any], None] | None
+    ) -> None:
+        self.fill: Callable[[int], Any] | None = None
+        self._on_ready = on_ready
+        self._results: list[Any] = [None] * len(places)
+        self._waiting: dict[int | None, list[int]] = {}
+        for k, place in enumerate(places):
+            self._waiting.setdefault(place, []).append(k)
+
+    @property
+    def places(self) -> set[int]:
+        """Return the entries whose gradients are wanted."""
+        return {place for place in self._waiting if place is not None}
+
+    def __call__(self, place: int | None, gradient: Any) -> None:
+        """Take the final gradient of an entry, which belongs to the receiver."""
+        if getattr(getattr(gradient, "dtype", None), "kind", "") == "c":
+            # The rules carry the derivative of the analytic function; users want the direction of
+            # steepest ascent, as TensorFlow gives it.
+            gradient = np.conj(gradient)
+        for number, k in enumerate(self._waiting.pop(place, ())):
+            own = _copy(gradient) if number else gradient
+            if own is None and self.fill is not None:
+                own = self.fill(k)
+            self._results[k] = own
+            if self._on_ready is not None:
+                self._on_ready(k, own)
+
+    def finish(self) -> list[Any]:
+        """Return all gradients, having delivered those that never came."""
+        for place in list(self._waiting):
+            self(place, None)
+        return self._results
+
+
+def _seed(value: Any, gradient: Any) -> Any:
+    gradient = as_array(untrack(gradient))
+    if gradient.shape != value.shape:
+        raise ValueError(
+            f"output_gradients has shape {gradient.shape} where the target has {value.shape}: they "
+            "must be the same."
+        )
+    gradient = gradient.astype(value.dtype, copy=False)
+    return np.conj(gradient) if value.dtype.kind == "c" else gradient
+
+
+def _copy(gradient: Any) -> Any:
+    if isinstance(gradient, IndexedSlices):
+        return IndexedSlices(gradient.values.copy(), gradient.indices.copy(), gradient.dense_shape)
+    return None if gradient is None else gradient.copy()

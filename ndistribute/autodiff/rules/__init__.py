@@ -1,0 +1,83 @@
+"""The derivative rules, each under the NumPy function that it belongs to.
+
+`RULES` holds one maker for each differentiable argument; `CONSTANT` names the functions whose
+result carries no gradient although it may be a float; `IN_PLACE` those that write to an argument,
+which a tracked array does not allow. A function in none of the tables has a rule in the `autograd`
+package, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ndistribute.autodiff.rules import elementwise, indexing, linear, reductions, shape
+from ndistribute.autodiff.rules.composed import COMPOSED_BY_NAME
+from ndistribute.autodiff.rules.several import JOINT_RULES, RULES_BY_PATH
+
+__all__ = [
+    "COMPOSED",
+    "CONSTANT",
+    "IN_PLACE",
+    "JOINT_RULES",
+    "RULES",
+    "RULES_BY_PATH",
+    "UFUNC_REDUCTIONS",
+]
+
+
+def _present(by_name: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return what stands under the functions that this NumPy has."""
+    functions = {}
+    for name, entry in by_name.items():
+        owner, _, last = name.rpartition(".")
+        function = getattr(getattr(np, owner) if owner else np, last, None)
+        if function is not None:
+            functions[function] = entry
+    return functions
+
+
+RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
+    **elementwise.RULES,
+    **linear.RULES,
+    **reductions.RULES,
+    **shape.RULES,
+    **indexing.RULES,
+    **_present(elementwise.RULES_BY_NAME | linear.RULES_BY_NAME | shape.RULES_BY_NAME),
+}
+
+COMPOSED: dict[Any, Callable[..., Any]] = _present(COMPOSED_BY_NAME)
+
+CONSTANT: frozenset[Any] = frozenset(
+    {
+        np.ceil,
+        np.empty_like,
+        np.fix,
+        np.floor,
+        np.floor_divide,
+        np.full_like,
+        np.heaviside,
+        np.histogram,
+        np.histogram_bin_edges,
+        np.ones_like,
+        np.rint,
+        np.around,
+        np.round,
+        np.spacing,
+        np.trunc,
+        np.zeros_like,
+    }
+)
+
+IN_PLACE: frozenset[Any] = frozenset(
+    {np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask}
+)
+
+UFUNC_REDUCTIONS: dict[Any, Any] = {
+    np.add: np.sum,
+    np.multiply: np.prod,
+    np.maximum: np.max,
+    np.minimum: np.min,
+}

@@ -1,0 +1,158 @@
+"""Derivatives of indexing, kept sparse for as long as that is cheaper.
+
+A part of an array gets the gradient of that part, so a rule here returns where the gradient goes
+and not a whole array of zeros. The backward pass adds it to what it has, or, for a source, keeps
+rows as rows: the gradient of an embedding then costs what the batch costs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.device import Array, array_namespace
+
+__all__ = ["RULES", "Part", "Rows", "index_rule"]
+
+
+class Part:
+    """Hold the gradient of the elements that an index names, in an array that is zero elsewhere.
+
+    Args:
+        shape: the shape of the whole array.
+        index: what stood in the brackets.
+        values: the gradient of the elements.
+        distinct: whether no element is named twice.
+    """
+
+    __slots__ = ("distinct", "index", "shape", "values")
+
+    def __init__(
+        self, shape: tuple[int, ...], index: Any, values: Array, distinct: bool = False
+    ) -> None:
+        self.shape = shape
+        self.index = index
+        self.values = values
+        self.distinct = distinct
+
+    def add_to(self, total: Array) -> None:
+        """Add the gradient to that of the whole array, in place."""
+        if self.distinct:
+            total[self.index] += self.values
+        else:
+            array_namespace(total).add.at(total, self.index, self.values)
+
+    def to_dense(self) -> Array:
+        """Return the gradient of the whole array."""
+        whole = np.zeros_like(self.values, shape=self.shape)
+        if self.distinct:
+            whole[self.index] = self.values
+        else:
+            self.add_to(whole)
+        return whole
+
+
+class Rows:
+    """Collect gradients of rows of one array, from one or several look-ups.
+
+    Args:
+        shape: the shape of the whole array.
+        indices: which rows, of any shape, negative ones counted from the end.
+        values: their gradients, of shape ``(*indices.shape, *shape[1:])``.
+    """
+
+    __slots__ = ("parts", "shape")
+
+    def __init__(self, shape: tuple[int, ...], indices: Array, values: Array) -> None:
+        self.shape = shape
+        self.parts = [(indices, values)]
+
+    def merge(self, other: Rows) -> None:
+        """Take over the gradients of another look-up in the same array."""
+        self.parts.extend(other.parts)
+
+    def add_to(self, total: Array) -> None:
+        """Add the gradient to that of the whole array, in place."""
+        for indices, values in self.parts:
+            array_namespace(total).add.at(total, indices, values)
+
+    def to_dense(self) -> Array:
+        """Return the gradient of the whole array."""
+        whole = np.zeros_like(self.parts[0][1], shape=self.shape)
+        self.add_to(whole)
+        return whole
+
+    def to_slices(self) -> IndexedSlices:
+        """Return the rows in fresh arrays, with indices counted from 0, in order of look-up."""
+        length, rest = self.shape[0], self.shape[1:]
+        flat = [np.where(index < 0, index + length, index).reshape(-1) for index, _ in self.parts]
+        # A reshape to -1 rows is not defined where the rows are empty.
+        values = [
+            value.reshape(len(index), *rest)
+            for index, (_, value) in zip(flat, self.parts, strict=True)
+        ]
+        return IndexedSlices(np.concatenate(values), np.concatenate(flat), self.shape)
+
+
+def index_rule(x: Array, index: Any) -> Callable[[Array], Part | Rows]:
+    """Return the rule of ``x[index]``."""
+    shape = x.shape
+    if isinstance(index, list):
+        index = array_namespace(x).asarray(index, dtype=None if index else np.intp)
+    kinds = _kinds(index)
+    if kinds == ["i"] and not isinstance(index, tuple) and index.ndim:
+        return lambda g: Rows(shape, index, g)
+    # A mask alone names no element twice, and neither do slices and single numbers.
+    distinct = "i" not in kinds and kinds.count("b") <= 1
+    return lambda g: Part(shape, index, g, distinct)
+
+
+def _kinds(index: Any) -> list[str]:
+    """Return the dtype kinds of the arrays in an index: i, b, or none for slices and numbers."""
+    items = index if isinstance(index, tuple) else (index,)
+    kinds = []
+    for item in items:
+        if isinstance(item, bool | np.bool_):
+            kinds.append("b")
+        elif item is None or item is Ellipsis or isinstance(item, slice | int | np.integer):
+            continue
+        else:
+            kind = (item if hasattr(item, "dtype") else np.asarray(item)).dtype.kind
+            kinds.append("i" if kind == "u" else kind)
+    return kinds
+
+
+def _take(
+    result: Array, a: Array, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise"
+) -> Callable[[Array], Part | Rows | Array]:
+    if mode != "raise":
+        raise NotImplementedError(f"mode={mode!r}")
+    if not hasattr(indices, "dtype"):
+        indices = array_namespace(a).asarray(indices, dtype=np.intp)
+    if axis is None:
+        shape, flat = a.shape, index_rule(a.reshape(-1), indices)
+        return lambda g: flat(g).to_dense().reshape(shape)
+    lead = operator.index(axis) % a.ndim
+    return index_rule(a, indices if lead == 0 else (*(slice(None),) * lead, indices))
+
+
+def _take_along_axis(
+    result: Array, arr: Array, indices: Array, axis: Any = -1
+) -> Callable[[Array], Part]:
+    if axis is None:
+        raise NotImplementedError("axis=None")
+    shape, along = arr.shape, axis % arr.ndim
+    grid = list(np.ix_(*(np.arange(length) for length in indices.shape)))
+    grid[along] = indices
+    index = tuple(grid)
+    return lambda g: Part(shape, index, g)
+
+
+RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
+    np.take: (_take,),
+    np.take_along_axis: (_take_along_axis,),
+}

@@ -1,0 +1,89 @@
+"""Derivatives of the functions that take or return several arrays at once.
+
+Their tracked arguments stand inside a list, or behind a string, so a rule here sees the whole call
+and the paths of the tracked arrays in it. None means that the call is beyond the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.autodiff.rules.fit import fit
+from ndistribute.device import Array
+
+__all__ = ["JOINT_RULES", "RULES_BY_PATH"]
+
+Vjp = Callable[[Array], Array]
+Path = tuple[Any, ...]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+
+def _concatenate(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
+    arrays, position, axis = args[0], path[1], _axis(args, kwargs, 1)
+    part = arrays[position]
+    shape, dtype = part.shape, part.dtype
+    if axis is None:
+        start = sum(np.size(array) for array in arrays[:position])
+        return lambda g: fit(g[start : start + part.size].reshape(shape), shape, dtype)
+    start = sum(np.shape(array)[axis] for array in arrays[:position])
+    where = (slice(None),) * (axis % part.ndim) + (slice(start, start + shape[axis]),)
+    return lambda g: fit(g[where], shape, dtype)
+
+
+def _stack(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
+    part = args[0][path[1]]
+    shape, dtype = part.shape, part.dtype
+    where = (slice(None),) * (_axis(args, kwargs, 1) % out.ndim) + (path[1],)
+    return lambda g: fit(g[where], shape, dtype)
+
+
+def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
+    """Return the rule of one operand of an einsum, itself an einsum."""
+    if not isinstance(args[0], str) or "." in args[0]:
+        return None
+    position = path[0] - 1
+    operands = args[1:]
+    inputs, arrow, output = args[0].replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if not arrow:
+        output = "".join(sorted(c for c in set(inputs) - {","} if inputs.count(c) == 1))
+    own = terms[position]
+    others = [k for k in range(len(terms)) if k != position]
+    known = set(output).union(*(terms[k] for k in others))
+    if len(set(own)) < len(own) or not set(own) <= known:
+        return None
+    backward = ",".join([output, *(terms[k] for k in others)]) + "->" + own
+    rest = [operands[k] for k in others]
+    shape, dtype = operands[position].shape, operands[position].dtype
+    return lambda g: fit(np.einsum(backward, g, *rest, optimize=True), shape, dtype)
+
+
+def _split(parts: Sequence[Array], args: Args, kwargs: Kwargs) -> Any:
+    """Return the rule that joins the gradients of the pieces; None counts as zeros."""
+    axis = _axis(args, kwargs, 2)
+
+    def vjp(gradients: Sequence[Array | None]) -> list[Array]:
+        pairs = zip(parts, gradients, strict=True)
+        return [np.concatenate([np.zeros_like(p) if g is None else g for p, g in pairs], axis)]
+
+    return vjp
+
+
+def _axis(args: Args, kwargs: Kwargs, position: int) -> Any:
+    return args[position] if len(args) > position else kwargs.get("axis", 0)
+
+
+RULES_BY_PATH: dict[Any, Callable[[Array, Path, Args, Kwargs], Vjp | None]] = {
+    np.concatenate: _concatenate,
+    np.stack: _stack,
+    np.einsum: _einsum,
+}
+
+JOINT_RULES: dict[Any, Callable[[Sequence[Array], Args, Kwargs], Any]] = {
+    np.split: _split,
+    np.array_split: _split,
+}

@@ -1,0 +1,237 @@
+"""The public face of the collectives: one object for each replica.
+
+It takes nests of arrays and numbers, checks them, numbers the calls, and hands flat contiguous
+buffers to its backend. Nobody else sees a backend. A group of one replica is handled here, once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ndistribute import tree
+from ndistribute.collective.backend import Backend, Call, Signature, Update
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.collective.options import CommunicationOptions
+from ndistribute.collective.reduce_op import ReduceOp, finish, result_dtype
+from ndistribute.device import Array, array_namespace, as_array
+from ndistribute.errors import DistributeError
+
+__all__ = ["Communicator"]
+
+T = TypeVar("T")
+
+_DEFAULT_OPTIONS = CommunicationOptions()
+_HISTORY = 8
+
+
+class Communicator:
+    """Let a replica reduce, gather, broadcast and meet with the others of its group.
+
+    Args:
+        backend: what carries the bytes.
+
+    >>> from ndistribute.collective.select import make_group
+    >>> from ndistribute.device import Device
+    >>> alone = make_group([Device("cpu:0")]).communicators[0]
+    >>> alone.all_reduce("mean", {"loss": np.array([1, 2])})
+    {'loss': array([1., 2.])}
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.rank = backend.rank
+        self.size = backend.size
+        self._backend = backend
+        self._sequence = 0
+        self._history: deque[Call] = deque(maxlen=_HISTORY)
+
+    @property
+    def calls_made(self) -> int:
+        """Return how many calls this replica made in the current step."""
+        return self._sequence
+
+    def begin(self) -> None:
+        """Start a step: calls are numbered from 1 again."""
+        self._sequence = 0
+        self._history.clear()
+
+    def all_reduce(self, op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
+        """Reduce a nest over all replicas; see `ReplicaContext.all_reduce`."""
+        op = ReduceOp.parse(op)
+        leaves = tree.flatten(value)
+        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            return tree.unflatten(value, [self._reduce_leaf(op, leaf, options) for leaf in leaves])
+        arrays = [_reducible(op, leaf) for leaf in leaves]
+        inputs = [_flat(array) for array in arrays]
+        if self.size == 1:
+            outputs = [flat.copy() for flat in inputs]
+        else:
+            outputs = [array_namespace(flat).empty(flat.size, flat.dtype) for flat in inputs]
+            call = self._call("all_reduce", op.name, _signature(arrays))
+            self._run(self._backend.all_reduce, call, inputs, outputs, op, options=options)
+        results = [out.reshape(a.shape)[()] for out, a in zip(outputs, arrays, strict=True)]
+        return tree.unflatten(value, results)
+
+    def all_gather(
+        self, value: Any, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Concatenate a nest over all replicas; see `ReplicaContext.all_gather`."""
+        leaves = [as_array(leaf) for leaf in tree.flatten(value)]
+        moved = [_rows_first(leaf, axis) for leaf in leaves]
+        if self.size == 1:
+            return tree.unflatten(value, [leaf.copy() for leaf in leaves])
+        inputs = [array.reshape(len(array), math.prod(array.shape[1:])) for array in moved]
+        call = self._call("all_gather", f"axis={axis}", _signature(moved, ragged=True))
+        joined = self._run(self._backend.all_gather, call, inputs, options=options)
+        results = []
+        for rows, array in zip(joined, moved, strict=True):
+            whole = rows.reshape(len(rows), *array.shape[1:])
+            xp = array_namespace(whole)
+            results.append(xp.ascontiguousarray(xp.moveaxis(whole, 0, axis)))
+        return tree.unflatten(value, results)
+
+    def broadcast(
+        self, value: Any, root: int = 0, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return the nest that one replica passed; the others pass one of the same shapes."""
+        arrays = [as_array(leaf) for leaf in tree.flatten(value)]
+        buffers = [_flat(array).copy() for array in arrays]
+        if self.size > 1:
+            call = self._call("broadcast", f"root={root}", _signature(arrays))
+            self._run(self._backend.broadcast, call, buffers, root, options=options)
+        results = [flat.reshape(a.shape)[()] for flat, a in zip(buffers, arrays, strict=True)]
+        return tree.unflatten(value, results)
+
+    def merge(
+        self,
+        kind: str,
+        value: Any,
+        combine: Callable[[Sequence[Any]], T],
+        options: CommunicationOptions | None = None,
+    ) -> T:
+        """Run a function once over the values of all replicas of this process.
+
+        Args:
+            kind: what the replicas are doing; compared between them.
+            value: what this replica brings.
+            combine: called with the values in replica order, while every replica waits.
+
+        Returns:
+            What `combine` returned, the same object on every replica.
+        """
+        if self.size == 1:
+            return combine([value])
+        call = self._call(kind, None, ())
+        return self._run(self._backend.merge, call, value, combine, options=options)  # type: ignore[no-any-return]
+
+    def reduce_update(
+        self,
+        op: Any,
+        arrays: Sequence[Array],
+        prepare: Callable[[], Any],
+        update: Update,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce arrays and update with the result, each replica the part that it owns.
+
+        The gather half of an all-reduce is never done: it would only copy what the owner can use
+        where it is.
+
+        Args:
+            op: the reduction.
+            arrays: the same shapes and dtypes on every replica.
+            prepare: run once in each process before the first update.
+            update: called as ``update(prepared, leaf, start, stop, total)`` with ranges of the
+                flattened array number `leaf`; it may change `total`.
+
+        Returns:
+            What `prepare` returned.
+        """
+        op = ReduceOp.parse(op)
+        checked = [_reducible(op, array) for array in arrays]
+        inputs = [_flat(array) for array in checked]
+        call = self._call("reduce_update", op.name, _signature(checked))
+        return self._run(
+            self._backend.reduce_update, call, inputs, op, prepare, update, options=options
+        )
+
+    def owned_part(self, count: int) -> slice:
+        """Return which of `count` rows this replica updates for the replicas of its memory."""
+        owner, owners = self._backend.owner, self._backend.owners
+        return slice(count * owner // owners, count * (owner + 1) // owners)
+
+    def abort(self, cause: BaseException) -> None:
+        """Release every replica that waits in a collective, with the reason."""
+        self._backend.abort(cause)
+
+    def _reduce_leaf(self, op: ReduceOp, leaf: Any, options: CommunicationOptions | None) -> Any:
+        if not isinstance(leaf, IndexedSlices):
+            return self.all_reduce(op, leaf, options)
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ValueError(
+                f"IndexedSlices are reduced by SUM or MEAN, got {op.name}: rows that no replica "
+                "passed count as zeros. Call to_dense() first."
+            )
+        values, indices = self.all_gather((leaf.values, leaf.indices), 0, options)
+        joined = IndexedSlices(values, indices, leaf.dense_shape).summed()
+        finish(op, joined.values, self.size)
+        return joined
+
+    def _call(self, kind: str, op: str | None, signature: Signature) -> Call:
+        self._sequence += 1
+        call = Call(self._sequence, kind, op, signature)
+        self._history.append(call)
+        return call
+
+    def _run(
+        self,
+        method: Callable[..., Any],
+        call: Call,
+        *arguments: Any,
+        options: CommunicationOptions | None,
+    ) -> Any:
+        try:
+            return method(call, *arguments, timeout=(options or _DEFAULT_OPTIONS).timeout)
+        except DistributeError as error:
+            earlier = ", ".join(f"#{past.sequence} {past}" for past in self._history)
+            error.add_note(f"the last calls of replica {self.rank}: {earlier}")
+            raise
+
+
+def _reducible(op: ReduceOp, value: Any) -> Array:
+    """Return a leaf as an array of the result's dtype."""
+    array = as_array(value)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"{op.name} of {type(value).__name__} is not defined: pass arrays of numbers, or a "
+            "nest of them."
+        )
+    if op is ReduceOp.MEAN and array.dtype.kind in "iub":
+        return array.astype(result_dtype(op, array.dtype))
+    return array
+
+
+def _flat(array: Array) -> Array:
+    """Return a contiguous array's elements as one axis, without a copy."""
+    return array.ravel()  # Row by row; a copy only where the array is not laid out so.
+
+
+def _rows_first(array: Array, axis: int) -> Array:
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"all_gather along axis {axis} of an array of shape {array.shape}: the axis must be in "
+            f"[{-array.ndim}, {array.ndim}). A number has no axis: pass np.reshape(x, (1,))."
+        )
+    xp = array_namespace(array)
+    return xp.ascontiguousarray(xp.moveaxis(array, axis, 0))
+
+
+def _signature(arrays: Sequence[Array], *, ragged: bool = False) -> Signature:
+    """Describe arrays for comparison; where rows may differ in number, a star stands for it."""
+    if ragged:
+        return tuple((a.dtype, ("*", *a.shape[1:])) for a in arrays)
+    return tuple((a.dtype, a.shape) for a in arrays)

@@ -1,0 +1,141 @@
+"""Reductions: how two values combine, and in which dtype they are summed.
+
+Pure arithmetic over lists of arrays in replica order, so every strategy and every backend gets
+the same bits. MEAN is SUM and one scale in the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.device import Array, array_namespace
+
+__all__ = ["ReduceOp", "accumulation_dtype", "finish", "reduce_arrays", "result_dtype"]
+
+
+class ReduceOp(enum.Enum):
+    """Choose how the replicas' values become one.
+
+    >>> ReduceOp.parse("mean") is ReduceOp.MEAN
+    True
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
+
+    @property
+    def ufunc(self) -> str:
+        """Return the name of the binary function, in NumPy's and CuPy's namespaces."""
+        return _UFUNCS[self._name_]
+
+    @classmethod
+    def parse(cls, op: ReduceOp | str) -> ReduceOp:
+        """Return the op that a name stands for, in any case.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
+        if isinstance(op, cls):
+            return op
+        name = op.rpartition(".")[2].upper() if isinstance(op, str) else ""
+        if name not in cls.__members__:
+            raise ValueError(
+                f"{op!r} is no reduction: use one of {', '.join(cls.__members__)}, as "
+                "nd.ReduceOp.SUM or by its name."
+            )
+        return cls[name]
+
+
+_UFUNCS = {
+    "SUM": "add",
+    "MEAN": "add",
+    "MIN": "minimum",
+    "MAX": "maximum",
+    "PROD": "multiply",
+}
+
+
+@functools.lru_cache(maxsize=256)
+def result_dtype(op: ReduceOp, dtype: np.dtype[Any] | type) -> np.dtype[Any]:
+    """Return the dtype of a reduction's result: the input's, but float64 for a mean of integers.
+
+    >>> result_dtype(ReduceOp.MEAN, np.int32), result_dtype(ReduceOp.SUM, np.int32)
+    (dtype('float64'), dtype('int32'))
+    """
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float64) if op is ReduceOp.MEAN and dtype.kind in "iub" else dtype
+
+
+@functools.lru_cache(maxsize=256)
+def accumulation_dtype(op: ReduceOp, dtype: np.dtype[Any] | type) -> np.dtype[Any]:
+    """Return the dtype in which values are combined: float32 for 16-bit floats.
+
+    A 16-bit running sum loses a small addend beside a large sum; see Micikevicius et al., "Mixed
+    Precision Training", 2018, section 3.3.
+
+    >>> accumulation_dtype(ReduceOp.SUM, np.float16)
+    dtype('float32')
+    """
+    dtype = result_dtype(op, dtype)
+    half = dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
+    return np.dtype(np.float32) if half else dtype
+
+
+def reduce_arrays(op: ReduceOp, arrays: Sequence[Array], out: Array | None = None) -> Array:
+    """Combine arrays of one shape and dtype in the order in which they are given.
+
+    Args:
+        op: how.
+        arrays: at least one; not changed.
+        out: where the result goes, of the result's dtype; may be one of `arrays` where that has
+            the accumulation dtype.
+
+    Returns:
+        The result, in `result_dtype`.
+
+    >>> reduce_arrays(ReduceOp.MEAN, [np.float32([1, 2]), np.float32([3, 6])])
+    array([2., 4.], dtype=float32)
+    """
+    accumulate = accumulation_dtype(op, arrays[0].dtype)
+    final = result_dtype(op, arrays[0].dtype)
+    direct = out is not None and out.dtype == accumulate
+    total = _combine(op, arrays, accumulate, out if direct else None)
+    finish(op, total, len(arrays))
+    if direct:
+        return out
+    if out is not None:
+        out[...] = total
+        return out
+    return total.astype(final, copy=False)
+
+
+def finish(op: ReduceOp, total: Array, count: int) -> None:
+    """Scale a sum into a mean, in place; other reductions are complete as they are."""
+    if op is ReduceOp.MEAN:
+        total /= count
+
+
+def _combine(op: ReduceOp, arrays: Sequence[Array], dtype: np.dtype[Any], out: Array | None) -> Any:
+    ufunc = getattr(array_namespace(*arrays), op.ufunc)
+    first = arrays[0]
+    if len(arrays) == 1:
+        if out is None:
+            return first.astype(dtype, copy=True)
+        out[...] = first
+        return out
+    # logical_or and logical_and are what `add` and `multiply` of booleans mean; they need no dtype.
+    extra = {} if dtype == first.dtype else {"dtype": dtype}
+    total = ufunc(first, arrays[1], out=out, **extra) if out is not None else None
+    if total is None:
+        total = array_namespace(*arrays).asarray(ufunc(first, arrays[1], **extra))
+    for array in arrays[2:]:
+        ufunc(total, array, out=total, **extra)
+    return total

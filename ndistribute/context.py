@@ -1,0 +1,376 @@
+"""Which strategy and which replica the current thread is in.
+
+A thread has a stack of frames: the bottom one is the default (no strategy, one replica), a scope
+and a `merge_call` push a cross-replica frame, `run` pushes a replica's. This module knows
+strategies, communicators and tapes by their protocols alone, so everything above may import it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ndistribute import tree
+from ndistribute.values import PerReplica
+
+if TYPE_CHECKING:
+    from ndistribute.collective.communicator import Communicator
+    from ndistribute.device import Device
+    from ndistribute.strategies.base import Strategy
+
+__all__ = [
+    "Frame",
+    "Recorder",
+    "ReplicaContext",
+    "chosen",
+    "current_frame",
+    "current_seed",
+    "enter",
+    "entered",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "join_leaf",
+    "leave",
+    "register_default_strategy",
+    "set_seed",
+    "set_strategy",
+]
+
+
+class Recorder(Protocol):
+    """What a gradient tape offers to the layers below it."""
+
+    def read(self, variable: Any, value: Any) -> Any:
+        """Return a variable's value, tracked where the tape watches the variable."""
+
+    def all_reduce(self, communicator: Communicator, op: Any, value: Any, options: Any) -> Any:
+        """Reduce over replicas so that gradients flow back through the reduction."""
+
+    def all_gather(self, communicator: Communicator, value: Any, axis: int, options: Any) -> Any:
+        """Concatenate over replicas so that gradients flow back through the concatenation."""
+
+
+@dataclass(slots=True)
+class Frame:
+    """Say where a thread is: in a replica, or across the replicas of a strategy.
+
+    Args:
+        strategy: None for the default strategy, which nobody chose; see `chosen`.
+        replica: None in a cross-replica context.
+        recorder: the tape that records in this frame.
+        merging: whether replicas wait for this frame, as they do in a `merge_call`.
+    """
+
+    strategy: Strategy | None
+    replica: ReplicaContext | None
+    recorder: Recorder | None = None
+    merging: bool = False
+
+
+@dataclass(slots=True)
+class _Process:
+    """What all threads share: the strategy outside any scope, and the seed."""
+
+    make_default: Callable[[], Strategy] | None = None
+    default: Strategy | None = None
+    seed: np.random.SeedSequence = field(default_factory=np.random.SeedSequence)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.frames = [Frame(None, None)]
+
+
+_thread = _Thread()
+_process = _Process()
+
+
+def current_frame() -> Frame:
+    """Return the innermost frame of this thread."""
+    return _thread.frames[-1]
+
+
+@contextmanager
+def entered(frame: Frame) -> Iterator[Frame]:
+    """Push a frame for a ``with`` block."""
+    frames = _thread.frames
+    frames.append(frame)
+    try:
+        yield frame
+    finally:
+        frames.pop()
+
+
+def enter(frame: Frame) -> None:
+    """Push a frame; `leave` pops it. For the hot path: a ``with`` block costs a microsecond."""
+    _thread.frames.append(frame)
+
+
+def leave() -> None:
+    """Pop the frame that `enter` pushed."""
+    _thread.frames.pop()
+
+
+def chosen(strategy: Strategy | None) -> Strategy | None:
+    """Return what a frame names as its strategy: nothing for the default one."""
+    return None if strategy is None or strategy.is_default else strategy
+
+
+def register_default_strategy(make: Callable[[], Strategy]) -> None:
+    """Name the maker of the strategy that is current outside any scope."""
+    _process.make_default = make
+
+
+def get_strategy() -> Strategy:
+    """Return the strategy of the current scope or replica, else the default one.
+
+    >>> import ndistribute as nd
+    >>> nd.get_strategy().num_replicas_in_sync
+    1
+    """
+    return _thread.frames[-1].strategy or _default_strategy()
+
+
+def has_strategy() -> bool:
+    """Say whether a strategy other than the default one is current."""
+    return _thread.frames[-1].strategy is not None
+
+
+def in_cross_replica_context() -> bool:
+    """Say whether the thread is in a scope, or in a function that `merge_call` runs."""
+    frame = _thread.frames[-1]
+    return frame.replica is None and (frame.strategy is not None or frame.merging)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return this thread's replica, or None in a cross-replica context.
+
+    >>> import ndistribute as nd
+    >>> nd.get_replica_context().replica_id_in_sync_group
+    0
+    """
+    frame = _thread.frames[-1]
+    if frame.replica is not None:
+        return frame.replica
+    if in_cross_replica_context():
+        return None
+    return _default_strategy().replica_contexts[0]
+
+
+def set_strategy(strategy: Strategy | None) -> None:
+    """Make a strategy current for the rest of this thread, as if its scope were never left.
+
+    Args:
+        strategy: None goes back to the default strategy.
+
+    Raises:
+        RuntimeError: called inside a scope or a replica.
+    """
+    frames = _thread.frames
+    if len(frames) > 1:
+        raise RuntimeError(
+            "set_strategy was called inside a strategy's scope, replica or merge_call: call it "
+            "at the top level of the program."
+        )
+    frames[0] = Frame(chosen(strategy), None)
+
+
+def _default_strategy() -> Strategy:
+    if _process.default is None:
+        if _process.make_default is None:
+            raise RuntimeError("no default strategy is registered: import ndistribute first.")
+        with _process.lock:
+            _process.default = _process.default or _process.make_default()
+    return _process.default
+
+
+def set_seed(seed: int) -> None:
+    """Seed the generators of all replicas, which start anew.
+
+    Args:
+        seed: 0 or more; with the replica's number it decides what ``ReplicaContext.rng`` yields.
+
+    >>> import ndistribute as nd
+    >>> nd.set_seed(7)
+    >>> first = nd.get_replica_context().rng.random()
+    >>> nd.set_seed(7)
+    >>> first == nd.get_replica_context().rng.random()
+    True
+    """
+    _process.seed = np.random.SeedSequence(seed)
+
+
+def current_seed() -> np.random.SeedSequence:
+    """Return the seed in force, a new object after each `set_seed`."""
+    return _process.seed
+
+
+def join_leaf(column: Sequence[Any]) -> Any:
+    """Join what the replicas passed or returned at one place into one leaf.
+
+    None everywhere stays None and one variable seen by all stays itself; anything else becomes a
+    `PerReplica`.
+    """
+    first = column[0]
+    shared = first is None or getattr(first, "is_distributed_variable", False)
+    if shared and all(item is first for item in column):
+        return first
+    return PerReplica(column)
+
+
+class ReplicaContext:
+    """Give a replica its place among the others, and the calls by which they meet.
+
+    Made by the strategy; reach it with `get_replica_context`.
+
+    >>> import ndistribute as nd
+    >>> strategy = nd.MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> def step():
+    ...     context = nd.get_replica_context()
+    ...     return context.all_reduce("sum", context.replica_id_in_sync_group + 1.0)
+    >>> [float(total) for total in strategy.run(step).values]
+    [3.0, 3.0]
+    >>> strategy.close()
+    """
+
+    __slots__ = ("_communicator", "_device", "_make_rng", "_strategy")
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        communicator: Communicator,
+        device: Device,
+        make_rng: Callable[[int], Any],
+    ) -> None:
+        self._strategy = strategy
+        self._communicator = communicator
+        self._device = device
+        self._make_rng = make_rng
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Return this replica's number, from 0."""
+        return self._communicator.rank
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Return how many replicas take part in every collective."""
+        return self._communicator.size
+
+    @property
+    def strategy(self) -> Strategy:
+        """Return the strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def device(self) -> Device:
+        """Return where this replica computes."""
+        return self._device
+
+    @property
+    def communicator(self) -> Communicator:
+        """Return the replica's communicator, for code that builds on collectives."""
+        return self._communicator
+
+    @property
+    def rng(self) -> Any:
+        """Return this replica's random generator: its own, the same in every run of a seed."""
+        return self._make_rng(self._communicator.rank)
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Reduce a value over all replicas; every replica gets the result.
+
+        Args:
+            reduce_op: a `ReduceOp` or its name in any case.
+            value: a nest of arrays or numbers, the same shapes and dtypes on every replica.
+            options: `CommunicationOptions`.
+
+        Returns:
+            The same nest; each replica owns its arrays.
+
+        Raises:
+            CollectiveMismatchError: replicas passed different shapes, dtypes or ops, or one made
+                another call or none.
+            CollectiveTimeoutError: a replica did not come in time.
+        """
+        recorder = self._frame("all_reduce").recorder
+        if recorder is not None:
+            return recorder.all_reduce(self._communicator, reduce_op, value, options)
+        return self._communicator.all_reduce(reduce_op, value, options)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenate a value over all replicas, in replica order.
+
+        Args:
+            value: a nest of arrays; lengths along `axis` may differ between replicas.
+            axis: the axis along which they are joined.
+            options: `CommunicationOptions`.
+
+        Returns:
+            The same nest of joined arrays, on every replica.
+
+        Raises:
+            CollectiveMismatchError: ranks, dtypes or other axes' lengths differ.
+        """
+        recorder = self._frame("all_gather").recorder
+        if recorder is not None:
+            return recorder.all_gather(self._communicator, value, axis, options)
+        return self._communicator.all_gather(value, axis, options)
+
+    def merge_call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function once for all replicas, in the cross-replica context.
+
+        Args:
+            fn: called as ``fn(strategy, *args, **kwargs)``; the leaves of its arguments are
+                `PerReplica`, variables pass as themselves.
+            args: this replica's arguments.
+            kwargs: this replica's keyword arguments.
+
+        Returns:
+            What `fn` returned; of a `PerReplica` leaf, this replica's component.
+
+        Raises:
+            CollectiveMismatchError: not every replica called `merge_call`.
+        """
+        self._frame("merge_call")
+        strategy = self._strategy
+
+        def merged(calls: Sequence[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> Any:
+            joined_args = tree.regroup([call[1] for call in calls], join_leaf)
+            joined_kwargs = tree.regroup([call[2] for call in calls], join_leaf)
+            with entered(Frame(chosen(strategy), None, merging=True)):
+                return calls[0][0](strategy, *joined_args, **joined_kwargs)
+
+        call = (fn, tuple(args), dict(kwargs or {}))
+        result = self._communicator.merge("merge_call", call, merged)
+        return tree.select(result, self._communicator.rank, self._communicator.size)
+
+    def _frame(self, method: str) -> Frame:
+        """Return the thread's frame, having checked that it is this replica's own."""
+        frame = _thread.frames[-1]
+        if frame.replica is self or (frame.replica is None and get_replica_context() is self):
+            return frame
+        raise RuntimeError(
+            f"{method} was called on the context of replica {self.replica_id_in_sync_group} from "
+            "outside that replica. Call get_replica_context() inside the function that "
+            "strategy.run executes, and do not keep it."
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"ReplicaContext({self.replica_id_in_sync_group} of {self.num_replicas_in_sync}, "
+            f"{self._device})"
+        )

@@ -1,0 +1,298 @@
+"""`Dataset`: the face of the input pipeline, with the names and meanings of `tf.data`.
+
+A dataset is an immutable description; every iteration over it is independent. Methods check their
+arguments and add a node to the pipeline; how elements are made is the nodes' affair.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ndistribute import tree
+from ndistribute.data import selections, sources, transformations
+from ndistribute.data.elements import Element
+from ndistribute.data.options import InputOptions
+from ndistribute.data.pipeline import INFINITE_CARDINALITY, Node, Pass, run
+from ndistribute.data.shuffling import entropy_of, shuffled
+
+__all__ = ["Dataset", "as_dataset"]
+
+
+class Dataset:
+    """Describe a sequence of elements, each a nest of NumPy arrays.
+
+    Made by the ``from_...`` methods and `range`, and from other datasets. Datasets over arrays stay
+    arithmetic on positions up to `batch`, which gathers each batch at once; a batch that is
+    contiguous in its array is a read-only view.
+
+    >>> import numpy as np
+    >>> images, labels = np.zeros((5, 28, 28), np.float32), np.arange(5)
+    >>> dataset = Dataset.from_tensor_slices((images, labels)).shuffle(5, seed=1).batch(2)
+    >>> [batch_images.shape for batch_images, batch_labels in dataset]
+    [(2, 28, 28), (2, 28, 28), (1, 28, 28)]
+    """
+
+    __slots__ = ("__weakref__", "_node")
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @classmethod
+    def from_tensors(cls, tensors: Any) -> Dataset:
+        """Make a dataset of one element: a nest of arrays, which are not copied.
+
+        >>> import numpy as np
+        >>> list(Dataset.from_tensors(np.arange(3)))
+        [array([0, 1, 2])]
+        """
+        return cls(sources.single(tensors))
+
+    @classmethod
+    def from_tensor_slices(cls, tensors: Any) -> Dataset:
+        """Make a dataset of the rows of arrays, which are not copied.
+
+        Args:
+            tensors: a nest of arrays of the same leading length; a list is one array.
+
+        Raises:
+            ValueError: a leaf is a scalar, or the leading lengths differ.
+
+        >>> [(int(x), int(y)) for x, y in Dataset.from_tensor_slices(([1, 2], [3, 4]))]
+        [(1, 3), (2, 4)]
+        """
+        return cls(sources.slices(tensors))
+
+    @classmethod
+    def from_generator(
+        cls, fn: Callable[[], Iterable[Any]], output_signature: Any = None
+    ) -> Dataset:
+        """Make a dataset of what an iterable yields.
+
+        Args:
+            fn: called without arguments at the begin of each iteration.
+            output_signature: a nest of dtypes, or of objects with `shape` and `dtype`, which every
+                element is cast to and checked against; a length of None is any.
+
+        Raises:
+            ValueError: `fn` can not be called.
+
+        >>> import numpy as np
+        >>> [int(x) for x in Dataset.from_generator(lambda: iter([1, 2]), np.int32)]
+        [1, 2]
+        """
+        if not callable(fn):
+            raise ValueError(
+                f"from_generator needs a function that returns an iterable, got {fn!r}. Pass the "
+                "generator function itself, not what it returns: each epoch calls it again."
+            )
+        return cls(sources.generated(fn, output_signature))
+
+    @classmethod
+    def range(cls, *args: int) -> Dataset:
+        """Make a dataset of int64 numbers; arguments as of the built-in ``range``.
+
+        >>> [batch.tolist() for batch in Dataset.range(9).batch(4)]
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+        """
+        return cls(sources.numbers(range(*args)))
+
+    @classmethod
+    def zip(cls, datasets: Any) -> Dataset:
+        """Join a nest of datasets element by element, until the shortest ends.
+
+        >>> [(int(x), int(y)) for x, y in Dataset.zip((Dataset.range(2), Dataset.range(5, 9)))]
+        [(0, 5), (1, 6)]
+        """
+        parts = tree.flatten(datasets)
+        if not parts:
+            raise ValueError("zip needs at least one dataset, for example zip((images, labels)).")
+        like = tree.unflatten(datasets, range(len(parts)))
+        return cls(selections.zipped(like, tuple(as_dataset(part)._node for part in parts)))
+
+    def map(self, fn: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
+        """Replace each element by ``fn(element)``, or ``fn(*element)`` if it is a tuple.
+
+        Args:
+            fn: returns a nest of arrays or numbers.
+            num_parallel_calls: threads that call it; `AUTOTUNE` is one for each core. The order is
+                kept.
+
+        >>> [int(y) for y in Dataset.range(3).map(lambda x: 2 * x)]
+        [0, 2, 4]
+        """
+        if num_parallel_calls is not None and num_parallel_calls != transformations.AUTOTUNE:
+            num_parallel_calls = _at_least(1, num_parallel_calls, "map: num_parallel_calls")
+        return self._then(transformations.mapped(self._node, fn, num_parallel_calls))
+
+    def filter(self, predicate: Callable[..., Any]) -> Dataset:
+        """Keep the elements for which ``predicate(element)`` is true.
+
+        >>> [int(x) for x in Dataset.range(5).filter(lambda x: x % 2)]
+        [1, 3]
+        """
+        return self._then(transformations.filtered(self._node, predicate))
+
+    def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
+        """Join each `n` successive elements along a new leading axis.
+
+        Args:
+            n: elements of a batch.
+            drop_remainder: whether a shorter last batch is left out.
+
+        >>> list(Dataset.range(3).batch(2))
+        [array([0, 1]), array([2])]
+        """
+        size = _at_least(1, n, "batch: n")
+        return self._then(transformations.batched(self._node, size, bool(drop_remainder)))
+
+    def unbatch(self) -> Dataset:
+        """Take batches apart again.
+
+        >>> [int(x) for x in Dataset.range(3).batch(2).unbatch()]
+        [0, 1, 2]
+        """
+        return self._then(transformations.unbatched(self._node))
+
+    def shuffle(
+        self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True
+    ) -> Dataset:
+        """Put the elements in random order.
+
+        Args:
+            buffer_size: from how many elements each next one is drawn; at least the size of the
+                dataset for a full permutation.
+            seed: the same seed gives the same sequence of orders in every run; None takes the next
+                one from `set_seed`, and is fresh where that was not called.
+            reshuffle_each_iteration: whether each iteration and each repetition has another order.
+
+        >>> dataset = Dataset.range(4).shuffle(4, seed=0)
+        >>> sorted(int(x) for x in dataset)
+        [0, 1, 2, 3]
+        """
+        size = _at_least(1, buffer_size, "shuffle: buffer_size")
+        reshuffles = bool(reshuffle_each_iteration)
+        return self._then(shuffled(self._node, size, entropy_of(seed), reshuffles))
+
+    def repeat(self, count: int | None = None) -> Dataset:
+        """Go through the elements `count` times, or without end if that is None or -1.
+
+        >>> [int(x) for x in Dataset.range(2).repeat(2)]
+        [0, 1, 0, 1]
+        """
+        times = None if count is None else _at_least(-1, count, "repeat: count")
+        return self._then(selections.repeated(self._node, None if times == -1 else times))
+
+    def take(self, count: int) -> Dataset:
+        """Keep the first `count` elements; all of them if that is -1.
+
+        >>> [int(x) for x in Dataset.range(5).take(2)]
+        [0, 1]
+        """
+        times = _at_least(-1, count, "take: count")
+        return self if times == -1 else self._then(selections.sliced(self._node, stop=times))
+
+    def skip(self, count: int) -> Dataset:
+        """Leave out the first `count` elements; all of them if that is -1.
+
+        >>> [int(x) for x in Dataset.range(5).skip(3)]
+        [3, 4]
+        """
+        times = _at_least(-1, count, "skip: count")
+        return (
+            self.take(0) if times == -1 else self._then(selections.sliced(self._node, start=times))
+        )
+
+    def shard(self, num_shards: int, index: int) -> Dataset:
+        """Keep every `num_shards`-th element, from number `index` on.
+
+        >>> [int(x) for x in Dataset.range(5).shard(2, 1)]
+        [1, 3]
+        """
+        shards = _at_least(1, num_shards, "shard: num_shards")
+        if not 0 <= index < shards:
+            raise ValueError(f"shard: index must be 0 to {shards - 1}, got {index}.")
+        return self._then(selections.sliced(self._node, start=index, step=shards))
+
+    def concatenate(self, dataset: Any) -> Dataset:
+        """Append the elements of another dataset.
+
+        >>> [int(x) for x in Dataset.range(2).concatenate(Dataset.range(5, 7))]
+        [0, 1, 5, 6]
+        """
+        return self._then(selections.concatenated(self._node, as_dataset(dataset)._node))
+
+    def cache(self) -> Dataset:
+        """Keep the elements of the first whole iteration in memory, in the order that they had.
+
+        >>> calls = []
+        >>> dataset = Dataset.range(2).map(lambda x: calls.append(x) or x).cache()
+        >>> _ = list(dataset), list(dataset)
+        >>> len(calls)
+        2
+        """
+        return self._then(selections.cached(self._node))
+
+    def prefetch(self, n: int) -> Dataset:
+        """Let a background thread make up to `n` elements ahead; `AUTOTUNE` chooses.
+
+        >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x).prefetch(2)]
+        [0, 1, 4]
+        """
+        return self._then(transformations.prefetched(self._node, _at_least(-1, n, "prefetch: n")))
+
+    def with_options(self, options: InputOptions) -> Dataset:
+        """Say how this dataset is distributed, where `distribute_dataset` is not told otherwise."""
+        if not isinstance(options, InputOptions):
+            raise ValueError(f"with_options needs an InputOptions, got {options!r}.")
+        return self._then(transformations.with_options(self._node, options))
+
+    def cardinality(self) -> int:
+        """Return the number of elements, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`.
+
+        >>> Dataset.range(9).batch(4).cardinality(), Dataset.range(9).repeat().cardinality()
+        (3, -1)
+        """
+        return self._node.cardinality
+
+    @property
+    def node(self) -> Node:
+        """Return the pipeline, for the layers that run it."""
+        return self._node
+
+    def __iter__(self) -> Iterator[Element]:
+        return run(self._node, Pass.begin(self._node))
+
+    def __len__(self) -> int:
+        known = self.cardinality()
+        if known < 0:
+            what = "infinite" if known == INFINITE_CARDINALITY else "unknown"
+            raise TypeError(f"the length of this dataset is {what}: use cardinality().")
+        return known
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _then(self, node: Node) -> Dataset:
+        return Dataset(node)
+
+
+def as_dataset(source: Any) -> Dataset:
+    """Return a dataset as itself, and any re-iterable of batches as a dataset.
+
+    Raises:
+        ValueError: it can be iterated once only, or is no collection of batches.
+
+    >>> import numpy as np
+    >>> as_dataset([np.arange(2), np.arange(1)]).cardinality()
+    2
+    """
+    return source if isinstance(source, Dataset) else Dataset(sources.foreign(source))
+
+
+def _at_least(lowest: int, value: int, what: str) -> int:
+    number = operator.index(value)
+    if number < lowest:
+        raise ValueError(f"{what} must be at least {lowest}, got {number}.")
+    return number

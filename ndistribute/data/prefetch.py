@@ -1,0 +1,168 @@
+"""Work done ahead of the consumer: a thread that fills a bounded queue, and a map over threads.
+
+The thread knows the queue and the source, never the consumer's iterator, so an iterator that is
+dropped half-way is collected and its thread ends. An error arrives at the element at which it
+happened. No wait is without end, and no thread outlives the interpreter.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+__all__ = ["BoundedQueue", "Prefetched", "Workers", "map_ahead"]
+
+T = TypeVar("T")
+
+# A wait is woken by what it waits for; this only bounds how late a lost partner is noticed.
+_CHECK_SECONDS = 1.0
+
+
+class Prefetched(Iterator[T], Generic[T]):
+    """Iterate over a source whose elements a background thread makes ahead.
+
+    Args:
+        source: only the thread touches it from now on, and closes it at the end.
+        depth: how many elements wait in the queue at most.
+
+    >>> list(Prefetched(iter("abc"), depth=2))
+    ['a', 'b', 'c']
+    """
+
+    def __init__(self, source: Iterator[T], depth: int) -> None:
+        self._queue = BoundedQueue(depth)
+        # A daemon: one that waits for room must not hold up the interpreter's exit.
+        self._thread = threading.Thread(
+            target=_fill, args=(source, self._queue), name="ndistribute-prefetch", daemon=True
+        )
+        weakref.finalize(self, self._queue.close)
+        self._thread.start()
+
+    @property
+    def queue(self) -> BoundedQueue:
+        """Return what can be closed to end the thread."""
+        return self._queue
+
+    def __next__(self) -> T:
+        item = self._queue.get(self._thread)
+        if not isinstance(item, _End):
+            return item  # type: ignore[no-any-return]
+        self.close()
+        if item.error is None:
+            raise StopIteration
+        raise item.error
+
+    def close(self) -> None:
+        """Tell the thread to end; it does so as soon as the element at hand is made."""
+        self._queue.close()
+
+
+class Workers(ThreadPoolExecutor):
+    """A pool that is closed without waiting for what runs."""
+
+    def close(self) -> None:
+        """Drop what has not begun; the threads end with what they are at."""
+        self.shutdown(wait=False, cancel_futures=True)
+
+
+def map_ahead(
+    fn: Callable[[Any], T], source: Iterator[Any], pool: Workers, ahead: int
+) -> Iterator[T]:
+    """Yield ``fn(element)`` in order, computed by a pool on at most `ahead` elements at a time.
+
+    >>> list(map_ahead(abs, iter([-1, -2, -3]), Workers(2), ahead=2))
+    [1, 2, 3]
+    """
+    pending: deque[Future[T]] = deque()
+    try:
+        for future in _submitted(fn, source, pool):
+            pending.append(future)
+            if len(pending) >= ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.close()
+
+
+def _submitted(fn: Callable[[Any], T], source: Iterator[Any], pool: Workers) -> Iterator[Future[T]]:
+    """Submit element after element; the source's own error takes its turn as the last of them."""
+    try:
+        for element in source:
+            yield pool.submit(fn, element)
+    except Exception as error:
+        failed: Future[T] = Future()
+        failed.set_exception(error)
+        yield failed
+
+
+class _End:
+    """The last item of a queue."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class BoundedQueue:
+    """A bounded queue that either side can close."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._items: deque[Any] = deque()
+        # Re-entrant, as a garbage collection may close the queue on the very thread that holds it.
+        self._changed = threading.Condition(threading.RLock())
+        self._closed = False
+
+    def put(self, item: Any) -> bool:
+        """Add an item once there is room; False if the queue is closed."""
+        with self._changed:
+            while len(self._items) >= self._depth and not self._closed:
+                self._changed.wait(_CHECK_SECONDS)
+            if self._closed:
+                return False
+            self._items.append(item)
+            self._changed.notify_all()
+            return True
+
+    def get(self, producer: threading.Thread) -> Any:
+        """Return the next item, or an end if there is none to come."""
+        with self._changed:
+            while not self._items and not self._closed:
+                if not self._changed.wait(_CHECK_SECONDS) and not producer.is_alive():
+                    return _End(
+                        RuntimeError(
+                            "the thread that prefetches is gone, as it is after a fork. Make a new "
+                            "iterator in this process."
+                        )
+                    )
+            if self._closed:
+                return _End(None)
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def close(self) -> None:
+        """Wake both sides; nothing goes in or out any more."""
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+
+def _fill(source: Iterator[Any], queue: BoundedQueue) -> None:
+    try:
+        for item in source:
+            if not queue.put(item):
+                break
+        else:
+            queue.put(_End(None))
+    except BaseException as error:  # the consumer raises it
+        queue.put(_End(error))
+    finally:
+        close = getattr(source, "close", None)
+        if close is not None:
+            close()

@@ -1,0 +1,318 @@
+"""Devices, and the array namespace that belongs to each.
+
+CPU devices are logical: any ``cpu:i`` exists, and all of them share the host's memory. A GPU is one
+that the driver shows to this process. CuPy is imported here and in the NCCL backend, nowhere else,
+and only once a GPU is asked for; everyone else gets arrays and a namespace, and never asks which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ndistribute.errors import MissingDependencyError
+
+__all__ = [
+    "Device",
+    "Stream",
+    "array_namespace",
+    "as_array",
+    "copy_to",
+    "is_gpu_array",
+    "list_devices",
+    "random_generator",
+    "resolve_devices",
+    "to_host",
+]
+
+Array = Any  # numpy.ndarray or cupy.ndarray; CuPy has no stubs and may not be installed.
+
+_PATTERN = re.compile(
+    r"/?(?:job:(?P<job>\w+)/)?(?:replica:\d+/)?(?:task:(?P<task>\d+)/)?"
+    r"(?:device:)?(?P<kind>cpu|gpu):(?P<index>\d+)",
+    re.IGNORECASE,
+)
+
+
+class Device:
+    """Name a logical CPU or a GPU.
+
+    Args:
+        spec: for example ``"cpu:1"``, ``"/gpu:0"``, ``"/job:worker/task:1/device:GPU:0"``, or
+            another device.
+
+    Raises:
+        ValueError: the string names no device.
+
+    >>> Device("/device:CPU:1")
+    Device('cpu:1')
+    >>> Device("CPU:1") == Device("/cpu:1")
+    True
+    """
+
+    __slots__ = ("index", "job", "kind", "task")
+
+    def __init__(self, spec: str | Device) -> None:
+        if isinstance(spec, Device):
+            self.kind, self.index, self.job, self.task = spec.kind, spec.index, spec.job, spec.task
+            return
+        match = _PATTERN.fullmatch(spec) if isinstance(spec, str) else None
+        if match is None:
+            raise ValueError(
+                f"{spec!r} names no device. Write for example 'cpu:0', '/gpu:1' or "
+                "'/job:worker/task:1/device:GPU:0'."
+            )
+        self.kind = match["kind"].lower()
+        self.index = int(match["index"])
+        self.job = match["job"]
+        self.task = None if match["task"] is None else int(match["task"])
+
+    @property
+    def memory_space(self) -> str:
+        """Return a name that devices share exactly when they see the same memory."""
+        return "cpu" if self.kind == "cpu" else f"gpu:{self.index}"
+
+    @property
+    def namespace(self) -> ModuleType:
+        """Return ``numpy`` for a CPU and ``cupy`` for a GPU."""
+        return np if self.kind == "cpu" else _cupy()
+
+    def __str__(self) -> str:
+        where = "" if self.job is None else f"/job:{self.job}"
+        where += "" if self.task is None else f"/task:{self.task}"
+        return f"{where}/device:{self.kind.upper()}:{self.index}" if where else self._short()
+
+    def _short(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+    def __repr__(self) -> str:
+        return f"Device({str(self)!r})"
+
+    def _key(self) -> tuple[str, int, str | None, int | None]:
+        return (self.kind, self.index, self.job, self.task)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+class Stream:
+    """Order the work of one replica on its device: a CUDA stream on a GPU, nothing on a CPU.
+
+    Args:
+        device: where the replica computes.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._cuda: Any = None
+        if device.kind == "gpu":
+            cupy = _cupy()
+            with cupy.cuda.Device(device.index):
+                self._cuda = cupy.cuda.Stream(non_blocking=True)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether there is anything to order."""
+        return self._cuda is not None
+
+    def use(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the device and this stream current for a ``with`` block."""
+        if self._cuda is None:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        stack.enter_context(_cupy().cuda.Device(self.device.index))
+        stack.enter_context(self._cuda)
+        return stack
+
+    def begin(self) -> None:
+        """Wait for what other streams of the device were given before this one starts."""
+        if self._cuda is not None:
+            _cupy().cuda.Device(self.device.index).synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until everything enqueued so far is done, so that other replicas may read it."""
+        if self._cuda is not None:
+            self._cuda.synchronize()
+
+    @property
+    def pointer(self) -> int:
+        """Return the CUDA stream's address, as NCCL takes it; 0 on a CPU."""
+        return 0 if self._cuda is None else int(self._cuda.ptr)
+
+
+def list_devices(kind: str | None = None) -> list[Device]:
+    """List the devices of this machine: the visible GPUs, and one logical CPU.
+
+    Args:
+        kind: ``"cpu"``, ``"gpu"``, or None for both.
+
+    Raises:
+        ValueError: another kind.
+
+    >>> list_devices("cpu")
+    [Device('cpu:0')]
+    """
+    if kind is not None and str(kind).lower() not in ("cpu", "gpu"):
+        raise ValueError(f"kind must be 'cpu', 'gpu' or None, got {kind!r}.")
+    wanted = None if kind is None else str(kind).lower()
+    gpus = [Device(f"gpu:{i}") for i in range(_gpu_count())] if wanted != "cpu" else []
+    return gpus + ([Device("cpu:0")] if wanted != "gpu" else [])
+
+
+def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices") -> list[Device]:
+    """Parse and check the devices of a strategy.
+
+    Args:
+        specs: devices or their names; None stands for all visible GPUs, else ``cpu:0`` alone.
+        what: the argument's name, for the error.
+
+    Raises:
+        ValueError: none is given, one does not exist, or a CPU is named twice.
+    """
+    if specs is None:
+        return list_devices("gpu") or [Device("cpu:0")]
+    if isinstance(specs, str | Device):
+        specs = [specs]
+    devices = [Device(spec) for spec in specs]
+    if not devices:
+        raise ValueError(f"{what} is empty: name at least one, for example ['cpu:0', 'cpu:1'].")
+    _check_known(devices, what)
+    _check_distinct_cpus(devices, what)
+    return devices
+
+
+def array_namespace(*arrays: Array) -> ModuleType:
+    """Return ``cupy`` if any of the arrays is on a GPU, else ``numpy``."""
+    for array in arrays:
+        if type(array) is not np.ndarray and is_gpu_array(array):
+            return _cupy()
+    return np
+
+
+def is_gpu_array(value: Any) -> bool:
+    """Say whether a value is a CuPy array, without importing CuPy."""
+    kind = type(value)
+    return kind is not np.ndarray and _is_gpu_type(kind)
+
+
+def as_array(value: Any) -> Array:
+    """Return a value as an array of whichever namespace it belongs to; arrays come back as is.
+
+    Variables and tracked arrays stand for an array, and say so by a method `raw_array`.
+    """
+    if type(value) is np.ndarray or is_gpu_array(value):
+        return value
+    raw_array = getattr(value, "raw_array", None)
+    if raw_array is not None:
+        return raw_array()
+    return np.asarray(value)
+
+
+def to_host(array: Array) -> np.ndarray[Any, Any]:
+    """Copy an array to the host; one that is there already comes back as is."""
+    if not is_gpu_array(array):
+        return np.asarray(array)
+    host = _pinned_empty(array.shape, array.dtype)
+    with array.device:
+        array.get(out=host)
+    return host
+
+
+def copy_to(array: Array, device: Device) -> Array:
+    """Return an array's values in the memory of a device, without a copy if they are there."""
+    if device.kind == "cpu":
+        return to_host(array)
+    cupy = _cupy()
+    if is_gpu_array(array):
+        if array.device.id == device.index:
+            return array
+        with array.device:
+            cupy.cuda.get_current_stream().synchronize()
+        with cupy.cuda.Device(device.index):
+            return cupy.array(array, copy=True)
+    host = np.asarray(array)
+    staged = _pinned_empty(host.shape, host.dtype)
+    staged[...] = host
+    with cupy.cuda.Device(device.index):
+        target = cupy.empty(host.shape, host.dtype)
+        target.set(staged)
+        # The pinned staging block goes back to CuPy's pool on return, so the copy must be over.
+        cupy.cuda.get_current_stream().synchronize()
+        return target
+
+
+def random_generator(device: Device, seed: np.random.SeedSequence) -> Any:
+    """Return a generator of the device's namespace."""
+    if device.kind == "cpu":
+        return np.random.Generator(np.random.PCG64(seed))
+    cupy = _cupy()
+    with cupy.cuda.Device(device.index):
+        return cupy.random.Generator(cupy.random.XORWOW(int(seed.generate_state(1)[0])))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_gpu_type(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "device")
+
+
+def _check_known(devices: Iterable[Device], what: str) -> None:
+    for device in devices:
+        if device.kind == "gpu" and device.index >= (count := _gpu_count()):
+            visible = ", ".join(f"gpu:{i}" for i in range(count)) or "none"
+            raise ValueError(
+                f"{what}: {device} does not exist; visible GPUs: {visible}. Check "
+                "CUDA_VISIBLE_DEVICES, and that CuPy is installed: pip install "
+                "'ndistribute[cuda12]' or 'ndistribute[cuda13]'."
+            )
+
+
+def _check_distinct_cpus(devices: Iterable[Device], what: str) -> None:
+    seen: set[Device] = set()
+    for device in devices:
+        if device.kind == "cpu" and device in seen:
+            raise ValueError(
+                f"{what}: {device} is named twice. CPU devices are logical: name another, "
+                "for example cpu:0 and cpu:1."
+            )
+        seen.add(device)
+
+
+@functools.cache
+def _gpu_count() -> int:
+    try:
+        cupy = _cupy()
+    except MissingDependencyError:
+        return 0
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+@functools.cache
+def _cupy() -> ModuleType:
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingDependencyError(
+            "GPU devices need CuPy: pip install 'ndistribute[cuda12]' or 'ndistribute[cuda13]', "
+            "whichever your driver supports."
+        ) from error
+    return cupy  # type: ignore[no-any-return]
+
+
+def _pinned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Allocate page-locked host memory, which the GPU copies from and to at full speed."""
+    count = int(np.prod(shape))
+    dtype = np.dtype(dtype)
+    memory = _cupy().cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
+    return np.frombuffer(memory, dtype, count).reshape(shape)

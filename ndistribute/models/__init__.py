@@ -1,0 +1,5 @@
+"""What a model is trained with."""
+
+from ndistribute.models import optimizers
+
+__all__ = ["optimizers"]

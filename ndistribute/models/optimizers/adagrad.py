@@ -1,0 +1,72 @@
+"""Adagrad: a rate for each element that falls with what it has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ndistribute.device import Array, array_namespace
+from ndistribute.models.optimizers.optimizer import LearningRate, Optimizer
+
+__all__ = ["Adagrad"]
+
+
+class Adagrad(Optimizer):
+    """Divide the step by the root of the sum of squared gradients so far.
+
+    Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods", 2011.
+
+    Args:
+        learning_rate: a number, or a function from the number of steps done to one.
+        initial_accumulator_value: where the sum of squares starts, 0 or more.
+        epsilon: added to the sum before the root.
+        clipping: `clipnorm`, `global_clipnorm` or `clipvalue`, see `Optimizer`.
+
+    >>> import ndistribute as nd
+    >>> v = nd.Variable([1.0])
+    >>> Adagrad(0.5, initial_accumulator_value=0.0, epsilon=0.0).apply_gradients([([4.0], v)])
+    >>> v.numpy()
+    array([0.5])
+    """
+
+    slot_names: ClassVar[tuple[str, ...]] = ("accumulator",)
+    rows_alone: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        initial_accumulator_value: float = 0.1,
+        epsilon: float = 1e-7,
+        *,
+        clipnorm: float | None = None,
+        global_clipnorm: float | None = None,
+        clipvalue: float | None = None,
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            clipnorm=clipnorm,
+            global_clipnorm=global_clipnorm,
+            clipvalue=clipvalue,
+        )
+        if initial_accumulator_value < 0:
+            raise ValueError(
+                f"initial_accumulator_value must be 0 or more, got {initial_accumulator_value}."
+            )
+        self.initial_accumulator_value = initial_accumulator_value
+        self.epsilon = epsilon
+
+    def initial_slot(self, name: str) -> float:
+        """Return where the sum of squares starts."""
+        return self.initial_accumulator_value
+
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
+        """Step down the scaled gradient, in place."""
+        (accumulator,) = slots
+        xp = array_namespace(gradient)
+        scratch = xp.square(gradient)
+        accumulator += scratch
+        xp.add(accumulator, self.epsilon, out=scratch)
+        xp.sqrt(scratch, out=scratch)
+        gradient /= scratch
+        gradient *= rates
+        variable -= gradient

@@ -1,0 +1,292 @@
+"""`Optimizer`: what all optimizers share.
+
+Inside a replica the gradients are summed over all replicas and each replica updates the part of
+the variables, and of their slots, that it owns: nothing is computed twice. Across replicas the
+gradients are final, and every copy is updated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ndistribute import context
+from ndistribute.collective.buckets import blocks
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.device import Array, array_namespace, as_array, is_gpu_array
+from ndistribute.models.optimizers.clipping import Clipping
+from ndistribute.variables.mirrored import MirroredVariable
+from ndistribute.variables.variable import Variable
+
+__all__ = ["Optimizer"]
+
+_log = logging.getLogger("ndistribute")
+
+LearningRate = float | Callable[[int], float]
+
+# A block of the gradient, the variable and two slots fit a core's second-level cache.
+BLOCK_ELEMENTS = 32 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """What an update may write to, opened once for all replicas.
+
+    `arrays[i][home]` are variable number i and its slots in one memory space.
+    """
+
+    arrays: list[list[tuple[Array, ...]]]
+    rates: Any
+
+
+class Optimizer:
+    """Change variables by their gradients.
+
+    Args:
+        learning_rate: a number, or a function from the number of steps done to one.
+        clipnorm: each gradient, summed over replicas, is scaled down to at most this norm.
+        global_clipnorm: all gradients together are scaled down to at most this norm.
+        clipvalue: each element is cut to ``[-clipvalue, clipvalue]``.
+
+    Raises:
+        ValueError: a number is not above 0, or more than one clipping is asked for.
+    """
+
+    slot_names: ClassVar[tuple[str, ...]] = ()
+    rows_alone: ClassVar[bool] = False
+    """Whether a row without gradient stays as it is, so that sparse updates touch few rows."""
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        *,
+        clipnorm: float | None = None,
+        global_clipnorm: float | None = None,
+        clipvalue: float | None = None,
+    ) -> None:
+        if not callable(learning_rate) and not learning_rate >= 0:
+            raise ValueError(f"learning_rate must be 0 or more, got {learning_rate}.")
+        self.learning_rate = learning_rate
+        self._clipping = Clipping(clipnorm, global_clipnorm, clipvalue)
+        self._slots: dict[int, tuple[Variable, ...]] = {}
+        self._variables: list[Variable] = []
+        self._iterations: Variable | None = None
+
+    def initial_slot(self, name: str) -> float:
+        """Return the value with which a slot starts."""
+        return 0.0
+
+    def rates(self, step: int, learning_rate: float) -> Any:
+        """Return the numbers that an update needs, computed once a step.
+
+        Args:
+            step: the number of this step, from 1.
+            learning_rate: in this step.
+        """
+        return learning_rate
+
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
+        """Change a range of a variable and of its slots in place; `gradient` may be changed."""
+        raise NotImplementedError(f"{type(self).__name__} defines no update.")
+
+    @property
+    def iterations(self) -> int:
+        """Return how many steps were applied."""
+        return 0 if self._iterations is None else int(self._iterations)
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Return the optimizer's own variables: the step count and the slots."""
+        own = [] if self._iterations is None else [self._iterations]
+        return own + [slot for v in self._variables for slot in self._slots[id(v)]]
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        skip_gradients_aggregation: bool = False,
+    ) -> None:
+        """Update variables by their gradients.
+
+        Args:
+            grads_and_vars: pairs of a gradient (array or `IndexedSlices`) and its variable; pairs
+                without a gradient are left out.
+            skip_gradients_aggregation: whether the gradients are summed over replicas already.
+
+        Raises:
+            ValueError: no variable has a gradient, or a shape or dtype does not fit; nothing has
+                changed then.
+        """
+        pairs = _checked(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        gradients = [self._dense_if_needed(gradient) for gradient, _ in pairs]
+        replica = variables[0].replica("update")
+        self._build(variables, replica)
+        if replica is None:
+            self._update_all(variables, self._clipping.apply(gradients))
+            return
+        if self._clipping and not skip_gradients_aggregation:
+            # A norm is known only when the whole sum is.
+            gradients = self._clipping.apply(replica.all_reduce("sum", gradients))
+            skip_gradients_aggregation = True
+        self._update_owned(variables, gradients, replica, skip_gradients_aggregation)
+
+    def _dense_if_needed(self, gradient: Any) -> Any:
+        keep = self.rows_alone or not isinstance(gradient, IndexedSlices)
+        return gradient if keep else gradient.to_dense()
+
+    def _build(self, variables: Sequence[Variable], replica: Any) -> None:
+        """Make the slots of variables seen for the first time."""
+        if all(id(variable) in self._slots for variable in variables):
+            return
+        if replica is not None:
+            replica.merge_call(lambda _: self._make_slots(variables))
+            return
+        if context.current_frame().replica is not None:
+            self._make_slots(variables)  # The only replica there is.
+            return
+        with variables[0].distribute_strategy.scope():
+            self._make_slots(variables)
+
+    def _make_slots(self, variables: Sequence[Variable]) -> None:
+        if self._iterations is None:
+            self._iterations = Variable(np.int64(0), trainable=False, name="iterations")
+        for variable in variables:
+            if id(variable) not in self._slots:
+                self._variables.append(variable)
+                self._slots[id(variable)] = tuple(
+                    Variable(
+                        np.full(variable.shape, self.initial_slot(name), variable.dtype),
+                        trainable=False,
+                        name=f"{variable.name}/{name}",
+                    )
+                    for name in self.slot_names
+                )
+
+    def _open(self, variables: Sequence[Variable]) -> _Targets:
+        """Count the step and open everything it writes; runs once for all replicas."""
+        step = 0
+        for counter in _arrays(self._iterations):
+            counter += 1
+            step = int(counter)
+        rate = self.learning_rate(step - 1) if callable(self.learning_rate) else self.learning_rate
+        opened = []
+        for variable in variables:
+            columns = [_arrays(v) for v in (variable, *self._slots[id(variable)])]
+            opened.append(list(zip(*columns, strict=True)))
+        return _Targets(opened, self.rates(step, float(rate)))
+
+    def _update_all(self, variables: Sequence[Variable], gradients: Sequence[Any]) -> None:
+        """Update every copy with gradients that are final."""
+        targets = self._open(variables)
+        for copies, gradient in zip(targets.arrays, gradients, strict=True):
+            for arrays in copies:
+                if isinstance(gradient, IndexedSlices):
+                    self._update_rows(arrays, gradient.summed(), targets.rates)
+                else:
+                    self._update_whole(arrays, gradient, targets.rates)
+
+    def _update_owned(
+        self,
+        variables: Sequence[Variable],
+        gradients: Sequence[Any],
+        replica: Any,
+        aggregated: bool,
+    ) -> None:
+        """Update, together with the other replicas, the part that this one owns."""
+        communicator = replica.communicator
+        rank = replica.replica_id_in_sync_group
+        homes = [_kind(variable).home_of(rank) for variable in variables]
+        dense = [i for i, g in enumerate(gradients) if not isinstance(g, IndexedSlices)]
+        sparse = [i for i, g in enumerate(gradients) if isinstance(g, IndexedSlices)]
+        joined = [gradients[i] for i in sparse]
+        if joined and not aggregated:
+            joined = communicator.all_reduce("sum", joined)
+
+        def update(targets: _Targets, leaf: int, start: int, stop: int, total: Array) -> None:
+            index = dense[leaf]
+            arrays = targets.arrays[index][homes[index]]
+            if aggregated:
+                total = _block_of(gradients[index], start, stop, total)
+            self._update_range(arrays, start, stop, total, targets.rates)
+
+        # Gradients that are summed already still meet, but only the owner's own are used.
+        targets = communicator.reduce_update(
+            "sum", [gradients[i] for i in dense], lambda: self._open(variables), update
+        )
+        if not sparse:
+            return
+        for index, rows in zip(sparse, joined, strict=True):
+            once = rows.summed()
+            part = communicator.owned_part(len(once.indices))
+            mine = IndexedSlices(once.values[part], once.indices[part], once.dense_shape)
+            self._update_rows(targets.arrays[index][homes[index]], mine, targets.rates)
+        communicator.merge("apply_gradients", None, lambda _: None)
+
+    def _update_whole(self, arrays: tuple[Array, ...], gradient: Array, rates: Any) -> None:
+        flat = gradient.reshape(-1)
+        size = flat.size if is_gpu_array(flat) else BLOCK_ELEMENTS
+        for start, stop in blocks(0, flat.size, max(1, size)):
+            self._update_range(arrays, start, stop, flat[start:stop].copy(), rates)
+
+    def _update_range(
+        self, arrays: tuple[Array, ...], start: int, stop: int, gradient: Array, rates: Any
+    ) -> None:
+        variable, *slots = (array.reshape(-1)[start:stop] for array in arrays)
+        if is_gpu_array(variable) != is_gpu_array(gradient):
+            gradient = array_namespace(variable).asarray(gradient)
+        self.update(variable, gradient.astype(variable.dtype, copy=False), slots, rates)
+
+    def _update_rows(self, arrays: tuple[Array, ...], rows: IndexedSlices, rates: Any) -> None:
+        taken = [array[rows.indices] for array in arrays]
+        values = rows.values.astype(taken[0].dtype)
+        self.update(taken[0], values, taken[1:], rates)
+        for array, part in zip(arrays, taken, strict=True):
+            array[rows.indices] = part
+
+
+def _checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]]:
+    pairs = list(grads_and_vars)
+    kept: list[tuple[Any, Variable]] = []
+    for gradient, variable in pairs:
+        if gradient is None:
+            _log.warning("no gradient for variable %r: it stays as it is", variable.name)
+            continue
+        if not isinstance(gradient, IndexedSlices):
+            gradient = as_array(gradient)
+        if gradient.shape != variable.shape or gradient.dtype.kind not in "fc":
+            raise ValueError(
+                f"the gradient of variable {variable.name!r} has shape {gradient.shape} and dtype "
+                f"{gradient.dtype}, the variable {variable.shape} and {variable.dtype}. Nothing "
+                "has changed."
+            )
+        kept.append((gradient, variable))
+    if not kept:
+        raise ValueError(
+            "no variable has a gradient: check that the loss is computed inside the tape, from "
+            f"the variables {[variable.name for _, variable in pairs]}."
+        )
+    return kept
+
+
+def _kind(variable: Any) -> MirroredVariable:
+    if not isinstance(variable, MirroredVariable):
+        raise ValueError(
+            f"variable {getattr(variable, 'name', variable)!r} is synchronized on read: its "
+            "replicas have values of their own, which an optimizer can not train."
+        )
+    return variable
+
+
+def _arrays(variable: Any) -> list[Array]:
+    return _kind(variable).begin_update()
+
+
+def _block_of(gradient: Array, start: int, stop: int, like: Array) -> Array:
+    like[...] = gradient.reshape(-1)[start:stop]
+    return like
+
+

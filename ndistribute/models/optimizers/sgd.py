@@ -1,0 +1,77 @@
+"""Stochastic gradient descent, with momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ndistribute.device import Array
+from ndistribute.models.optimizers.optimizer import LearningRate, Optimizer
+
+__all__ = ["SGD"]
+
+
+class SGD(Optimizer):
+    """Step down the gradient.
+
+    With momentum m the velocity is ``v = m * v - rate * g`` and the step is v; with Nesterov's
+    correction it is ``m * v - rate * g`` (Sutskever et al., "On the importance of initialization
+    and momentum in deep learning", 2013).
+
+    Args:
+        learning_rate: a number, or a function from the number of steps done to one.
+        momentum: in ``[0, 1]``; 0 keeps no velocity.
+        nesterov: whether to look ahead; needs momentum.
+        clipping: `clipnorm`, `global_clipnorm` or `clipvalue`, see `Optimizer`.
+
+    Raises:
+        ValueError: momentum is out of range, or nesterov goes without it.
+
+    >>> import ndistribute as nd
+    >>> v = nd.Variable([1.0, 2.0])
+    >>> SGD(0.5).apply_gradients([([1.0, 1.0], v)])
+    >>> v.numpy()
+    array([0.5, 1.5])
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        *,
+        clipnorm: float | None = None,
+        global_clipnorm: float | None = None,
+        clipvalue: float | None = None,
+    ) -> None:
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum must be in [0, 1], got {momentum}.")
+        if nesterov and momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0, for example momentum=0.9.")
+        super().__init__(
+            learning_rate,
+            clipnorm=clipnorm,
+            global_clipnorm=global_clipnorm,
+            clipvalue=clipvalue,
+        )
+        self.momentum = momentum
+        self.nesterov = nesterov
+        if momentum:
+            self.slot_names = ("momentum",)  # type: ignore[misc]
+        # With momentum every row moves on in every step.
+        self.rows_alone = not momentum  # type: ignore[misc]
+
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
+        """Step down the gradient, in place."""
+        gradient *= rates
+        if not slots:
+            variable -= gradient
+            return
+        velocity = slots[0]
+        velocity *= self.momentum
+        velocity -= gradient
+        if self.nesterov:
+            variable -= gradient
+            variable += self.momentum * velocity
+        else:
+            variable += velocity

@@ -1,0 +1,17 @@
+"""Who runs what where."""
+
+from ndistribute.context import register_default_strategy
+from ndistribute.strategies.base import Strategy, ValueContext
+from ndistribute.strategies.central_storage import CentralStorageStrategy
+from ndistribute.strategies.mirrored import MirroredStrategy
+from ndistribute.strategies.one_device import DefaultStrategy, OneDeviceStrategy
+
+register_default_strategy(DefaultStrategy)
+
+__all__ = [
+    "CentralStorageStrategy",
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "Strategy",
+    "ValueContext",
+]

@@ -1,0 +1,205 @@
+"""The pool of replica threads: one step on every replica at once.
+
+Replica 0 runs on the caller's thread, the others on threads that are kept between steps. Whoever
+fails releases the rest; the pool is usable again when all are out.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ndistribute.collective.select import ReplicaGroup
+from ndistribute.context import Frame, ReplicaContext, chosen, enter, leave
+from ndistribute.errors import WorkerLostError
+from ndistribute.strategies.blas import limited_blas
+
+__all__ = ["ReplicaPool"]
+
+Step = Callable[[int], Any]
+
+# How long a failed or interrupted step waits for replicas that still compute. One that does not
+# end in this time is given up: its thread ends when its function returns.
+GRACE_SECONDS = 30.0
+
+# How often an idle thread looks whether its pool still exists.
+IDLE_SECONDS = 5.0
+
+
+class _Outcome:
+    """What the replicas of one step returned and raised, errors in the order of time."""
+
+    def __init__(self, size: int) -> None:
+        self.results: list[Any] = [None] * size
+        self.errors: list[tuple[int, BaseException]] = []
+
+
+class _ReplicaThread:
+    """A thread that waits for a job, runs it, and says that it is done."""
+
+    def __init__(self, name: str) -> None:
+        self._job: Callable[[], None] | None = None
+        self._start = threading.Lock()
+        self._done = threading.Lock()
+        self._start.acquire()  # Both are tokens: held until there is a job, or it is done.
+        self._done.acquire()
+        owner = weakref.ref(self)
+        self._thread = threading.Thread(
+            target=_serve, args=(owner, self._start, self._done), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Give the thread a job."""
+        self._job = job
+        self._start.release()
+
+    def take(self) -> Callable[[], None] | None:
+        """Return the job that was posted; None tells the thread to end."""
+        job, self._job = self._job, None
+        return job
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until the job is done, and say whether it is."""
+        return self._done.acquire(timeout=timeout)
+
+    def end(self) -> None:
+        """End the thread; it must have no job."""
+        self._start.release()
+        self._thread.join(GRACE_SECONDS)
+
+
+def _serve(
+    owner: weakref.ref[_ReplicaThread], start: threading.Lock, done: threading.Lock
+) -> None:
+    """Run jobs until told to end, or until nobody is left to give one."""
+    while True:
+        while not start.acquire(timeout=IDLE_SECONDS):
+            if owner() is None:
+                return
+        thread = owner()
+        job = None if thread is None else thread.take()
+        del thread
+        if job is None:
+            return
+        job()
+        del job
+        done.release()
+
+
+class ReplicaPool:
+    """Run steps on all replicas of a group.
+
+    Args:
+        group: the communicators and streams.
+        contexts: one for each replica.
+        title: the strategy, as messages name it.
+    """
+
+    def __init__(
+        self, group: ReplicaGroup, contexts: Sequence[ReplicaContext], title: str
+    ) -> None:
+        self._group = group
+        self._contexts = contexts
+        self._title = title
+        self._threads: list[_ReplicaThread] = []
+        self.abandoned = False
+
+    def run(self, step: Step) -> list[Any]:
+        """Run a step on every replica and return the results in replica order.
+
+        Args:
+            step: called with the replica's number, on the replica's thread.
+
+        Raises:
+            BaseException: what a replica raised, the first of them, with a note naming it.
+        """
+        size = len(self._contexts)
+        outcome = _Outcome(size)
+        self._group.begin()
+        if size > 1 and not self._threads:
+            self._threads = [_ReplicaThread(f"{self._title}:{i}") for i in range(1, size)]
+        with limited_blas(size):
+            posted: list[_ReplicaThread] = []
+            try:
+                for rank, thread in enumerate(self._threads, start=1):
+                    posted.append(thread)
+                    thread.post(self._job(rank, step, outcome))
+                self._replica(0, step, outcome)
+            except BaseException as interrupt:
+                self._fail(outcome, interrupt)
+            self._wait_for(posted, outcome)
+        if outcome.errors:
+            self._raise_first(outcome)
+        return outcome.results
+
+    def close(self) -> None:
+        """End the threads."""
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.end()
+
+    def _replica(self, rank: int, step: Step, outcome: _Outcome) -> None:
+        context, stream = self._contexts[rank], self._group.streams[rank]
+        enter(Frame(chosen(context.strategy), context))
+        try:
+            if stream.on_gpu:
+                with stream.use():
+                    stream.begin()
+                    outcome.results[rank] = step(rank)
+                    stream.synchronize()
+            else:
+                outcome.results[rank] = step(rank)
+            self._group.leave(rank)
+        except BaseException as error:
+            outcome.errors.append((rank, error))
+            self._group.abort(error)
+        finally:
+            leave()
+
+    def _job(self, rank: int, step: Step, outcome: _Outcome) -> Callable[[], None]:
+        # Settings that live in context variables, np.errstate among them, go along.
+        settings = contextvars.copy_context()
+        return lambda: settings.run(self._replica, rank, step, outcome)
+
+    def _fail(self, outcome: _Outcome, interrupt: BaseException) -> None:
+        """Note what reached the calling thread from outside its replica, and release the others."""
+        outcome.errors.insert(0, (0, interrupt))
+        self._group.abort(interrupt)
+
+    def _wait_for(self, waiting: list[_ReplicaThread], outcome: _Outcome) -> None:
+        """Wait for threads: as long as they compute, but after a failure only for a while."""
+        deadline: float | None = None
+        while waiting:
+            try:
+                if outcome.errors and deadline is None:
+                    deadline = time.monotonic() + GRACE_SECONDS
+                # In short waits, for a failure may come while this thread sleeps.
+                if waiting[-1].wait(timeout=1.0):
+                    waiting.pop()
+            except KeyboardInterrupt as interrupt:
+                self._fail(outcome, interrupt)
+            if deadline is not None and time.monotonic() > deadline:
+                self.abandoned = True
+                self._threads = []
+                return
+
+    def _raise_first(self, outcome: _Outcome) -> None:
+        own = [item for item in outcome.errors if not isinstance(item[1], WorkerLostError)]
+        rank, error = (own or outcome.errors)[0]
+        device = self._contexts[rank].device
+        error.add_note(
+            f"raised in replica {rank} of {len(self._contexts)} ({device}), {self._title}.run"
+        )
+        if self.abandoned:
+            error.add_note(
+                f"a replica was still computing {GRACE_SECONDS:g} s later; its thread was given up."
+            )
+        try:
+            raise error
+        finally:
+            del own, error, outcome

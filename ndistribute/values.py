@@ -1,0 +1,112 @@
+"""Values that differ, or may differ, from replica to replica.
+
+Plain containers: they hold one component per replica and refuse arithmetic, because a sum over
+replicas is a decision that the caller has to make. They know no strategy and no device.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import numpy as np
+
+__all__ = ["DistributedValues", "Mirrored", "PerReplica"]
+
+
+class DistributedValues:
+    """Hold one component per replica, in replica order.
+
+    Args:
+        values: the components; at least one.
+
+    Raises:
+        ValueError: there is no component.
+    """
+
+    __slots__ = ("__weakref__", "_values")
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = tuple(values)
+        if not self._values:
+            raise ValueError(
+                f"{type(self).__name__} needs at least one component, one for each replica."
+            )
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Return the components in replica order."""
+        return self._values
+
+    def __repr__(self) -> str:
+        rows = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self._values))
+        return f"{type(self).__name__}:{{\n{rows}\n}}"
+
+    def _only(self, wanted: str) -> Any:
+        if len(self._values) != 1:
+            self._refuse(wanted)
+        return self._values[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self._only("np.asarray"), dtype=dtype, copy=copy)
+
+    def __float__(self) -> float:
+        return float(self._only("float"))
+
+    def __int__(self) -> int:
+        return int(self._only("int"))
+
+    def __index__(self) -> int:
+        return operator.index(self._only("index"))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> NoReturn:
+        self._refuse(f"np.{ufunc.__name__}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"{what} on a {type(self).__name__} of {len(self._values)} component(s): it holds one "
+            "value per replica. Take them apart with strategy.local_results(value), or combine "
+            "them with strategy.reduce(op, value)."
+        )
+
+
+def _refusing(name: str) -> Any:
+    def refuse(self: DistributedValues, *_: Any) -> NoReturn:
+        self._refuse(name)
+
+    refuse.__name__ = name
+    return refuse
+
+
+for _name in (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv "
+    "ifloordiv mod rmod imod divmod rdivmod pow rpow ipow matmul rmatmul imatmul and rand iand "
+    "or ror ior xor rxor ixor lshift rlshift ilshift rshift rrshift irshift neg pos abs invert "
+    "lt le gt ge getitem setitem iter len bool contains"
+).split():
+    setattr(DistributedValues, f"__{_name}__", _refusing(f"__{_name}__"))
+del _name
+
+
+class PerReplica(DistributedValues):
+    """Hold values that differ from replica to replica, such as the losses that ``run`` returns.
+
+    >>> losses = PerReplica([0.5, 0.25])
+    >>> losses.values
+    (0.5, 0.25)
+    >>> float(PerReplica([0.5]))
+    0.5
+    """
+
+    __slots__ = ()
+
+
+class Mirrored(DistributedValues):
+    """Hold values that are the same on every replica, one copy for each.
+
+    >>> Mirrored([1.0, 1.0]).values
+    (1.0, 1.0)
+    """
+
+    __slots__ = ()

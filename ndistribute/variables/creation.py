@@ -1,0 +1,102 @@
+"""How ``Variable(...)`` becomes an object: which kind, made once for all replicas.
+
+The strategy in scope chooses the kind. Inside `run` every replica asks for a variable and all get
+the same one, so what they ask for is compared first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute import context
+from ndistribute.device import Array, as_array
+from ndistribute.values import DistributedValues
+from ndistribute.variables.policy import check_policy, parse_synchronization
+
+__all__ = ["ChosenByStrategy"]
+
+
+class ChosenByStrategy(type):
+    """Make ``Variable(...)`` an object of the kind that the current strategy chooses."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if not vars(cls).get("kind_is_chosen", False):
+            return super().__call__(*args, **kwargs)
+        request = Request(*args, **kwargs)
+        replica = context.get_replica_context()
+        if replica is None or replica.num_replicas_in_sync == 1:
+            return request.create(context.get_strategy())
+        strategy = replica.strategy
+
+        def create(requests: Sequence[Request]) -> Any:
+            for rank, other in enumerate(requests):
+                other.check_like(requests[0], rank)
+            return requests[0].create(strategy)
+
+        return replica.communicator.merge("Variable", request, create)
+
+
+class Request:
+    """What the caller of ``Variable(...)`` asked for."""
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool = True,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: Any = "auto",
+        aggregation: Any = "none",
+    ) -> None:
+        if isinstance(initial_value, DistributedValues):
+            raise ValueError(
+                "the initial value of a variable is the same on every replica, got a "
+                f"{type(initial_value).__name__}."
+            )
+        self.initial_value = initial_value
+        self.trainable = trainable
+        self.name = name
+        self.dtype = dtype
+        self.synchronization = parse_synchronization(synchronization)
+        self.aggregation = aggregation
+
+    def array(self) -> Array:
+        value = self.initial_value
+        made = as_array(value() if callable(value) else value)
+        wanted = made.dtype if self.dtype is None else np.dtype(self.dtype)
+        if wanted.kind not in "biufc" and wanted.name != "bfloat16":
+            raise ValueError(f"a variable holds numbers, got an initial value of dtype {wanted}.")
+        return made.astype(wanted, copy=False)
+
+    def create(self, strategy: Any) -> Any:
+        kind = strategy.variable_kind(self.synchronization)
+        array = self.array()
+        return kind(
+            strategy,
+            array,
+            trainable=self.trainable,
+            name=self.name or "Variable",
+            synchronization=self.synchronization,
+            aggregation=check_policy(self.aggregation, np.dtype(array.dtype)),
+        )
+
+    def check_like(self, first: Request, rank: int) -> None:
+        own, wanted = self._description(), first._description()
+        if own != wanted:
+            raise ValueError(
+                f"replica {rank} created a variable with {own}, replica 0 with {wanted}. "
+                "Variables created inside run are matched by their order, and must be alike."
+            )
+
+    def _description(self) -> str:
+        value = self.initial_value
+        dtype = None if self.dtype is None else np.dtype(self.dtype)
+        if callable(value):
+            shown = "a callable initial value"
+        else:
+            array = as_array(value)
+            shown, dtype = f"shape {array.shape}", dtype or np.dtype(array.dtype)
+        return f"{shown}, dtype {dtype}, {self.synchronization.name}, {self.aggregation}"

@@ -1,0 +1,85 @@
+"""The ON_READ kind: each replica has its own value, and reading across replicas combines them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
+from ndistribute.device import Array, copy_to
+from ndistribute.variables.cell import Cell
+from ndistribute.variables.policy import VariableAggregation
+from ndistribute.variables.variable import Variable
+from ndistribute.variables.write import Write
+
+__all__ = ["SyncOnReadVariable"]
+
+
+class SyncOnReadVariable(Variable):
+    """Keep one value for each replica."""
+
+    def __init__(self, strategy: Any, array: Array, **policy: Any) -> None:
+        super().__init__(strategy, array, **policy)
+        self._devices = list(strategy.devices)
+        self._cells = [Cell(array, device) for device in self._devices]
+
+    def component(self) -> Array:
+        """Return this replica's own value; across replicas, all of them combined.
+
+        Raises:
+            ValueError: read across replicas without an aggregation.
+        """
+        replica = self.replica("read")
+        if replica is not None:
+            return self._cells[replica.replica_id_in_sync_group].read()
+        if len(self._cells) == 1 or self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self._cells[0].read()
+        op = self.aggregation.reduce_op
+        if op is None:
+            raise ValueError(
+                f"variable {self.name!r} has a value per replica and no aggregation: read it inside "
+                "run, take strategy.local_results(variable), or create it with aggregation='sum', "
+                "'mean' or 'only_first_replica'."
+            )
+        home = self._devices[0]
+        total = reduce_arrays(op, [copy_to(cell.read(), home) for cell in self._cells])
+        if isinstance(total, np.ndarray):
+            total.flags.writeable = False
+        return total
+
+    @property
+    def values(self) -> tuple[Array, ...]:
+        """Return a snapshot of each replica's value."""
+        return tuple(cell.read() for cell in self._cells)
+
+    def _write(self, write: Write) -> None:
+        replica = self.replica("write")
+        if replica is not None:
+            rank = replica.replica_id_in_sync_group
+            write.apply(self._cells[rank], self._devices[rank])
+            return
+        for index, (cell, device) in enumerate(zip(self._cells, self._devices, strict=True)):
+            self._share(write, index).apply(cell, device)
+
+    def _share(self, write: Write, index: int) -> Write:
+        """Return the part of a cross-replica write that falls to one component.
+
+        With SUM the components must add up to what was written: an assigned float is divided
+        evenly, anything that can not be divided goes to the first.
+        """
+        count = len(self._devices)
+        if self.aggregation.reduce_op is not ReduceOp.SUM or count == 1:
+            return write
+        if write.how == "assign" and self.dtype.kind in "fc":
+            return Write(write.how, _map(write.value, lambda array: array / count))
+        if index == 0:
+            return write
+        return Write(write.how, _map(write.value, np.zeros_like))
+
+
+def _map(value: Any, function: Any) -> Any:
+    if isinstance(value, IndexedSlices):
+        return IndexedSlices(function(value.values), value.indices, value.dense_shape)
+    return function(value)

@@ -1,0 +1,149 @@
+"""A write to a variable as a value: checked whole before any copy changes, applied to each after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.device import Array, Device, array_namespace, as_array, copy_to, to_host
+from ndistribute.values import DistributedValues
+
+if TYPE_CHECKING:
+    from ndistribute.variables.cell import Cell
+    from ndistribute.variables.variable import Variable
+
+__all__ = ["Write", "check_rows", "check_value"]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Describe a write.
+
+    Args:
+        how: ``"assign"``, ``"assign_add"`` or ``"assign_sub"``.
+        value: the whole array, or some of its rows; of the variable's dtype.
+    """
+
+    how: str
+    value: Any
+
+    @property
+    def sparse(self) -> bool:
+        """Return whether only some rows are written."""
+        return isinstance(self.value, IndexedSlices)
+
+    def apply(self, cell: Cell, device: Device) -> None:
+        """Carry the write out on one component."""
+        overwritten = self.how == "assign" and not self.sparse
+        target = cell.writable(keep=not overwritten)
+        if self.sparse:
+            _apply_rows(self.how, target, self.value, device)
+            return
+        value = copy_to(self.value, device)
+        if overwritten:
+            target[...] = value
+        elif self.how == "assign_add":
+            target += value
+        else:
+            target -= value
+
+    def rows_once(self) -> Write:
+        """Return a write in which each row stands once: of equal indices the last one holds."""
+        if self.how != "assign" or not self.sparse:
+            return self
+        rows = self.value
+        indices = to_host(rows.indices)
+        unique, last = np.unique(indices[::-1], return_index=True)
+        chosen = len(indices) - 1 - last
+        return Write(
+            self.how, IndexedSlices(rows.values[chosen], as_array(unique), rows.dense_shape)
+        )
+
+
+def check_value(variable: Variable, how: str, value: Any) -> Array:
+    """Return the value of a write as an array of the variable's dtype.
+
+    Raises:
+        ValueError: it is a `PerReplica`, has another shape, or would lose its kind of number.
+    """
+    array = _as_number_array(variable, how, value)
+    if array.shape != variable.shape:
+        raise ValueError(
+            f"{how} of an array of shape {array.shape} to variable {variable.name!r} of shape "
+            f"{variable.shape}: the shapes must be equal. Nothing has changed."
+        )
+    return array
+
+
+def check_rows(variable: Variable, how: str, indices: Any, values: Any) -> IndexedSlices:
+    """Return the rows of a scatter as `IndexedSlices` of the variable's dtype.
+
+    Raises:
+        ValueError: an index is out of range or no integer, or the shapes do not fit.
+    """
+    if isinstance(indices, IndexedSlices):
+        indices, values = indices.indices, indices.values
+    where = f"scatter ({how}) on variable {variable.name!r} of shape {variable.shape}"
+    if not variable.ndim:
+        raise ValueError(f"{where}: a variable without axes has no rows. Nothing has changed.")
+    rows = np.atleast_1d(to_host(as_array(indices)))
+    if rows.size == 0:
+        rows = rows.astype(np.int64)
+    if rows.dtype.kind not in "iu" or rows.ndim != 1:
+        raise ValueError(
+            f"{where}: indices must be integers of one axis, got {rows.dtype} of shape "
+            f"{rows.shape}. Nothing has changed."
+        )
+    outside = rows[(rows < 0) | (rows >= variable.shape[0])]
+    if outside.size:
+        raise ValueError(
+            f"{where}: index {outside[0]} is not in [0, {variable.shape[0]}). Nothing has changed."
+        )
+    array = _as_number_array(variable, how, values)
+    expected = (len(rows), *variable.shape[1:])
+    try:
+        array = array_namespace(array).broadcast_to(array, expected)
+    except ValueError:
+        raise ValueError(
+            f"{where}: {len(rows)} indices need values of shape {expected}, got {array.shape}. "
+            "Nothing has changed."
+        ) from None
+    return IndexedSlices(array, rows, variable.shape)
+
+
+def _as_number_array(variable: Variable, how: str, value: Any) -> Array:
+    if isinstance(value, DistributedValues):
+        raise ValueError(
+            f"{how} of a {type(value).__name__} to variable {variable.name!r}: across replicas a "
+            "variable takes one value. Combine it first with strategy.reduce(op, value), or "
+            "assign inside run."
+        )
+    array = as_array(value)
+    weak = isinstance(value, bool | int | float | complex)
+    fits = (
+        np.result_type(type(value), variable.dtype).kind == variable.dtype.kind
+        if weak
+        else np.can_cast(array.dtype, variable.dtype, "same_kind")
+    )
+    if not fits:
+        raise ValueError(
+            f"{how} of {array.dtype} to variable {variable.name!r} of dtype {variable.dtype} would "
+            "lose information: convert it with astype first. Nothing has changed."
+        )
+    return array.astype(variable.dtype, copy=False)
+
+
+def _apply_rows(how: str, target: Array, rows: IndexedSlices, device: Device) -> None:
+    indices, values = copy_to(rows.indices, device), copy_to(rows.values, device)
+    if how == "assign":
+        target[indices] = values
+        return
+    xp = array_namespace(target)
+    if how == "assign_add":
+        xp.add.at(target, indices, values)
+    else:
+        xp.subtract.at(target, indices, values)

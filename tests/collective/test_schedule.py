@@ -1,0 +1,397 @@
+"""Claims about the plans, checked by playing all ranks at once, without a network.
+
+`play` is a deterministic machine in which a send ends only when its receive takes it: a plan that
+needs a buffering network to get on stops it. A second run has real threads and `run_plan`.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ndistribute.collective.schedule import (
+    Action,
+    Message,
+    Step,
+    chunk_cuts,
+    recursive_doubling_all_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    run_plan,
+    segmented,
+    tree_all_reduce,
+    tree_broadcast,
+    tree_reduce,
+)
+
+Array = np.ndarray[Any, Any]
+Plans = list[list[Step]]
+
+ALL_REDUCES = [ring_all_reduce, recursive_doubling_all_reduce, tree_all_reduce]
+PLANS = [*ALL_REDUCES, ring_reduce_scatter, ring_all_gather, tree_reduce, tree_broadcast]
+SIZES = st.integers(1, 17)
+LENGTHS = st.integers(0, 50)
+every_plan = pytest.mark.parametrize("plan", PLANS)
+every_all_reduce = pytest.mark.parametrize("plan", ALL_REDUCES)
+
+
+def plans_of(plan: Callable[..., list[Step]], size: int, *args: Any) -> Plans:
+    return [plan(size, rank, *args) for rank in range(size)]
+
+
+class Player:
+    """One rank of the machine: where it stands, and which halves of its step are still open."""
+
+    def __init__(self, steps: list[Step], buffer: Array) -> None:
+        self.steps = collections.deque(steps)
+        self.buffer = buffer
+        self.received: Any = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.sending = self.steps[0].send if self.steps else None
+        self.receiving = self.steps[0].receive if self.steps else None
+
+    def finish_step(self) -> bool:
+        """Go on to the next step if this one is over."""
+        if not self.steps or self.sending or self.receiving:
+            return False
+        step = self.steps.popleft()
+        if step.receive:
+            mine = step.receive.of(self.buffer)
+            if step.action is Action.COPY:
+                mine[...] = self.received
+            else:
+                left = step.action is Action.REDUCE_LEFT
+                mine[...] = self.received + mine if left else mine + self.received
+        self.begin()
+        return True
+
+
+def play(plans: Plans, buffers: Sequence[Array]) -> None:
+    """Run all plans in lockstep on the buffers; fail on a deadlock or an unmatched message."""
+    players = [Player(steps, buffer) for steps, buffer in zip(plans, buffers, strict=True)]
+    while any(player.steps for player in players):
+        moved = False
+        for rank, player in enumerate(players):
+            message = player.sending
+            if message and (wanted := players[message.peer].receiving) and wanted.peer == rank:
+                assert (wanted.start, wanted.stop) == (message.start, message.stop)
+                players[message.peer].received = message.of(player.buffer).copy()
+                player.sending = players[message.peer].receiving = None
+                moved = True
+        finished = [player.finish_step() for player in players]
+        moved = any(finished) or moved
+        assert moved, f"deadlock: {[player.steps[0] for player in players if player.steps]}"
+
+
+class QueueTransport:
+    """Connect the threads of a test by queues; sends never block, receives obey the deadline."""
+
+    def __init__(self, rank: int, queues: dict[tuple[int, int], queue.Queue[Array]]) -> None:
+        self.rank = rank
+        self.queues = queues
+
+    def isend(self, peer: int, array: Array) -> None:
+        self.queues[self.rank, peer].put(array.copy())
+
+    def irecv(self, peer: int, array: Array) -> tuple[int, Array]:
+        return peer, array
+
+    def wait(self, handles: Sequence[Any], deadline: float) -> None:
+        for handle in filter(None, handles):
+            peer, array = handle
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                array[...] = self.queues[peer, self.rank].get(timeout=left)
+            except queue.Empty:
+                raise TimeoutError(f"rank {self.rank} waited for {peer}") from None
+
+
+def run_threads(plans: Plans, buffers: Sequence[Array], seconds: float = 10.0) -> None:
+    ranks = range(len(plans))
+    queues: dict[tuple[int, int], queue.Queue[Array]]
+    queues = {(source, target): queue.Queue() for source in ranks for target in ranks}
+    failures: list[BaseException] = []
+    deadline = time.monotonic() + seconds
+
+    def body(rank: int) -> None:
+        try:
+            run_plan(plans[rank], buffers[rank], QueueTransport(rank, queues), np.add, deadline)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert all(waiting.empty() for waiting in queues.values())
+
+
+def floats(size: int, length: int, seed: int = 0) -> list[Array]:
+    """Return float32 of very different magnitudes, whose sum depends on the order."""
+    rng = np.random.default_rng([seed, size, length])
+    data = rng.standard_normal((size, length)) * 10.0 ** rng.integers(-6, 6, (size, length))
+    return list(data.astype(np.float32))
+
+
+def letters(size: int, length: int) -> list[Array]:
+    """Return per rank its own letter in every element, so that `+` spells the order."""
+    return [np.full(length, chr(ord("a") + rank), dtype=object) for rank in range(size)]
+
+
+def spelled(size: int, first: int = 0) -> str:
+    return "".join(chr(ord("a") + (first + i) % size) for i in range(size))
+
+
+@every_all_reduce
+@given(SIZES, LENGTHS)
+def test_an_all_reduce_gives_every_rank_the_sum(
+    plan: Callable[..., list[Step]], size: int, length: int
+) -> None:
+    buffers = list(np.random.default_rng(size).integers(-999, 999, (size, length)))
+    expected = np.sum(buffers, axis=0)
+    play(plans_of(plan, size, length), buffers)
+    assert all((buffer == expected).all() for buffer in buffers)
+
+
+@every_all_reduce
+@given(SIZES, LENGTHS, st.integers(0, 99))
+def test_all_ranks_hold_the_same_bits(
+    plan: Callable[..., list[Step]], size: int, length: int, seed: int
+) -> None:
+    buffers = floats(size, length, seed)
+    play(plans_of(plan, size, length), buffers)
+    assert len({buffer.tobytes() for buffer in buffers}) == 1
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_every_size_with_lengths_around_it(size: int) -> None:
+    for plan, length in itertools.product(ALL_REDUCES, {0, 1, size - 1, size, size + 1, 50}):
+        buffers = [np.full(length, 3**rank) for rank in range(size)]
+        play(plans_of(plan, size, length), buffers)
+        assert all((buffer == (3**size - 1) // 2).all() for buffer in buffers)
+
+
+@pytest.mark.parametrize("plan", [recursive_doubling_all_reduce, tree_all_reduce])
+@given(SIZES)
+def test_latency_bound_all_reduces_keep_rank_order(
+    plan: Callable[..., list[Step]], size: int
+) -> None:
+    buffers = letters(size, 2)
+    play(plans_of(plan, size, 2), buffers)
+    assert all(text == spelled(size) for buffer in buffers for text in buffer)
+
+
+@given(SIZES, LENGTHS)
+def test_ring_reduces_chunk_c_in_rank_order_from_c_plus_1(size: int, length: int) -> None:
+    buffers = letters(size, length)
+    play(plans_of(ring_all_reduce, size, length), buffers)
+    cuts = chunk_cuts(length, size)
+    for buffer, chunk in itertools.product(buffers, range(size)):
+        assert all(
+            text == spelled(size, chunk + 1) for text in buffer[cuts[chunk] : cuts[chunk + 1]]
+        )
+
+
+@given(SIZES, LENGTHS, st.data())
+def test_reduce_scatter_leaves_each_rank_its_chunk(
+    size: int, length: int, data: st.DataObject
+) -> None:
+    cuts = data.draw(cut_lists(size, length))
+    buffers = letters(size, length)
+    play(plans_of(ring_reduce_scatter, size, length, cuts), buffers)
+    for rank, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        assert all(text == spelled(size, rank + 1) for text in buffers[rank][start:stop])
+
+
+@given(SIZES, LENGTHS, st.data())
+def test_all_gather_copies_ragged_chunks(size: int, length: int, data: st.DataObject) -> None:
+    cuts = data.draw(cut_lists(size, length))
+    expected = np.arange(length)
+    buffers = [np.full(length, -1) for _ in range(size)]
+    for buffer, (start, stop) in zip(buffers, itertools.pairwise(cuts), strict=True):
+        buffer[start:stop] = expected[start:stop]
+    play(plans_of(ring_all_gather, size, length, cuts), buffers)
+    assert all((buffer == expected).all() for buffer in buffers)
+
+
+def cut_lists(size: int, length: int) -> st.SearchStrategy[list[int]]:
+    inner = st.lists(st.integers(0, length), min_size=size - 1, max_size=size - 1)
+    return inner.map(lambda cuts: [0, *sorted(cuts), length])
+
+
+@given(SIZES, LENGTHS, st.data())
+def test_tree_reduces_to_any_root_in_order_from_the_root(
+    size: int, length: int, data: st.DataObject
+) -> None:
+    root = data.draw(st.integers(0, size - 1))
+    buffers = letters(size, length)
+    play(plans_of(tree_reduce, size, length, root), buffers)
+    assert all(text == spelled(size, root) for text in buffers[root])
+
+
+@given(SIZES, LENGTHS, st.data())
+def test_tree_broadcasts_from_any_root(size: int, length: int, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, size - 1))
+    buffers = letters(size, length)
+    play(plans_of(tree_broadcast, size, length, root), buffers)
+    assert all(text == spelled(size, root)[0] for buffer in buffers for text in buffer)
+
+
+@every_plan
+@given(SIZES, LENGTHS, st.sampled_from([None, 1, 4]))
+def test_every_send_has_its_receive_in_the_same_order(
+    plan: Callable[..., list[Step]], size: int, length: int, block: int | None
+) -> None:
+    sent, received = collections.defaultdict(list), collections.defaultdict(list)
+    for rank, steps in enumerate(plans_of(plan, size, length)):
+        for step in steps if block is None else segmented(steps, block):
+            assert step.send or step.receive
+            if step.send:
+                sent[rank, step.send.peer].append((step.send.start, step.send.stop))
+            if step.receive:
+                received[step.receive.peer, rank].append((step.receive.start, step.receive.stop))
+    assert sent == received
+    assert all(source != target for source, target in sent)
+    assert all(start < stop for ranges in sent.values() for start, stop in ranges)
+
+
+@every_plan
+@given(SIZES, LENGTHS)
+def test_a_step_never_overwrites_what_it_sends(
+    plan: Callable[..., list[Step]], size: int, length: int
+) -> None:
+    for step in itertools.chain(*plans_of(plan, size, length)):
+        if step.send and step.receive:
+            sent = (step.send.start, step.send.stop)
+            got = (step.receive.start, step.receive.stop)
+            disjoint = sent[1] <= got[0] or got[1] <= sent[0]
+            assert disjoint or (sent == got and step.action is not Action.COPY)
+        assert step.receive or step.action is Action.COPY
+
+
+@every_plan
+@given(SIZES, LENGTHS, st.integers(1, 9))
+def test_segments_change_no_bit(
+    plan: Callable[..., list[Step]], size: int, length: int, block: int
+) -> None:
+    whole, cut = floats(size, length), floats(size, length)
+    plans = plans_of(plan, size, length)
+    play(plans, whole)
+    pieces = [segmented(steps, block) for steps in plans]
+    play(pieces, cut)
+    assert [buffer.tobytes() for buffer in whole] == [buffer.tobytes() for buffer in cut]
+    sizes = [m.stop - m.start for s in itertools.chain(*pieces) for m in (s.send, s.receive) if m]
+    assert max(sizes, default=0) <= block
+
+
+@every_plan
+@given(st.integers(1, 6), LENGTHS, st.sampled_from([None, 7]))
+@settings(max_examples=15, deadline=None)
+def test_threads_get_what_the_machine_gets(
+    plan: Callable[..., list[Step]], size: int, length: int, block: int | None
+) -> None:
+    plans = plans_of(plan, size, length)
+    if block is not None:
+        plans = [segmented(steps, block) for steps in plans]
+    played, ran = floats(size, length), floats(size, length)
+    play(plans, played)
+    run_threads(plans, ran)
+    assert [buffer.tobytes() for buffer in ran] == [buffer.tobytes() for buffer in played]
+
+
+def test_a_missing_peer_ends_at_the_deadline() -> None:
+    plans = plans_of(ring_all_reduce, 3, 9)
+    plans[1] = []
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="waited for"):
+        run_threads(plans, floats(3, 9), seconds=0.05)
+    assert time.monotonic() - started < 5
+
+
+def test_the_machine_sees_a_deadlock() -> None:
+    send_first = [Step(send=Message(1, 0, 1)), Step(receive=Message(1, 0, 1))]
+    too = [Step(send=Message(0, 0, 1)), Step(receive=Message(0, 0, 1))]
+    with pytest.raises(AssertionError, match="deadlock"):
+        play([send_first, too], floats(2, 1))
+
+
+@given(SIZES, st.integers(17, 50), st.data())
+def test_ring_counts(size: int, length: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    steps = ring_all_reduce(size, rank, length)
+    assert len(steps) == 2 * (size - 1)
+    own, following = np.diff(chunk_cuts(length, size))[[rank, (rank + 1) % size]]
+    assert volume(steps) == (0 if size == 1 else 2 * length - own - following)
+    assert abs(volume(steps) - 2 * (size - 1) / size * length) < 2
+
+
+@given(SIZES, st.data())
+def test_recursive_doubling_counts(size: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    steps = recursive_doubling_all_reduce(size, rank, 10)
+    exchanges, pairs = int(math.log2(size)), size - 2 ** int(math.log2(size))
+    if rank >= 2 * pairs:
+        assert len(steps) == exchanges
+    else:
+        assert len(steps) == (exchanges + 2 if rank % 2 else 2)
+    assert volume(steps) == 10 * sum(step.send is not None for step in steps)
+
+
+@given(SIZES, st.data())
+def test_tree_counts(size: int, data: st.DataObject) -> None:
+    rank, root = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
+    up, down = tree_reduce(size, rank, 10, root), tree_broadcast(size, rank, 10, root)
+    assert max(len(up), len(down)) <= math.ceil(math.log2(size))
+    assert volume(up) == (0 if rank == root else 10)
+    assert sum(step.receive is not None for step in down) == (rank != root)
+    assert len(tree_all_reduce(size, rank, 10)) <= 2 * math.ceil(math.log2(size))
+
+
+def volume(steps: Sequence[Step]) -> int:
+    return sum(step.send.stop - step.send.start for step in steps if step.send)
+
+
+@given(st.integers(0, 10**9), st.integers(1, 99))
+def test_chunks_are_balanced(length: int, chunks: int) -> None:
+    cuts = chunk_cuts(length, chunks)
+    sizes = {b - a for a, b in itertools.pairwise(cuts)}
+    assert len(cuts) == chunks + 1
+    assert (cuts[0], cuts[-1]) == (0, length)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@every_plan
+@pytest.mark.parametrize("args", [(0, 0, 1), (2, 2, 1), (2, -1, 1), (2, 0, -1)])
+def test_a_senseless_rank_or_length_is_a_value_error(
+    plan: Callable[..., list[Step]], args: tuple[int, int, int]
+) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        plan(*args)
+
+
+@pytest.mark.parametrize("cuts", [(), (0, 5), (0, 3, 4), (1, 3, 5), (0, 6, 5), (0, 1, 2, 5)])
+def test_cuts_that_do_not_fit_are_value_errors(cuts: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="cuts must be 3 numbers"):
+        ring_all_gather(2, 0, 5, cuts)
+
+
+def test_a_root_outside_the_group_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="root 2 must be in"):
+        tree_broadcast(2, 0, 1, root=2)

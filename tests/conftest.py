@@ -1,0 +1,73 @@
+"""What every test gets: a check that it left nothing behind, and a Hypothesis profile.
+
+The check is a plugin rather than a fixture of this folder, so that it also covers the examples in
+the package's docstrings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from tests.leaks import Snapshot, leaks_since
+
+_FAILED = pytest.StashKey[bool]()
+
+hypothesis.settings.register_profile(
+    "ndistribute",
+    deadline=None,
+    max_examples=50,
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the profile, and the leak check for tests and docstrings alike."""
+    hypothesis.settings.load_profile("ndistribute")
+    config.pluginmanager.register(LeakCheck(), "ndistribute-leaks")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none, but not when they alone were asked for."""
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanting or _sees_gpu():
+        return
+    if config.option.markexpr == "gpu":
+        raise pytest.UsageError(
+            "-m gpu was asked for, but no GPU is visible: check nvidia-smi, CUDA_VISIBLE_DEVICES "
+            "and that CuPy is installed (pip install 'ndistribute[cuda12]')."
+        )
+    for item in wanting:
+        item.add_marker(pytest.mark.skip(reason="no GPU is visible"))
+
+
+def _sees_gpu() -> bool:
+    from ndistribute.device import list_devices
+
+    return bool(list_devices("gpu"))
+
+
+class LeakCheck:
+    """Fail a test that leaves a thread, process, open file or shared-memory segment behind."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        """Remember a failure: its traceback keeps things alive, and it is reported already."""
+        report = yield
+        if report.failed:
+            item.stash[_FAILED] = True
+        return report
+
+    @pytest.fixture(autouse=True)
+    def _leaves_nothing_behind(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        before = Snapshot()
+        yield
+        if request.node.stash.get(_FAILED, False):
+            return
+        leaks = leaks_since(before)
+        if leaks:
+            pytest.fail("the test left behind:\n" + "\n".join(leaks), pytrace=False)

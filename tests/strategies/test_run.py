@@ -1,0 +1,193 @@
+"""`run`: what reaches the replicas, and what comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import DEADLINE, cpus, mirrored, parts, rank
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Any
+    y: Any
+
+
+def test_each_replica_knows_its_place(strategy):
+    size = strategy.num_replicas_in_sync
+
+    def step():
+        context = nd.get_replica_context()
+        assert context.strategy is strategy
+        assert context.device == strategy.devices[context.replica_id_in_sync_group]
+        assert type(context.replica_id_in_sync_group) is int
+        return context.replica_id_in_sync_group, context.num_replicas_in_sync
+
+    ids, sizes = strategy.run(step)
+    assert ids.values == tuple(range(size))
+    assert sizes.values == (size,) * size
+
+
+@pytest.mark.parametrize("args", [1.0, np.zeros(2), {"x": 1}, "ab", None, {1}])
+def test_args_must_be_a_list_or_tuple(strategy, args):
+    with pytest.raises(ValueError, match="list or tuple"):
+        strategy.run(lambda *_: None, args=args)
+
+
+def test_args_may_be_a_list(strategy):
+    assert strategy.run(lambda x, y: x + y, [1, 2]).values[0] == 3
+
+
+def test_components_reach_their_replica_wherever_they_stand(strategy):
+    mine = parts(strategy, lambda i: 10 * i)
+
+    def step(nest, pair, *, named):
+        assert nest["a"][0] == pair.left == named.x == 10 * rank()
+        assert nest["b"] == pair.right == named.y == "same"
+
+    nest = {"a": [mine], "b": "same"}
+    strategy.run(step, (nest, Pair(mine, "same")), {"named": Batch(mine, "same")})
+
+
+def test_everything_else_passes_as_the_very_same_object(strategy):
+    given = [np.zeros(3), object(), None, "text", {"a": 1}, nd.ReduceOp.SUM]
+    seen = strategy.run(lambda *args: are_same(args, given), args=given)
+    assert all(seen.values)
+
+
+def are_same(left, right):
+    return all(a is b for a, b in zip(left, right, strict=True))
+
+
+def test_variables_pass_whole(strategy):
+    with strategy.scope():
+        mirrored_variable = nd.Variable(1.0)
+        local = nd.Variable(1.0, synchronization="on_read", aggregation="sum")
+    seen = strategy.run(
+        lambda v, *, w: v is mirrored_variable and w is local,
+        args=(mirrored_variable,),
+        kwargs={"w": local},
+    )
+    assert all(seen.values)
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_wrong_number_of_components_is_refused(several, extra):
+    wrong = nd.PerReplica(range(several.num_replicas_in_sync + extra))
+    calls = []
+    for args, kwargs in (((wrong,), {}), (([{"a": wrong}],), {}), ((), {"x": wrong})):
+        with pytest.raises(ValueError, match="PerReplica"):
+            several.run(lambda *_, **__: calls.append(1), args=args, kwargs=kwargs)
+    assert calls == []
+
+
+def test_the_result_has_the_structure_that_the_step_returned(strategy):
+    size = strategy.num_replicas_in_sync
+    result = strategy.run(
+        lambda: {"list": [rank(), (rank(),)], "pair": Pair(rank(), None), "batch": Batch(0, [])}
+    )
+    each = tuple(range(size))
+    assert list(result) == ["list", "pair", "batch"]
+    assert type(result["pair"]) is Pair
+    assert [leaf.values for leaf in (result["list"][0], result["list"][1][0])] == [each, each]
+    assert result["pair"].left.values == each
+    assert result["pair"].right is None
+    assert result["batch"].x.values == (0,) * size
+    assert result["batch"].y == []
+
+
+def test_a_leaf_is_a_per_replica_even_of_one(strategy):
+    for value in (1, "text", np.zeros(2), object()):
+        result = strategy.run(lambda value=value: value)
+        assert type(result) is nd.PerReplica
+        assert are_same(result.values, [value] * strategy.num_replicas_in_sync)
+
+
+def test_none_on_every_replica_is_none(strategy):
+    assert strategy.run(lambda: None) is None
+    assert strategy.run(lambda: (None, [None])) == (None, [None])
+
+
+def test_none_on_some_replicas_is_a_component(several):
+    result = several.run(lambda: None if rank() else "first")
+    assert result.values == ("first",) + (None,) * (several.num_replicas_in_sync - 1)
+
+
+@pytest.mark.parametrize("odd", ["first", "last"])
+@pytest.mark.parametrize(
+    ("usual", "strange"),
+    [([1], [1, 2]), ((1,), [1]), ({"a": 1}, {"b": 1}), (1, [1]), ([None], None)],
+)
+def test_structures_that_differ_between_replicas_are_refused(several, odd, usual, strange):
+    where = 0 if odd == "first" else several.num_replicas_in_sync - 1
+    with pytest.raises(ValueError, match=r"replica \d"):
+        several.run(lambda: strange if rank() == where else usual)
+    assert several.run(rank).values == tuple(range(several.num_replicas_in_sync))
+
+
+def test_a_variable_is_returned_as_itself(strategy):
+    with strategy.scope():
+        v = nd.Variable(1.0)
+        w = nd.Variable(1.0, synchronization="on_read")
+    result = strategy.run(lambda: {"v": v, "w": [w]})
+    assert result["v"] is v
+    assert result["w"][0] is w
+
+
+def test_replicas_run_at_the_same_time():
+    size = 4
+    together = threading.Barrier(size)
+    with mirrored(size) as strategy:
+        strategy.run(lambda: together.wait(DEADLINE))
+
+
+def test_each_replica_has_a_thread_that_is_kept():
+    with mirrored(3) as strategy:
+        first, second = (strategy.run(threading.get_ident).values for _ in range(2))
+    assert first == second
+    assert len(set(first)) == 3
+    assert first[0] == threading.get_ident()
+
+
+def test_floating_point_settings_reach_every_replica(strategy):
+    zero = np.zeros(1)
+
+    def step():
+        with pytest.raises(FloatingPointError):
+            zero / zero
+
+    with np.errstate(invalid="raise"):
+        strategy.run(step)
+    with np.errstate(invalid="ignore"):
+        strategy.run(lambda: zero / zero)
+
+
+def test_kwargs_may_be_left_out_or_none(strategy):
+    assert strategy.run(lambda: 1, (), None).values[0] == 1
+    assert strategy.run(lambda x: x, kwargs={"x": 2}).values[0] == 2
+
+
+def test_the_old_name_is_an_alias(strategy):
+    result = strategy.experimental_run_v2(lambda x: x + rank(), args=(1,))
+    assert strategy.experimental_local_results(result) == strategy.local_results(result)
+
+
+def test_a_strategy_shows_its_devices(strategy):
+    assert len(strategy.devices) == strategy.num_replicas_in_sync
+    assert "cpu:0" in repr(strategy)
+    assert [str(device) for device in strategy.devices] == cpus(strategy.num_replicas_in_sync)
+
+
+def test_a_strategy_of_one_process_has_no_cluster(strategy):
+    assert strategy.cluster_resolver is None

@@ -1,0 +1,131 @@
+"""The promise of the package: N replicas compute what one replica computes.
+
+k steps on N replicas with a global batch of B are compared with k steps of the plain step on the
+whole batch, in float64, for every strategy and optimizer, with dense and sparse gradients and a
+last batch that leaves some replicas with little or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+
+EXAMPLES, BATCH, FEATURES, WORDS, WIDTH, CLASSES, EPOCHS = 37, 8, 5, 11, 4, 3, 2
+
+OPTIMIZERS: dict[str, Callable[[], nd.optimizers.Optimizer]] = {
+    "sgd": lambda: nd.optimizers.SGD(0.1),
+    "momentum": lambda: nd.optimizers.SGD(0.1, momentum=0.9),
+    "nesterov": lambda: nd.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda: nd.optimizers.Adagrad(0.1),
+    "adam": lambda: nd.optimizers.Adam(0.01),
+    "clipnorm": lambda: nd.optimizers.SGD(0.1, clipnorm=0.05),
+    "global_clipnorm": lambda: nd.optimizers.Adagrad(0.1, global_clipnorm=0.05),
+    "clipvalue": lambda: nd.optimizers.Adam(0.01, clipvalue=0.01),
+    "schedule": lambda: nd.optimizers.SGD(lambda step: 0.2 / (1 + step)),
+}
+
+STRATEGIES: dict[str, Callable[[int], nd.Strategy]] = {
+    "mirrored": lambda n: nd.MirroredStrategy([f"cpu:{i}" for i in range(n)]),
+    "central": lambda n: nd.CentralStorageStrategy([f"cpu:{i}" for i in range(n)]),
+}
+
+
+def data() -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(5)
+    return (
+        rng.normal(size=(EXAMPLES, FEATURES)),
+        rng.integers(0, WORDS, size=(EXAMPLES, 3)),
+        rng.integers(0, CLASSES, size=EXAMPLES),
+    )
+
+
+class Model:
+    """An embedding, whose gradient is sparse, beside a dense layer."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(7)
+        self.table = nd.Variable(rng.normal(size=(WORDS, WIDTH)))
+        self.dense = nd.Variable(rng.normal(size=(FEATURES, WIDTH)))
+        self.output = nd.Variable(rng.normal(size=(WIDTH, CLASSES)))
+        self.bias = nd.Variable(np.zeros(CLASSES))
+
+    @property
+    def variables(self) -> list[nd.Variable]:
+        return [self.table, self.dense, self.output, self.bias]
+
+    def loss(self, features: Any, words: Any, labels: Any) -> Any:
+        hidden = np.tanh(features @ self.dense + np.sum(self.table[words], axis=1))
+        logits = hidden @ self.output + self.bias
+        likelihood = logits[np.arange(len(labels)), labels]
+        return np.sum(np.log(np.sum(np.exp(logits), axis=1)) - likelihood) / BATCH
+
+
+def train(strategy: nd.Strategy, optimizer: nd.optimizers.Optimizer) -> tuple[Any, Any]:
+    """Return the losses of all steps and the variables and slots after the last."""
+    with strategy.scope():
+        model = Model()
+
+    def step(batch: Any) -> Any:
+        with nd.GradientTape() as tape:
+            loss = model.loss(*batch)
+        gradients = tape.gradient(loss, model.variables)
+        assert isinstance(gradients[0], nd.IndexedSlices)
+        optimizer.apply_gradients(zip(gradients, model.variables, strict=True))
+        context = nd.get_replica_context()
+        assert context is not None
+        return context.all_reduce("sum", loss)
+
+    dataset = nd.Dataset.from_tensor_slices(data()).shuffle(EXAMPLES, seed=3).batch(BATCH)
+    batches = strategy.distribute_dataset(dataset)
+    losses = []
+    for _ in range(EPOCHS):
+        for batch in batches:
+            seen = strategy.local_results(strategy.run(step, args=(batch,)))
+            assert all(value == seen[0] for value in seen), "replicas hold different bits"
+            losses.append(seen[0])
+    return np.array(losses), [v.numpy() for v in [*model.variables, *optimizer.variables]]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_on_n_replicas_equal_steps_on_one(name: str, kind: str, replicas: int) -> None:
+    expected_losses, expected = train(nd.get_strategy(), OPTIMIZERS[name]())
+    assert len(expected_losses) == EPOCHS * 5
+    with STRATEGIES[kind](replicas) as strategy:
+        losses, values = train(strategy, OPTIMIZERS[name]())
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-12, atol=1e-12)
+    for value, wanted in zip(values, expected, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_two_runs_hold_the_same_bits(name: str, kind: str) -> None:
+    runs = []
+    for _ in range(2):
+        with STRATEGIES[kind](3) as strategy:
+            runs.append(train(strategy, OPTIMIZERS[name]()))
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])
+    for first, second in zip(runs[0][1], runs[1][1], strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_training_moves_every_variable_and_lowers_the_loss() -> None:
+    losses, values = train(nd.get_strategy(), OPTIMIZERS["adam"]())
+    start = Model()
+    assert losses[-1] < losses[0]
+    for variable, value in zip(start.variables, values, strict=False):
+        assert not np.array_equal(variable.numpy(), value)
+
+
+def test_one_device_gives_the_bits_of_the_plain_step() -> None:
+    plain = train(nd.get_strategy(), OPTIMIZERS["adam"]())
+    with nd.OneDeviceStrategy("cpu:0") as strategy:
+        one = train(strategy, OPTIMIZERS["adam"]())
+    np.testing.assert_array_equal(plain[0], one[0])

@@ -1,0 +1,68 @@
+"""``import ndistribute`` is cheap: it asks for no optional package and starts nothing."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import ndistribute as nd
+
+OPTIONAL = {
+    "autograd",
+    "cupy",
+    "grpc",
+    "matplotlib",
+    "mpi4py",
+    "scipy",
+    "sklearn",
+    "tensorflow",
+    "torch",
+    "tqdm",
+}
+
+# Asks for every module first, so that a package that is not installed, and whose import the
+# package would survive, is seen as well.
+_LIST_IMPORTS = """
+import json, sys
+import numpy
+
+asked = []
+
+class Listener:
+    def find_spec(self, name, path=None, target=None):
+        asked.append(name)
+
+sys.meta_path.insert(0, Listener())
+import ndistribute
+print(json.dumps(asked))
+"""
+
+
+def _python(*arguments: str) -> str:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=50).stdout
+
+
+def test_import_asks_for_no_optional_package():
+    asked = {name.partition(".")[0] for name in json.loads(_python("-c", _LIST_IMPORTS))}
+    assert "ndistribute" in asked
+    assert asked & OPTIONAL == set()
+
+
+def test_import_starts_no_thread():
+    code = "import threading, ndistribute; print(threading.active_count())"
+    assert _python("-c", code).strip() == "1"
+
+
+def test_the_changelog_tells_of_this_version():
+    changelog = (Path(nd.__file__).parents[1] / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## \[(?P<version>[^\]]+)\]", changelog, re.MULTILINE)
+    assert newest["version"] == nd.__version__
+
+
+def test_the_package_says_that_it_is_typed():
+    assert importlib.resources.files(nd).joinpath("py.typed").is_file()

@@ -1,0 +1,252 @@
+"""Imports point down only, and an optional package has one door.
+
+The rules are the two tables below; docs/architecture.md explains them. Imports are read from the
+source, those inside functions too; what stands under ``if TYPE_CHECKING:`` does not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ndistribute"
+
+# From the ground up. A unit is a module or a folder of the package. It may import units of lower
+# layers, and itself; units of one layer do not know each other, but for those on the ground.
+LAYERS = (
+    {"errors", "values", "tree", "device"},
+    {"context"},
+    {"collective", "cluster"},
+    {"variables", "data", "autodiff"},
+    {"strategies"},
+    {"models"},
+    {"cli"},
+)
+# What a layer may not import although it lies lower: models know strategies through context alone.
+FORBIDDEN = {("models", "strategies")}
+
+REQUIRED = {"numpy", "threadpoolctl"}
+# An optional package, and the files that may import it; an empty set: any one file.
+OPTIONAL: dict[str, set[str]] = {
+    "cupy": {"device.py", "collective/nccl.py"},
+    "autograd": set(),
+    "grpc": set(),
+    "matplotlib": set(),
+    "mpi4py": set(),
+    "sklearn": set(),
+    "tensorflow": set(),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: its dotted name, where it stands, and whether only a call runs it."""
+
+    module: str
+    line: int
+    lazy: bool
+
+
+def imports_of(source: str) -> list[Import]:
+    """Return what a module imports when it runs, in any of its functions too."""
+    return list(_imports(ast.parse(source), lazy=False))
+
+
+def layer_violations(path: str, source: str) -> list[str]:
+    """Say which imports of a file, named relative to the package, break the table of layers."""
+    unit = _unit(path)
+    if unit == "__init__":
+        return []
+    if _layer(unit) is None:
+        return [f"{path}: {unit} stands on no layer: add it to LAYERS and docs/architecture.md"]
+    found = []
+    for item in imports_of(source):
+        root, _, rest = item.module.partition(".")
+        if root != "ndistribute":
+            continue
+        target = rest.partition(".")[0]
+        if not _allowed(unit, target):
+            found.append(f"{path}:{item.line}: {unit} imports {item.module}")
+    return found
+
+
+def package_violations(sources: dict[str, str]) -> list[str]:
+    """Say which imports of other packages are undeclared, or stand in more than one file."""
+    homes: dict[str, set[str]] = defaultdict(set)
+    found = []
+    for path, source in sources.items():
+        for item in imports_of(source):
+            root = item.module.partition(".")[0]
+            if root in OPTIONAL:
+                homes[root].add(path)
+                if not item.lazy and not OPTIONAL[root]:
+                    found.append(f"{path}:{item.line}: {root} is optional: import it in a function")
+            elif root not in REQUIRED | {"ndistribute"} | sys.stdlib_module_names:
+                found.append(f"{path}:{item.line}: {root} is no declared dependency")
+    for root, paths in homes.items():
+        allowed = OPTIONAL[root]
+        if (allowed and paths - allowed) or (not allowed and len(paths) > 1):
+            found.append(f"{root} is imported in {', '.join(sorted(paths))}")
+    return found
+
+
+def cycles(sources: dict[str, str]) -> list[str]:
+    """Return the modules that reach themselves by imports that run at import time."""
+    graph = {
+        _dotted(path): {item.module for item in imports_of(source) if not item.lazy}
+        for path, source in sources.items()
+        if path != "__init__.py"
+    }
+    return sorted(module for module in graph if module in _reachable(graph, module))
+
+
+def _imports(node: ast.AST, lazy: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.If(test=ast.Name("TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+                for other in child.orelse:
+                    yield from _imports(other, lazy)
+            case ast.Import():
+                yield from (Import(alias.name, child.lineno, lazy) for alias in child.names)
+            case ast.ImportFrom():
+                yield from _imports_from(child, lazy)
+            case ast.Call(args=[ast.Constant(str() as name), *_]) if _is_import_call(child):
+                yield Import(name, child.lineno, lazy)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                yield from _imports(child, lazy=True)
+            case _:
+                yield from _imports(child, lazy)
+
+
+def _imports_from(node: ast.ImportFrom, lazy: bool) -> Iterator[Import]:
+    module = "." * node.level + (node.module or "")
+    for alias in node.names:
+        # `from ndistribute import tree` and `from ndistribute.x import y` may name a module.
+        yield Import(f"{module}.{alias.name}", node.lineno, lazy)
+
+
+def _is_import_call(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name in ("import_module", "__import__")
+
+
+def _unit(path: str) -> str:
+    return path.partition("/")[0].removesuffix(".py")
+
+
+def _layer(unit: str) -> int | None:
+    return next((number for number, units in enumerate(LAYERS) if unit in units), None)
+
+
+def _allowed(unit: str, target: str) -> bool:
+    here, there = _layer(unit), _layer(target)
+    if unit == target:
+        return True
+    if here is None or there is None or (unit, target) in FORBIDDEN:
+        return False
+    return there < here or here == there == 0
+
+
+def _dotted(path: str) -> str:
+    return "ndistribute." + path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for name in graph.get(waiting.pop(), ()):
+            # An imported name is a module, or stands in one.
+            module = name if name in graph else name.rpartition(".")[0]
+            if module in graph and module not in seen:
+                seen.add(module)
+                waiting.append(module)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in paths}
+
+
+def test_imports_point_down_only(sources):
+    found = [found for item in sources.items() for found in layer_violations(*item)]
+    assert not found, "\n".join(found)
+
+
+def test_optional_packages_have_one_door(sources):
+    found = package_violations(sources)
+    assert not found, "\n".join(found)
+
+
+def test_no_module_imports_itself_by_way_of_others(sources):
+    assert cycles(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("context.py", "from ndistribute.strategies.base import Strategy"),
+        ("context.py", "from ndistribute import strategies"),
+        ("collective/threads.py", "import ndistribute.variables.variable"),
+        ("collective/threads.py", "from ndistribute.cluster.spec import ClusterSpec"),
+        ("data/dataset.py", "def late():\n    from ndistribute.variables import variable"),
+        ("data/dataset.py", "import importlib\nimportlib.import_module('ndistribute.autodiff')"),
+        ("models/model.py", "from ndistribute.strategies.base import Strategy"),
+        ("models/model.py", "import ndistribute as nd"),
+        ("tree.py", "from ndistribute.context import get_strategy"),
+        ("novel.py", ""),
+    ],
+)
+def test_a_forbidden_import_is_caught(path, line):
+    assert len(layer_violations(path, line)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("__init__.py", "from ndistribute.strategies.mirrored import MirroredStrategy"),
+        ("tree.py", "from ndistribute.values import PerReplica"),
+        ("models/model.py", "from ndistribute.context import get_strategy"),
+        ("models/model.py", "from ndistribute.models.layers import Dense"),
+        ("variables/variable.py", "from ndistribute import context, tree\nimport numpy as np"),
+        (
+            "context.py",
+            "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n"
+            "    from ndistribute.strategies.base import Strategy\n",
+        ),
+    ],
+)
+def test_an_allowed_import_passes(path, line):
+    assert layer_violations(path, line) == []
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tree.py": "def f():\n    import cupy"},
+        {"autodiff/rules.py": "import autograd.numpy"},
+        {"a.py": "def f():\n    import grpc", "b.py": "def f():\n    from grpc import aio"},
+        {"a.py": "import pandas"},
+    ],
+)
+def test_a_second_door_or_an_undeclared_package_is_caught(files):
+    assert len(package_violations(files)) == 1
+
+
+def test_a_cycle_is_caught_and_a_lazy_import_breaks_it():
+    up = "from ndistribute.data.b import thing"
+    down = "from ndistribute.data import a"
+    assert cycles({"data/a.py": up, "data/b.py": down}) == [
+        "ndistribute.data.a",
+        "ndistribute.data.b",
+    ]
+    assert cycles({"data/a.py": up, "data/b.py": f"def f():\n    {down}"}) == []

@@ -1,0 +1,144 @@
+"""The leak check that guards every other test: it finds what is left, and waits for the tidy."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+
+from tests.leaks import Snapshot, leaks_since
+
+_HOLD_SEGMENT = """
+import mmap, os, sys
+fd = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
+os.ftruncate(fd, 64)
+held = mmap.mmap(fd, 64)
+print("up", flush=True)
+sys.stdin.readline()
+os.unlink(sys.argv[1])
+"""
+
+
+def test_a_tidy_test_costs_next_to_nothing():
+    started = time.perf_counter()
+    for _ in range(20):
+        before = Snapshot()
+        found = leaks_since(before)
+        if found:
+            break
+    assert found == []
+    assert time.perf_counter() - started < 20 * 0.02
+
+
+def test_a_running_thread_is_found_with_its_stack():
+    before = Snapshot()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, args=(30,), name="left-behind", daemon=True)
+    thread.start()
+    (leak,) = leaks_since(before, 0.05)
+    done.set()
+    thread.join(10)
+    assert leak.startswith("daemon thread 'left-behind'")
+    assert "in wait" in leak
+
+
+def test_a_thread_that_ends_in_time_is_no_leak():
+    before = Snapshot()
+    threading.Timer(0.05, lambda: None).start()
+    assert leaks_since(before) == []
+
+
+def test_a_child_process_is_found():
+    before = Snapshot()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        leaks = leaks_since(before, 0.0)
+    assert any(leak.startswith(f"process {child.pid}: ") for leak in leaks)
+
+
+def test_a_listening_port_is_found_by_number():
+    before = Snapshot()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (leak,) = leaks_since(before, 0.0)
+        assert leak.endswith(f"listening on port {server.getsockname()[1]}")
+
+
+def test_an_open_file_is_found_by_name(tmp_path):
+    before = Snapshot()
+    with (tmp_path / "log").open("w"):
+        (leak,) = leaks_since(before, 0.0)
+    assert leak.endswith(str(tmp_path / "log"))
+
+
+def test_a_file_that_only_a_cycle_holds_is_no_leak(tmp_path):
+    before = Snapshot()
+    holder = _Holder(tmp_path / "log")
+    assert len(leaks_since(before, 0.0)) == 1
+    del holder
+    assert leaks_since(before) == []
+
+
+def test_a_shared_segment_is_found():
+    before = Snapshot()
+    segment = shared_memory.SharedMemory(create=True, size=64)
+    leaks = leaks_since(before, 0.0)
+    segment.close()
+    segment.unlink()
+    assert f"shared memory /dev/shm/{segment.name.lstrip('/')}" in leaks
+
+
+def test_a_childs_shared_segment_is_found():
+    path = f"/dev/shm/test-of-leaks-{os.getpid()}"
+    before = Snapshot()
+    command = [sys.executable, "-c", _HOLD_SEGMENT, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        leaks = leaks_since(before, 0.0)
+        child.communicate(b"\n", timeout=30)
+    assert f"shared memory {path}" in leaks
+
+
+def test_a_segment_that_a_stranger_holds_is_none_of_ours():
+    path = f"/dev/shm/test-of-leaks-{os.getpid()}"
+    # The shell goes away at once, so the program that holds the segment is no child of ours.
+    command = ["sh", "-c", 'exec 3<&0; "$@" <&3 &', "sh", sys.executable, "-c", _HOLD_SEGMENT, path]
+    before = Snapshot()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
+        shell.stdout.readline()
+        shell.wait(30)
+        leaks = leaks_since(before, 0.0)
+        shell.communicate(b"\n", timeout=30)
+    assert not any(path in leak for leak in leaks)
+
+
+def test_a_leaking_test_fails_and_the_report_says_why(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import socket\n"
+        "kept = []\n"
+        "def test_leaky(): kept.append(socket.create_server(('127.0.0.1', 0)))\n"
+        "def test_tidy(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", str(tmp_path)]
+    changed = {"PYTHONPATH": str(Path(__file__).parents[1]), "LEAK_DEADLINE_SECONDS": "0.2"}
+    environment = {**os.environ, **changed}
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "2 passed, 1 error" in ran.stdout
+    assert "the test left behind:\nopen file" in ran.stdout
+    assert "listening on port" in ran.stdout
+
+
+class _Holder:
+    """Holds a file, and itself, so that only the collector of cycles frees it."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_CREAT)
+        self.cycle = self
+
+    def __del__(self) -> None:
+        os.close(self.fd)

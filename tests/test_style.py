@@ -1,0 +1,133 @@
+"""What a reader may count on in every file of the package, beyond what the linter knows.
+
+docs: CONTRIBUTING.md, "How the code reads". A rule that is broken names the file and the line.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import ndistribute as nd
+
+PACKAGE = Path(__file__).parents[1] / "ndistribute"
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
+
+
+def long_file(source: str) -> Iterator[str]:
+    """One concept a file."""
+    lines = len(source.splitlines())
+    if lines > MAX_FILE_LINES:
+        yield f"1: {lines} lines, more than {MAX_FILE_LINES}"
+
+
+def long_function(source: str) -> Iterator[str]:
+    """A function is read on one screen; its docstring is not counted."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = _lines(node) - (_lines(node.body[0]) if ast.get_docstring(node) else 0)
+            if lines > MAX_FUNCTION_LINES:
+                yield f"{node.lineno}: {node.name} has {lines} lines, over {MAX_FUNCTION_LINES}"
+
+
+def asserting(source: str) -> Iterator[str]:
+    """What a user can get wrong is an exception that says so, under ``python -O`` as well."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert):
+            yield f"{node.lineno}: an assert statement"
+
+
+def printing(source: str) -> Iterator[str]:
+    """A library logs, and leaves the terminal to the program."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print":
+            yield f"{node.lineno}: a call of print"
+
+
+def unfinished(source: str) -> Iterator[str]:
+    """Nothing is left for later in a comment."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and any(word in token.string for word in UNFINISHED):
+            yield f"{token.start[0]}: {token.string}"
+
+
+def unintroduced(source: str) -> Iterator[str]:
+    """A file opens with why it exists."""
+    if not ast.get_docstring(ast.parse(source)):
+        yield "1: no docstring"
+
+
+def _lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+RULES = (long_file, long_function, asserting, printing, unfinished, unintroduced)
+Rule = Callable[[str], Iterator[str]]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps(rule: Rule):
+    broken = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE.parent).as_posix()
+        if not (rule is printing and name == "ndistribute/cli.py"):
+            broken += [f"{name}:{what}" for what in rule(path.read_text())]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (long_file, "x = 1\n" * (MAX_FILE_LINES + 1)),
+        (long_function, "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+        (asserting, "def f(x):\n    assert x\n"),
+        (printing, "print('hello')\n"),
+        (unfinished, "x = 1  # " + UNFINISHED[0] + ": later\n"),
+        (unintroduced, "x = 1\n"),
+    ],
+)
+def test_a_broken_rule_is_caught(rule: Rule, source: str):
+    assert len(list(rule(source))) == 1
+
+
+def test_a_docstring_makes_no_function_long():
+    source = 'def f():\n    """\n' + "    Line.\n" * MAX_FUNCTION_LINES + '    """\n    return 1\n'
+    assert list(long_function(source)) == []
+
+
+def test_public_names_exist():
+    assert [name for name in nd.__all__ if not hasattr(nd, name)] == []
+
+
+def test_public_names_show_how_to_use_them():
+    silent = []
+    for name in nd.__all__:
+        thing = getattr(nd, name)
+        documented = callable(thing) and not _is_exception(thing)
+        if documented and ">>> " not in (thing.__doc__ or ""):
+            silent.append(name)
+    assert not silent, "\n".join(silent)
+
+
+def test_public_methods_are_described():
+    """A description that is inherited counts."""
+    silent = []
+    for name in nd.__all__:
+        thing = getattr(nd, name)
+        for member, value in inspect.getmembers(thing) if inspect.isclass(thing) else ():
+            described = inspect.isroutine(value) or isinstance(value, property)
+            if described and not member.startswith("_") and not inspect.getdoc(value):
+                silent.append(f"{name}.{member}")
+    assert not silent, "\n".join(silent)
+
+
+def _is_exception(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, BaseException)

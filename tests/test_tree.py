@@ -1,0 +1,155 @@
+"""Nests: what counts as one, and that nothing is lost in taking one apart and putting it back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute import tree
+from ndistribute.values import PerReplica
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Derived:
+    x: Any
+    twice: Any = dataclasses.field(init=False, default=0)
+
+
+class Named(dict):
+    pass
+
+
+leaves = st.one_of(st.integers(), st.none(), st.text(max_size=2))
+nests = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.builds(Pair, inner, inner),
+        st.builds(Batch, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+@given(nests)
+def test_a_nest_survives_being_taken_apart(nest):
+    assert tree.unflatten(nest, tree.flatten(nest)) == nest
+
+
+@given(nests)
+def test_a_leaf_is_whatever_is_no_container(nest):
+    assert tree.flatten(tree.flatten(nest)) == tree.flatten(nest)
+
+
+@given(nests, st.integers(1, 4))
+def test_joining_and_selecting_are_inverse(nest, replicas):
+    marked = [tree.map_leaves(lambda leaf, i=i: f"{i}{leaf}", nest) for i in range(replicas)]
+    joined = tree.regroup(marked, PerReplica)
+    assert [tree.select(joined, i, replicas) for i in range(replicas)] == marked
+
+
+@given(nests)
+def test_a_nest_has_its_own_structure(nest):
+    assert tree.same_structure(nest, nest)
+    assert not tree.same_structure(nest, [nest])
+
+
+def test_dicts_are_visited_in_sorted_order_and_keep_their_own():
+    nest = {"b": 1, "a": 2}
+    assert tree.flatten(nest) == [2, 1]
+    assert list(tree.map_leaves(str, nest).items()) == [("b", "1"), ("a", "2")]
+
+
+def test_dicts_built_in_another_order_agree():
+    assert tree.regroup([{"a": 1, "b": 2}, {"b": 20, "a": 10}], tuple) == {
+        "a": (1, 10),
+        "b": (2, 20),
+    }
+
+
+def test_keys_that_do_not_compare_are_taken():
+    nest = {1: "one", "a": "letter", None: "none"}
+    assert tree.unflatten(nest, tree.flatten(nest)) == nest
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        OrderedDict([("b", 1), ("a", 2)]),
+        defaultdict(list, {"b": 1, "a": 2}),
+        Named(b=1, a=2),
+        Pair(1, [2]),
+        Batch(1, {"a": 2}),
+        [],
+        {},
+        (),
+        [(), {}],
+    ],
+)
+def test_containers_keep_their_type(nest):
+    built = tree.map_leaves(lambda leaf: leaf, nest)
+    assert type(built) is type(nest)
+    assert built == nest
+
+
+def test_a_default_dict_keeps_its_default():
+    built = tree.map_leaves(str, defaultdict(list, {"a": 1}))
+    assert built["new"] == []
+
+
+def test_a_dataclass_may_compute_a_field():
+    built = tree.select(Derived(PerReplica([1, 2])), 1, 2)
+    assert built == Derived(2)
+
+
+def test_none_is_a_leaf():
+    assert tree.flatten([None, {"a": None}]) == [None, None]
+
+
+def test_maps_run_over_several_nests_at_once():
+    assert tree.map_leaves(lambda a, b: a + b, {"x": [1]}, {"x": [10]}) == {"x": [11]}
+    with pytest.raises(ValueError, match="differ"):
+        tree.map_leaves(lambda a, b: a, [1], [1, 2])
+
+
+def test_selecting_from_a_nest_without_values_returns_that_very_nest():
+    nest = {"a": [1, (2, Batch(3, None))]}
+    assert tree.select(nest, 0, 2) is nest
+
+
+def test_selecting_reaches_every_level():
+    nest = Pair({"a": [PerReplica([1, 2])]}, Batch(PerReplica([3, 4]), 5))
+    assert tree.select(nest, 1, 2) == Pair({"a": [2]}, Batch(4, 5))
+
+
+def test_a_wrong_number_of_components_is_refused():
+    with pytest.raises(ValueError, match=r"PerReplica of 3 .* 2 replica"):
+        tree.select([PerReplica([1, 2, 3])], 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [([1], (1,)), ([1], [1, 2]), ({"a": 1}, {"b": 1}), ([1], 1), (1, [1]), (Pair(1, 2), (1, 2))],
+)
+def test_structures_that_differ_are_refused_with_the_replica(first, second):
+    assert not tree.same_structure(first, second)
+    with pytest.raises(ValueError, match=r"replica 1 gave"):
+        tree.regroup([first, second], tuple)

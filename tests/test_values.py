@@ -1,0 +1,118 @@
+"""`PerReplica` and `Mirrored`: what they hold, and what they refuse."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+
+KINDS = [nd.PerReplica, nd.Mirrored]
+BINARY = (
+    "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift lt le gt ge".split()
+)
+UNARY = "neg pos abs invert".split()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+def test_components_are_a_tuple_in_replica_order(kind):
+    held = kind([3, "b", None])
+    assert held.values == (3, "b", None)
+    assert isinstance(held, nd.DistributedValues)
+
+
+def test_the_two_kinds_are_not_each_other():
+    assert not isinstance(nd.PerReplica([1]), nd.Mirrored)
+    assert not isinstance(nd.Mirrored([1]), nd.PerReplica)
+
+
+def test_without_a_component_there_is_no_value(kind):
+    with pytest.raises(ValueError, match="at least one"):
+        kind([])
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_arithmetic_is_refused_on_both_sides(kind, name):
+    function = getattr(operator, name)
+    for arguments in ((kind([1, 2]), 3), (3, kind([1, 2])), (kind([1, 2]), kind([1, 2]))):
+        with pytest.raises(TypeError, match=r"local_results.*reduce"):
+            function(*arguments)
+
+
+@pytest.mark.parametrize("name", [*UNARY, "iadd", "isub", "imul", "itruediv", "ipow", "imatmul"])
+def test_unary_and_in_place_arithmetic_is_refused(kind, name):
+    function = getattr(operator, name)
+    arguments = (kind([1, 2]),) if name in UNARY else (kind([1, 2]), 3)
+    with pytest.raises(TypeError, match=r"local_results.*reduce"):
+        function(*arguments)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: np.ones(2) + x,
+        lambda x: x * np.ones(2),
+        lambda x: np.float32(2) * x,
+        lambda x: x @ np.ones((2, 2)),
+        lambda x: np.add(x, 1),
+        lambda x: np.exp(x),
+        lambda x: np.add.reduce(x),
+        lambda x: divmod(x, 2),
+        lambda x: divmod(2, x),
+        lambda x: x[0],
+        lambda x: iter(x),
+        lambda x: len(x),
+        lambda x: bool(x),
+        lambda x: 1 in x,
+        float,
+        int,
+        complex,
+        np.asarray,
+        np.mean,
+        operator.index,
+    ],
+)
+def test_use_as_an_array_or_number_is_refused_by_name(kind, use):
+    with pytest.raises(TypeError, match=r"local_results.*reduce"):
+        use(kind([np.ones(2), np.ones(2)]))
+
+
+def test_a_single_number_converts(kind):
+    assert float(kind([np.float32(2.5)])) == 2.5
+    assert int(kind([np.int64(3)])) == 3
+    assert isinstance(float(kind([1])), float)
+    assert isinstance(int(kind([np.float64(2)])), int)
+
+
+def test_a_single_array_converts(kind):
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    converted = np.asarray(kind([array]))
+    assert converted.dtype == np.float32
+    assert np.array_equal(converted, array)
+    assert np.asarray(kind([array]), dtype=np.float64).dtype == np.float64
+    assert np.asarray(kind([array.tolist()])).shape == (2, 3)
+
+
+def test_a_single_value_refuses_arithmetic_all_the_same(kind):
+    with pytest.raises(TypeError, match=r"local_results.*reduce"):
+        kind([1.0]) + 1
+
+
+def test_values_are_told_apart_by_identity_and_can_be_keys(kind):
+    first, second = kind([1, 2]), kind([1, 2])
+    assert first == first  # noqa: PLR0124
+    assert first != second
+    assert {first: "found"}[first] == "found"
+
+
+def test_the_text_shows_each_component(kind):
+    text = repr(kind([1.5, None]))
+    assert text.startswith(kind.__name__)
+    assert "0: 1.5" in text
+    assert "1: None" in text
