@@ -131,7 +131,7 @@ def _run_group(
     runs: list[list[dict[str, float]]] = [[] for _ in contenders]
     for _ in range(settings.repetitions):
         for number, one in enumerate(contenders):
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(0 if settings.quick else SETTLE_SECONDS)
             steps = opened[number]["steps"]
             runs[number].append(workers.of(one).ask(do="run", case=str(number), steps=steps))
     for number, one in enumerate(contenders):

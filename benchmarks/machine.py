@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -59,7 +60,9 @@ def _version(package: str) -> str | None:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return None
+    # Run from the repository, ndistribute need not be installed.
+    is_here = (ROOT / package / "__init__.py").exists()
+    return str(importlib.import_module(package).__version__) if is_here else None
 
 
 def _cpu_model() -> str:

@@ -105,7 +105,9 @@ def train(strategy: nd.Strategy, epochs: int, seed: int) -> float:
             for batch in batches:
                 total += float(strategy.reduce("sum", strategy.run(step, args=batch)))
                 progress.update()
-            progress.set_description(f"epoch {epoch}/{epochs}, loss {total / batches.cardinality():.4f}")
+            progress.set_description(
+                f"epoch {epoch}/{epochs}, loss {total / batches.cardinality():.4f}"
+            )
     correct = sum(
         int(strategy.reduce("sum", strategy.run(count_correct, args=batch))) for batch in tests
     )

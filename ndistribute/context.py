@@ -140,12 +140,27 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Say whether a strategy other than the default one is current."""
+    """Say whether a strategy other than the default one is current.
+
+    >>> import ndistribute as nd
+    >>> with nd.OneDeviceStrategy("cpu:0").scope():
+    ...     inside = has_strategy()
+    >>> inside, has_strategy()
+    (True, False)
+    """
     return _thread.frames[-1].strategy is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Say whether the thread is in a scope, or in a function that `merge_call` runs."""
+    """Say whether the thread is in a scope, or in a function that `merge_call` runs.
+
+    >>> import ndistribute as nd
+    >>> with nd.OneDeviceStrategy("cpu:0").scope() as strategy:
+    ...     print(in_cross_replica_context())
+    ...     print(strategy.run(in_cross_replica_context).values)
+    True
+    (False,)
+    """
     frame = _thread.frames[-1]
     return frame.replica is None and (frame.strategy is not None or frame.merging)
 
@@ -173,6 +188,12 @@ def set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         RuntimeError: called inside a scope or a replica.
+
+    >>> import ndistribute as nd
+    >>> set_strategy(nd.OneDeviceStrategy("cpu:0"))
+    >>> nd.get_strategy()
+    OneDeviceStrategy('cpu:0')
+    >>> set_strategy(None)
     """
     frames = _thread.frames
     if len(frames) > 1:
@@ -283,6 +304,7 @@ class ReplicaContext:
     @property
     def rng(self) -> Any:
         """Return this replica's random generator: its own, the same in every run of a seed."""
+        self._frame("rng")
         return self._make_rng(self._communicator.rank)
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
@@ -364,8 +386,8 @@ class ReplicaContext:
         if frame.replica is self or (frame.replica is None and get_replica_context() is self):
             return frame
         raise RuntimeError(
-            f"{method} was called on the context of replica {self.replica_id_in_sync_group} from "
-            "outside that replica. Call get_replica_context() inside the function that "
+            f"{method} of the context of replica {self.replica_id_in_sync_group} was used outside "
+            "that replica. Call get_replica_context() inside the function that "
             "strategy.run executes, and do not keep it."
         )
 

@@ -58,6 +58,11 @@ class Device:
 
     __slots__ = ("index", "job", "kind", "task")
 
+    kind: str
+    index: int
+    job: str | None
+    task: int | None
+
     def __init__(self, spec: str | Device) -> None:
         if isinstance(spec, Device):
             self.kind, self.index, self.job, self.task = spec.kind, spec.index, spec.job, spec.task
@@ -200,7 +205,7 @@ def array_namespace(*arrays: Array) -> ModuleType:
 
 def is_gpu_array(value: Any) -> bool:
     """Say whether a value is a CuPy array, without importing CuPy."""
-    kind = type(value)
+    kind: Any = type(value)
     return kind is not np.ndarray and _is_gpu_type(kind)
 
 

@@ -120,7 +120,7 @@ def regroup(trees: Sequence[Tree], make_leaf: Callable[[Sequence[Leaf]], Leaf]) 
     {'loss': (1, 2)}
     """
     first = trees[0]
-    if all(_kind_of(type(tree)) is None for tree in trees):
+    if all(_nesting(tree) is None for tree in trees):
         return make_leaf(trees)
     for replica, tree in enumerate(trees):
         if not same_structure(first, tree):
@@ -134,7 +134,7 @@ def regroup(trees: Sequence[Tree], make_leaf: Callable[[Sequence[Leaf]], Leaf]) 
 
 def _children(tree: Tree) -> list[tuple[Any, Tree]] | None:
     """Return (key, child) pairs in a fixed order, or None for a leaf."""
-    kind = _kind_of(type(tree))
+    kind = _nesting(tree)
     if kind is None:
         return None
     if kind is dict:
@@ -150,9 +150,14 @@ def _children(tree: Tree) -> list[tuple[Any, Tree]] | None:
     return [(name, getattr(tree, name)) for name in fields]
 
 
+def _nesting(tree: Tree) -> type | None:
+    """Return how a value nests: as a dict, a list, an object with fields, or not."""
+    kind: Any = type(tree)
+    return _nesting_of_type(kind)
+
+
 @functools.lru_cache(maxsize=1024)
-def _kind_of(kind: type) -> type | None:
-    """Return how values of a type nest: as a dict, a list, an object with fields, or not."""
+def _nesting_of_type(kind: type) -> type | None:
     if issubclass(kind, dict):
         return dict
     if issubclass(kind, list | tuple):

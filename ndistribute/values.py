@@ -23,6 +23,9 @@ class DistributedValues:
 
     Raises:
         ValueError: there is no component.
+
+    >>> isinstance(PerReplica([1, 2]), DistributedValues)
+    True
     """
 
     __slots__ = ("__weakref__", "_values")

@@ -7,8 +7,8 @@ leads from the target to a source is computed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
@@ -65,16 +65,17 @@ def backpropagate(
     """
     top = max(seeds, default=-1)
     flows, needed, final = _plan(entries, top, sources, spans)
-    walk = _Walk(entries, top)
+    found = _Found(entries, top)
     for index, seed in seeds.items():
-        walk.add(index, seed, seed)
+        found.add(index, seed, owned=False)
     for index in range(top, -1, -1):
-        if flows[index] and walk.gradients[index] is not None:
-            walk.step(index, needed, keep=index in sources)
+        if flows[index] and found.gradients[index] is not None:
+            _step(index, found, needed, keep=index in sources)
         if free:
             entries[index] = None
-        for source in final.get(index, ()):
-            deliver(source, walk.take(source))
+        if index in final:
+            for source in final[index]:
+                deliver(source, found.take(source))
 
 
 def _plan(
@@ -106,57 +107,61 @@ def _plan(
     return flows, needed, final
 
 
-class _Walk:
-    """Hold the gradients of a walk, and who may write into them."""
+def _step(index: int, found: _Found, needed: bytearray, keep: bool) -> None:
+    """Pass the gradient of one operation on to what it used."""
+    gradients = found.gradients
+    upstream = gradients[index]
+    if keep:
+        found.owned[index] = 0
+    else:
+        gradients[index] = None
+    parents, rules = found.entries[index]
+    if type(rules) is not tuple:
+        _joint_step(found, parents, list(rules(upstream)), upstream)
+        return
+    for parent, rule in zip(parents, rules, strict=True):
+        if needed[parent]:
+            change = rule(upstream)
+            owned = change is not upstream and getrefcount(change) == _ALONE
+            if gradients[parent] is None and type(change) is np.ndarray:
+                # What nearly always happens, without a call.
+                gradients[parent] = change
+                found.owned[parent] = owned and change.base is None
+            else:
+                found.add(parent, change, owned)
+
+
+def _joint_step(found: _Found, parents: Sequence[int], changes: list[Any], upstream: Any) -> None:
+    changes.reverse()
+    for parent in parents:
+        change = changes.pop()
+        found.add(parent, change, change is not upstream and getrefcount(change) == _ALONE)
+
+
+class _Found:
+    """Hold the gradients of a walk, and which of their buffers may be written to."""
 
     __slots__ = ("entries", "gradients", "owned")
 
-    def __init__(self, entries: list[Entry | None], top: int) -> None:
+    def __init__(self, entries: list[Any], top: int) -> None:
         self.entries = entries
         self.gradients: list[Any] = [None] * (top + 1)
         self.owned = bytearray(top + 1)
 
-    def step(self, index: int, needed: bytearray, keep: bool) -> None:
-        """Pass the gradient of one operation on to what it used."""
-        entry = self.entries[index]
-        upstream = self.gradients[index]
-        if entry is None:
-            return
-        if keep:
-            self.owned[index] = 0
-        else:
-            self.gradients[index] = None
-        parents, rules = entry
-        if type(rules) is tuple:
-            for parent, rule in zip(parents, rules, strict=True):
-                if needed[parent]:
-                    change = rule(upstream)
-                    self.add(parent, change, upstream, _references(change))
-            return
-        changes = list(rules(upstream))
-        changes.reverse()
-        for parent in parents:
-            change = changes.pop()
-            if needed[parent]:
-                self.add(parent, change, upstream, _references(change))
-
-    def add(self, index: int, change: Any, upstream: Any, references: int = sys.maxsize) -> None:
+    def add(self, index: int, change: Any, owned: bool) -> None:
         """Add a contribution to the gradient of an entry.
 
         Args:
             index: the entry.
             change: the contribution, None for nothing.
-            upstream: the gradient that it was computed from.
-            references: how many references to `change` there are.
+            owned: whether nobody else refers to `change`.
         """
         if type(change) is not np.ndarray and not self._is_array(index, change):
             return
         old = self.gradients[index]
         if old is None:
             self.gradients[index] = change
-            self.owned[index] = (
-                change is not upstream and change.base is None and references <= _ALONE
-            )
+            self.owned[index] = owned and change.base is None
         elif type(old) is Rows:
             self._own(index, old.to_dense() + change)
         elif self.owned[index]:
@@ -221,15 +226,11 @@ class _Walk:
         self.owned[index] = 1
 
 
-def _references(array: Any) -> int:
-    return sys.getrefcount(array)
-
-
 def _count_alone() -> int:
-    """Count the references that `_references` sees to an array that nobody else holds."""
+    """Count the references to an array that one variable alone holds."""
     array = np.empty(0)
-    return _references(array)
+    return getrefcount(array)
 
 
-# Rules may return an array that they keep; writing into it would change the next gradient.
+# A rule may return an array that it keeps; writing into that would change the next gradient.
 _ALONE = _count_alone()

@@ -15,7 +15,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.autodiff.face import ArrayFace
-from ndistribute.autodiff.fallback import name_of
+from ndistribute.autodiff.fallback import missing, name_of
 from ndistribute.autodiff.rules import COMPOSED, CONSTANT, IN_PLACE, RULES, UFUNC_REDUCTIONS
 from ndistribute.autodiff.selection import Path, joint_rule, rules_of
 from ndistribute.context import current_frame
@@ -46,9 +46,17 @@ def binary(ufunc: Any, x: Any, y: Any) -> Any:
         return apply(ufunc, (x, y), {})
     graph: Any = current_frame().recorder
     left = right = None
-    if type(x) not in _PLAIN:
+    if isinstance(x, ArrayFace):
+        if x.graph is graph:
+            left = x.index
+        x = x.value
+    elif type(x) not in _PLAIN:
         x, left = operand(x, graph)
-    if type(y) not in _PLAIN:
+    if isinstance(y, ArrayFace):
+        if y.graph is graph:
+            right = y.index
+        y = y.value
+    elif type(y) not in _PLAIN:
         y, right = operand(y, graph)
     result = ufunc(x, y)
     if left is None:
@@ -83,6 +91,10 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         TypeError: the function would write into an array.
     """
+    if function in RULES and args and isinstance(args[0], ArrayFace):
+        result = apply_to_first(function, args[0], args[1:], kwargs)
+        if result is not NotImplemented:
+            return result
     composed = COMPOSED.get(function)
     if composed is not None and kwargs.get("out") is None:
         result = composed(*args, **kwargs)
@@ -105,6 +117,41 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not is_differentiable(result):
         return result
     return graph.record(result, parents, rules_of(function, result, raw_args, raw_kwargs, paths))
+
+
+def apply_to_first(
+    function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[str, Any], method: str = ""
+) -> Any:
+    """Call a function whose first argument alone is tracked: reductions, reshapes and the like.
+
+    Args:
+        function: has a rule.
+        x: the tracked argument.
+        rest: the other positional arguments.
+        kwargs: the keyword arguments.
+        method: the array's method that does the same as the function, sooner.
+
+    Returns:
+        `NotImplemented` if there is more to it, for `apply` to deal with.
+    """
+    for value in (*rest, *kwargs.values()):
+        if type(value) not in _PLAIN and _hides_array(value):
+            return NotImplemented
+    if "out" in kwargs:
+        return NotImplemented
+    value = x.value
+    if method:
+        result = getattr(value, method)(*rest, **kwargs)
+    else:
+        result = function(value, *rest, **kwargs)
+    graph: Any = current_frame().recorder
+    if graph is not x.graph or not is_differentiable(result):
+        return result
+    try:
+        rule = RULES[function][0](result, value, *rest, **kwargs)
+    except (TypeError, NotImplementedError) as error:
+        return graph.record(result, (x.index,), missing(function, str(error)))
+    return graph.record(result, (x.index,), (rule,))
 
 
 def ufunc_method(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -151,17 +151,6 @@ class ArrayFace:
         )
 
 
-def _method(name: str) -> Callable[..., Any]:
-    function = getattr(np, name)
-
-    def method(self: ArrayFace, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs)
-
-    method.__name__ = name
-    method.__doc__ = f"Return ``np.{name}(self, ...)``."
-    return method
-
-
 def _operator(ufunc: Any, name: str, *, reflected: bool = False) -> Callable[..., Any]:
     def operator(self: ArrayFace, other: Any) -> Any:
         return ufunc(other, self) if reflected else ufunc(self, other)
@@ -170,11 +159,6 @@ def _operator(ufunc: Any, name: str, *, reflected: bool = False) -> Callable[...
     return operator
 
 
-_METHODS = (
-    "all any argmax argmin argpartition argsort clip conj conjugate copy cumprod cumsum diagonal "
-    "dot max mean min nonzero prod ravel repeat round searchsorted squeeze std sum swapaxes take "
-    "trace var"
-)
 _COMPARISONS: dict[str, Any] = {
     "__lt__": np.less,
     "__le__": np.less_equal,
@@ -185,8 +169,6 @@ _COMPARISONS: dict[str, Any] = {
 }
 _DIVISIONS: dict[str, Any] = {"floordiv": np.floor_divide, "mod": np.remainder, "divmod": np.divmod}
 
-for _name in _METHODS.split():
-    setattr(ArrayFace, _name, _method(_name))
 for _name, _ufunc in _COMPARISONS.items():
     setattr(ArrayFace, _name, _operator(_ufunc, _name))
 for _name, _ufunc in _DIVISIONS.items():

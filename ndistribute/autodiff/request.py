@@ -96,7 +96,7 @@ class Delivery:
 
     def __call__(self, place: int | None, gradient: Any) -> None:
         """Take the final gradient of an entry, which belongs to the receiver."""
-        if getattr(getattr(gradient, "dtype", None), "kind", "") == "c":
+        if gradient is not None and gradient.dtype.kind == "c":
             # The rules carry the derivative of the analytic function; users want the direction of
             # steepest ascent, as TensorFlow gives it.
             gradient = np.conj(gradient)

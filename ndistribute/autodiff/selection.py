@@ -20,12 +20,15 @@ __all__ = ["Rules", "joint_rule", "rules_of"]
 
 Path = tuple[Any, ...]
 
+# No NumPy function has rules for more arguments.
+_POSITIONS = (0, 1, 2)
+
 # One function per tracked argument, or one that returns all their gradients.
 Rules = tuple[Callable[[Array], Any], ...] | Callable[[Any], Sequence[Any]]
 
 
 def rules_of(
-    function: Any, result: Array, args: Sequence[Any], kwargs: Mapping[str, Any], paths: list[Path]
+    function: Any, result: Array, args: Sequence[Any], kwargs: Mapping[str, Any], paths: Sequence[Path]
 ) -> Rules:
     """Return the rules of a call that returned one array.
 
@@ -37,14 +40,10 @@ def rules_of(
         paths: where its tracked arguments stand: ``(1,)``, ``(0, 2)`` inside a list, ``("x",)``.
     """
     try:
-        by_path = RULES_BY_PATH.get(function)
-        if by_path is not None:
-            rules = tuple(by_path(result, path, args, kwargs) for path in paths)
-            found = tuple(rule for rule in rules if rule is not None)
-            return found if len(found) == len(paths) else _other(function, result, args, {}, paths)
-        makers = RULES.get(function, ())
-        known = [(k,) for k in range(len(makers))]
-        if not all(path in known for path in paths):
+        makers = RULES.get(function)
+        if makers is None:
+            return _by_path(function, result, args, kwargs, paths)
+        if any(len(path) > 1 or path[0] not in _POSITIONS[: len(makers)] for path in paths):
             return _other(function, result, args, kwargs, paths)
         if isinstance(function, np.ufunc) and kwargs:
             return tuple(_fitted(makers[k], result, args, kwargs, k) for (k,) in paths)
@@ -58,7 +57,7 @@ def joint_rule(
     results: Sequence[Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    paths: list[Path],
+    paths: Sequence[Path],
 ) -> Callable[[Sequence[Array | None]], Sequence[Any]]:
     """Return the rule of a call that returned several arrays; it takes one gradient for each."""
     own = JOINT_RULES.get(function)
@@ -67,8 +66,20 @@ def joint_rule(
     return _other(function, results, args, kwargs, paths)
 
 
+def _by_path(
+    function: Any, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], paths: Sequence[Path]
+) -> Rules:
+    by_path = RULES_BY_PATH.get(function)
+    rules = tuple(by_path(result, path, args, kwargs) for path in paths) if by_path else (None,)
+    found = tuple(rule for rule in rules if rule is not None)
+    if len(found) < len(rules):
+        # Keywords of einsum say how to compute and not what.
+        return _other(function, result, args, {} if by_path else kwargs, paths)
+    return found
+
+
 def _other(
-    function: Any, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], paths: list[Path]
+    function: Any, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], paths: Sequence[Path]
 ) -> Callable[[Any], Sequence[Any]]:
     if any(len(path) > 1 or not isinstance(path[0], int) for path in paths):
         return fallback.missing(function, "a tracked array inside a list or a keyword")

@@ -162,10 +162,11 @@ class GradientTape:
         """
         zero = unconnected_is_zero(unconnected_gradients)
         graph, entries = self._recorded()
-        delivery = Delivery([self._place(source) for source in tree.flatten(sources)], on_ready)
+        leaves = tree.flatten(sources)
+        delivery = Delivery([self._place(source) for source in leaves], on_ready)
         pairs = [self._target(one) for one in tree.flatten(target)]
         seeds = seeds_of(pairs, target, output_gradients)
-        delivery.fill = zeros_for(tree.flatten(sources)) if zero else None
+        delivery.fill = zeros_for(leaves) if zero else None
         if not self._persistent:
             self._close()
             self._entries = None

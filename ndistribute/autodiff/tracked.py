@@ -6,13 +6,15 @@ to it, and the dispatch records what was done; to the user it is an array that c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff.dispatch import apply, binary, ufunc_method, unary
+from ndistribute.autodiff.dispatch import apply, apply_to_first, binary, ufunc_method, unary
 from ndistribute.autodiff.face import ArrayFace
+from ndistribute.autodiff.rules import RULES
 from ndistribute.autodiff.rules.elementwise import cast
 from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.context import current_frame
@@ -72,11 +74,12 @@ class Tracked(ArrayFace):
         return self.value.__cuda_array_interface__
 
     def __getitem__(self, index: Any) -> Any:
-        value, graph = self.value, self.graph
-        index = untrack(index)
+        value = self.value
+        if type(index) is tuple and any(isinstance(one, Tracked) for one in index):
+            index = tuple(map(untrack, index))
         result = value[index]
-        recorder: Any = current_frame().recorder
-        if graph is not recorder:
+        graph: Any = current_frame().recorder
+        if graph is not self.graph:
             return result
         return graph.record(result, (self.index,), (index_rule(value, index),))
 
@@ -127,6 +130,30 @@ class Tracked(ArrayFace):
     def __repr__(self) -> str:
         return f"Tracked({self.value!r})"
 
+
+def _method(name: str) -> Callable[..., Any]:
+    function = getattr(np, name)
+    has_rule = function in RULES
+
+    def method(self: Tracked, *args: Any, **kwargs: Any) -> Any:
+        if has_rule:
+            result = apply_to_first(function, self, args, kwargs, name)
+            if result is not NotImplemented:
+                return result
+        return apply(function, (self, *args), kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"Return ``np.{name}(self, ...)``."
+    return method
+
+
+for _name in (
+    "all any argmax argmin argpartition argsort clip conj conjugate copy cumprod cumsum diagonal "
+    "dot max mean min nonzero prod ravel repeat round searchsorted squeeze std sum swapaxes take "
+    "trace var"
+).split():
+    setattr(Tracked, _name, _method(_name))
+del _name
 
 # The same as NumPy's own ** takes for a Python number.
 _QUICK_POWERS = {-1: np.reciprocal, 0.5: np.sqrt, 1: np.positive, 2: np.square}

@@ -91,7 +91,8 @@ class Backend(Protocol):
         """Reduce, and hand each replica the ranges it owns instead of the whole result.
 
         `prepare` runs once in a process, when all its replicas are there and none reads; what it
-        returns goes to every `update` and to the caller. No replica returns before all updates are done.
+        returns goes to every `update` and to the caller. No replica returns before all updates are
+        done.
         """
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from ndistribute import tree
 from ndistribute.collective.backend import Backend, Call, Signature, Update
 from ndistribute.collective.indexed_slices import IndexedSlices
@@ -35,6 +33,7 @@ class Communicator:
     Args:
         backend: what carries the bytes.
 
+    >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
     >>> from ndistribute.device import Device
     >>> alone = make_group([Device("cpu:0")]).communicators[0]
@@ -76,9 +75,7 @@ class Communicator:
         results = [out.reshape(a.shape)[()] for out, a in zip(outputs, arrays, strict=True)]
         return tree.unflatten(value, results)
 
-    def all_gather(
-        self, value: Any, axis: int, options: CommunicationOptions | None = None
-    ) -> Any:
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate a nest over all replicas; see `ReplicaContext.all_gather`."""
         leaves = [as_array(leaf) for leaf in tree.flatten(value)]
         moved = [_rows_first(leaf, axis) for leaf in leaves]
@@ -119,6 +116,7 @@ class Communicator:
             kind: what the replicas are doing; compared between them.
             value: what this replica brings.
             combine: called with the values in replica order, while every replica waits.
+            options: how long to wait.
 
         Returns:
             What `combine` returned, the same object on every replica.
@@ -147,6 +145,7 @@ class Communicator:
             prepare: run once in each process before the first update.
             update: called as ``update(prepared, leaf, start, stop, total)`` with ranges of the
                 flattened array number `leaf`; it may change `total`.
+            options: how long to wait.
 
         Returns:
             What `prepare` returned.

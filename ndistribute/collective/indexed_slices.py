@@ -46,7 +46,8 @@ class IndexedSlices:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Return the dtype of the rows."""
-        return np.dtype(self.values.dtype)
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -30,29 +30,48 @@ _log = logging.getLogger("ndistribute")
 
 
 class CrossDeviceOps:
-    """Ask for a way to reduce over the devices of one process."""
+    """Ask for a way to reduce over the devices of one process.
+
+    >>> isinstance(RingAllReduce(), CrossDeviceOps)
+    True
+    """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 class NcclAllReduce(CrossDeviceOps):
-    """Reduce through NCCL; replicas on CPUs, or repeated on a GPU, meet in memory instead."""
+    """Reduce through NCCL; replicas on CPUs, or repeated on a GPU, meet in memory instead.
+
+    >>> import ndistribute as nd
+    >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=NcclAllReduce())
+    """
 
 
 class RingAllReduce(CrossDeviceOps):
     """Reduce by slices, each by the replica that owns it.
 
     This is the ring's division of the work; in one memory there is nothing to pass round.
+
+    >>> import ndistribute as nd
+    >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=RingAllReduce())
     """
 
 
 class HierarchicalCopyAllReduce(CrossDeviceOps):
-    """Reduce by slices through the memory of the devices, without NCCL."""
+    """Reduce by slices through the memory of the devices, without NCCL.
+
+    >>> import ndistribute as nd
+    >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=HierarchicalCopyAllReduce())
+    """
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Reduce on the device of one replica, and copy the result to the others."""
+    """Reduce on the device of one replica, and copy the result to the others.
+
+    >>> import ndistribute as nd
+    >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=ReductionToOneDevice())
+    """
 
 
 class ReplicaGroup:

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-
 from ndistribute.collective.backend import Call, Update
 from ndistribute.collective.buckets import blocks, owned_ranges
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
@@ -195,5 +194,3 @@ def _scratch_like(scratch: dict[Any, Array], array: Array) -> Array:
     if key not in scratch:
         scratch[key] = array_namespace(array).empty(array.size, array.dtype)
     return scratch[key]
-
-

@@ -95,6 +95,10 @@ class DistributedDataset:
     """Yield nests of `PerReplica`, one component for each replica, in their order.
 
     Made by a strategy. Each iteration is independent and can be resumed, see `DistributedIterator`.
+
+    >>> from ndistribute.data import Dataset
+    >>> distribute(Dataset.range(9).batch(4), [Device("cpu:0")]).cardinality()
+    3
     """
 
     def __init__(self, node: Node, steps: CutBatches | DealBatches, options: InputOptions):
@@ -184,7 +188,7 @@ class DistributedIterator(Iterator[Any]):
 
     def close(self) -> None:
         """End the iteration and its threads."""
-        self._pass.close()
+        self._pass.threads.close()
         self._source = iter(())
 
     def _open(self) -> Iterator[Any]:
@@ -192,7 +196,7 @@ class DistributedIterator(Iterator[Any]):
         if self._depth == 0:
             return source
         ahead = Prefetched(source, self._depth)
-        self._pass.open.add(ahead.queue)
+        self._pass.threads.add(ahead.queue)
         return ahead
 
 

@@ -73,6 +73,9 @@ class InputContext:
         num_input_pipelines: how many such functions run, one for each worker.
         input_pipeline_id: which of them this one is, from 0.
         num_replicas_in_sync: the replicas that all of them feed together.
+
+    >>> InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
+    InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
     """
 
     num_input_pipelines: int = 1

@@ -8,13 +8,13 @@ is resumed: a pass is what its shuffles drew and a position, and nothing else.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ndistribute.data.elements import Element
 from ndistribute.data.options import InputOptions
+from ndistribute.data.prefetch import OpenThreads
 from ndistribute.data.rows import Rows, elements_of
 
 __all__ = [
@@ -70,13 +70,12 @@ class Pass:
     Args:
         draws: the draw of each shuffle in it.
         path: which repetition of which `repeat` a node is in, outermost first.
-        open: whatever has threads to end when the pass ends. An exception's traceback keeps the
-            generators of a pipeline alive, so dropping references alone would not end them.
+        threads: those that end when the pass ends.
     """
 
     draws: Mapping[Seeds, Draw]
     path: tuple[int, ...] = ()
-    open: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    threads: OpenThreads = field(default_factory=OpenThreads)
 
     @classmethod
     def begin(cls, node: Node) -> Pass:
@@ -99,11 +98,6 @@ class Pass:
         """Return this pass as a node sees it that is the same in every pass."""
         first = {seeds: Draw(draw.entropy, 0) for seeds, draw in self.draws.items()}
         return replace(self, draws=first, path=())
-
-    def close(self) -> None:
-        """End the threads of this pass."""
-        for closable in list(self.open):
-            closable.close()
 
 
 def _no_rows(current: Pass) -> Rows:
@@ -150,7 +144,7 @@ def run(node: Node, current: Pass) -> Iterator[Element]:
     try:
         yield from node.iterate(current)
     finally:
-        current.close()
+        current.threads.close()
 
 
 def upstream(node: Node) -> list[Node]:

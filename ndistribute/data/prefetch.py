@@ -12,14 +12,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["BoundedQueue", "Prefetched", "Workers", "map_ahead"]
+__all__ = ["BoundedQueue", "OpenThreads", "Prefetched", "Workers", "map_ahead"]
 
 T = TypeVar("T")
 
 # A wait is woken by what it waits for; this only bounds how late a lost partner is noticed.
 _CHECK_SECONDS = 1.0
+
+# How long the interpreter's exit waits for the element that a thread is making.
+_EXIT_SECONDS = 5.0
 
 
 class Prefetched(Iterator[T], Generic[T]):
@@ -35,11 +38,11 @@ class Prefetched(Iterator[T], Generic[T]):
 
     def __init__(self, source: Iterator[T], depth: int) -> None:
         self._queue = BoundedQueue(depth)
-        # A daemon: one that waits for room must not hold up the interpreter's exit.
+        # A daemon: the interpreter waits for all others before it lets us tell them to end.
         self._thread = threading.Thread(
             target=_fill, args=(source, self._queue), name="ndistribute-prefetch", daemon=True
         )
-        weakref.finalize(self, self._queue.close)
+        weakref.finalize(self, _end, self._queue, self._thread)
         self._thread.start()
 
     @property
@@ -59,6 +62,43 @@ class Prefetched(Iterator[T], Generic[T]):
     def close(self) -> None:
         """Tell the thread to end; it does so as soon as the element at hand is made."""
         self._queue.close()
+
+
+class Closable(Protocol):
+    """What has threads."""
+
+    def close(self) -> None:
+        """Tell the threads to end, without waiting for them."""
+
+
+class OpenThreads:
+    """Remember what has threads, weakly, and close all of it at once.
+
+    An exception's traceback keeps the generators of a pipeline alive, so dropping references alone
+    would not end their threads.
+    """
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def add(self, closable: Closable) -> None:
+        """Remember it; close it at once if this is closed, as a prefetching thread may be late."""
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._open.add(closable)
+        if closed:
+            closable.close()
+
+    def close(self) -> None:
+        """Close everything that is still alive."""
+        with self._lock:
+            self._closed = True
+            remaining = list(self._open)
+        for closable in remaining:
+            closable.close()
 
 
 class Workers(ThreadPoolExecutor):
@@ -151,6 +191,14 @@ class BoundedQueue:
             self._closed = True
             self._items.clear()
             self._changed.notify_all()
+
+
+def _end(queue: BoundedQueue, thread: threading.Thread) -> None:
+    """Tell a thread to end when its iterator is dropped, and at the interpreter's exit."""
+    queue.close()
+    if not threading.main_thread().is_alive():
+        # At exit a daemon is frozen where it stands, with the locks that it holds: wait for it.
+        thread.join(_EXIT_SECONDS)
 
 
 def _fill(source: Iterator[Any], queue: BoundedQueue) -> None:

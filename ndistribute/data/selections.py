@@ -196,7 +196,9 @@ def _common(parts: tuple[Node, ...]) -> bool | None:
     return True if all(batched) else None
 
 
-def _same_layout(first: Element, second: Element) -> bool:
+def _same_layout(first: Element | None, second: Element | None) -> bool:
+    if first is None or second is None:
+        return False
     return tree.same_structure(first, second) and all(
         (a.dtype, a.shape) == (b.dtype, b.shape)
         for a, b in zip(tree.flatten(first), tree.flatten(second), strict=True)

@@ -52,7 +52,7 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None =
             return map(call, source)
         threads = num_parallel_calls if num_parallel_calls != AUTOTUNE else os.cpu_count() or 1
         pool = Workers(threads, thread_name_prefix="ndistribute-map")
-        current.open.add(pool)
+        current.threads.add(pool)
         return map_ahead(call, source, pool, threads)
 
     return Node(
@@ -113,7 +113,7 @@ def prefetched(child: Node, depth: int) -> Node:
         if depth == 0:
             return source
         ahead = Prefetched(source, _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth)
-        current.open.add(ahead.queue)
+        current.threads.add(ahead.queue)
         return ahead
 
     return replace(child, elements=elements, inputs=(child,), seeds=None)

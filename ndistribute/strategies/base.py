@@ -51,6 +51,10 @@ class Strategy:
 
     Args:
         devices: one for each replica.
+
+    >>> import ndistribute as nd
+    >>> isinstance(nd.MirroredStrategy(["cpu:0"]), nd.Strategy)
+    True
     """
 
     is_default = False
@@ -154,7 +158,7 @@ class Strategy:
             own_args, own_named = calls[rank]
             return untrack(fn(*own_args, **own_named))
 
-        return tree.regroup(self._take_turn(step), context.join_leaf)
+        return tree.regroup(self._run_on_all(step), context.join_leaf)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Combine a value over replicas.
@@ -237,23 +241,26 @@ class Strategy:
         """
         if isinstance(value, DistributedValues | Variable):
             return value.values
-        counts = {
-            len(leaf.values)
-            for leaf in tree.flatten(value)
-            if isinstance(leaf, DistributedValues | Variable)
-        }
-        if not counts:
+        held = [v for v in tree.flatten(value) if isinstance(v, DistributedValues | Variable)]
+        if not held:
             return (value,)
-        size = max(counts)
+        size = max(len(leaf.values) for leaf in held)
         return tuple(
-            tree.map_leaves(lambda leaf, i=i: _component(leaf, i, size), value)  # type: ignore[misc]
-            for i in range(size)
+            tree.map_leaves(lambda leaf, i=i: _component(leaf, i, size), value) for i in range(size)
         )
 
     def close(self) -> None:
-        """End the replica threads; variables stay readable, `run` does not work any more."""
-        self._closed = True
-        self._pool.close()
+        """End the replica threads; variables stay readable, `run` does not work any more.
+
+        Raises:
+            RuntimeError: called inside a replica or a merge_call of this strategy.
+        """
+        frame = current_frame()
+        if frame.strategy is self and (frame.replica is not None or frame.merging):
+            raise RuntimeError(f"close of {self!r} was called inside a step that it runs.")
+        with self._own_turn():
+            self._closed = True
+            self._pool.close()
 
     experimental_distribute_dataset = distribute_dataset
     experimental_distribute_values_from_function = distribute_values_from_function
@@ -283,18 +290,25 @@ class Strategy:
         )
         self._pool = ReplicaPool(self._group, self._contexts, repr(self))
 
-    def _take_turn(self, step: Callable[[int], Any]) -> list[Any]:
-        if self._closed:
-            raise RuntimeError(f"{self!r} was closed: make a new strategy to run steps.")
+    def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
+        with self._own_turn():
+            if self._closed:
+                raise RuntimeError(f"{self!r} was closed: make a new strategy to run steps.")
+            try:
+                return self._pool.run(step)
+            finally:
+                if self._pool.abandoned:
+                    self._build()
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
         if not self._turn.acquire(timeout=_TURN_SECONDS):
             raise RuntimeError(
                 f"another thread has been running a step of {self!r} for {_TURN_SECONDS:g} s."
             )
         try:
-            return self._pool.run(step)
+            yield
         finally:
-            if self._pool.abandoned:
-                self._build()
             self._turn.release()
 
     def _rng(self, replica: int) -> Any:
@@ -330,5 +344,12 @@ def _refuse_in_replica(method: str, instead: str) -> NoReturn:
 def _component(leaf: Any, index: int, size: int) -> Any:
     if not isinstance(leaf, DistributedValues | Variable):
         return leaf
-    # A central variable has one component, which stands for every replica's.
-    return leaf.values[index if len(leaf.values) == size else 0]
+    parts = leaf.values
+    if isinstance(leaf, Variable) and len(parts) == 1:
+        return parts[0]  # A central variable's one component stands for every replica's.
+    if len(parts) != size:
+        raise ValueError(
+            f"local_results of a nest in which one leaf has {size} component(s) and another has "
+            f"{len(parts)}: each needs one component for each replica."
+        )
+    return parts[index]

@@ -27,8 +27,10 @@ class MirroredStrategy(Strategy):
     >>> with MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
     ...     with strategy.scope():
     ...         total = nd.Variable(10.0, aggregation="sum")
+    ...
     ...     def step():
     ...         total.assign_add(1.0 + nd.get_replica_context().replica_id_in_sync_group)
+    ...
     ...     strategy.run(step)
     >>> float(total)
     13.0

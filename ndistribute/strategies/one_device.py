@@ -35,3 +35,6 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__([Device("cpu:0")])
+
+    def close(self) -> None:
+        """Do nothing: the default strategy has no threads and belongs to the process."""

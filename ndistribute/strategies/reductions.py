@@ -39,7 +39,7 @@ def reduce_leaf(op: ReduceOp, leaf: Any, axis: Any, devices: Sequence[Device]) -
     """
     parts = _components(leaf, len(devices))
     if isinstance(leaf if parts is None else parts[0], IndexedSlices):
-        return _reduce_rows(op, parts or [leaf] * len(devices), axis)
+        return _reduce_rows(op, parts or [leaf] * len(devices), axis, devices[0])
     if parts is None:
         array = _numbers(op, [_value_of(leaf)], devices[0])[0]
         return _reduce_plain(op, array, axis, len(devices))
@@ -57,14 +57,18 @@ def gather_leaf(leaf: Any, axis: int, devices: Sequence[Device]) -> Array:
         ValueError: a component has no such axis, or other lengths differ.
     """
     parts = _components(leaf, len(devices)) or [_value_of(leaf)] * len(devices)
-    arrays = [copy_to(as_array(part), devices[0]) for part in parts]
-    for replica, array in enumerate(arrays):
+    for replica, array in enumerate(map(as_array, parts)):
         if not -array.ndim <= axis < array.ndim:
             raise ValueError(
                 f"gather along axis {axis}: the value of replica {replica} has shape "
                 f"{array.shape}. A number has no axis to join along: return np.reshape(x, (1,))."
             )
-    return array_namespace(arrays[0]).concatenate(arrays, axis=axis)
+    return _joined(parts, axis, devices[0])
+
+
+def _joined(parts: Sequence[Any], axis: int, device: Device) -> Array:
+    arrays = [copy_to(as_array(part), device) for part in parts]
+    return array_namespace(*arrays).concatenate(arrays, axis=axis)
 
 
 def _components(leaf: Any, replicas: int) -> Sequence[Any] | None:
@@ -136,7 +140,9 @@ def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Any:
     return _numeric(total.astype(result_dtype(op, arrays[0].dtype), copy=False))
 
 
-def _reduce_rows(op: ReduceOp, parts: Sequence[IndexedSlices], axis: Any) -> IndexedSlices:
+def _reduce_rows(
+    op: ReduceOp, parts: Sequence[IndexedSlices], axis: Any, device: Device
+) -> IndexedSlices:
     """Sum rows over replicas sparsely: each row once, in rising order."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN) or axis is not None:
         raise ValueError(
@@ -144,10 +150,9 @@ def _reduce_rows(op: ReduceOp, parts: Sequence[IndexedSlices], axis: Any) -> Ind
             f"{axis}: call to_dense() first."
         )
     _check_equal(op, [getattr(part, "dense_shape", ()) for part in parts], "rows of shape")
-    xp = array_namespace(parts[0].values)
-    values = xp.concatenate([part.values for part in parts])
+    columns = [(part.values, part.indices) for part in parts]
+    values, indices = (_joined(column, 0, device) for column in zip(*columns, strict=True))
     values = values.astype(result_dtype(op, values.dtype), copy=False)
-    indices = xp.concatenate([part.indices for part in parts])
     joined = IndexedSlices(values, indices, parts[0].dense_shape).summed()
     finish(op, joined.values, len(parts))
     return joined

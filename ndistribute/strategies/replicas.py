@@ -6,7 +6,9 @@ fails releases the rest; the pool is usable again when all are out.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import functools
 import threading
 import time
 import weakref
@@ -26,9 +28,6 @@ Step = Callable[[int], Any]
 # end in this time is given up: its thread ends when its function returns.
 GRACE_SECONDS = 30.0
 
-# How often an idle thread looks whether its pool still exists.
-IDLE_SECONDS = 5.0
-
 
 class _Outcome:
     """What the replicas of one step returned and raised, errors in the order of time."""
@@ -47,7 +46,8 @@ class _ReplicaThread:
         self._done = threading.Lock()
         self._start.acquire()  # Both are tokens: held until there is a job, or it is done.
         self._done.acquire()
-        owner = weakref.ref(self)
+        # Where nobody is left to give jobs, the thread ends.
+        owner = weakref.ref(self, functools.partial(_wake, self._start))
         self._thread = threading.Thread(
             target=_serve, args=(owner, self._start, self._done), name=name, daemon=True
         )
@@ -73,14 +73,15 @@ class _ReplicaThread:
         self._thread.join(GRACE_SECONDS)
 
 
-def _serve(
-    owner: weakref.ref[_ReplicaThread], start: threading.Lock, done: threading.Lock
-) -> None:
+def _wake(start: threading.Lock, _: object) -> None:
+    with contextlib.suppress(RuntimeError):  # It is on its way already.
+        start.release()
+
+
+def _serve(owner: weakref.ref[_ReplicaThread], start: threading.Lock, done: threading.Lock) -> None:
     """Run jobs until told to end, or until nobody is left to give one."""
     while True:
-        while not start.acquire(timeout=IDLE_SECONDS):
-            if owner() is None:
-                return
+        start.acquire()
         thread = owner()
         job = None if thread is None else thread.take()
         del thread
@@ -100,9 +101,7 @@ class ReplicaPool:
         title: the strategy, as messages name it.
     """
 
-    def __init__(
-        self, group: ReplicaGroup, contexts: Sequence[ReplicaContext], title: str
-    ) -> None:
+    def __init__(self, group: ReplicaGroup, contexts: Sequence[ReplicaContext], title: str) -> None:
         self._group = group
         self._contexts = contexts
         self._title = title
@@ -186,11 +185,13 @@ class ReplicaPool:
             if deadline is not None and time.monotonic() > deadline:
                 self.abandoned = True
                 self._threads = []
+                waiting.clear()  # The error's traceback holds the list; the threads are to end.
                 return
 
     def _raise_first(self, outcome: _Outcome) -> None:
         own = [item for item in outcome.errors if not isinstance(item[1], WorkerLostError)]
         rank, error = (own or outcome.errors)[0]
+        outcome.errors = []  # The error's traceback holds the outcome: no cycle, please.
         device = self._contexts[rank].device
         error.add_note(
             f"raised in replica {rank} of {len(self._contexts)} ({device}), {self._title}.run"

@@ -101,6 +101,15 @@ def _binary(name: str) -> Callable[[ArrayLike, Any], Any]:
     return forward
 
 
+def _unary(name: str) -> Callable[[ArrayLike], Any]:
+    function = getattr(operator, name)
+
+    def apply(self: ArrayLike) -> Any:
+        return function(self.tracked_value())
+
+    return apply
+
+
 def _reflected(name: str) -> Callable[[ArrayLike, Any], Any]:
     function = getattr(operator, name)
 
@@ -125,9 +134,5 @@ for _name in "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rs
 for _name in "lt le gt ge eq ne".split():
     setattr(ArrayLike, f"__{_name}__", _binary(_name))
 for _name in "neg pos abs invert".split():
-    setattr(
-        ArrayLike,
-        f"__{_name}__",
-        lambda self, _function=getattr(operator, _name): _function(self.tracked_value()),
-    )
+    setattr(ArrayLike, f"__{_name}__", _unary(_name))
 del _name, _dunder

@@ -11,6 +11,7 @@ from typing import Any
 
 from ndistribute.device import Array, Device, copy_to
 from ndistribute.variables.mirrored import MirroredVariable
+from ndistribute.variables.policy import VariablePolicy
 
 __all__ = ["CentralVariable"]
 
@@ -18,8 +19,8 @@ __all__ = ["CentralVariable"]
 class CentralVariable(MirroredVariable):
     """Keep one value for all replicas, in one place."""
 
-    def __init__(self, strategy: Any, array: Array, **policy: Any) -> None:
-        super().__init__(strategy, array, **policy)
+    def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
+        super()._set_up(strategy, array, policy)
         self._version = 0
         self._fetched: dict[int, tuple[int, Array]] = {}
 

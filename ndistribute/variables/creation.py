@@ -14,29 +14,28 @@ import numpy as np
 from ndistribute import context
 from ndistribute.device import Array, as_array
 from ndistribute.values import DistributedValues
-from ndistribute.variables.policy import check_policy, parse_synchronization
+from ndistribute.variables.policy import (
+    VariablePolicy,
+    check_aggregation,
+    parse_synchronization,
+)
 
-__all__ = ["ChosenByStrategy"]
+__all__ = ["Request", "create_variable"]
 
 
-class ChosenByStrategy(type):
-    """Make ``Variable(...)`` an object of the kind that the current strategy chooses."""
+def create_variable(request: Request) -> Any:
+    """Return the variable that a caller asked for, one and the same for all replicas."""
+    replica = context.get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        return request.create(context.get_strategy())
+    strategy = replica.strategy
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if not vars(cls).get("kind_is_chosen", False):
-            return super().__call__(*args, **kwargs)
-        request = Request(*args, **kwargs)
-        replica = context.get_replica_context()
-        if replica is None or replica.num_replicas_in_sync == 1:
-            return request.create(context.get_strategy())
-        strategy = replica.strategy
+    def create(requests: Sequence[Request]) -> Any:
+        for rank, other in enumerate(requests):
+            other.check_like(requests[0], rank)
+        return requests[0].create(strategy)
 
-        def create(requests: Sequence[Request]) -> Any:
-            for rank, other in enumerate(requests):
-                other.check_like(requests[0], rank)
-            return requests[0].create(strategy)
-
-        return replica.communicator.merge("Variable", request, create)
+    return replica.communicator.merge("Variable", request, create)
 
 
 class Request:
@@ -45,11 +44,11 @@ class Request:
     def __init__(
         self,
         initial_value: Any,
-        trainable: bool = True,
-        name: str | None = None,
-        dtype: Any = None,
-        synchronization: Any = "auto",
-        aggregation: Any = "none",
+        trainable: bool,
+        name: str | None,
+        dtype: Any,
+        synchronization: Any,
+        aggregation: Any,
     ) -> None:
         if isinstance(initial_value, DistributedValues):
             raise ValueError(
@@ -72,16 +71,14 @@ class Request:
         return made.astype(wanted, copy=False)
 
     def create(self, strategy: Any) -> Any:
-        kind = strategy.variable_kind(self.synchronization)
         array = self.array()
-        return kind(
-            strategy,
-            array,
+        policy = VariablePolicy(
             trainable=self.trainable,
             name=self.name or "Variable",
             synchronization=self.synchronization,
-            aggregation=check_policy(self.aggregation, np.dtype(array.dtype)),
+            aggregation=check_aggregation(self.aggregation, np.dtype(array.dtype)),
         )
+        return strategy.variable_kind(self.synchronization).make(strategy, array, policy)
 
     def check_like(self, first: Request, rank: int) -> None:
         own, wanted = self._description(), first._description()

@@ -12,7 +12,7 @@ from typing import Any
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, Device
 from ndistribute.variables.cell import Cell
-from ndistribute.variables.policy import VariableAggregation
+from ndistribute.variables.policy import VariableAggregation, VariablePolicy
 from ndistribute.variables.variable import Variable
 from ndistribute.variables.write import Write
 
@@ -22,8 +22,8 @@ __all__ = ["MirroredVariable"]
 class MirroredVariable(Variable):
     """Keep one value for all replicas."""
 
-    def __init__(self, strategy: Any, array: Array, **policy: Any) -> None:
-        super().__init__(strategy, array, **policy)
+    def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
+        super()._set_up(strategy, array, policy)
         self._devices = self._homes(strategy.devices)
         spaces = [device.memory_space for device in self._devices]
         self._cells = [Cell(array, device) for device in self._devices]
@@ -97,5 +97,3 @@ def aggregate(variable: Variable, communicator: Any, write: Write) -> Write:
     count = len(rows.indices) if communicator.rank == 0 else 0
     indices, values = communicator.all_gather((rows.indices[:count], rows.values[:count]), axis=0)
     return Write(write.how, IndexedSlices(values, indices, rows.dense_shape))
-
-

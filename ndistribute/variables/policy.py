@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,8 +12,9 @@ from ndistribute.collective.reduce_op import ReduceOp
 
 __all__ = [
     "VariableAggregation",
+    "VariablePolicy",
     "VariableSynchronization",
-    "check_policy",
+    "check_aggregation",
     "parse_synchronization",
 ]
 
@@ -50,6 +52,16 @@ class VariableAggregation(enum.Enum):
         return {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN}.get(self.value)
 
 
+@dataclass(frozen=True, slots=True)
+class VariablePolicy:
+    """Hold what was said of a variable at its creation, checked."""
+
+    trainable: bool
+    name: str
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+
+
 def parse_synchronization(synchronization: Any) -> VariableSynchronization:
     """Return the synchronization that a name stands for; AUTO becomes ON_WRITE.
 
@@ -67,7 +79,7 @@ def parse_synchronization(synchronization: Any) -> VariableSynchronization:
     return parsed
 
 
-def check_policy(aggregation: Any, dtype: np.dtype[Any]) -> VariableAggregation:
+def check_aggregation(aggregation: Any, dtype: np.dtype[Any]) -> VariableAggregation:
     """Return the aggregation that a name stands for.
 
     Raises:

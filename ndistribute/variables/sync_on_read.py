@@ -10,7 +10,7 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.device import Array, copy_to
 from ndistribute.variables.cell import Cell
-from ndistribute.variables.policy import VariableAggregation
+from ndistribute.variables.policy import VariableAggregation, VariablePolicy
 from ndistribute.variables.variable import Variable
 from ndistribute.variables.write import Write
 
@@ -20,8 +20,8 @@ __all__ = ["SyncOnReadVariable"]
 class SyncOnReadVariable(Variable):
     """Keep one value for each replica."""
 
-    def __init__(self, strategy: Any, array: Array, **policy: Any) -> None:
-        super().__init__(strategy, array, **policy)
+    def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
+        super()._set_up(strategy, array, policy)
         self._devices = list(strategy.devices)
         self._cells = [Cell(array, device) for device in self._devices]
 
@@ -39,9 +39,9 @@ class SyncOnReadVariable(Variable):
         op = self.aggregation.reduce_op
         if op is None:
             raise ValueError(
-                f"variable {self.name!r} has a value per replica and no aggregation: read it inside "
-                "run, take strategy.local_results(variable), or create it with aggregation='sum', "
-                "'mean' or 'only_first_replica'."
+                f"variable {self.name!r} has a value per replica and no aggregation: read it "
+                "inside run, take strategy.local_results(variable), or create it with "
+                "aggregation='sum', 'mean' or 'only_first_replica'."
             )
         home = self._devices[0]
         total = reduce_arrays(op, [copy_to(cell.read(), home) for cell in self._cells])

@@ -13,14 +13,18 @@ import numpy as np
 from ndistribute import context
 from ndistribute.device import Array, to_host
 from ndistribute.variables.array_like import ArrayLike
-from ndistribute.variables.creation import ChosenByStrategy
-from ndistribute.variables.policy import VariableAggregation, VariableSynchronization
+from ndistribute.variables.creation import Request, create_variable
+from ndistribute.variables.policy import (
+    VariableAggregation,
+    VariablePolicy,
+    VariableSynchronization,
+)
 from ndistribute.variables.write import Write, check_rows, check_value
 
 __all__ = ["Variable"]
 
 
-class Variable(ArrayLike, metaclass=ChosenByStrategy):
+class Variable(ArrayLike):
     """Hold an array that lives across steps and replicas.
 
     Args:
@@ -42,25 +46,33 @@ class Variable(ArrayLike, metaclass=ChosenByStrategy):
     """
 
     is_distributed_variable = True
-    kind_is_chosen = True
 
-    def __init__(
-        self,
-        strategy: Any,
-        array: Array,
-        *,
-        trainable: bool,
-        name: str,
-        synchronization: VariableSynchronization,
-        aggregation: VariableAggregation,
-    ) -> None:
+    def __new__(
+        cls,
+        initial_value: Any,
+        trainable: bool = True,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization | str = "auto",
+        aggregation: VariableAggregation | str = "none",
+    ) -> Variable:
+        request = Request(initial_value, trainable, name, dtype, synchronization, aggregation)
+        made: Variable = create_variable(request)
+        return made
+
+    @classmethod
+    def make(cls, strategy: Any, array: Array, policy: VariablePolicy) -> Variable:
+        """Make a variable of this kind; ``Variable(...)`` finds out which, and calls this."""
+        made = object.__new__(cls)
+        made._set_up(strategy, array, policy)
+        return made
+
+    def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
+        """Allocate the components; a kind extends this."""
         self._strategy = strategy
         self._shape = tuple(array.shape)
-        self._dtype = np.dtype(array.dtype)
-        self._trainable = trainable
-        self._name = name
-        self._synchronization = synchronization
-        self._aggregation = aggregation
+        self._dtype: np.dtype[Any] = np.dtype(array.dtype)
+        self._policy = policy
 
     @property
     def values(self) -> tuple[Array, ...]:
@@ -119,22 +131,22 @@ class Variable(ArrayLike, metaclass=ChosenByStrategy):
     @property
     def name(self) -> str:
         """Return the name."""
-        return self._name
+        return self._policy.name
 
     @property
     def trainable(self) -> bool:
         """Return whether tapes watch the variable."""
-        return self._trainable
+        return self._policy.trainable
 
     @property
     def synchronization(self) -> VariableSynchronization:
         """Return when the replicas' values are combined."""
-        return self._synchronization
+        return self._policy.synchronization
 
     @property
     def aggregation(self) -> VariableAggregation:
         """Return how the replicas' values are combined."""
-        return self._aggregation
+        return self._policy.aggregation
 
     def assign(self, value: Any) -> Variable:
         """Set the value by the variable's synchronization and aggregation.
@@ -196,8 +208,8 @@ class Variable(ArrayLike, metaclass=ChosenByStrategy):
         if plain and (what == "read" or frame.replica is None):
             return None
         raise RuntimeError(
-            f"{what} of variable {self._name!r} of {self._strategy!r} under {current!r}: create "
-            "the variable inside the scope of the strategy that uses it."
+            f"{what} of variable {self.name!r} of {self._strategy!r} under {current!r}: create the "
+            "variable inside the scope of the strategy that uses it."
         )
 
     def _checked_write(self, how: str, value: Any) -> Variable:
@@ -213,4 +225,6 @@ class Variable(ArrayLike, metaclass=ChosenByStrategy):
             shown = np.array2string(to_host(self.component()), threshold=20)
         except (ValueError, RuntimeError) as error:
             shown = f"<not readable here: {error}>"
-        return f"<{type(self).__name__} {self._name!r} {self._dtype.name}{self._shape} {shown}>"
+        return (
+            f"<{type(self).__name__} {self._policy.name!r} {self._dtype.name}{self._shape} {shown}>"
+        )

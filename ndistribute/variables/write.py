@@ -1,4 +1,6 @@
-"""A write to a variable as a value: checked whole before any copy changes, applied to each after.
+"""A write to a variable, as a value.
+
+It is checked whole before any copy changes, and applied to each copy after.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_a_variable_read_across_replicas_is_refused() -> None:
     ],
 )
 def test_numbers_out_of_range_are_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match="must be|needs|at most one"):
+    with pytest.raises(ValueError, match=r"must be|needs|at most one"):
         make()
 
 

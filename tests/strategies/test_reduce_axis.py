@@ -35,28 +35,28 @@ def test_mean_counts_a_short_last_batch(pair, first, second, mean):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["int16", "int64", "float32", "float64"])
-def test_every_op_agrees_with_numpy_on_the_joined_rows(strategy, op, dtype):
-    given = ragged(strategy, dtype)
-    joined = np.concatenate(given.values)
-    wanted = OPS[op](joined.astype(np.float64), axis=0)
-    result = strategy.reduce(op, given, axis=0)
-    assert result.shape == (3,)
-    assert result.dtype == ("float64" if op == "MEAN" and dtype[0] == "i" else dtype)
-    assert np.allclose(result, wanted.astype(result.dtype))
+def test_every_op_agrees_with_numpy_on_the_joined_rows(strategy, op):
+    for dtype in ("int16", "int64", "float32", "float64"):
+        given = ragged(strategy, dtype)
+        joined = np.concatenate(given.values)
+        wanted = OPS[op](joined.astype(np.float64), axis=0)
+        result = strategy.reduce(op, given, axis=0)
+        assert result.shape == (3,)
+        assert result.dtype == ("float64" if op == "MEAN" and dtype[0] == "i" else dtype)
+        assert np.allclose(result, wanted.astype(result.dtype))
 
 
-@pytest.mark.parametrize("axis", [0, -2, (0,), [0], np.int64(0), [-2]])
-def test_an_axis_is_a_number_a_tuple_or_a_list(strategy, axis):
+def test_an_axis_is_a_number_a_tuple_or_a_list(strategy):
     joined = np.concatenate(ragged(strategy).values)
-    assert np.allclose(strategy.reduce("sum", ragged(strategy), axis=axis), joined.sum(axis=0))
+    for axis in (0, -2, (0,), [0], np.int64(0), [-2]):
+        assert np.allclose(strategy.reduce("sum", ragged(strategy), axis=axis), joined.sum(axis=0))
 
 
-@pytest.mark.parametrize("axis", [(0, 1), [1, 0], (-1, -2), (0, -1)])
-def test_several_axes_at_once(strategy, axis):
+def test_several_axes_at_once(strategy):
     joined = np.concatenate(ragged(strategy).values)
-    for op, function in OPS.items():
-        assert np.isclose(strategy.reduce(op, ragged(strategy), axis=axis), function(joined))
+    for axis in ((0, 1), [1, 0], (-1, -2), (0, -1)):
+        for op, function in OPS.items():
+            assert np.isclose(strategy.reduce(op, ragged(strategy), axis=axis), function(joined))
 
 
 def test_a_later_axis_keeps_the_first(strategy):
@@ -66,10 +66,10 @@ def test_a_later_axis_keeps_the_first(strategy):
     assert np.allclose(strategy.reduce("max", given, axis=-1), stacked.max(axis=(0, 2)))
 
 
-@pytest.mark.parametrize("axis", [2, -3, (0, 2), [5], 1.5, "0"])
-def test_an_axis_out_of_range_is_refused(strategy, axis):
-    with pytest.raises(ValueError, match="axis"):
-        strategy.reduce("sum", ragged(strategy), axis=axis)
+def test_an_axis_out_of_range_is_refused(strategy):
+    for axis in (2, -3, (0, 2), [5], 1.5, "0"):
+        with pytest.raises(ValueError, match="axis"):
+            strategy.reduce("sum", ragged(strategy), axis=axis)
 
 
 def test_an_axis_named_twice_is_refused(strategy):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.autodiff.rules.fit import zeros
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, array_namespace
 
@@ -48,7 +49,7 @@ class Part:
 
     def to_dense(self) -> Array:
         """Return the gradient of the whole array."""
-        whole = np.zeros_like(self.values, shape=self.shape)
+        whole = zeros(self.values, self.shape)
         if self.distinct:
             whole[self.index] = self.values
         else:
@@ -82,7 +83,7 @@ class Rows:
 
     def to_dense(self) -> Array:
         """Return the gradient of the whole array."""
-        whole = np.zeros_like(self.parts[0][1], shape=self.shape)
+        whole = zeros(self.parts[0][1], self.shape)
         self.add_to(whole)
         return whole
 
@@ -101,14 +102,17 @@ class Rows:
 def index_rule(x: Array, index: Any) -> Callable[[Array], Part | Rows]:
     """Return the rule of ``x[index]``."""
     shape = x.shape
+    return lambda g: _placed(shape, index, g)
+
+
+def _placed(shape: tuple[int, ...], index: Any, g: Array) -> Part | Rows:
     if isinstance(index, list):
-        index = array_namespace(x).asarray(index, dtype=None if index else np.intp)
+        index = array_namespace(g).asarray(index, dtype=None if index else np.intp)
     kinds = _kinds(index)
     if kinds == ["i"] and not isinstance(index, tuple) and index.ndim:
-        return lambda g: Rows(shape, index, g)
+        return Rows(shape, index, g)
     # A mask alone names no element twice, and neither do slices and single numbers.
-    distinct = "i" not in kinds and kinds.count("b") <= 1
-    return lambda g: Part(shape, index, g, distinct)
+    return Part(shape, index, g, distinct="i" not in kinds and kinds.count("b") <= 1)
 
 
 def _kinds(index: Any) -> list[str]:
@@ -134,8 +138,8 @@ def _take(
     if not hasattr(indices, "dtype"):
         indices = array_namespace(a).asarray(indices, dtype=np.intp)
     if axis is None:
-        shape, flat = a.shape, index_rule(a.reshape(-1), indices)
-        return lambda g: flat(g).to_dense().reshape(shape)
+        shape, size = a.shape, a.size
+        return lambda g: _placed((size,), indices, g).to_dense().reshape(shape)
     lead = operator.index(axis) % a.ndim
     return index_rule(a, indices if lead == 0 else (*(slice(None),) * lead, indices))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import as_axes, fit, kept_shape, spread, widened
+from ndistribute.autodiff.rules.fit import as_axes, fit, kept_shape, spread, wide
 from ndistribute.device import Array
 
 __all__ = ["RULES", "exclusive_product"]
@@ -40,9 +40,9 @@ def _extreme(result: Array, a: Array, axis: Any = None, out: Any = None, keepdim
     shape = a.shape
 
     def vjp(g: Array) -> Array:
-        kept = kept_shape(shape, axis)
+        kept = g.shape if g.ndim == len(shape) else kept_shape(shape, axis)
         share = np.equal(a, result.reshape(kept)).astype(a.dtype)
-        share /= share.sum(axis=axis, keepdims=True, **widened(a.dtype))
+        share /= share.sum(axis=axis, keepdims=True, dtype=wide(a.dtype))
         share *= g.reshape(kept)
         return share
 
@@ -64,7 +64,7 @@ def _variance(
     scale = 2.0 / (_count(a.shape, axis) - (ddof if correction is None else correction))
 
     def vjp(g: Array) -> Array:
-        change = a - a.mean(axis=axis, keepdims=True, **widened(a.dtype)).astype(a.dtype)
+        change = a - a.mean(axis=axis, keepdims=True, dtype=wide(a.dtype)).astype(a.dtype)
         change *= (g * scale).astype(a.dtype).reshape(kept_shape(a.shape, axis))
         return change
 

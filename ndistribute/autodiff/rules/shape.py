@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import as_axes, fit
+from ndistribute.autodiff.rules.fit import as_axes, fit, zeros
 from ndistribute.device import Array
 
 __all__ = ["RULES", "RULES_BY_NAME"]
@@ -102,7 +102,7 @@ def _diagonal(out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int 
     shape = a.shape
 
     def vjp(g: Array) -> Array:
-        whole = np.zeros_like(g, shape=shape)
+        whole = zeros(g, shape)
         matrices = np.moveaxis(whole, (axis1, axis2), (-2, -1))
         rows = np.arange(g.shape[-1]) + max(0, -offset)
         matrices[..., rows, rows + offset] = g

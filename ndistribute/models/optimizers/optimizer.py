@@ -168,10 +168,9 @@ class Optimizer:
 
     def _open(self, variables: Sequence[Variable]) -> _Targets:
         """Count the step and open everything it writes; runs once for all replicas."""
-        step = 0
+        step = self.iterations + 1
         for counter in _arrays(self._iterations):
-            counter += 1
-            step = int(counter)
+            counter[...] = step
         rate = self.learning_rate(step - 1) if callable(self.learning_rate) else self.learning_rate
         opened = []
         for variable in variables:
@@ -251,12 +250,11 @@ class Optimizer:
 def _checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]]:
     pairs = list(grads_and_vars)
     kept: list[tuple[Any, Variable]] = []
-    for gradient, variable in pairs:
-        if gradient is None:
+    for given, variable in pairs:
+        if given is None:
             _log.warning("no gradient for variable %r: it stays as it is", variable.name)
             continue
-        if not isinstance(gradient, IndexedSlices):
-            gradient = as_array(gradient)
+        gradient = given if isinstance(given, IndexedSlices) else as_array(given)
         if gradient.shape != variable.shape or gradient.dtype.kind not in "fc":
             raise ValueError(
                 f"the gradient of variable {variable.name!r} has shape {gradient.shape} and dtype "
@@ -288,5 +286,3 @@ def _arrays(variable: Any) -> list[Array]:
 def _block_of(gradient: Array, start: int, stop: int, like: Array) -> Array:
     like[...] = gradient.reshape(-1)[start:stop]
     return like
-
-

@@ -1,0 +1,311 @@
+"""Every transformation does to a dataset what a few lines of plain Python do to a list."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute.data import (
+    AUTOTUNE,
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Dataset,
+    InputOptions,
+)
+from ndistribute.data.pipeline import Pass
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Pair:
+    x: object
+    y: object
+
+
+def listed(dataset):
+    """Turn the elements into plain Python."""
+    return [plain(element) for element in dataset]
+
+
+def plain(element):
+    if isinstance(element, tuple):
+        return tuple(plain(item) for item in element)
+    return np.asarray(element).tolist()
+
+
+def from_arrays(n):
+    return Dataset.from_tensor_slices((np.arange(n), 10 * np.arange(n)))
+
+
+def from_a_generator(n):
+    return Dataset.from_generator(lambda: ((i, 10 * i) for i in range(n)))
+
+
+def batches_of(items, size):
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+# A transformation of a dataset, and the same of a list.
+STEPS = {
+    "take": (lambda d, n: d.take(n), lambda x, n: x[:n]),
+    "skip": (lambda d, n: d.skip(n), lambda x, n: x[n:]),
+    "shard": (lambda d, n: d.shard(n + 1, n // 2), lambda x, n: x[n // 2 :: n + 1]),
+    "repeat": (lambda d, n: d.repeat(n % 3), lambda x, n: x * (n % 3)),
+    "endless": (lambda d, n: d.repeat().take(n), lambda x, n: (x * n)[:n]),
+    "append": (
+        lambda d, n: d.concatenate(from_arrays(n)),
+        lambda x, n: x + [(i, 10 * i) for i in range(n)],
+    ),
+    "itself": (lambda d, n: d.concatenate(d), lambda x, n: x + x),
+    "zip": (
+        lambda d, n: Dataset.zip((d, from_arrays(n))).map(lambda a, b: (a[0], b[1])),
+        lambda x, n: [(a[0], 10 * i) for i, a in zip(range(n), x, strict=False)],
+    ),
+    "cache": (lambda d, n: d.cache(), lambda x, n: x),
+    "prefetch": (lambda d, n: d.prefetch(n), lambda x, n: x),
+    "rebatch": (lambda d, n: d.batch(n + 1).unbatch(), lambda x, n: x),
+    "map": (lambda d, n: d.map(lambda a, b: (a + n, b)), lambda x, n: [(a + n, b) for a, b in x]),
+    "filter": (
+        lambda d, n: d.filter(lambda a, b: a % (n + 1) == 0),
+        lambda x, n: [(a, b) for a, b in x if a % (n + 1) == 0],
+    ),
+    "options": (lambda d, n: d.with_options(InputOptions()), lambda x, n: x),
+}
+
+pipelines = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 7)), max_size=4)
+
+
+@pytest.mark.parametrize("source", [from_arrays, from_a_generator])
+@given(length=st.integers(0, 9), steps=pipelines, size=st.integers(1, 4), drop=st.booleans())
+def test_a_pipeline_does_what_it_does_to_a_list(source, length, steps, size, drop):
+    dataset, expected = source(length), [(i, 10 * i) for i in range(length)]
+    for name, number in steps:
+        on_dataset, on_list = STEPS[name]
+        dataset, expected = on_dataset(dataset, number), on_list(expected, number)
+    assert listed(dataset) == expected
+    assert listed(dataset) == expected
+    if "endless" not in dict(steps):  # It may be nothing that is repeated without end.
+        assert dataset.cardinality() in (UNKNOWN_CARDINALITY, len(expected))
+    whole = [b for b in batches_of(expected, size) if len(b) == size or not drop]
+    assert listed(dataset.batch(size, drop)) == [
+        tuple(map(list, zip(*b, strict=True))) for b in whole
+    ]
+    for start in range(len(expected) + 2):
+        begun = dataset.node.iterate(Pass.begin(dataset.node), start)
+        assert listed(begun) == expected[start:]
+
+
+def test_range_takes_what_the_builtin_takes():
+    assert listed(Dataset.range(3)) == [0, 1, 2]
+    assert listed(Dataset.range(2, 5)) == [2, 3, 4]
+    assert listed(Dataset.range(9, 0, -4).batch(2)) == [[9, 5], [1]]
+    assert next(iter(Dataset.range(10**15).skip(10**14).batch(2))).tolist() == [10**14, 10**14 + 1]
+
+
+def test_from_tensors_is_one_element():
+    assert listed(Dataset.from_tensors(([1, 2], 3))) == [([1, 2], 3)]
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        np.arange(4),
+        (np.arange(4), np.ones((4, 2), np.float32)),
+        {"x": np.arange(4), "y": {"z": np.arange(4)}},
+        Point(np.arange(4), np.arange(4)),
+        Pair(np.arange(4), np.arange(4)),
+    ],
+    ids=["array", "tuple", "dict", "namedtuple", "dataclass"],
+)
+def test_elements_and_batches_have_the_structure_of_the_arrays(nest):
+    dataset = Dataset.from_tensor_slices(nest)
+    for made in (*dataset.take(1), *dataset.batch(2), *dataset.map(lambda *e: nest).take(1)):
+        assert type(made) is type(nest) or np.isscalar(made)
+
+
+def test_dtypes_are_kept():
+    arrays = (np.zeros(4, np.float16), np.zeros((4, 1), np.uint8), np.array(["a", "b", "c", "d"]))
+    (batch,) = Dataset.from_tensor_slices(arrays).shuffle(4).batch(4)
+    assert [leaf.dtype for leaf in batch] == [array.dtype for array in arrays]
+
+
+def test_a_list_is_one_array():
+    assert listed(Dataset.from_tensor_slices([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="not rectangular"):
+        Dataset.from_tensor_slices([[1, 2], [3]])
+
+
+def test_arrays_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="same leading length"):
+        Dataset.from_tensor_slices((np.zeros(3), np.zeros(4)))
+
+
+def test_a_tuple_becomes_separate_arguments_and_a_dict_does_not():
+    pairs = Dataset.from_tensor_slices((np.arange(2), np.arange(2)))
+    assert listed(pairs.map(lambda x, y: x + y)) == [0, 2]
+    named = Dataset.from_tensor_slices({"x": np.arange(2)})
+    assert listed(named.map(lambda element: element["x"])) == [0, 1]
+
+
+def test_a_map_that_returns_nothing_is_refused():
+    with pytest.raises(ValueError, match="returns its result"):
+        list(Dataset.range(1).map(lambda x: None))
+
+
+def test_elements_that_do_not_stack_name_their_shapes():
+    ragged = Dataset.from_generator(lambda: (np.zeros(n) for n in (1, 2)))
+    with pytest.raises(ValueError, match=r"\(1,\), \(2,\) do not stack"):
+        list(ragged.batch(2))
+    assert listed(ragged.batch(1)) == [[[0]], [[0, 0]]]
+
+
+def test_elements_of_different_structure_do_not_batch():
+    mixed = Dataset.from_generator(lambda: iter([{"a": 1}, {"b": 1}]))
+    with pytest.raises(ValueError, match="differ in structure"):
+        list(mixed.batch(2))
+
+
+def test_zip_takes_any_nest_of_datasets_and_of_re_iterables():
+    zipped = Dataset.zip({"x": Dataset.range(3), "y": (Dataset.range(5, 9), Dataset.range(7, 9))})
+    assert [(int(e["x"]), *map(int, e["y"])) for e in zipped] == [(0, 5, 7), (1, 6, 8)]
+    assert [b["x"].tolist() for b in zipped.batch(2)] == [[0, 1]]
+    assert listed(Dataset.range(2).concatenate([np.int64(7)])) == [0, 1, 7]
+
+
+def test_datasets_of_different_dtypes_are_concatenated_as_they_are():
+    both = Dataset.range(1).concatenate(Dataset.from_tensor_slices([0.5]))
+    assert [element.dtype for element in both] == [np.int64, np.float64]
+
+
+def test_a_generator_is_asked_anew_each_time():
+    dataset = Dataset.from_generator(lambda: iter(range(2)))
+    assert listed(dataset) == listed(dataset) == [0, 1]
+
+
+def test_a_generator_object_is_refused_where_its_function_is_meant():
+    with pytest.raises(ValueError, match="generator function itself"):
+        Dataset.from_generator(iter(range(2)))
+
+
+class Spec:
+    def __init__(self, shape, dtype):
+        self.shape, self.dtype = shape, dtype
+
+
+def test_a_signature_casts_and_checks():
+    def pairs():
+        yield [1, 2], 3
+        yield [1, 2, 3], 4
+
+    dataset = Dataset.from_generator(pairs, (Spec((None,), np.float32), "int8"))
+    assert [(x.dtype, y.dtype) for x, y in dataset] == [(np.float32, np.int8)] * 2
+    with pytest.raises(ValueError, match=r"shape \(3,\) where output_signature says \(2,\)"):
+        list(Dataset.from_generator(pairs, (Spec((2,), np.float32), np.int8)))
+    with pytest.raises(ValueError, match="another structure"):
+        list(Dataset.from_generator(pairs, np.float32))
+
+
+def test_cache_calls_the_function_once_for_each_element():
+    calls = []
+    dataset = Dataset.range(3).map(lambda x: calls.append(int(x)) or x).cache()
+    assert next(iter(dataset)) == 0  # An iteration that is left early fills nothing.
+    assert listed(dataset) == listed(dataset) == [0, 1, 2]
+    assert calls == [0, 0, 1, 2]
+
+
+def test_cache_keeps_the_order_of_a_shuffle():
+    for source in (from_arrays, from_a_generator):
+        dataset = source(20).shuffle(20, seed=1).cache()
+        assert listed(dataset) == listed(dataset)
+
+
+def test_an_endless_repetition_of_nothing_ends():
+    assert listed(Dataset.range(0).repeat()) == []
+    assert listed(Dataset.from_generator(lambda: iter(())).repeat()) == []
+
+
+def test_batches_run_over_the_ends_of_repetitions():
+    assert listed(Dataset.range(3).repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
+    endless = Dataset.range(3).repeat().batch(4)
+    assert listed(itertools.islice(endless, 2)) == [[0, 1, 2, 0], [1, 2, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (Dataset.range(9).batch(4), 3),
+        (Dataset.range(9).batch(4, drop_remainder=True), 2),
+        (Dataset.range(9).repeat(), INFINITE_CARDINALITY),
+        (Dataset.range(9).repeat().batch(4), INFINITE_CARDINALITY),
+        (Dataset.range(9).repeat().take(5), 5),
+        (Dataset.range(9).filter(bool), UNKNOWN_CARDINALITY),
+        (Dataset.range(9).filter(bool).repeat(), INFINITE_CARDINALITY),
+        (Dataset.range(9).filter(bool).take(0), 0),
+        (Dataset.zip((Dataset.range(9), Dataset.range(9).repeat())), 9),
+        (Dataset.range(9).concatenate(Dataset.range(2)), 11),
+        (Dataset.range(9).concatenate(Dataset.range(2).repeat()), INFINITE_CARDINALITY),
+        (Dataset.from_generator(lambda: iter(())), UNKNOWN_CARDINALITY),
+    ],
+)
+def test_cardinality(dataset, expected):
+    assert dataset.cardinality() == expected
+
+
+def test_len_is_the_cardinality_where_it_is_known():
+    assert len(Dataset.range(9).batch(2)) == 5
+    with pytest.raises(TypeError, match="infinite"):
+        len(Dataset.range(9).repeat())
+    assert Dataset.range(0)
+
+
+def test_a_batch_stays_as_it_was_when_later_ones_are_made():
+    for dataset in (Dataset.range(64).shuffle(64, seed=0), Dataset.range(64)):
+        kept, copies = [], []
+        for batch in dataset.batch(4):
+            kept.append(batch)
+            copies.append(batch.copy())
+        assert all(np.array_equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+
+def test_the_users_arrays_can_not_be_changed_through_a_batch():
+    array = np.arange(4.0)
+    for dataset in (Dataset.from_tensor_slices(array).batch(2), Dataset.from_tensors(array)):
+        batch = next(iter(dataset))
+        assert np.shares_memory(batch, array)
+        with pytest.raises(ValueError, match="read-only"):
+            batch += 1
+    assert array.flags.writeable
+
+
+def test_parallel_map_keeps_the_order():
+    squares = Dataset.range(50).map(lambda x: x * x, num_parallel_calls=4)
+    assert listed(squares) == [x * x for x in range(50)]
+    assert listed(Dataset.range(5).map(abs, AUTOTUNE).prefetch(AUTOTUNE)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda d: d.batch(0), "batch: n must be at least 1, got 0"),
+        (lambda d: d.shuffle(0), "shuffle: buffer_size must be at least 1"),
+        (lambda d: d.shard(2, 2), "shard: index must be 0 to 1, got 2"),
+        (lambda d: d.take(-2), "take: count must be at least -1"),
+        (lambda d: d.prefetch(-2), "prefetch: n must be at least -1"),
+        (lambda d: d.map(abs, 0), "num_parallel_calls must be at least 1"),
+        (lambda d: d.with_options(None), "needs an InputOptions"),
+        (lambda d: d.concatenate(3), "to iterate over again and again, got int"),
+        (lambda d: d.concatenate(iter([1])), "only once"),
+        (lambda d: d.concatenate(np.zeros(3)), "from_tensor_slices"),
+        (lambda d: Dataset.zip(()), "at least one dataset"),
+    ],
+)
+def test_a_wrong_argument_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(Dataset.range(4))

@@ -1,0 +1,269 @@
+"""Each replica gets its piece of each global batch, and every row is used exactly once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute import context
+from ndistribute.data import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Dataset,
+    InputOptions,
+    distribute,
+    distribute_from_function,
+)
+from ndistribute.device import Device
+from ndistribute.values import PerReplica
+
+DEADLINE_SECONDS = 10
+
+
+def cpus(count):
+    return [Device(f"cpu:{i}") for i in range(count)]
+
+
+def pieces(distributed):
+    return [[piece.tolist() for piece in step.values] for step in distributed]
+
+
+def all_threads_end():
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    ours = [t for t in threading.enumerate() if t.name.startswith("ndistribute-")]
+    for thread in ours:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in ours)
+
+
+def test_a_batch_is_cut_into_contiguous_pieces():
+    assert pieces(distribute(Dataset.range(9).batch(4), cpus(2))) == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+        [[8], []],
+    ]
+
+
+def test_the_first_replicas_get_one_more():
+    (step,) = distribute(Dataset.range(4).batch(4), cpus(3))
+    assert [len(piece) for piece in step.values] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_leaves_are_per_replica_for_any_number_of_replicas(replicas):
+    arrays = {"x": np.zeros((4, 3), np.float32), "y": (np.arange(4),)}
+    (step,) = distribute(Dataset.from_tensor_slices(arrays).batch(4), cpus(replicas))
+    assert type(step["x"]) is type(step["y"][0]) is PerReplica
+    assert len(step["x"].values) == len(step["y"][0].values) == replicas
+
+
+def test_an_empty_piece_keeps_rank_and_dtype():
+    images = Dataset.from_tensor_slices(np.zeros((1, 28, 28), np.float16)).batch(4)
+    (step,) = distribute(images, cpus(2))
+    assert (step.values[1].shape, step.values[1].dtype) == ((0, 28, 28), np.float16)
+
+
+def test_pieces_on_a_cpu_are_views():
+    array = np.arange(8)
+    for step in distribute(Dataset.from_tensor_slices(array).batch(4), cpus(2)):
+        assert all(np.shares_memory(piece, array) for piece in step.values)
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
+def test_every_row_is_used_exactly_once_over_all_workers(rows, batch, replicas, workers):
+    dataset = Dataset.range(rows).batch(batch)
+    shares = [
+        pieces(distribute(dataset, cpus(replicas), num_workers=workers, worker_index=w))
+        for w in range(workers)
+    ]
+    alone = pieces(distribute(dataset, cpus(replicas * workers)))
+    assert [list(chain(*step)) for step in zip(*shares, strict=True)] == alone
+    used = [row for step in alone for piece in step for row in piece]
+    assert used == list(range(rows))
+
+
+def test_without_sharding_each_worker_goes_through_all_data_in_its_share_of_the_batch():
+    options = InputOptions(auto_shard_policy="off")
+    for worker in range(2):
+        distributed = distribute(Dataset.range(8).batch(8), cpus(2), options, 2, worker)
+        assert pieces(distributed) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        assert distributed.cardinality() == 2
+
+
+def test_sharding_by_file_needs_files_once_there_are_several_workers():
+    dataset = Dataset.range(4).batch(2).with_options(InputOptions(auto_shard_policy="file"))
+    assert len(pieces(distribute(dataset, cpus(1)))) == 2
+    with pytest.raises(ValueError, match="reads none"):
+        distribute(dataset, cpus(1), num_workers=2)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Dataset.range(4),
+        Dataset.from_tensor_slices(np.zeros((4, 28, 28))).shuffle(4),
+        Dataset.range(4).batch(2).unbatch(),
+        Dataset.zip((Dataset.range(4), Dataset.range(4).batch(1))),
+    ],
+)
+def test_a_dataset_that_was_never_batched_is_refused_at_once(dataset):
+    with pytest.raises(ValueError, match=r"unbatched.*call dataset\.batch\(global_batch_size\)"):
+        distribute(dataset, cpus(2))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Dataset.range(4).map(lambda x: x),
+        Dataset.from_generator(lambda: iter([(np.zeros((28, 28)), 3)])),
+        [(np.zeros((28, 28)), np.zeros(3))],
+        [3, 4],
+    ],
+)
+def test_elements_that_are_no_batches_are_refused_when_they_come(dataset):
+    iterator = iter(distribute(dataset, cpus(2)))
+    with pytest.raises(ValueError, match=r"call dataset\.batch\(global_batch_size\)"):
+        next(iterator)
+
+
+def test_any_re_iterable_of_batches_is_accepted():
+    class Loader:
+        def __iter__(self):
+            yield [np.arange(4).reshape(2, 2), [0, 1]]
+            yield [np.arange(2).reshape(1, 2), [2]]
+
+    distributed = distribute(Loader(), cpus(2))
+    for _ in range(2):
+        steps = [[x.values, y.values] for x, y in distributed]
+        assert [[len(piece) for piece in y] for x, y in steps] == [[1, 1], [1, 0]]
+        assert steps[0][0][1].tolist() == [[2, 3]]
+    assert distributed.cardinality() == UNKNOWN_CARDINALITY
+    assert distribute([np.arange(2)], cpus(1)).cardinality() == 1
+
+
+def test_what_can_be_iterated_only_once_is_refused():
+    with pytest.raises(ValueError, match="only once"):
+        distribute((np.arange(2) for _ in range(3)), cpus(1))
+    with pytest.raises(ValueError, match="distributed already"):
+        distribute(distribute(Dataset.range(2).batch(1), cpus(1)), cpus(1))
+
+
+def test_an_empty_dataset_yields_nothing():
+    for empty in (Dataset.range(0).batch(4), Dataset.from_generator(lambda: iter(())), []):
+        assert pieces(distribute(empty, cpus(2))) == []
+
+
+def test_batches_may_differ_in_their_other_axes():
+    batches = Dataset.from_generator(lambda: (np.zeros((2, n)) for n in (3, 5)))
+    shapes = [[p.shape for p in step.values] for step in distribute(batches, cpus(2))]
+    assert shapes == [[(1, 3), (1, 3)], [(1, 5), (1, 5)]]
+
+
+def test_a_batch_that_is_not_rectangular_is_refused():
+    with pytest.raises(ValueError, match="not rectangular"):
+        next(iter(distribute([[[1, 2], [3]]], cpus(2))))
+
+
+def test_cardinality_counts_global_batches():
+    assert distribute(Dataset.range(9).batch(4), cpus(2)).cardinality() == 3
+    assert distribute(Dataset.range(9).repeat().batch(4), cpus(2)).cardinality() == (
+        INFINITE_CARDINALITY
+    )
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_epochs_are_reshuffled_and_complete(prefetch):
+    dataset = Dataset.range(20).shuffle(20, seed=1).batch(6)
+    distributed = distribute(dataset, cpus(2), InputOptions(prefetch=prefetch))
+    epochs = [np.concatenate([np.concatenate(s.values) for s in distributed]) for _ in range(2)]
+    assert [sorted(epoch.tolist()) for epoch in epochs] == [list(range(20))] * 2
+    assert not np.array_equal(*epochs)
+
+
+def test_a_function_gives_each_replica_its_own_batches():
+    seen = []
+
+    def make(input_context):
+        seen.append(input_context)
+        return Dataset.range(10).batch(input_context.get_per_replica_batch_size(4))
+
+    distributed = distribute_from_function(make, cpus(2), num_workers=1)
+    assert pieces(distributed) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], []]]
+    assert pieces(distributed) == pieces(distributed)
+    assert distributed.cardinality() == 3
+    (only,) = seen
+    assert (only.num_input_pipelines, only.input_pipeline_id, only.num_replicas_in_sync) == (
+        1,
+        0,
+        2,
+    )
+
+
+def test_a_function_of_one_worker_of_several_knows_its_place():
+    seen = []
+    distribute_from_function(lambda c: seen.append(c) or [], cpus(2), None, 3, 1)
+    assert (seen[0].num_input_pipelines, seen[0].input_pipeline_id) == (3, 1)
+    assert seen[0].num_replicas_in_sync == 6
+
+
+def test_an_incomplete_step_of_unbatched_elements_can_not_be_completed():
+    distributed = distribute_from_function(lambda _: Dataset.range(3), cpus(2))
+    with pytest.raises(ValueError, match="batch"):
+        list(distributed)
+
+
+def test_a_function_that_returns_no_dataset_is_refused():
+    with pytest.raises(ValueError, match="got NoneType"):
+        distribute_from_function(lambda _: None, cpus(2))
+
+
+def test_next_inside_a_replica_is_refused():
+    iterator = iter(distribute(Dataset.range(4).batch(2), cpus(1)))
+    with (
+        context.entered(context.Frame(None, replica=object())),
+        pytest.raises(RuntimeError, match=r"Take it outside.*strategy\.run"),
+    ):
+        next(iterator)
+    assert next(iterator).values[0].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_reaches_the_step_that_it_belongs_to(prefetch, failing):
+    healthy = threading.Event()
+
+    def batches():
+        for number in range(4):
+            if number == failing and not healthy.is_set():
+                raise ZeroDivisionError
+            yield np.full(2, number)
+
+    distributed = distribute(
+        Dataset.from_generator(batches), cpus(2), InputOptions(prefetch=prefetch)
+    )
+    iterator = iter(distributed)
+    assert [next(iterator).values[0].item() for _ in range(failing)] == list(range(failing))
+    with pytest.raises(ZeroDivisionError):
+        next(iterator)
+    assert list(iterator) == []
+    assert all_threads_end()
+    healthy.set()
+    assert len(list(distributed)) == 4
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_no_thread_is_left_when_an_iterator_is_dropped_or_closed(taken):
+    endless = Dataset.range(4).repeat().batch(2).map(lambda x: x).prefetch(1)
+    for leave in (lambda iterator: iterator.close(), lambda iterator: None):
+        iterator = iter(distribute(endless, cpus(2), InputOptions(prefetch=2)))
+        for _ in range(taken):
+            next(iterator)
+        leave(iterator)
+        del iterator
+        assert all_threads_end()

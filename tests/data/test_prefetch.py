@@ -1,0 +1,177 @@
+"""Threads work ahead within bounds, hand errors over in their place, and always end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+
+from ndistribute.data import Dataset
+from ndistribute.data.prefetch import Prefetched, Workers, map_ahead
+
+DEADLINE_SECONDS = 10
+
+
+def our_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("ndistribute-")]
+
+
+def all_end():
+    """Say whether our threads end before the deadline."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    for thread in our_threads():
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not our_threads()
+
+
+class Source:
+    """Counts without end, says how far it got, and whether it was closed."""
+
+    def __init__(self, fails_at=None):
+        self.made = 0
+        self.fails_at = fails_at
+        self.reached = threading.Condition()
+        self.closed = threading.Event()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.made == self.fails_at:
+            raise ZeroDivisionError(f"element {self.made}")
+        with self.reached:
+            self.made += 1
+            self.reached.notify_all()
+        return self.made - 1
+
+    def close(self):
+        self.closed.set()
+
+    def has_made(self, count):
+        with self.reached:
+            return self.reached.wait_for(lambda: self.made >= count, DEADLINE_SECONDS)
+
+
+def test_elements_are_made_before_they_are_asked_for_and_not_without_bound():
+    source = Source()
+    ahead = Prefetched(source, depth=3)
+    assert source.has_made(4)  # Three wait, and one is on its way.
+    assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert source.has_made(9)
+    assert source.made == 9
+    ahead.close()
+    assert all_end()
+
+
+def test_an_error_arrives_in_its_place_with_its_traceback():
+    ahead = Prefetched(Source(fails_at=2), depth=8)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    with pytest.raises(ZeroDivisionError, match="element 2") as caught:
+        next(ahead)
+    assert "__next__" in [frame.name for frame in traceback.extract_tb(caught.tb)]
+    assert list(ahead) == []
+    assert all_end()
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_the_thread_ends_when_the_iterator_is_dropped(taken):
+    source = Source()
+    ahead = Prefetched(source, depth=1)
+    for _ in range(taken):
+        next(ahead)
+    del ahead
+    gc.collect()
+    assert source.closed.wait(DEADLINE_SECONDS)
+    assert all_end()
+
+
+def test_the_thread_ends_when_the_iterator_is_closed():
+    ahead = Prefetched(Source(), depth=1)
+    ahead.close()
+    assert list(ahead) == []
+    assert all_end()
+
+
+PIPELINES = {
+    "prefetch": lambda d: d.prefetch(2),
+    "prefetch in the middle": lambda d: d.prefetch(2).map(lambda x: x).batch(1),
+    "prefetch twice": lambda d: d.prefetch(1).map(lambda x: x).prefetch(1),
+    "parallel map": lambda d: d.map(lambda x: x, num_parallel_calls=3),
+    "parallel map, prefetch": lambda d: d.map(lambda x: x, num_parallel_calls=3).prefetch(2),
+    "in each repetition": lambda d: d.take(2).prefetch(2).repeat(),
+    "in a window": lambda d: d.prefetch(2).shuffle(2).skip(1),
+    "in both parts": lambda d: Dataset.zip((d.prefetch(1), d.prefetch(1))),
+}
+
+
+@pytest.mark.parametrize("build", PIPELINES.values(), ids=PIPELINES)
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_no_thread_is_left_when_an_iteration_is_left(build, taken):
+    iterator = iter(build(Dataset.from_generator(Source)))
+    for _ in range(taken):
+        next(iterator)
+    del iterator
+    assert all_end()
+
+
+@pytest.mark.parametrize("build", PIPELINES.values(), ids=PIPELINES)
+def test_no_thread_is_left_by_an_error_that_somebody_keeps(build):
+    def fail(*element):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as kept:
+        list(build(Dataset.from_generator(Source)).map(fail))
+    assert all_end()
+    assert kept.tb is not None
+
+
+@pytest.mark.parametrize("calls", [None, 1, 3])
+def test_a_map_fails_at_the_element_that_failed(calls):
+    iterator = iter(Dataset.range(1, 9).map(lambda x: 1 // (4 - int(x)), num_parallel_calls=calls))
+    assert [int(next(iterator)) for _ in range(3)] == [0, 0, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(iterator)
+    assert all_end()
+
+
+def test_an_error_of_the_source_comes_after_the_elements_before_it():
+    iterator = map_ahead(abs, Source(fails_at=2), Workers(4), ahead=4)
+    assert [next(iterator), next(iterator)] == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(iterator)
+    assert all_end()
+
+
+def test_a_parallel_map_calls_the_function_on_several_threads_at_once():
+    meeting = threading.Barrier(3)
+
+    def meet(x):
+        meeting.wait(DEADLINE_SECONDS)
+        return x
+
+    assert [int(x) for x in Dataset.range(6).map(meet, num_parallel_calls=3)] == [*range(6)]
+
+
+def test_the_interpreter_ends_while_threads_wait():
+    program = (
+        "import itertools\n"
+        "from ndistribute.data import Dataset\n"
+        "dataset = Dataset.from_generator(itertools.count).map(abs, num_parallel_calls=2)\n"
+        "iterators = [iter(dataset.prefetch(1)) for _ in range(20)]\n"
+        "assert [next(iterator) for iterator in iterators] == [0] * 20\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,147 @@
+"""An iterator that is loaded from a state goes on with exactly the batches that were left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute.data import (
+    Dataset,
+    InputOptions,
+    distribute,
+    distribute_from_function,
+)
+from ndistribute.device import Device
+
+
+def rows_of(steps):
+    """Return the rows of each step, whatever the number of replicas."""
+    return [np.concatenate(step.values).tolist() for step in steps]
+
+
+def distributed(build, replicas=2, prefetch=0):
+    devices = [Device(f"cpu:{i}") for i in range(replicas)]
+    return distribute(build(), devices, InputOptions(prefetch=prefetch))
+
+
+PIPELINES = {
+    "in order": lambda: Dataset.range(20).batch(3),
+    "shuffled with a seed": lambda: Dataset.range(20).shuffle(20, seed=1).batch(3),
+    "shuffled without a seed": lambda: Dataset.range(20).shuffle(20).batch(3),
+    "shuffled once": lambda: Dataset.range(20).shuffle(20, None, False).batch(3),
+    "window": lambda: Dataset.range(20).shuffle(5).batch(3),
+    "repeated": lambda: Dataset.range(20).shuffle(20).repeat(3).batch(3),
+    "repeated batches": lambda: Dataset.range(20).shuffle(20).batch(3).repeat(3),
+    "cached": lambda: Dataset.range(20).shuffle(20).cache().shuffle(20).batch(3),
+    "cached elements": lambda: Dataset.range(20).map(abs).shuffle(20).cache().batch(3),
+    "elements": lambda: (
+        Dataset.range(20).map(lambda x: x).shuffle(9).filter(lambda x: x % 5).batch(3)
+    ),
+    "generator": lambda: Dataset.from_generator(lambda: iter(range(20))).shuffle(7).batch(3),
+    "unbatched": lambda: Dataset.range(20).batch(7).shuffle(3).unbatch().batch(3),
+    "parallel": lambda: Dataset.range(20).shuffle(20).batch(3).map(lambda x: x, 2).prefetch(2),
+    "two shuffles": lambda: (
+        Dataset.range(9)
+        .shuffle(9)
+        .concatenate(Dataset.range(20, 30).shuffle(4))
+        .shuffle(6)
+        .batch(3)
+    ),
+    "loader": lambda: [np.arange(3), np.arange(2), np.arange(3)],
+}
+
+
+@pytest.mark.parametrize("build", PIPELINES.values(), ids=PIPELINES)
+@given(
+    epochs=st.integers(0, 2),
+    taken=st.integers(0, 3),
+    prefetch=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    replicas=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_the_rest_of_the_epoch_and_the_next_one_are_the_same(
+    build, epochs, taken, prefetch, replicas
+):
+    before = distributed(build, replicas[0], prefetch[0])
+    for _ in range(epochs):
+        list(before)
+    interrupted = iter(before)
+    for _ in range(taken):
+        next(interrupted)
+    state = json.loads(json.dumps(interrupted.state_dict()))
+
+    after = distributed(build, replicas[1], prefetch[1])
+    resumed = iter(after)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert rows_of(resumed) == rows_of(interrupted)
+    assert rows_of(after) == rows_of(before)
+
+
+def test_a_state_is_resumed_in_another_process():
+    program = (
+        "import json, sys\n"
+        "from tests.data.test_resumption import PIPELINES, distributed, rows_of\n"
+        "iterator = iter(distributed(PIPELINES['repeated']))\n"
+        "iterator.load_state_dict(json.loads(sys.argv[1]))\n"
+        "print(json.dumps(rows_of(iterator)))\n"
+    )
+    iterator = iter(distributed(PIPELINES["repeated"]))
+    for _ in range(9):
+        next(iterator)
+    state = json.dumps(iterator.state_dict())
+    done = subprocess.run(
+        [sys.executable, "-c", program, state],
+        timeout=60,
+        check=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert json.loads(done.stdout) == rows_of(iterator)
+
+
+def test_an_iterator_can_be_taken_back():
+    iterator = iter(distributed(PIPELINES["shuffled with a seed"], prefetch=2))
+    next(iterator)
+    state = iterator.state_dict()
+    rest = rows_of(iterator)
+    iterator.load_state_dict(state)
+    assert rows_of(iterator) == rest
+
+
+def test_the_state_of_an_epoch_that_is_over_leaves_nothing():
+    over = iter(distributed(PIPELINES["in order"]))
+    list(over)
+    resumed = iter(distributed(PIPELINES["in order"]))
+    resumed.load_state_dict(over.state_dict())
+    assert list(resumed) == []
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 4))
+def test_batches_that_replicas_take_one_by_one_are_resumed(replicas, others, taken):
+    def make(_):
+        return Dataset.range(12).shuffle(12, seed=3).batch(1)
+
+    def over(count):
+        return iter(distribute_from_function(make, [Device(f"cpu:{i}") for i in range(count)]))
+
+    interrupted, resumed = over(replicas), over(others)
+    for _ in range(taken):
+        next(interrupted)
+    resumed.load_state_dict(interrupted.state_dict())
+    assert list(chain(*rows_of(resumed))) == list(chain(*rows_of(interrupted)))
+
+
+def test_a_state_of_another_pipeline_is_refused():
+    state = iter(distributed(PIPELINES["in order"])).state_dict()
+    with pytest.raises(ValueError, match="0 shuffle"):
+        iter(distributed(PIPELINES["window"])).load_state_dict(state)
+    with pytest.raises(ValueError, match="'batches' and 'shuffles'"):
+        iter(distributed(PIPELINES["window"])).load_state_dict({"step": 3})

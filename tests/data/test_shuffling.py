@@ -1,0 +1,162 @@
+"""A shuffle is a permutation, keeps the window of its buffer, and follows its seed alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute import context
+from ndistribute.data import Dataset
+from ndistribute.data.pipeline import Pass
+from ndistribute.data.shuffling import _CHUNK, window_order
+
+
+def order_of(dataset):
+    return [int(x) for x in dataset]
+
+
+def not_vectorised(dataset):
+    return dataset.map(lambda x: x)
+
+
+def window(seed, length, buffer_size):
+    rng = np.random.default_rng(seed)
+    return np.concatenate(list(window_order(rng, length, buffer_size))).tolist()
+
+
+def one_at_a_time(seed, length, buffer_size):
+    """Run the buffer as its definition says, on the numbers that `window_order` draws."""
+    rng = np.random.default_rng(seed)
+    buffer = list(range(min(buffer_size, length)))
+    for first in range(len(buffer), length, _CHUNK):
+        chunk = range(first, min(first + _CHUNK, length))
+        for entering, pick in zip(chunk, rng.integers(buffer_size, size=len(chunk)), strict=True):
+            yield buffer[pick]
+            buffer[pick] = entering
+    yield from rng.permutation(buffer)
+
+
+sizes = st.one_of(st.integers(0, 60), st.just(2 * _CHUNK + 7))
+
+
+@given(st.integers(0, 99), sizes, st.integers(1, 70))
+def test_the_vectorised_window_is_the_buffer_run_element_by_element(seed, length, buffer_size):
+    assert window(seed, length, buffer_size) == list(one_at_a_time(seed, length, buffer_size))
+
+
+def test_a_wide_window_is_the_buffer_too():
+    wide = (1 << 16) + 1
+    assert window(0, wide + 50, wide) == list(one_at_a_time(0, wide + 50, wide))
+
+
+@given(st.integers(0, 99), st.integers(0, 60), st.integers(1, 70))
+def test_no_element_comes_out_before_the_buffer_has_seen_it(seed, length, buffer_size):
+    for dataset in (Dataset.range(length), not_vectorised(Dataset.range(length))):
+        order = order_of(dataset.shuffle(buffer_size, seed=seed))
+        assert sorted(order) == list(range(length))
+        assert all(at >= element - buffer_size + 1 for at, element in enumerate(order))
+
+
+@pytest.mark.parametrize("buffer_size", [10, 100])
+def test_all_elements_reach_all_places_alike(buffer_size):
+    dataset = Dataset.range(20).shuffle(buffer_size, seed=3)
+    first = np.bincount([order_of(dataset)[0] for _ in range(2000)], minlength=20)
+    reachable = min(buffer_size, 20)
+    assert first[reachable:].sum() == 0
+    assert abs(first[:reachable] - 2000 / reachable).max() < 6 * np.sqrt(2000 / reachable)
+
+
+@pytest.mark.parametrize("buffer_size", [5, 50])
+@pytest.mark.parametrize("source", [Dataset.range, lambda n: not_vectorised(Dataset.range(n))])
+def test_a_seed_gives_the_same_sequence_of_different_orders(source, buffer_size):
+    def epochs():
+        dataset = source(30).shuffle(buffer_size, seed=7)
+        return [order_of(dataset) for _ in range(3)]
+
+    first, second = epochs(), epochs()
+    assert first == second
+    assert len(set(map(tuple, first))) == 3
+
+
+def test_other_seeds_give_other_orders():
+    orders = {tuple(order_of(Dataset.range(30).shuffle(30, seed=s))) for s in (-1, 0, 1, 2**40)}
+    assert len(orders) == 4
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_without_reshuffling_every_iteration_has_the_same_order(seed):
+    dataset = Dataset.range(30).shuffle(30, seed=seed, reshuffle_each_iteration=False)
+    assert order_of(dataset) == order_of(dataset)
+    assert order_of(dataset.repeat(2)) == 2 * order_of(dataset)
+
+
+def test_each_repetition_is_reshuffled():
+    twice = order_of(Dataset.range(30).shuffle(30, seed=7).repeat(2))
+    assert sorted(twice[:30]) == sorted(twice[30:]) == list(range(30))
+    assert twice[:30] != twice[30:]
+
+
+def test_a_loop_that_batches_anew_each_epoch_sees_other_orders():
+    shuffled = Dataset.range(30).shuffle(30, seed=7)
+    assert order_of(shuffled.batch(30).unbatch()) != order_of(shuffled.batch(30).unbatch())
+
+
+def test_rows_of_several_arrays_stay_together():
+    pairs = Dataset.from_tensor_slices((np.arange(50), np.arange(50) * 3)).shuffle(20)
+    assert all(y == 3 * x for x, y in pairs)
+    separate = Dataset.zip((Dataset.range(50).shuffle(50, seed=1), Dataset.range(50)))
+    assert [int(y) for x, y in separate] == list(range(50))
+
+
+def test_without_a_seed_orders_differ_between_datasets():
+    assert order_of(Dataset.range(50).shuffle(50)) != order_of(Dataset.range(50).shuffle(50))
+
+
+def test_set_seed_decides_the_orders_of_shuffles_without_a_seed():
+    def orders():
+        context.set_seed(5)
+        return [order_of(Dataset.range(50).shuffle(50)) for _ in range(2)]
+
+    first, second = orders(), orders()
+    assert first == second
+    assert first[0] != first[1]
+
+
+SHUFFLED = {
+    "full": lambda d: d.shuffle(40, seed=1),
+    "window": lambda d: d.shuffle(6, seed=1),
+    "repeated": lambda d: d.shuffle(40, seed=1).repeat(3),
+    "repeated window": lambda d: d.shuffle(6, seed=1).repeat(3),
+    "shuffled repetition": lambda d: d.repeat(3).shuffle(200, seed=1),
+    "shuffled repetition of shuffled": lambda d: d.shuffle(40, seed=2).repeat(3).shuffle(9, seed=1),
+    "windows twice": lambda d: d.shuffle(6, seed=1).shuffle(9, seed=2),
+    "full over window": lambda d: d.shuffle(6, seed=1).shuffle(40, seed=2),
+    "endless": lambda d: d.repeat().shuffle(9, seed=1).take(70),
+    "endless reshuffled": lambda d: d.shuffle(40, seed=2).repeat().shuffle(60, seed=1).take(99),
+    "sliced": lambda d: d.shuffle(6, seed=1).skip(5).take(20).shard(3, 1),
+    "joined": lambda d: d.shuffle(40, seed=1).concatenate(d).shuffle(70, seed=2),
+    "joined windows": lambda d: d.shuffle(7, seed=1).concatenate(d.shuffle(9, seed=1)).repeat(2),
+    "zipped": lambda d: (
+        Dataset.zip((d, d.shuffle(4, seed=3))).shuffle(8, seed=1).map(lambda a, b: b)
+    ),
+}
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLED.values(), ids=SHUFFLED)
+def test_batches_are_the_elements_in_the_same_order(shuffle):
+    batches = [batch.tolist() for batch in shuffle(Dataset.range(40)).batch(7)]
+    assert list(itertools.chain(*batches)) == order_of(shuffle(Dataset.range(40)))
+
+
+@pytest.mark.parametrize("source", [Dataset.range, lambda n: not_vectorised(Dataset.range(n))])
+@pytest.mark.parametrize("shuffle", SHUFFLED.values(), ids=SHUFFLED)
+def test_a_pass_can_begin_at_any_element(shuffle, source):
+    node = shuffle(source(40)).node
+    current = Pass.begin(node)
+    whole = order_of(node.iterate(current))
+    for start in (0, 1, 6, 39, 40, 41, len(whole) - 1, len(whole)):
+        assert order_of(node.iterate(current, start)) == whole[start:]

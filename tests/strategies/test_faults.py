@@ -1,0 +1,256 @@
+"""A replica that fails: the others are released at once, `run` raises what it raised, life goes on."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.strategies import replicas
+from tests.kinds import DEADLINE, context, in_thread, meet, mirrored, pool_threads, rank, works
+
+LARGE = 100_000
+
+
+class Mine(Exception):
+    pass
+
+
+def recovers(strategy):
+    """Say whether a strategy works after a fault, with its own threads and no other."""
+    working = works(strategy)
+    return working and len(pool_threads()) == strategy.num_replicas_in_sync - 1
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+@pytest.mark.parametrize("size", [1, LARGE])
+def test_each_replica_in_turn_before_between_and_after_collectives(several, calls, size):
+    for who in range(several.num_replicas_in_sync):
+        error = Mine(who)
+
+        def step(who=who, error=error):
+            for call in range(3):
+                if rank() == who and call == calls:
+                    raise error
+                if call < 2:
+                    context().all_reduce("sum", np.ones(size))
+
+        with pytest.raises(Mine) as caught:
+            several.run(step)
+        assert caught.value is error
+        assert any(f"replica {who} " in note for note in error.__notes__)
+        assert recovers(several)
+
+
+@pytest.mark.parametrize("kind", [KeyError, SystemExit, KeyboardInterrupt, StopIteration])
+def test_any_exception_leaves_run_as_it_was_raised(strategy, kind):
+    error = kind("mine")
+
+    def step():
+        raise error
+
+    with pytest.raises(kind) as caught:
+        strategy.run(step)
+    assert caught.value is error
+    assert len(error.__notes__) == 1
+    assert works(strategy)
+
+
+def test_the_others_are_told_who_failed(several):
+    told = {}
+
+    def step():
+        if rank() == 1:
+            raise Mine("the cause")
+        try:
+            meet()
+        except nd.WorkerLostError as lost:
+            told[rank()] = lost
+            raise
+
+    with pytest.raises(Mine) as caught:
+        several.run(step)
+    assert sorted(told) == [i for i in range(several.num_replicas_in_sync) if i != 1]
+    for lost in told.values():
+        assert lost.__cause__ is caught.value
+        assert "the cause" in str(lost)
+        assert isinstance(lost, ConnectionError)
+    assert recovers(several)
+
+
+def test_replicas_in_a_collective_are_released_before_the_failed_one_is_out(several):
+    released = threading.Barrier(several.num_replicas_in_sync - 1)
+
+    def step():
+        if rank() == 1:
+            raise Mine
+        with pytest.raises(nd.WorkerLostError):
+            meet()
+        released.wait(DEADLINE)
+
+    with pytest.raises(Mine):
+        several.run(step)
+    assert recovers(several)
+
+
+def test_when_all_replicas_fail_one_of_their_errors_is_raised(several):
+    errors = [Mine(i) for i in range(several.num_replicas_in_sync)]
+
+    def step():
+        raise errors[rank()]
+
+    with pytest.raises(Mine) as caught:
+        several.run(step)
+    assert caught.value is errors[caught.value.args[0]]
+    assert f"replica {caught.value.args[0]} " in caught.value.__notes__[0]
+    assert recovers(several)
+
+
+def test_the_first_failure_is_the_one_that_is_raised():
+    failed = threading.Event()
+
+    def step():
+        if rank() == 2:
+            try:
+                raise Mine("first")
+            finally:
+                failed.set()
+        with pytest.raises(nd.WorkerLostError):
+            while True:
+                meet()
+        raise KeyError("later")
+
+    with mirrored(3) as strategy:
+        with pytest.raises(Mine, match="first"):
+            strategy.run(step)
+        assert recovers(strategy)
+
+
+def test_a_failure_after_the_collectives_does_not_undo_the_others(several):
+    done = []
+
+    def step():
+        meet()
+        if rank() == 1:
+            raise Mine
+        done.append(rank())
+
+    with pytest.raises(Mine):
+        several.run(step)
+    assert sorted(done) == [i for i in range(several.num_replicas_in_sync) if i != 1]
+    assert recovers(several)
+
+
+def test_an_exception_in_a_merge_call_reaches_every_replica(several):
+    told = []
+
+    def merged(_):
+        raise Mine("inside")
+
+    def step():
+        try:
+            context().merge_call(merged)
+        except (Mine, nd.WorkerLostError) as error:
+            told.append(error)
+            raise
+
+    with pytest.raises(Mine, match="inside"):
+        several.run(step)
+    assert len(told) == several.num_replicas_in_sync
+    assert recovers(several)
+
+
+def test_a_caught_failure_of_a_merge_call_does_not_hinder_the_next_call(several):
+    def step():
+        with pytest.raises((ZeroDivisionError, nd.WorkerLostError)):
+            context().merge_call(lambda _: 1 / 0)
+        return meet()
+
+    size = several.num_replicas_in_sync
+    assert several.run(step).values == (size,) * size
+    assert recovers(several)
+
+
+def test_a_floating_point_error_of_one_slice_owner_releases_the_others(several):
+    # Only the last slice of the sum overflows; its owner raises between the two meetings.
+    x = np.ones(LARGE)
+    x[-1] = np.finfo(float).max
+
+    with np.errstate(over="raise"), pytest.raises(FloatingPointError):
+        several.run(lambda: context().all_reduce("sum", x))
+    assert recovers(several)
+
+
+def test_structures_that_differ_leave_the_strategy_usable(several):
+    with pytest.raises(ValueError, match="structure"):
+        several.run(lambda: [0] * (meet() > 0 and rank()))
+    assert recovers(several)
+
+
+def test_a_failed_step_leaves_no_variable_half_written(several):
+    with several.scope():
+        v = nd.Variable([1.0, 1.0], aggregation="sum")
+
+    def step():
+        if rank() == 1:
+            raise Mine
+        v.assign_add([1.0, 1.0])
+
+    with pytest.raises(Mine):
+        several.run(step)
+    assert all((part == 1).all() for part in several.local_results(v))
+    several.run(lambda: v.assign_add([1.0, 1.0]))
+    size = several.num_replicas_in_sync
+    assert all((part == 1 + size).all() for part in several.local_results(v))
+
+
+def test_a_replica_that_does_not_end_is_given_up_after_a_failure(monkeypatch):
+    monkeypatch.setattr(replicas, "GRACE_SECONDS", 0.05)
+    go_on = threading.Event()
+
+    def step():
+        if rank() == 0:
+            raise Mine
+        assert go_on.wait(DEADLINE)
+        meet()
+
+    with mirrored(3) as strategy:
+        with strategy.scope():
+            v = nd.Variable(0.0, aggregation="sum")
+        with pytest.raises(Mine) as caught:
+            strategy.run(step)
+        assert any("given up" in note for note in caught.value.__notes__)
+        assert works(strategy)
+        assert strategy.run(lambda: v.assign_add(1.0)) is v
+        go_on.set()  # Its call is refused, and its thread ends: see the leak check.
+        assert works(strategy)
+        assert float(v) == 3
+
+
+def test_closing_after_a_fault_ends_all_threads(several):
+    with pytest.raises(ZeroDivisionError):
+        several.run(lambda: 1 / 0 if rank() else meet())
+    several.close()
+    assert not pool_threads()
+
+
+def test_a_fault_of_one_strategy_does_not_touch_another():
+    began, go_on = threading.Event(), threading.Event()
+
+    def long_step():
+        began.set()
+        assert go_on.wait(DEADLINE)
+        return meet()
+
+    with mirrored(2) as two, mirrored(3) as three, in_thread(lambda: two.run(long_step)) as other:
+        assert began.wait(DEADLINE)
+        with pytest.raises(Mine):
+            three.run(_raise_mine)
+        go_on.set()
+        assert other.result(DEADLINE).values == (2, 2)
+
+
+def _raise_mine():
+    raise Mine

@@ -1,0 +1,157 @@
+"""`gather`, `local_results` and `distribute_values_from_function`: values in and out of replicas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import parts
+
+
+def test_rows_are_joined_in_replica_order(strategy):
+    given = parts(strategy, lambda i: np.full((2, 3), i, np.float32))
+    result = strategy.gather(given, axis=0)
+    assert result.dtype == np.float32
+    assert np.array_equal(result, np.concatenate(given.values))
+    result[:] = -1  # The caller owns it.
+    assert given.values[0].sum() == 0
+
+
+def test_lengths_along_the_axis_may_differ(strategy):
+    for axis in (0, 1, -1, -2):
+        shape = [2, 2]
+        shape[axis] = 0
+
+        def make(i, axis=axis, shape=shape):
+            own = list(shape)
+            own[axis] = i
+            return np.full(own, i)
+
+        given = parts(strategy, make)
+        result = strategy.gather(given, axis=axis)
+        assert np.array_equal(result, np.concatenate(given.values, axis=axis))
+
+
+def test_nests_are_gathered_leaf_by_leaf(strategy):
+    nest = {"b": [parts(strategy, lambda i: [i])], "a": (parts(strategy, lambda _: ["x"]),)}
+    result = strategy.gather(nest, axis=0)
+    assert list(result) == ["b", "a"]
+    assert result["b"][0].tolist() == list(range(strategy.num_replicas_in_sync))
+    assert result["a"][0].tolist() == ["x"] * strategy.num_replicas_in_sync
+
+
+def test_a_plain_value_is_the_same_on_every_replica(strategy):
+    size = strategy.num_replicas_in_sync
+    with strategy.scope():
+        v = nd.Variable([1.0])
+    assert strategy.gather(np.array([1, 2]), axis=0).tolist() == [1, 2] * size
+    assert strategy.gather([v], axis=0)[0].tolist() == [1.0] * size
+
+
+def test_an_axis_that_is_not_there_is_refused(strategy):
+    for value, axis in ((1.0, 0), (np.zeros(2), 1), (np.zeros(2), -2), (np.zeros((2, 2)), 2)):
+        with pytest.raises(ValueError, match="axis"):
+            strategy.gather(parts(strategy, lambda _, value=value: value), axis=axis)
+
+
+def test_other_lengths_must_agree(several):
+    for make in (lambda i: np.zeros((2, 2 + i)), lambda i: np.zeros((2,) * (1 + (i == 1)))):
+        with pytest.raises(ValueError, match="dimension"):
+            several.gather(parts(several, make), axis=0)
+
+
+def test_a_wrong_number_of_components_is_refused(several):
+    with pytest.raises(ValueError, match="component"):
+        several.gather(nd.PerReplica([np.zeros(1)]), axis=0)
+
+
+def test_gather_in_a_replica_is_refused_and_names_what_to_call(strategy):
+    with pytest.raises(RuntimeError, match="all_gather"):
+        strategy.run(lambda: strategy.gather(np.zeros(1), axis=0))
+
+
+def test_gather_in_a_merge_call(strategy):
+    def step():
+        context = nd.get_replica_context()
+        own = np.array([context.replica_id_in_sync_group])
+        return context.merge_call(lambda s, x: s.gather(x, axis=0), args=(own,))
+
+    everyone = list(range(strategy.num_replicas_in_sync))
+    assert [result.tolist() for result in strategy.run(step).values] == [everyone] * len(everyone)
+
+
+def test_local_results_are_the_components(strategy):
+    given = parts(strategy, lambda i: i)
+    assert strategy.local_results(given) == given.values
+    assert strategy.local_results(nd.Mirrored(given.values)) == given.values
+
+
+@pytest.mark.parametrize("value", [1, None, "text", (), [], {}, (1, [2]), {"a": None}])
+def test_local_results_of_a_plain_value_are_itself(strategy, value):
+    results = strategy.local_results(value)
+    assert len(results) == 1
+    assert results[0] is value
+
+
+def test_local_results_of_a_nest_are_nests(strategy):
+    size = strategy.num_replicas_in_sync
+    results = strategy.local_results({"b": [parts(strategy, lambda i: i), "same"], "a": None})
+    assert results == tuple({"b": [i, "same"], "a": None} for i in range(size))
+
+
+def test_local_results_of_variables(strategy):
+    with strategy.scope():
+        v = nd.Variable(1.0)
+        local = nd.Variable(2.0, synchronization="on_read")
+    size = strategy.num_replicas_in_sync
+    central = isinstance(strategy, nd.CentralStorageStrategy)
+    assert strategy.local_results(v) == (1.0,) * (1 if central else size)
+    assert strategy.local_results(local) == (2.0,) * size
+    nest = strategy.local_results({"v": v, "x": parts(strategy, lambda i: i)})
+    assert [{"v": float(n["v"]), "x": n["x"]} for n in nest] == [
+        {"v": 1.0, "x": i} for i in range(size)
+    ]
+
+
+def test_local_results_refuse_components_that_do_not_fit_together(several):
+    with pytest.raises(ValueError, match="component"):
+        several.local_results([parts(several, float), nd.PerReplica([1])])
+
+
+def test_results_of_a_run_come_apart(strategy):
+    size = strategy.num_replicas_in_sync
+    result = strategy.run(lambda: {"id": nd.get_replica_context().replica_id_in_sync_group})
+    assert strategy.local_results(result) == tuple({"id": i} for i in range(size))
+
+
+def test_a_value_is_made_for_each_replica(strategy):
+    size = strategy.num_replicas_in_sync
+    made = strategy.distribute_values_from_function(
+        lambda c: (c.replica_id_in_sync_group, c.num_replicas_in_sync)
+    )
+    assert [type(leaf) for leaf in made] == [nd.PerReplica] * 2
+    assert made[0].values == tuple(range(size))
+    assert made[1].values == (size,) * size
+
+
+def test_made_values_are_always_per_replica(strategy):
+    size = strategy.num_replicas_in_sync
+    for value in (1, None, "text", np.zeros(2)):
+        made = strategy.experimental_distribute_values_from_function(lambda _, value=value: value)
+        assert type(made) is nd.PerReplica
+        assert len(made.values) == size
+        assert all(part is value for part in made.values)
+
+
+def test_made_values_reach_their_replicas(strategy):
+    made = strategy.distribute_values_from_function(
+        lambda c: {"x": 10 * c.replica_id_in_sync_group}
+    )
+    result = strategy.run(lambda nest: nest["x"], args=(made,))
+    assert result.values == tuple(range(0, 10 * strategy.num_replicas_in_sync, 10))
+
+
+def test_made_structures_must_agree(several):
+    with pytest.raises(ValueError, match="replica 1"):
+        several.distribute_values_from_function(lambda c: [0] * c.replica_id_in_sync_group)

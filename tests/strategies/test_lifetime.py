@@ -1,0 +1,192 @@
+"""Threads of strategies: who owns them, who waits for whom, and how they end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import ndistribute as nd
+from tests.kinds import (
+    ALL,
+    DEADLINE,
+    closing,
+    context,
+    in_thread,
+    meet,
+    mirrored,
+    pool_threads,
+    rank,
+    works,
+)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_closing_ends_all_threads(kind):
+    before = set(threading.enumerate())
+    with closing(ALL[kind]()) as strategy:
+        assert works(strategy)
+        started = set(threading.enumerate()) - before
+        assert len(started) == strategy.num_replicas_in_sync - 1
+    assert not started & set(threading.enumerate())
+
+
+def test_making_a_strategy_starts_no_thread():
+    before = threading.active_count()
+    with mirrored(4):
+        assert threading.active_count() == before
+
+
+def test_threads_are_started_once():
+    with mirrored(3) as strategy:
+        works(strategy)
+        first = set(pool_threads())
+        for _ in range(5):
+            works(strategy)
+        assert set(pool_threads()) == first
+
+
+def test_a_strategy_is_a_context_manager_that_closes(several):
+    with several as entered:
+        assert entered is several
+        assert works(several)
+    assert not pool_threads()
+
+
+def test_after_closing_run_is_refused_and_variables_stay(several):
+    with several.scope():
+        v = nd.Variable(2.0, aggregation="sum")
+    several.run(lambda: v.assign_add(1.0))
+    several.close()
+    several.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        several.run(lambda: None)
+    assert float(v) == 2 + several.num_replicas_in_sync
+    assert several.reduce("sum", 1.0) == several.num_replicas_in_sync
+    assert not pool_threads()
+
+
+def test_a_strategy_of_one_replica_closes_too():
+    strategy = nd.OneDeviceStrategy("cpu:0")
+    strategy.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        strategy.run(lambda: None)
+
+
+def test_the_default_strategy_belongs_to_the_process_and_stays_open():
+    with nd.get_strategy():
+        pass
+    nd.get_strategy().close()
+    assert works(nd.get_strategy())
+
+
+def test_closing_in_a_replica_is_refused(strategy):
+    if strategy is nd.get_strategy():
+        return
+    with pytest.raises(RuntimeError, match="close"):
+        strategy.run(strategy.close)
+    assert works(strategy)
+    with pytest.raises(RuntimeError, match="close"):
+        strategy.run(lambda: context().merge_call(lambda s: s.close()))
+    assert works(strategy)
+
+
+def test_closing_waits_for_a_step_of_another_thread():
+    began, go_on = threading.Event(), threading.Event()
+
+    def step():
+        began.set()
+        assert go_on.wait(DEADLINE)
+        return meet()
+
+    with mirrored(3) as strategy, in_thread(lambda: strategy.run(step)) as running:
+        assert began.wait(DEADLINE)
+        with in_thread(strategy.close) as closing_:
+            go_on.set()
+            assert running.result(DEADLINE).values == (3, 3, 3)
+            closing_.result(DEADLINE)
+        assert not pool_threads()
+
+
+def test_a_strategy_that_nobody_holds_is_collected():
+    strategy = mirrored(2)
+    works(strategy)
+    gone = weakref.ref(strategy)
+    del strategy
+    gc.collect()
+    assert gone() is None  # The leak check then waits for its threads.
+
+
+def test_two_strategies_are_alive_at_once():
+    with mirrored(2) as two, mirrored(3) as three, nd.OneDeviceStrategy("cpu:0") as one:
+        with two.scope():
+            v = nd.Variable(0.0, aggregation="sum")
+        with three.scope():
+            w = nd.Variable(0.0, aggregation="sum")
+        for _ in range(3):
+            two.run(lambda: v.assign_add(1.0))
+            three.run(lambda: w.assign_add(1.0))
+            assert one.run(meet).values == (1,)
+        assert (float(v), float(w)) == (6, 9)
+    assert not pool_threads()
+
+
+def test_two_strategies_run_on_two_threads_at_once():
+    everyone = threading.Barrier(5)
+
+    def step():
+        everyone.wait(DEADLINE)
+        return meet()
+
+    with mirrored(2) as two, mirrored(3) as three, in_thread(lambda: two.run(step)) as other:
+        assert three.run(step).values == (3, 3, 3)
+        assert other.result(DEADLINE).values == (2, 2)
+
+
+def test_runs_of_one_strategy_from_two_threads_take_turns(strategy):
+    inside = []
+    most = []
+
+    def step():
+        inside.append(rank())
+        context().merge_call(lambda _: most.append(len(inside)))
+        context().merge_call(lambda _: inside.clear())
+        return meet()
+
+    size = strategy.num_replicas_in_sync
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(strategy.run, step) for _ in range(20)]
+        assert all(run.result(DEADLINE).values == (size,) * size for run in runs)
+    assert most == [size] * 20
+
+
+def test_another_thread_waits_until_the_step_is_over():
+    began, go_on = threading.Event(), threading.Event()
+    order = []
+
+    def first():
+        began.set()
+        assert go_on.wait(DEADLINE)
+        order.append("first")
+
+    with mirrored(2) as strategy, in_thread(lambda: strategy.run(first)):
+        assert began.wait(DEADLINE)
+        with in_thread(lambda: strategy.run(lambda: order.append("second"))) as later:
+            go_on.set()
+            later.result(DEADLINE)
+        assert order == ["first"] * 2 + ["second"] * 2
+
+
+def test_an_error_on_one_thread_does_not_reach_a_run_on_another(several):
+    def fail():
+        meet()
+        raise KeyError(rank())
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            bad, good = pool.submit(several.run, fail), pool.submit(works, several)
+            assert isinstance(bad.exception(DEADLINE), KeyError)
+            assert good.result(DEADLINE)

@@ -1,0 +1,187 @@
+"""`merge_call`, and what a replica's context allows and refuses."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import DEADLINE, context, parts, rank, works
+
+
+def test_a_merge_call_runs_once_for_all_replicas(strategy):
+    calls = []
+
+    def merged(current, *args, **kwargs):
+        calls.append((current, args, kwargs))
+        return "done"
+
+    result = strategy.run(lambda: context().merge_call(merged, args=(rank(),), kwargs={"x": 1}))
+    ((current, args, kwargs),) = calls
+    assert current is strategy
+    size = strategy.num_replicas_in_sync
+    assert [type(args[0]), args[0].values] == [nd.PerReplica, tuple(range(size))]
+    assert [type(kwargs["x"]), kwargs["x"].values] == [nd.PerReplica, (1,) * size]
+    assert result.values == ("done",) * size
+
+
+def test_its_arguments_may_be_nested(strategy):
+    def merged(_, nest):
+        assert nest["none"] is None
+        return strategy.reduce("sum", nest["a"][0])
+
+    result = strategy.run(
+        lambda: context().merge_call(merged, args=({"a": [rank()], "none": None},))
+    )
+    assert result.values[0] == sum(range(strategy.num_replicas_in_sync))
+
+
+def test_a_per_replica_that_it_returns_comes_apart_again(strategy):
+    def merged(_, x):
+        return {"doubled": nd.PerReplica([2 * part for part in x.values]), "all": "same"}
+
+    result = strategy.run(lambda: context().merge_call(merged, args=(rank(),)))
+    assert result["doubled"].values == tuple(2 * i for i in range(strategy.num_replicas_in_sync))
+    assert result["all"].values[0] == "same"
+
+
+def test_a_variable_passes_as_itself_and_takes_a_cross_replica_write(strategy):
+    with strategy.scope():
+        v = nd.Variable(1.0)
+
+    def merged(_, variable, x):
+        assert variable is v
+        return variable.assign_add(strategy.reduce("sum", x))
+
+    assert strategy.run(lambda: context().merge_call(merged, args=(v, 1.0))) is v
+    assert float(v) == 1 + strategy.num_replicas_in_sync
+
+
+def test_run_in_a_merge_call_is_refused(strategy):
+    with pytest.raises(RuntimeError, match="merge_call"):
+        strategy.run(lambda: context().merge_call(lambda s: s.run(lambda: None)))
+    assert works(strategy)
+
+
+def test_a_scope_in_a_merge_call(strategy):
+    def merged(current):
+        with current.scope():
+            return nd.get_strategy() is strategy
+
+    assert all(strategy.run(lambda: context().merge_call(merged)).values)
+
+
+def test_an_exception_in_a_merge_call_leaves_run_as_it_was_raised(strategy):
+    error = KeyError("mine")
+
+    def merged(_):
+        raise error
+
+    with pytest.raises(KeyError) as caught:
+        strategy.run(lambda: context().merge_call(merged))
+    assert caught.value is error
+    assert works(strategy)
+
+
+@pytest.mark.parametrize("method", ["run", "scope", "reduce"])
+def test_cross_replica_methods_in_a_replica_name_merge_call(strategy, method):
+    def step():
+        if method == "run":
+            strategy.run(lambda: None)
+        elif method == "reduce":
+            strategy.reduce("sum", 1.0)
+        with strategy.scope():
+            pass
+
+    with pytest.raises(RuntimeError, match="merge_call"):
+        strategy.run(step)
+    assert works(strategy)
+
+
+def test_a_context_that_outlived_its_replica_is_refused(several):
+    kept = several.run(context).values[1]
+    for call in _calls(kept):
+        with pytest.raises(RuntimeError, match="outside"):
+            call()
+        with several.scope(), pytest.raises(RuntimeError, match="outside"):
+            call()
+
+
+def test_the_context_of_another_replica_is_refused(several):
+    contexts = several.run(context).values
+
+    def step():
+        other = contexts[(rank() + 1) % len(contexts)]
+        for call in _calls(other):
+            with pytest.raises(RuntimeError, match="outside"):
+                call()
+
+    several.run(step)
+    assert works(several)
+
+
+def test_the_context_of_another_strategy_is_refused(several):
+    default = nd.get_replica_context()
+
+    def step():
+        for call in _calls(default):
+            with pytest.raises(RuntimeError, match="outside"):
+                call()
+
+    several.run(step)
+
+
+def test_a_context_is_refused_on_a_thread_that_the_step_started(several):
+    def step():
+        own = context()
+        with ThreadPoolExecutor(1) as pool:
+            for call in _calls(own):
+                with pytest.raises(RuntimeError, match="outside"):
+                    pool.submit(call).result(DEADLINE)
+
+    several.run(step)
+
+
+def test_a_context_is_refused_in_a_merge_call(several):
+    def step():
+        own = context()
+        own.merge_call(lambda _: own.all_reduce("sum", 1.0))
+
+    with pytest.raises(RuntimeError, match="outside"):
+        several.run(step)
+    assert works(several)
+
+
+def test_the_default_context_works_outside_any_scope():
+    own = nd.get_replica_context()
+    assert own.all_reduce("sum", 2.0) == 2
+    assert own.all_gather(np.array([1, 2]), axis=0).tolist() == [1, 2]
+    assert own.merge_call(lambda s, x: s.reduce("sum", x), args=(3,)) == 3
+
+
+def test_arrays_that_come_back_are_the_replicas_own(strategy):
+    def step(x):
+        result = context().all_reduce("sum", x)
+        gathered = context().all_gather(x, axis=0)
+        result += 100 * rank()
+        gathered += 100 * rank()
+        context().merge_call(lambda _: None)
+        return result[0], gathered[0], x[0]
+
+    size = strategy.num_replicas_in_sync
+    given = parts(strategy, lambda _: np.ones(3))
+    reduced, gathered, own = strategy.run(step, args=(given,))
+    assert reduced.values == tuple(size + 100 * i for i in range(size))
+    assert gathered.values == tuple(1 + 100 * i for i in range(size))
+    assert own.values == (1,) * size
+
+
+def _calls(own):
+    return (
+        lambda: own.all_reduce("sum", 1.0),
+        lambda: own.all_gather(np.zeros(1), axis=0),
+        lambda: own.merge_call(lambda _: None),
+        lambda: own.rng,
+    )

@@ -1,0 +1,220 @@
+"""Replicas that disagree about a collective: all of them hear of it at once, and the next call works.
+
+Each step catches its error, so that a test sees what every replica was told, and goes on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import context, meet, pool_threads, rank, works
+
+LARGE = 100_000  # Elements; large enough to be reduced by slice owners.
+
+
+def told(strategy, call, *, before=0):
+    """Return the error that each replica caught in a call, having made some others before."""
+
+    def step():
+        for _ in range(before):
+            meet()
+        error = None
+        try:
+            call()
+        except nd.CollectiveMismatchError as caught:
+            error = caught
+        assert meet() == strategy.num_replicas_in_sync
+        return error
+
+    errors = strategy.run(step).values
+    assert all(isinstance(error, nd.CollectiveMismatchError) for error in errors)
+    assert works(strategy)
+    assert len(pool_threads()) == strategy.num_replicas_in_sync - 1
+    return errors
+
+
+def all_reduce(value, op="sum"):
+    return context().all_reduce(op, value)
+
+
+DISAGREEMENTS = {
+    "shapes": (
+        lambda odd: all_reduce(np.zeros(5 if odd else 4, np.float32)),
+        "float32[5]",
+        "float32[4]",
+    ),
+    "axes": (lambda odd: all_reduce(np.zeros((2, 3) if odd else (6,))), "[2,3]", "[6]"),
+    "dtypes": (
+        lambda odd: all_reduce(np.zeros(4, "f4" if odd else "f8")),
+        "float32[4]",
+        "float64[4]",
+    ),
+    "numbers": (lambda odd: all_reduce(1 if odd else 1.0), "int64[]", "float64[]"),
+    "large shapes": (
+        lambda odd: all_reduce(np.zeros(LARGE + odd)),
+        f"float64[{LARGE + 1}]",
+        f"float64[{LARGE}]",
+    ),
+    "small and large": (
+        lambda odd: all_reduce(np.zeros(1 if odd else LARGE)),
+        "float64[1]",
+        f"float64[{LARGE}]",
+    ),
+    "ops": (lambda odd: all_reduce(1.0, "max" if odd else "sum"), "MAX", "SUM"),
+    "leaves": (lambda odd: all_reduce([1.0] * (2 + odd)), "float64[]", "float64[]"),
+    "dtypes of rows": (
+        lambda odd: context().all_gather(np.zeros((2, 3), "f4" if odd else "f8"), axis=0),
+        "float32[*,3]",
+        "float64[*,3]",
+    ),
+    "widths of rows": (
+        lambda odd: context().all_gather(np.zeros((2, 3 + odd)), axis=0),
+        "[*,4]",
+        "[*,3]",
+    ),
+    "gathered axes": (
+        lambda odd: context().all_gather(np.zeros((2, 2)), axis=int(odd)),
+        "axis=1",
+        "axis=0",
+    ),
+    "kinds": (
+        lambda odd: context().merge_call(lambda _: None) if odd else all_reduce(1.0),
+        "merge_call",
+        "all_reduce",
+    ),
+    "gather and reduce": (
+        lambda odd: context().all_gather(np.zeros(1), axis=0) if odd else all_reduce(np.zeros(1)),
+        "all_gather",
+        "all_reduce",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_every_replica_is_told_call_replica_got_and_expected(several, what):
+    call, got, expected = DISAGREEMENTS[what]
+    last = several.num_replicas_in_sync - 1
+    for error in told(several, lambda: call(rank() == last), before=2):
+        said = str(error)
+        assert f"#3: replica {last} called " in said
+        assert "replica 0 called " in said
+        assert said.index(got) < said.index("replica 0 called ") < said.rindex(expected)
+        assert (error.rank, error.sequence) == (last, 3)
+        assert error.op in said
+        assert isinstance(error, ValueError)
+        assert isinstance(error, nd.errors.DistributeError)
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_whichever_replica_is_the_odd_one(odd):
+    with nd.MirroredStrategy([f"cpu:{i}" for i in range(4)]) as strategy:
+        for error in told(strategy, lambda: all_reduce(np.zeros(4 + (rank() == odd)))):
+            assert error.rank == (odd or 1)
+            assert "float64[5]" in str(error)
+            assert "float64[4]" in str(error)
+
+
+def test_an_uncaught_mismatch_leaves_run(several):
+    with pytest.raises(nd.CollectiveMismatchError) as caught:
+        several.run(lambda: all_reduce(np.zeros(rank())))
+    notes = "\n".join(caught.value.__notes__)
+    assert "replica" in notes
+    assert "all_reduce" in notes
+    assert works(several)
+
+
+def test_a_mismatch_shows_the_last_calls(several):
+    def step():
+        all_reduce(np.zeros(7))
+        context().all_gather(np.zeros(8), axis=0)
+        all_reduce(np.zeros(rank()))
+
+    with pytest.raises(nd.CollectiveMismatchError) as caught:
+        several.run(step)
+    (note,) = (note for note in caught.value.__notes__ if "last calls" in note)
+    assert note.index("float64[7]") < note.index("float64[*]") < note.index("#3")
+
+
+def skips(strategy, step):
+    """Run a step in which replicas make different numbers of calls; return what run raised."""
+    with pytest.raises(nd.CollectiveMismatchError) as caught:
+        strategy.run(step)
+    assert works(strategy)
+    assert len(pool_threads()) == strategy.num_replicas_in_sync - 1
+    return caught.value
+
+
+@pytest.mark.parametrize("who", ["first", "last"])
+@pytest.mark.parametrize("made", [0, 1, 2])
+@pytest.mark.parametrize("size", [1, LARGE])
+def test_returning_early_is_named(several, who, made, size):
+    early = 0 if who == "first" else several.num_replicas_in_sync - 1
+
+    def step():
+        for call in range(3):
+            if rank() == early and call == made:
+                return
+            all_reduce(np.ones(size))
+
+    error = skips(several, step)
+    assert isinstance(error, RuntimeError)
+    assert error.rank == early
+    assert error.sequence == made + 1
+    assert f"replica {early} returned after {made}" in str(error)
+
+
+def test_a_call_too_many_is_named(several):
+    def step():
+        meet()
+        if rank() == 1:
+            all_reduce(np.zeros(3))
+
+    error = skips(several, step)
+    assert "all_reduce #2" in str(error)
+    assert "float64[3]" in str(error)
+
+
+def test_a_skipped_call_does_not_pair_with_the_next(several):
+    def step():
+        if rank():
+            all_reduce(np.zeros(3))
+        all_reduce(np.zeros(4))
+
+    error = skips(several, step)
+    assert error.sequence == 1
+
+
+def test_calls_in_another_order_do_not_pair(several):
+    def step():
+        calls = [lambda: all_reduce(np.zeros(3)), lambda: context().merge_call(lambda _: None)]
+        for call in reversed(calls) if rank() == 1 else calls:
+            call()
+
+    assert skips(several, step).sequence == 1
+
+
+@pytest.mark.parametrize("more", ["first", "last"])
+def test_unequal_numbers_of_merge_call(several, more):
+    eager = 0 if more == "first" else several.num_replicas_in_sync - 1
+    calls = []
+
+    def step():
+        context().merge_call(lambda _: calls.append(1))
+        if rank() == eager:
+            context().merge_call(lambda _: calls.append(2))
+
+    assert isinstance(skips(several, step), RuntimeError)
+    assert calls == [1]
+
+
+def test_a_wrong_argument_on_one_replica_is_its_own_error(several):
+    for wrong in (
+        lambda: context().all_reduce("median", 1.0),
+        lambda: context().all_gather(np.zeros(2), axis=3),
+    ):
+        with pytest.raises(ValueError, match=r"median|axis") as caught:
+            several.run(lambda wrong=wrong: wrong() if rank() == 1 else meet())
+        assert any("replica 1" in note for note in caught.value.__notes__)
+        assert works(several)

@@ -1,0 +1,73 @@
+"""`ReplicaContext.rng` and `set_seed`: every replica draws its own numbers, the same in every run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import DEADLINE, context, mirrored
+
+
+def draw(strategy):
+    return strategy.run(lambda: context().rng.integers(2**62)).values
+
+
+def test_a_replica_has_a_numpy_generator(strategy):
+    kinds = strategy.run(lambda: type(context().rng))
+    assert kinds.values == (np.random.Generator,) * strategy.num_replicas_in_sync
+
+
+def test_replicas_draw_different_numbers(several):
+    nd.set_seed(1)
+    drawn = draw(several)
+    assert len(set(drawn)) == several.num_replicas_in_sync
+
+
+def test_a_seed_decides_what_is_drawn(strategy):
+    nd.set_seed(7)
+    first = [draw(strategy) for _ in range(3)]
+    nd.set_seed(7)
+    assert [draw(strategy) for _ in range(3)] == first
+    nd.set_seed(8)
+    assert draw(strategy) != first[0]
+
+
+def test_the_generator_goes_on_from_step_to_step(strategy):
+    nd.set_seed(7)
+    assert draw(strategy) != draw(strategy)
+    generators = [strategy.run(lambda: context().rng).values for _ in range(2)]
+    assert all(first is second for first, second in zip(*generators, strict=True))
+
+
+def test_a_replica_draws_the_same_whatever_the_strategy():
+    nd.set_seed(7)
+    with mirrored(2) as two, mirrored(4) as four:
+        drawn = draw(four)
+        assert draw(two) == drawn[:2]
+    assert draw(nd.get_strategy()) == drawn[:1]
+
+
+def test_without_a_seed_two_processes_differ_and_with_one_they_agree():
+    code = (
+        "import ndistribute as nd; draw = lambda: nd.get_replica_context().rng.integers(2**62); "
+        "first = draw(); nd.set_seed(7); print(first, draw())"
+    )
+    processes = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, timeout=DEADLINE, check=True
+        )
+        for _ in range(2)
+    ]
+    first, second = (process.stdout.split() for process in processes)
+    assert first[0] != second[0]
+    assert first[1] == second[1]
+
+
+@pytest.mark.parametrize("seed", [-1, "seven", 1.5])
+def test_a_seed_is_a_number_from_zero(seed):
+    with pytest.raises((ValueError, TypeError)):
+        nd.set_seed(seed)
