@@ -13,7 +13,6 @@ from ndistribute.collective.select import (
     RingAllReduce,
 )
 from ndistribute.context import (
-    ReplicaContext,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -38,6 +37,7 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 from ndistribute.models import optimizers
+from ndistribute.replica_context import ReplicaContext
 from ndistribute.strategies import (
     CentralStorageStrategy,
     MirroredStrategy,

@@ -7,7 +7,6 @@ and only once a GPU is asked for; everyone else gets arrays and a namespace, and
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Iterable, Sequence
@@ -20,13 +19,12 @@ from ndistribute.errors import MissingDependencyError
 
 __all__ = [
     "Device",
-    "Stream",
     "array_namespace",
     "as_array",
     "copy_to",
+    "cupy_module",
     "is_gpu_array",
     "list_devices",
-    "random_generator",
     "resolve_devices",
     "to_host",
 ]
@@ -86,7 +84,7 @@ class Device:
     @property
     def namespace(self) -> ModuleType:
         """Return ``numpy`` for a CPU and ``cupy`` for a GPU."""
-        return np if self.kind == "cpu" else _cupy()
+        return np if self.kind == "cpu" else cupy_module()
 
     def __str__(self) -> str:
         where = "" if self.job is None else f"/job:{self.job}"
@@ -107,51 +105,6 @@ class Device:
 
     def __hash__(self) -> int:
         return hash(self._key())
-
-
-class Stream:
-    """Order the work of one replica on its device: a CUDA stream on a GPU, nothing on a CPU.
-
-    Args:
-        device: where the replica computes.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._cuda: Any = None
-        if device.kind == "gpu":
-            cupy = _cupy()
-            with cupy.cuda.Device(device.index):
-                self._cuda = cupy.cuda.Stream(non_blocking=True)
-
-    @property
-    def on_gpu(self) -> bool:
-        """Return whether there is anything to order."""
-        return self._cuda is not None
-
-    def use(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the device and this stream current for a ``with`` block."""
-        if self._cuda is None:
-            return contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        stack.enter_context(_cupy().cuda.Device(self.device.index))
-        stack.enter_context(self._cuda)
-        return stack
-
-    def begin(self) -> None:
-        """Wait for what other streams of the device were given before this one starts."""
-        if self._cuda is not None:
-            _cupy().cuda.Device(self.device.index).synchronize()
-
-    def synchronize(self) -> None:
-        """Wait until everything enqueued so far is done, so that other replicas may read it."""
-        if self._cuda is not None:
-            self._cuda.synchronize()
-
-    @property
-    def pointer(self) -> int:
-        """Return the CUDA stream's address, as NCCL takes it; 0 on a CPU."""
-        return 0 if self._cuda is None else int(self._cuda.ptr)
 
 
 def list_devices(kind: str | None = None) -> list[Device]:
@@ -199,7 +152,7 @@ def array_namespace(*arrays: Array) -> ModuleType:
     """Return ``cupy`` if any of the arrays is on a GPU, else ``numpy``."""
     for array in arrays:
         if type(array) is not np.ndarray and is_gpu_array(array):
-            return _cupy()
+            return cupy_module()
     return np
 
 
@@ -236,7 +189,7 @@ def copy_to(array: Array, device: Device) -> Array:
     """Return an array's values in the memory of a device, without a copy if they are there."""
     if device.kind == "cpu":
         return to_host(array)
-    cupy = _cupy()
+    cupy = cupy_module()
     if is_gpu_array(array):
         if array.device.id == device.index:
             return array
@@ -253,15 +206,6 @@ def copy_to(array: Array, device: Device) -> Array:
         # The pinned staging block goes back to CuPy's pool on return, so the copy must be over.
         cupy.cuda.get_current_stream().synchronize()
         return target
-
-
-def random_generator(device: Device, seed: np.random.SeedSequence) -> Any:
-    """Return a generator of the device's namespace."""
-    if device.kind == "cpu":
-        return np.random.Generator(np.random.PCG64(seed))
-    cupy = _cupy()
-    with cupy.cuda.Device(device.index):
-        return cupy.random.Generator(cupy.random.XORWOW(int(seed.generate_state(1)[0])))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -294,7 +238,7 @@ def _check_distinct_cpus(devices: Iterable[Device], what: str) -> None:
 @functools.cache
 def _gpu_count() -> int:
     try:
-        cupy = _cupy()
+        cupy = cupy_module()
     except MissingDependencyError:
         return 0
     try:
@@ -304,7 +248,12 @@ def _gpu_count() -> int:
 
 
 @functools.cache
-def _cupy() -> ModuleType:
+def cupy_module() -> ModuleType:
+    """Return CuPy, imported when it is first asked for.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
     try:
         import cupy
     except ImportError as error:
@@ -319,5 +268,5 @@ def _pinned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
     """Allocate page-locked host memory, which the GPU copies from and to at full speed."""
     count = int(np.prod(shape))
     dtype = np.dtype(dtype)
-    memory = _cupy().cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
+    memory = cupy_module().cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
     return np.frombuffer(memory, dtype, count).reshape(shape)

@@ -20,8 +20,9 @@ PACKAGE = Path(__file__).parents[1] / "ndistribute"
 # From the ground up. A unit is a module or a folder of the package. It may import units of lower
 # layers, and itself; units of one layer do not know each other, but for those on the ground.
 LAYERS = (
-    {"errors", "values", "tree", "device"},
+    {"errors", "values", "tree", "device", "stream"},
     {"context"},
+    {"replica_context"},
     {"collective", "cluster"},
     {"variables", "data", "autodiff"},
     {"strategies"},

@@ -26,6 +26,11 @@ __all__ = ["apply", "binary", "is_differentiable", "operand", "strip", "ufunc_me
 _PLAIN = frozenset({np.ndarray, float, int, bool, np.float32, np.float64, type(None), str, slice})
 
 
+# Functions whose first argument has a rule. Ufuncs are not among them: their keywords say how to
+# compute, and mean nothing to a rule.
+_FIRST_ARGUMENT = frozenset(function for function in RULES if not isinstance(function, np.ufunc))
+
+
 def unary(ufunc: Any, x: Any) -> Any:
     """Call a ufunc of one tracked argument."""
     makers = RULES.get(ufunc)
@@ -74,11 +79,18 @@ def operand(x: Any, graph: Any) -> tuple[Any, int | None]:
     if not isinstance(x, ArrayFace):
         if getattr(x, "is_distributed_variable", False):
             x = x.tracked_value()
-        elif isinstance(x, list | tuple) and _hides_array(x):
-            x = np.stack([np.stack(item) if isinstance(item, list | tuple) else item for item in x])
+        elif isinstance(x, list | tuple):
+            x = _joined(x)
         if not isinstance(x, ArrayFace):
             return x, None
     return x.value, x.index if x.graph is graph else None
+
+
+def _joined(items: Sequence[Any]) -> Any:
+    """Turn a list into an array, a tracked one if it holds tracked arrays."""
+    if not _hides_array(items):
+        return np.asarray(items)
+    return np.stack([_joined(one) if isinstance(one, list | tuple) else one for one in items])
 
 
 def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -91,7 +103,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         TypeError: the function would write into an array.
     """
-    if function in RULES and args and isinstance(args[0], ArrayFace):
+    if function in _FIRST_ARGUMENT and args and isinstance(args[0], ArrayFace):
         result = apply_to_first(function, args[0], args[1:], kwargs)
         if result is not NotImplemented:
             return result

@@ -108,7 +108,8 @@ def _autograd_rules() -> dict[Any, Callable[..., Any]]:
     rules = {}
     for namespace, wrappers in ((np, wrapped), (np.linalg, linalg), (np.fft, fft)):
         for name, function in vars(namespace).items():
-            wrapper = getattr(wrappers, name, None)
-            if callable(function) and callable(wrapper) and wrapper in primitive_vjps:
-                rules[function] = primitive_vjps[wrapper]
+            for wrapper_name in (name, f"_primitive_{name}"):
+                wrapper = getattr(wrappers, wrapper_name, None)
+                if callable(function) and callable(wrapper) and wrapper in primitive_vjps:
+                    rules[function] = primitive_vjps[wrapper]
     return rules

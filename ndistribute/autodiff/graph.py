@@ -91,14 +91,15 @@ class Graph:
     def read(self, variable: Any, value: Any) -> Any:
         """Return a variable's value, tracked if a tape that records watches the variable."""
         known = self.leaves.get(id(variable))
-        if known is not None:
-            return Tracked(value, self, known[1])
-        watched = any(tape.watches(variable) for tape in self._recording)
-        if not watched or not is_differentiable(value):
-            return value
-        tracked = self.leaf(value)
-        self.leaves[id(variable)] = (variable, tracked.index)
-        return tracked
+        if known is None:
+            for tape in self._recording:
+                if tape.watches(variable) and is_differentiable(value):
+                    break
+            else:
+                return value
+            known = self.leaves[id(variable)] = (variable, len(self.entries))
+            self.entries.append(None)
+        return Tracked(value, self, known[1])
 
     def all_reduce(self, communicator: Communicator, op: Any, value: Any, options: Any) -> Any:
         """Reduce over replicas, and record that."""

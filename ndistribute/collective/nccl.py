@@ -18,8 +18,9 @@ from ndistribute.collective.backend import Call, Update
 from ndistribute.collective.nccl_plan import Launch, Leaf, address, gather_launches, stage
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.device import Array, Stream, array_namespace
+from ndistribute.device import Array, array_namespace
 from ndistribute.errors import CollectiveTimeoutError, MissingDependencyError, WorkerLostError
+from ndistribute.stream import Stream
 
 __all__ = ["NcclBackend", "make_nccl_backends", "nccl_available"]
 

@@ -14,7 +14,8 @@ from ndistribute.collective.communicator import Communicator
 from ndistribute.collective.nccl import make_nccl_backends, nccl_available
 from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.collective.threads import ThreadBackend
-from ndistribute.device import Device, Stream
+from ndistribute.device import Device
+from ndistribute.stream import Stream
 
 __all__ = [
     "CrossDeviceOps",

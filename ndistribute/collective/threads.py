@@ -15,7 +15,8 @@ from ndistribute.collective.backend import Call, Update
 from ndistribute.collective.buckets import blocks, owned_ranges
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.device import Array, Stream, array_namespace, copy_to, is_gpu_array
+from ndistribute.device import Array, array_namespace, copy_to, is_gpu_array
+from ndistribute.stream import Stream
 
 __all__ = ["ThreadBackend"]
 

@@ -37,8 +37,9 @@ class InputOptions:
 
     Args:
         auto_shard_policy: an `AutoShardPolicy` or its name in any case.
-        prefetch: steps that a background thread prepares ahead; 0 prepares each step when it is
-            asked for; None chooses by the kind of dataset.
+        prefetch: steps that a background thread prepares ahead, which then is the one that calls
+            the dataset's functions; 0 prepares each step when it is asked for; None chooses by the
+            kind of dataset.
 
     Raises:
         ValueError: the policy is unknown, or `prefetch` is negative.

@@ -2,16 +2,17 @@
 
 The thread knows the queue and the source, never the consumer's iterator, so an iterator that is
 dropped half-way is collected and its thread ends. An error arrives at the element at which it
-happened. No wait is without end, and no thread outlives the interpreter.
+happened. Either side can close a queue, and no thread outlives the interpreter.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 __all__ = ["BoundedQueue", "OpenThreads", "Prefetched", "Workers", "map_ahead"]
@@ -38,12 +39,8 @@ class Prefetched(Iterator[T], Generic[T]):
 
     def __init__(self, source: Iterator[T], depth: int) -> None:
         self._queue = BoundedQueue(depth)
-        # A daemon: the interpreter waits for all others before it lets us tell them to end.
-        self._thread = threading.Thread(
-            target=_fill, args=(source, self._queue), name="ndistribute-prefetch", daemon=True
-        )
-        weakref.finalize(self, _end, self._queue, self._thread)
-        self._thread.start()
+        self._thread = _start("prefetch", _fill, source, self._queue)
+        weakref.finalize(self, _end, self._queue, [self._thread])
 
     @property
     def queue(self) -> BoundedQueue:
@@ -57,17 +54,81 @@ class Prefetched(Iterator[T], Generic[T]):
         self.close()
         if item.error is None:
             raise StopIteration
-        raise item.error
+        try:
+            raise item.error
+        finally:
+            del item  # It would hold, by way of the traceback, this frame and all that it holds.
 
     def close(self) -> None:
         """Tell the thread to end; it does so as soon as the element at hand is made."""
         self._queue.close()
 
 
+class Workers:
+    """Threads that compute what is submitted, in that order.
+
+    A `ThreadPoolExecutor` would not do: to shut it down takes a lock that is not re-entrant, and a
+    garbage collection may do so on the thread that is just submitting.
+
+    Args:
+        count: how many threads, and how many tasks wait for them at most.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._tasks = BoundedQueue(count)
+        threads = [_start("map", _work, self._tasks) for _ in range(count)]
+        weakref.finalize(self, _end, self._tasks, threads)
+
+    def submit(self, fn: Callable[[Any], T], element: Any) -> Future[T]:
+        """Return the future result of ``fn(element)``."""
+        future: Future[T] = Future()
+        if not self._tasks.put((future, fn, element)):
+            future.cancel()
+        return future
+
+    def close(self) -> None:
+        """Cancel what has not begun; the threads end with what they are at."""
+        for future, *_ in self._tasks.close():
+            future.cancel()
+
+
+def map_ahead(
+    fn: Callable[[Any], T], source: Iterator[Any], workers: Workers, ahead: int
+) -> Iterator[T]:
+    """Yield ``fn(element)`` in order, computed by workers on at most `ahead` elements at a time.
+
+    >>> list(map_ahead(abs, iter([-1, -2, -3]), Workers(2), ahead=2))
+    [1, 2, 3]
+    """
+    pending: deque[Future[T]] = deque()
+    try:
+        for future in _submitted(fn, source, workers):
+            pending.append(future)
+            if len(pending) >= ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        workers.close()
+
+
+def _submitted(
+    fn: Callable[[Any], T], source: Iterator[Any], workers: Workers
+) -> Iterator[Future[T]]:
+    """Submit element after element; the source's own error takes its turn as the last of them."""
+    try:
+        for element in source:
+            yield workers.submit(fn, element)
+    except Exception as error:
+        failed: Future[T] = Future()
+        failed.set_exception(error)
+        yield failed
+
+
 class Closable(Protocol):
     """What has threads."""
 
-    def close(self) -> None:
+    def close(self) -> object:
         """Tell the threads to end, without waiting for them."""
 
 
@@ -80,15 +141,14 @@ class OpenThreads:
 
     def __init__(self) -> None:
         self._open: weakref.WeakSet[Closable] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
 
     def add(self, closable: Closable) -> None:
         """Remember it; close it at once if this is closed, as a prefetching thread may be late."""
         with self._lock:
+            self._open.add(closable)
             closed = self._closed
-            if not closed:
-                self._open.add(closable)
         if closed:
             closable.close()
 
@@ -101,54 +161,12 @@ class OpenThreads:
             closable.close()
 
 
-class Workers(ThreadPoolExecutor):
-    """A pool that is closed without waiting for what runs."""
-
-    def close(self) -> None:
-        """Drop what has not begun; the threads end with what they are at."""
-        self.shutdown(wait=False, cancel_futures=True)
-
-
-def map_ahead(
-    fn: Callable[[Any], T], source: Iterator[Any], pool: Workers, ahead: int
-) -> Iterator[T]:
-    """Yield ``fn(element)`` in order, computed by a pool on at most `ahead` elements at a time.
-
-    >>> list(map_ahead(abs, iter([-1, -2, -3]), Workers(2), ahead=2))
-    [1, 2, 3]
-    """
-    pending: deque[Future[T]] = deque()
-    try:
-        for future in _submitted(fn, source, pool):
-            pending.append(future)
-            if len(pending) >= ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.close()
-
-
-def _submitted(fn: Callable[[Any], T], source: Iterator[Any], pool: Workers) -> Iterator[Future[T]]:
-    """Submit element after element; the source's own error takes its turn as the last of them."""
-    try:
-        for element in source:
-            yield pool.submit(fn, element)
-    except Exception as error:
-        failed: Future[T] = Future()
-        failed.set_exception(error)
-        yield failed
-
-
-class _End:
-    """The last item of a queue."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-
 class BoundedQueue:
-    """A bounded queue that either side can close."""
+    """A bounded queue that either side can close.
+
+    Args:
+        depth: how many items wait at most.
+    """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -168,11 +186,12 @@ class BoundedQueue:
             self._changed.notify_all()
             return True
 
-    def get(self, producer: threading.Thread) -> Any:
+    def get(self, producer: threading.Thread | None = None) -> Any:
         """Return the next item, or an end if there is none to come."""
         with self._changed:
             while not self._items and not self._closed:
-                if not self._changed.wait(_CHECK_SECONDS) and not producer.is_alive():
+                woken = self._changed.wait(_CHECK_SECONDS)
+                if not woken and producer is not None and not producer.is_alive():
                     return _End(
                         RuntimeError(
                             "the thread that prefetches is gone, as it is after a fork. Make a new "
@@ -185,20 +204,41 @@ class BoundedQueue:
             self._changed.notify_all()
             return item
 
-    def close(self) -> None:
-        """Wake both sides; nothing goes in or out any more."""
+    def close(self) -> list[Any]:
+        """Wake both sides; nothing goes in or out any more.
+
+        Returns:
+            The items that nobody got.
+        """
         with self._changed:
             self._closed = True
-            self._items.clear()
+            dropped, self._items = list(self._items), deque()
             self._changed.notify_all()
+        return dropped
 
 
-def _end(queue: BoundedQueue, thread: threading.Thread) -> None:
-    """Tell a thread to end when its iterator is dropped, and at the interpreter's exit."""
+class _End:
+    """The last item of a queue."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+def _start(name: str, work: Callable[..., None], *args: Any) -> threading.Thread:
+    # A daemon: the interpreter waits for all others before it lets us tell them to end.
+    thread = threading.Thread(target=work, args=args, name=f"ndistribute-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _end(queue: BoundedQueue, threads: list[threading.Thread]) -> None:
+    """Tell threads to end when their owner is dropped, and at the interpreter's exit."""
     queue.close()
     if not threading.main_thread().is_alive():
         # At exit a daemon is frozen where it stands, with the locks that it holds: wait for it.
-        thread.join(_EXIT_SECONDS)
+        deadline = time.monotonic() + _EXIT_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _fill(source: Iterator[Any], queue: BoundedQueue) -> None:
@@ -214,3 +254,14 @@ def _fill(source: Iterator[Any], queue: BoundedQueue) -> None:
         close = getattr(source, "close", None)
         if close is not None:
             close()
+
+
+def _work(tasks: BoundedQueue) -> None:
+    while not isinstance(task := tasks.get(), _End):
+        future, fn, element = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(fn(element))
+            except BaseException as error:  # the consumer raises it
+                future.set_exception(error)
+        del task, future, fn, element  # An idle thread keeps no data alive.

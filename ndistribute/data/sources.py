@@ -32,7 +32,9 @@ def slices(tensors: Any) -> Node:
     """Return the rows of a nest of arrays."""
     columns = read_only(as_element(tensors))
     length = leading_length(
-        columns, "from_tensor_slices", "Check the arrays, or use from_tensors for one element."
+        tree.flatten(columns),
+        "from_tensor_slices",
+        "Check the arrays, or use from_tensors for one element.",
     )
     template = tree.map_leaves(lambda column: column[:0], columns)
     return _of_rows(ArrayRows(columns, length), template)

@@ -57,9 +57,10 @@ class CutBatches:
         """Yield the steps from number `start` on."""
         first, done = divmod(start, self.spread)
         for batch in node.iterate(current, first):
-            length = leading_length(batch, "distribute_dataset", BATCH_IT)
+            leaves = tree.flatten(batch)
+            length = leading_length(leaves, "distribute_dataset", BATCH_IT)
             for pieces in self._cuts(length)[done:]:
-                yield _spread(batch, pieces, self.devices)
+                yield tree.unflatten(batch, _spread(leaves, pieces, self.devices))
             done = 0
 
     def _cuts(self, length: int) -> list[tuple[slice, ...]]:
@@ -101,17 +102,19 @@ class DealBatches:
             yield tree.regroup(placed, PerReplica)
 
 
-def _spread(batch: Element, pieces: Sequence[slice], devices: Sequence[Device]) -> Any:
+def _spread(
+    leaves: Sequence[Any], pieces: Sequence[slice], devices: Sequence[Device]
+) -> list[PerReplica]:
     """Put each device's rows of a batch into its memory; on the CPU they are views."""
     placed = list(zip(pieces, devices, strict=True))
-    return tree.map_leaves(
-        lambda leaf: PerReplica([copy_to(leaf[piece], device) for piece, device in placed]), batch
-    )
+    return [
+        PerReplica([copy_to(leaf[piece], device) for piece, device in placed]) for leaf in leaves
+    ]
 
 
 def _no_rows(batch: Element) -> Element:
     leading_length(
-        batch,
+        tree.flatten(batch),
         "distribute_datasets_from_function",
         "The last step is completed with empty batches, so elements must be batches: call "
         "dataset.batch(per_replica_batch_size).",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
+from ndistribute import tree
 from ndistribute.data.elements import (
     Element,
     as_element,
@@ -51,9 +52,9 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None =
         if num_parallel_calls is None:
             return map(call, source)
         threads = num_parallel_calls if num_parallel_calls != AUTOTUNE else os.cpu_count() or 1
-        pool = Workers(threads, thread_name_prefix="ndistribute-map")
-        current.threads.add(pool)
-        return map_ahead(call, source, pool, threads)
+        workers = Workers(threads)
+        current.threads.add(workers)
+        return map_ahead(call, source, workers, threads)
 
     return Node(
         elements=elements,
@@ -93,7 +94,8 @@ def unbatched(child: Node) -> Node:
     """Return the elements of each batch."""
 
     def rows(batch: Element) -> Iterator[Element]:
-        length = leading_length(batch, "unbatch", "Batch the dataset before unbatch.")
+        leaves = tree.flatten(batch)
+        length = leading_length(leaves, "unbatch", "Batch the dataset before unbatch.")
         return unstack(batch, length)
 
     def elements(current: Pass, start: int) -> Iterator[Element]:

@@ -1,8 +1,9 @@
 """Who runs what where."""
 
 from ndistribute.context import register_default_strategy
-from ndistribute.strategies.base import Strategy, ValueContext
+from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.central_storage import CentralStorageStrategy
+from ndistribute.strategies.components import ValueContext
 from ndistribute.strategies.mirrored import MirroredStrategy
 from ndistribute.strategies.one_device import DefaultStrategy, OneDeviceStrategy
 

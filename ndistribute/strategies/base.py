@@ -9,19 +9,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
-
-import numpy as np
+from typing import Any, TypeVar
 
 from ndistribute import context, tree
 from ndistribute.autodiff import untrack
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.select import ReplicaGroup, make_group
-from ndistribute.context import Frame, ReplicaContext, chosen, current_frame, entered
+from ndistribute.context import Frame, chosen, current_frame, entered
 from ndistribute.data import distribute, distribute_from_function
-from ndistribute.device import Device, random_generator
+from ndistribute.device import Device
+from ndistribute.replica_context import ReplicaContext
+from ndistribute.strategies.components import ValueContext, components_of
+from ndistribute.strategies.frames import cross_replica_frame
+from ndistribute.strategies.generators import ReplicaGenerators
 from ndistribute.strategies.reductions import gather_leaf, reduce_leaf
 from ndistribute.strategies.replicas import ReplicaPool
 from ndistribute.values import DistributedValues, PerReplica
@@ -30,20 +31,12 @@ from ndistribute.variables.policy import VariableSynchronization
 from ndistribute.variables.sync_on_read import SyncOnReadVariable
 from ndistribute.variables.variable import Variable
 
-__all__ = ["Strategy", "ValueContext"]
+__all__ = ["Strategy"]
 
 S = TypeVar("S", bound="Strategy")
 
 # How long `run` waits for another thread's `run` of the same strategy.
 _TURN_SECONDS = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class ValueContext:
-    """Tell a value function which replica it makes a value for."""
-
-    replica_id_in_sync_group: int
-    num_replicas_in_sync: int
 
 
 class Strategy:
@@ -63,7 +56,7 @@ class Strategy:
         self._devices = tuple(devices)
         self._closed = False
         self._turn = threading.Lock()
-        self._rngs: dict[int, tuple[np.random.SeedSequence, Any]] = {}
+        self._generators = ReplicaGenerators(self._devices)
         self._build()
 
     # What a strategy may override.
@@ -107,7 +100,7 @@ class Strategy:
         Raises:
             RuntimeError: inside a replica, or in the scope of another strategy.
         """
-        frame = self._cross_replica_frame("scope")
+        frame = cross_replica_frame(self, "scope")
         with entered(Frame(chosen(self), None, frame.recorder, frame.merging)):
             yield self
 
@@ -142,7 +135,7 @@ class Strategy:
                 f"args must be a list or tuple, got {type(args).__name__}: write "
                 "strategy.run(step, args=(x,))."
             )
-        frame = self._cross_replica_frame("run")
+        frame = cross_replica_frame(self, "run")
         if frame.merging:
             raise RuntimeError(
                 "run was called inside merge_call: the replicas are waiting there. Return the "
@@ -176,7 +169,7 @@ class Strategy:
             ValueError: the op is unknown, shapes differ, or an axis is out of range.
             RuntimeError: called inside a replica.
         """
-        self._cross_replica_frame("reduce")
+        cross_replica_frame(self, "reduce")
         op = ReduceOp.parse(reduce_op)
         if isinstance(value, DistributedValues):
             return reduce_leaf(op, value, axis, self._devices)
@@ -193,7 +186,7 @@ class Strategy:
             ValueError: a component has no such axis, or other lengths differ.
             RuntimeError: called inside a replica.
         """
-        self._cross_replica_frame("gather", instead="all_gather")
+        cross_replica_frame(self, "gather", instead="all_gather")
         return tree.map_leaves(lambda leaf: gather_leaf(leaf, axis, self._devices), value)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
@@ -239,15 +232,7 @@ class Strategy:
         >>> nd.get_strategy().local_results({"x": nd.PerReplica([1])})
         ({'x': 1},)
         """
-        if isinstance(value, DistributedValues | Variable):
-            return value.values
-        held = [v for v in tree.flatten(value) if isinstance(v, DistributedValues | Variable)]
-        if not held:
-            return (value,)
-        size = max(len(leaf.values) for leaf in held)
-        return tuple(
-            tree.map_leaves(lambda leaf, i=i: _component(leaf, i, size), value) for i in range(size)
-        )
+        return components_of(value)
 
     def close(self) -> None:
         """End the replica threads; variables stay readable, `run` does not work any more.
@@ -285,7 +270,7 @@ class Strategy:
         """Make the replicas' communicators, contexts and threads."""
         self._group = self.make_group()
         self._contexts = tuple(
-            ReplicaContext(self, communicator, device, self._rng)
+            ReplicaContext(self, communicator, device, self._generators.of)
             for communicator, device in zip(self._group.communicators, self._devices, strict=True)
         )
         self._pool = ReplicaPool(self._group, self._contexts, repr(self))
@@ -310,46 +295,3 @@ class Strategy:
             yield
         finally:
             self._turn.release()
-
-    def _rng(self, replica: int) -> Any:
-        seed = context.current_seed()
-        known, generator = self._rngs.get(replica, (None, None))
-        if known is not seed:
-            own = np.random.SeedSequence(seed.entropy, spawn_key=(replica,))
-            generator = random_generator(self._contexts[replica].device, own)
-            self._rngs[replica] = (seed, generator)
-        return generator
-
-    def _cross_replica_frame(self, method: str, instead: str = "merge_call") -> Frame:
-        """Return the thread's frame, having checked that the method makes sense there."""
-        frame = current_frame()
-        if frame.replica is not None:
-            _refuse_in_replica(method, instead)
-        if frame.strategy is not None and frame.strategy is not self:
-            raise RuntimeError(
-                f"Mixing different strategies: {method} of {self!r} was called in the scope of "
-                f"{frame.strategy!r}. Leave that scope first."
-            )
-        return frame
-
-
-def _refuse_in_replica(method: str, instead: str) -> NoReturn:
-    also = " or all_reduce" if method == "reduce" else ""
-    raise RuntimeError(
-        f"{method} was called inside a replica, where each replica runs on its own. Call it "
-        f"outside run, or use get_replica_context().{instead}{also} instead."
-    )
-
-
-def _component(leaf: Any, index: int, size: int) -> Any:
-    if not isinstance(leaf, DistributedValues | Variable):
-        return leaf
-    parts = leaf.values
-    if isinstance(leaf, Variable) and len(parts) == 1:
-        return parts[0]  # A central variable's one component stands for every replica's.
-    if len(parts) != size:
-        raise ValueError(
-            f"local_results of a nest in which one leaf has {size} component(s) and another has "
-            f"{len(parts)}: each needs one component for each replica."
-        )
-    return parts[index]

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ndistribute.collective.select import ReplicaGroup
-from ndistribute.context import Frame, ReplicaContext, chosen, enter, leave
+from ndistribute.context import Frame, chosen, enter, leave
 from ndistribute.errors import WorkerLostError
+from ndistribute.replica_context import ReplicaContext
 from ndistribute.strategies.blas import limited_blas
 
 __all__ = ["ReplicaPool"]
@@ -125,9 +126,9 @@ class ReplicaPool:
         with limited_blas(size):
             posted: list[_ReplicaThread] = []
             try:
-                for rank, thread in enumerate(self._threads, start=1):
-                    posted.append(thread)
-                    thread.post(self._job(rank, step, outcome))
+                for rank in range(1, size):
+                    posted.append(self._threads[rank - 1])
+                    posted[-1].post(self._job(rank, step, outcome))
                 self._replica(0, step, outcome)
             except BaseException as interrupt:
                 self._fail(outcome, interrupt)

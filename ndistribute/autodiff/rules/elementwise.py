@@ -139,6 +139,16 @@ def _clip(out: Array, a: Array, a_min: Any = None, a_max: Any = None, **bounds: 
     return _masked(inside, a)
 
 
+def _clip_low(out: Array, a: Any, a_min: Array, a_max: Any = None) -> Vjp:
+    below = np.less(a, a_min)
+    return _masked(below if a_max is None else below & np.less_equal(a_min, a_max), a_min)
+
+
+def _clip_high(out: Array, a: Any, a_min: Any, a_max: Array) -> Vjp:
+    # The upper bound wins where it is below the lower one.
+    return _masked(np.greater(a if a_min is None else np.maximum(a, a_min), a_max), a_max)
+
+
 def _absolute(out: Array, x: Array) -> Vjp:
     if x.dtype.kind == "c":
         return lambda g: g * np.conj(x) / np.where(out, out, 1)
@@ -226,7 +236,7 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.arctan2: (_arctan2_y, _arctan2_x),
     np.hypot: (_hypot_x, _hypot_y),
     np.where: (lambda *_: lambda g: None, _where_x, _where_y),
-    np.clip: (_clip,),
+    np.clip: (_clip, _clip_low, _clip_high),
     np.absolute: (_absolute,),
     np.fabs: (_absolute,),
     np.square: (_square,),

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array
+from ndistribute.device import Array, array_namespace
 
 __all__ = [
+    "add_at",
     "as_axes",
     "fit",
     "identity",
@@ -62,9 +63,11 @@ def sum_to(g: Array, shape: Shape) -> Array:
         return lead_sum(g)
     axes = [axis for axis, n in enumerate(long) if axis < lead or shape[axis - lead] != n]
     total = g.sum(axis=tuple(axes), dtype=wide(g.dtype), keepdims=True) if lead >= 0 else g
-    if total.shape[max(lead, 0) :] != shape:
+    if lead > 0 and total.shape[lead:] == shape:
+        total = total.reshape(shape)
+    if total.shape != shape:
         raise ValueError(f"a gradient of shape {long} does not belong to a value of {shape}.")
-    return total.reshape(shape).astype(g.dtype, copy=False)
+    return total.astype(g.dtype, copy=False)
 
 
 def lead_sum(g: Array) -> Array:
@@ -80,6 +83,7 @@ def lead_sum(g: Array) -> Array:
 
 
 _GEMV_SIZE = 1 << 16
+_HOST = (np.ndarray, np.generic)
 
 
 def wide(dtype: Any) -> Any:
@@ -121,10 +125,17 @@ def spread(g: Array, shape: Shape, dtype: Any, axis: Any) -> Array:
     return whole
 
 
+def add_at(total: Array, index: Any, values: Array) -> None:
+    """Add values at an index, in place; what is named several times is added several times."""
+    xp = np if isinstance(total, np.ndarray) else array_namespace(total)
+    xp.add.at(total, index, values)
+
+
 def zeros(like: Array, shape: Shape, dtype: Any = None) -> Array:
     """Return zeros in the memory of another array, in its dtype if none is given."""
-    dtype = like.dtype if dtype is None else dtype
-    if isinstance(like, np.ndarray | np.generic):
+    if dtype is None:
+        dtype = like.dtype
+    if isinstance(like, _HOST):
         # `zeros_like` takes three times as long for small arrays.
         return np.zeros(shape, dtype)
     return np.zeros_like(like, dtype=dtype, shape=shape)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import zeros
+from ndistribute.autodiff.rules.fit import add_at, zeros
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, array_namespace
 
@@ -45,7 +45,7 @@ class Part:
         if self.distinct:
             total[self.index] += self.values
         else:
-            array_namespace(total).add.at(total, self.index, self.values)
+            add_at(total, self.index, self.values)
 
     def to_dense(self) -> Array:
         """Return the gradient of the whole array."""
@@ -79,7 +79,7 @@ class Rows:
     def add_to(self, total: Array) -> None:
         """Add the gradient to that of the whole array, in place."""
         for indices, values in self.parts:
-            array_namespace(total).add.at(total, indices, values)
+            add_at(total, indices, values)
 
     def to_dense(self) -> Array:
         """Return the gradient of the whole array."""

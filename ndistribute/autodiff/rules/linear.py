@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.rules.fit import fit
-from ndistribute.device import Array
+from ndistribute.device import Array, as_array
 
 __all__ = ["RULES", "RULES_BY_NAME"]
 
@@ -20,8 +20,8 @@ Vjp = Callable[[Array], Array]
 
 
 def _matmul_x(out: Array, x: Array, y: Array) -> Vjp:
-    shape, dtype, y_ndim = x.shape, x.dtype, np.ndim(y)
-    if y_ndim == 1:
+    shape, dtype = x.shape, x.dtype
+    if y.ndim == 1:
         if x.ndim == 1:
             return lambda g: fit(g * y, shape, dtype)
         return lambda g: fit(g[..., None] * y, shape, dtype)
@@ -31,8 +31,8 @@ def _matmul_x(out: Array, x: Array, y: Array) -> Vjp:
 
 
 def _matmul_y(out: Array, x: Array, y: Array) -> Vjp:
-    shape, dtype, x_ndim = y.shape, y.dtype, np.ndim(x)
-    if x_ndim == 1:
+    shape, dtype = y.shape, y.dtype
+    if x.ndim == 1:
         if y.ndim == 1:
             return lambda g: fit(g * x, shape, dtype)
         return lambda g: fit(x[:, None] * g[..., None, :], shape, dtype)
@@ -43,10 +43,11 @@ def _matmul_y(out: Array, x: Array, y: Array) -> Vjp:
     return lambda g: fit(np.matmul(np.swapaxes(x, -1, -2), _blas(g)), shape, dtype)
 
 
-def _dot_x(out: Array, x: Array, y: Array) -> Vjp:
-    shape, dtype, y_ndim = x.shape, x.dtype, np.ndim(y)
+def _dot_x(out: Array, x: Array, y: Any) -> Vjp:
+    y = as_array(y)
+    shape, dtype, y_ndim = x.shape, x.dtype, y.ndim
     if x.ndim == 0 or y_ndim == 0:
-        return lambda g: fit(np.asarray(g * y).sum() if x.ndim == 0 else g * y, shape, dtype)
+        return lambda g: fit(g * y, shape, dtype)
     if y_ndim <= 2:
         return _matmul_x(out, x, y)
 
@@ -58,8 +59,9 @@ def _dot_x(out: Array, x: Array, y: Array) -> Vjp:
     return vjp
 
 
-def _dot_y(out: Array, x: Array, y: Array) -> Vjp:
-    shape, dtype, x_ndim = y.shape, y.dtype, np.ndim(x)
+def _dot_y(out: Array, x: Any, y: Array) -> Vjp:
+    x = as_array(x)
+    shape, dtype, x_ndim = y.shape, y.dtype, x.ndim
     if y.ndim == 0 or x_ndim == 0:
         return _dot_x(out, y, x)
     if y.ndim <= 2:

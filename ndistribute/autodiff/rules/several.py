@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import fit
+from ndistribute.autodiff.rules.fit import fit, zeros
 from ndistribute.device import Array
 
 __all__ = ["JOINT_RULES", "RULES_BY_PATH"]
@@ -45,21 +45,31 @@ def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
     """Return the rule of one operand of an einsum, itself an einsum."""
     if not isinstance(args[0], str) or "." in args[0]:
         return None
-    position = path[0] - 1
-    operands = args[1:]
     inputs, arrow, output = args[0].replace(" ", "").partition("->")
     terms = inputs.split(",")
     if not arrow:
         output = "".join(sorted(c for c in set(inputs) - {","} if inputs.count(c) == 1))
-    own = terms[position]
-    others = [k for k in range(len(terms)) if k != position]
-    known = set(output).union(*(terms[k] for k in others))
-    if len(set(own)) < len(own) or not set(own) <= known:
-        return None
-    backward = ",".join([output, *(terms[k] for k in others)]) + "->" + own
-    rest = [operands[k] for k in others]
-    shape, dtype = operands[position].shape, operands[position].dtype
-    return lambda g: fit(np.einsum(backward, g, *rest, optimize=True), shape, dtype)
+    own = terms[path[0] - 1]
+    others = [(t, x) for k, (t, x) in enumerate(zip(terms, args[1:], strict=True), 1) if k != path[0]]
+    distinct = "".join(dict.fromkeys(own))
+    known = "".join(c for c in distinct if c in output or any(c in term for term, _ in others))
+    backward = ",".join([output, *(term for term, _ in others)]) + "->" + known
+    operand, rest = args[path[0]], [x for _, x in others]
+    shape, dtype = operand.shape, operand.dtype
+
+    def vjp(g: Array) -> Array:
+        change = np.einsum(backward, g, *rest, optimize=True)
+        if known != own:
+            # Indices that were summed away alone spread the gradient, and repeated ones put it on
+            # the diagonal, which einsum gives as a view.
+            whole = zeros(g, shape)
+            diagonal = np.einsum(f"{own}->{distinct}", whole)
+            where = tuple(slice(None) if c in known else None for c in distinct)
+            diagonal[...] = change[where]
+            return whole
+        return fit(change, shape, dtype)
+
+    return vjp
 
 
 def _split(parts: Sequence[Array], args: Args, kwargs: Kwargs) -> Any:
