@@ -64,13 +64,24 @@ class Group:
 
 @dataclass(frozen=True)
 class Result:
-    """The seconds that each repetition of a contender took for one unit of work."""
+    """The seconds that each repetition of a contender took for one unit of work.
+
+    Args:
+        group: its name.
+        contender: who.
+        steps: in a repetition.
+        seconds: of each repetition, for one unit of work.
+        own_cores: how many cores the contender kept busy, of each repetition.
+        others_cores: how many were busy with something else.
+        check: what the maker yielded.
+    """
 
     group: str
     contender: Contender
     steps: int
     seconds: tuple[float, ...]
-    cpu_seconds: tuple[float, ...]
+    own_cores: tuple[float, ...]
+    others_cores: tuple[float, ...]
     check: float | None
 
 

@@ -142,7 +142,8 @@ def _run_group(
             contender=one,
             steps=answer["steps"],
             seconds=tuple(run["seconds"] / answer["steps"] / one.units for run in own),
-            cpu_seconds=tuple(run["cpu_seconds"] / answer["steps"] / one.units for run in own),
+            own_cores=tuple(run["own_cpu"] / run["seconds"] for run in own),
+            others_cores=tuple(run["others_cpu"] / run["seconds"] for run in own),
             check=answer["check"],
         )
         for one, answer, own in zip(contenders, opened, runs, strict=True)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["libraries", "machine"]
+__all__ = ["busy_seconds", "libraries", "machine"]
 
 _BLAS_FACTS = ("internal_api", "version", "architecture", "num_threads")
 
@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
 
 def libraries(packages: list[str]) -> dict[str, Any]:
     """Describe this process: interpreter, versions, pinned threads and the BLAS in use."""
-    import numpy as np
+    import numpy as np  # noqa: F401, its BLAS is what threadpoolctl finds
     import threadpoolctl
 
     return {
@@ -50,8 +50,14 @@ def libraries(packages: list[str]) -> dict[str, Any]:
             for pool in threadpoolctl.threadpool_info()
             if pool.get("user_api") == "blas"
         ],
-        "numpy_file": np.__file__,
     }
+
+
+def busy_seconds() -> float:
+    """Return how long the cores of the machine have computed since it started, all together."""
+    ticks = [int(count) for count in _read("/proc/stat").partition("\n")[0].split()[1:9]]
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
 
 
 def _version(package: str) -> str | None:

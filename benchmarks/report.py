@@ -52,9 +52,8 @@ def _entry(benchmark: Benchmark, result: Result) -> dict[str, Any]:
         **one.facts,
         "figure": summary([benchmark.figure(seconds) for seconds in result.seconds]),
         "columns": benchmark.columns(result),
-        "cores_busy": statistics.median(
-            cpu / wall for cpu, wall in zip(result.cpu_seconds, result.seconds, strict=True)
-        ),
+        "own_cores": statistics.median(result.own_cores),
+        "others_cores": statistics.median(result.others_cores),
         "steps": result.steps,
         "check": result.check,
     }
@@ -71,11 +70,12 @@ def table(written: dict[str, Any]) -> str:
             *(_plain(entry["columns"].get(name, "")) for name in extra),
             shown(entry["figure"]["median"]),
             f"{shown(entry['figure']['min'])} to {shown(entry['figure']['max'])}",
-            f"{entry['cores_busy']:.1f}",
+            f"{entry['own_cores']:.1f}",
+            f"{entry['others_cores']:.1f}",
         ]
         for entry in entries
     ]
-    head = ["", "contender", *extra, written["unit"], "spread", "cores busy"]
+    head = ["", "contender", *extra, written["unit"], "spread", "cores", "others'"]
     notes = [written["title"] + (" (quick: the figures mean nothing)" if written["quick"] else "")]
     lines = [*notes, "", markdown(head, rows)]
     if any(_star(entry) for entry in entries):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     described = machine()  # Before anything runs: the load average is that of the others.
     written = {name: _run(name, out, options) for name in NAMES}
     sides = {key: written[NAMES[0]].get(key) for key in ("ours", "TF")}
+    entries = [entry for one in written.values() for entry in one["results"]]
+    described["others_cores"] = statistics.mean(entry["others_cores"] for entry in entries)
     write_json({**described, **sides}, out / "machine.json")
     table = _summary(described, sides, comparison(written), quick=options.quick)
     (out / "comparison.md").write_text(table)
@@ -64,20 +67,22 @@ def _run(name: str, out: Path, options: argparse.Namespace) -> dict[str, Any]:
 def _summary(described: dict[str, Any], sides: dict[str, Any], table: str, *, quick: bool) -> str:
     """Return the table under the machine that it was measured on."""
     ours = sides["ours"]
-    kernels = {f"{blas['internal_api']} {blas['architecture']}" for blas in ours["blas"]}
+    kernels = sorted({f"{blas['internal_api']} {blas['architecture']}" for blas in ours["blas"]})
     versions = {
         name: version
         for side in sides.values()
-        if side is not None
-        for name, version in side["packages"].items()
+        for name, version in (side or {"packages": {}})["packages"].items()
+        if version is not None
     }
     lines = [
         "# ndistribute beside TensorFlow",
         "",
-        f"{described['time']}, {described['cpu']}, {described['cores']} cores, load average "
-        f"{described['load_average'][0]} at the start; Python {ours['python']}, "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}; BLAS "
-        f"{', '.join(sorted(kernels))}.",
+        f"- {described['time']}, commit {described['commit']}",
+        f"- {described['cpu']}, {described['cores']} cores, BLAS {', '.join(kernels)}",
+        f"- load average {described['load_average'][0]} at the start, "
+        f"{described['others_cores']:.1f} cores busy with something else meanwhile",
+        f"- Python {ours['python']}, "
+        + ", ".join(f"{name} {version}" for name, version in versions.items()),
         "",
         *(["A quick run: the figures mean nothing.", ""] if quick else []),
         table,

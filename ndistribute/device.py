@@ -23,6 +23,7 @@ __all__ = [
     "as_array",
     "copy_to",
     "cupy_module",
+    "device_of",
     "is_gpu_array",
     "list_devices",
     "resolve_devices",
@@ -107,6 +108,9 @@ class Device:
         return hash(self._key())
 
 
+_HOST = Device("cpu:0")
+
+
 def list_devices(kind: str | None = None) -> list[Device]:
     """List the devices of this machine: the visible GPUs, and one logical CPU.
 
@@ -162,6 +166,11 @@ def is_gpu_array(value: Any) -> bool:
     return kind is not np.ndarray and _is_gpu_type(kind)
 
 
+def device_of(array: Array) -> Device:
+    """Return the device in whose memory an array lies, ``cpu:0`` for the host's."""
+    return Device(f"gpu:{array.device.id}") if is_gpu_array(array) else _HOST
+
+
 def as_array(value: Any) -> Array:
     """Return a value as an array of whichever namespace it belongs to; arrays come back as is.
 
@@ -194,18 +203,23 @@ def copy_to(array: Array, device: Device) -> Array:
         if array.device.id == device.index:
             return array
         with array.device:
+            if not array.flags.c_contiguous:  # CuPy copies no other array between devices.
+                array = array.copy()
             cupy.cuda.get_current_stream().synchronize()
-        with cupy.cuda.Device(device.index):
-            return cupy.array(array, copy=True)
-    host = np.asarray(array)
-    staged = _pinned_empty(host.shape, host.dtype)
-    staged[...] = host
+        source = array
+    else:
+        host = np.asarray(array)
+        source = _pinned_empty(host.shape, host.dtype)
+        source[...] = host
     with cupy.cuda.Device(device.index):
-        target = cupy.empty(host.shape, host.dtype)
-        target.set(staged)
-        # The pinned staging block goes back to CuPy's pool on return, so the copy must be over.
+        if is_gpu_array(source):
+            target = source.copy()  # CuPy copies to the current device.
+        else:
+            target = cupy.empty(source.shape, source.dtype)
+            target.set(source)
+        # What is copied may be written to, or go back to CuPy's pool, as soon as this returns.
         cupy.cuda.get_current_stream().synchronize()
-        return target
+    return target
 
 
 @functools.lru_cache(maxsize=1024)

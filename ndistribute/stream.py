@@ -1,15 +1,20 @@
-"""What orders a replica's work on its device, and what draws its random numbers there."""
+"""What orders the work on devices: a replica's stream, and the rules for work elsewhere.
+
+On a GPU the host only enqueues. What one stream writes another may read after somebody waited, so
+each function here says what is done when it returns. CPUs do everything at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Device, cupy_module
+from ndistribute.device import Array, Device, copy_to, cupy_module, device_of
 
-__all__ = ["Stream", "random_generator"]
+__all__ = ["Stream", "random_generator", "settle", "working_on", "write_to"]
 
 
 class Stream:
@@ -55,6 +60,43 @@ class Stream:
     def pointer(self) -> int:
         """Return the CUDA stream's address, as NCCL takes it; 0 on a CPU."""
         return 0 if self._cuda is None else int(self._cuda.ptr)
+
+
+def settle(streams: Sequence[Stream]) -> None:
+    """Wait for everything on the GPUs of some streams, whoever enqueued it there."""
+    for index in {stream.device.index for stream in streams if stream.on_gpu}:
+        cupy_module().cuda.Device(index).synchronize()
+
+
+def working_on(device: Device) -> contextlib.AbstractContextManager[Any]:
+    """Make a device current for a ``with`` block, as CuPy needs it for arrays that lie there.
+
+    If another one was current, what the block enqueued is done at its end.
+    """
+    return _NOTHING if device.kind == "cpu" else _visiting(device.index)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _visiting(index: int) -> Iterator[None]:
+    cuda = cupy_module().cuda
+    away = cuda.runtime.getDevice() != index
+    with cuda.Device(index):
+        yield
+        if away:
+            cuda.get_current_stream().synchronize()
+
+
+def write_to(target: Array, array: Array) -> None:
+    """Write an array's values into another array, in whichever memory either is.
+
+    If they are in different ones, it is done when this returns.
+    """
+    device = device_of(target)
+    with working_on(device):
+        target[...] = copy_to(array, device)
 
 
 def random_generator(device: Device, seed: np.random.SeedSequence) -> Any:

@@ -6,8 +6,10 @@ replicas which can disagree takes `several`.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -16,23 +18,33 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute.collective.threads import SMALL_BYTES
 
 __all__ = [
+    "ALL",
     "DEADLINE",
+    "LARGE",
+    "central",
+    "closing",
     "context",
     "cpus",
     "in_thread",
     "meet",
     "mirrored",
     "parts",
+    "pool_threads",
     "rank",
     "several",
     "strategy",
+    "wait_until_in",
     "works",
 ]
 
 # No wait of a test may take longer, in seconds.
 DEADLINE = 20.0
+
+# So many float64 are reduced by slice owners, not whole by the last replica to arrive.
+LARGE = SMALL_BYTES // 8 + 100
 
 
 def cpus(count: int) -> list[str]:
@@ -113,7 +125,7 @@ def works(strategy: nd.Strategy) -> bool:
     size = strategy.num_replicas_in_sync
 
     def step() -> bool:
-        total = context().all_reduce("sum", {"small": rank(), "large": np.ones(100_000)})
+        total = context().all_reduce("sum", {"small": rank(), "large": np.ones(LARGE)})
         rows = context().all_gather(np.full(rank(), rank()), axis=0)
         everyone = context().merge_call(lambda _, i: i, args=(rank(),))
         return (
@@ -131,6 +143,20 @@ def in_thread(fn: Callable[[], Any]) -> Iterator[Future[Any]]:
     """Run a function on another thread beside a ``with`` block; it ends with the block."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(fn)
+
+
+def wait_until_in(function: str, idents: Iterable[int | None]) -> None:
+    """Wait until each of these threads executes a function of this name, seen in its stack."""
+    wanted = list(idents)
+    deadline = time.monotonic() + DEADLINE
+    pause = threading.Event()
+    while time.monotonic() < deadline:
+        frames = sys._current_frames()
+        current = [frames.get(ident or 0) for ident in wanted]
+        if all(frame is not None and frame.f_code.co_name == function for frame in current):
+            return
+        pause.wait(0.001)
+    raise TimeoutError(f"threads {wanted} never came to {function}")
 
 
 def pool_threads() -> list[threading.Thread]:

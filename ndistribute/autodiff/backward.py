@@ -92,11 +92,8 @@ def _plan(
     for source in used:
         needed[source] = 1
     for start, stop in spans:
-        for index in range(start, min(stop, top + 1)):
-            entry = entries[index]
-            if entry is None:
-                continue
-            for parent in entry[0]:
+        for index, entry in enumerate(entries[start : min(stop, top + 1)], start):
+            for parent in entry[0] if entry is not None else ():
                 if needed[parent]:
                     flows[index] = needed[index] = 1
                     if used.get(parent) == -1:
@@ -135,7 +132,8 @@ def _joint_step(found: _Found, parents: Sequence[int], changes: list[Any], upstr
     changes.reverse()
     for parent in parents:
         change = changes.pop()
-        found.add(parent, change, change is not upstream and getrefcount(change) == _ALONE)
+        owned = change is not upstream and getrefcount(change) == _ALONE
+        found.add(parent, change, owned)
 
 
 class _Found:

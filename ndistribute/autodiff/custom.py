@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ndistribute.autodiff.dispatch import is_differentiable, operand
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
@@ -49,60 +51,65 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         graph: Any = current_frame().recorder
-        raw, places = [], []
-        for arg in args:
-            value, place = operand(arg, graph)
+        raw, wanted, parents = [], [], []
+        for k, arg in enumerate(args):
+            value, place = (arg, None) if type(arg) is np.ndarray else operand(arg, graph)
             raw.append(value)
-            places.append(place)
+            if place is not None:
+                wanted.append(k)
+                parents.append(place)
         result, derivative = function(*raw, **kwargs)
-        parents = tuple(place for place in places if place is not None)
-        if not parents:
-            return result
-        wanted = [k for k, place in enumerate(places) if place is not None]
-        check = _Check(function, [raw[k] for k in wanted])
-        if isinstance(result, tuple | list):
-            return graph.record_many(result, parents, _joint(check, derivative, wanted))
-        if not is_differentiable(result):
+        if not wanted:
             return result
         if callable(derivative):
-            return graph.record(result, parents, _joint(check, derivative, wanted))
-        rules = tuple(_single(check, derivative[k], n) for n, k in enumerate(wanted))
-        return graph.record(result, parents, rules)
+            rules: Any = _joint(function, derivative, raw, wanted)
+        else:
+            rules = tuple([_checked(function, derivative[k], raw[k]) for k in wanted])
+        if isinstance(result, tuple | list):
+            return graph.record_many(result, tuple(parents), rules)
+        return graph.record(result, tuple(parents), rules) if is_differentiable(result) else result
 
     return call
 
 
-class _Check:
-    """Hold what the gradients of a call must look like; the arguments themselves are not kept."""
+def _checked(
+    function: Callable[..., Any], rule: Callable[[Any], Any], argument: Any
+) -> Callable[[Any], Any]:
+    """Return the rule of one argument, with what it returns made sure of."""
+    shape, dtype = argument.shape, argument.dtype
 
-    __slots__ = ("expected", "function")
-
-    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        self.function = function
-        self.expected = [(argument.shape, argument.dtype) for argument in arguments]
-
-    def __call__(self, gradient: Any, position: int) -> Any:
-        if gradient is None or isinstance(gradient, IndexedSlices):
+    def checked(g: Any) -> Any:
+        gradient = rule(g)
+        if type(gradient) is np.ndarray and gradient.shape == shape and gradient.dtype == dtype:
             return gradient
-        gradient = as_array(gradient)
-        shape, dtype = self.expected[position]
-        if gradient.shape != shape:
-            raise ValueError(
-                f"the derivative of {self.function.__qualname__} gave a gradient of shape "
-                f"{gradient.shape} for an argument of shape {shape}: they must be the same."
-            )
-        return gradient if gradient.dtype == dtype else gradient.astype(dtype)
+        return _fitted(function, gradient, shape, dtype)
 
-
-def _single(check: _Check, rule: Callable[[Any], Any], position: int) -> Callable[[Any], Any]:
-    return lambda g: check(rule(g), position)
+    return checked
 
 
 def _joint(
-    check: _Check, derivative: Callable[[Any], Sequence[Any]], wanted: Sequence[int]
+    function: Callable[..., Any],
+    derivative: Callable[[Any], Sequence[Any]],
+    arguments: Sequence[Any],
+    wanted: Sequence[int],
 ) -> Callable[[Any], list[Any]]:
-    def rule(g: Any) -> list[Any]:
-        gradients = derivative(g)
-        return [check(gradients[k], n) for n, k in enumerate(wanted)]
+    """Return the rule of all arguments; of the arguments themselves it keeps the shape alone."""
+    expected = [(k, arguments[k].shape, arguments[k].dtype) for k in wanted]
 
-    return rule
+    def joint(g: Any) -> list[Any]:
+        gradients = derivative(g)
+        return [_fitted(function, gradients[k], shape, dtype) for k, shape, dtype in expected]
+
+    return joint
+
+
+def _fitted(function: Callable[..., Any], gradient: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if gradient is None or isinstance(gradient, IndexedSlices):
+        return gradient
+    gradient = as_array(gradient)
+    if gradient.shape != shape:
+        raise ValueError(
+            f"the derivative of {function.__qualname__} gave a gradient of shape {gradient.shape} "
+            f"for an argument of shape {shape}: they must be the same."
+        )
+    return gradient if gradient.dtype == dtype else gradient.astype(dtype)

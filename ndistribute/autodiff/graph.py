@@ -32,13 +32,14 @@ class Graph:
         frame: where the thread is; the graph is its recorder while a tape records.
     """
 
-    __slots__ = ("_frame", "_open", "_recording", "askers", "entries", "leaves")
+    __slots__ = ("_frame", "_open", "_recording", "askers", "entries", "leaves", "shared")
 
     def __init__(self, frame: Frame) -> None:
         self.entries: list[Entry | None] = []
         # The variable stands beside its place, lest another one gets its id.
         self.leaves: dict[int, tuple[Any, int]] = {}
         self.askers = 0
+        self.shared = False
         self._frame = frame
         self._open = 0
         self._recording: list[GradientTape] = []
@@ -111,6 +112,7 @@ class Graph:
 
     def open(self, tape: GradientTape) -> None:
         """Let a tape take part, and may it ask for gradients later."""
+        self.shared = self._open > 0 or self.shared
         self._open += 1
         self.askers += 1
         self.resume(tape)

@@ -15,7 +15,7 @@ from ndistribute.autodiff.tracked import untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import as_array
 
-__all__ = ["Delivery", "seeds_of", "unconnected_is_zero", "zeros_for"]
+__all__ = ["Delivery", "seeds_of", "unconnected_is_zero"]
 
 
 def unconnected_is_zero(mode: Any) -> bool:
@@ -55,34 +55,30 @@ def seeds_of(
     seeds: dict[int, Any] = {}
     for (place, value), gradient in zip(targets, given, strict=True):
         if place is not None:
-            seed = np.ones_like(value) if gradient is None else _seed(value, gradient)
+            seed = _ones(value) if gradient is None else _seed(value, gradient)
             seeds[place] = seeds[place] + seed if place in seeds else seed
     return seeds
-
-
-def zeros_for(sources: Sequence[Any]) -> Callable[[int], Any]:
-    """Return a function that makes the zeros that stand for an unconnected source."""
-
-    def zeros(k: int) -> Any:
-        source = sources[k]
-        is_variable = getattr(source, "is_distributed_variable", False)
-        return np.zeros_like(untrack(source.tracked_value() if is_variable else source))
-
-    return zeros
 
 
 class Delivery:
     """Collect gradients as they become final, and tell whoever waits for them.
 
     Args:
+        sources: variables and tracked arrays.
         places: the entry of each source, None for one that is not in the graph.
+        zero: whether a source without a gradient gets zeros.
         on_ready: called with each source's number and gradient.
     """
 
     def __init__(
-        self, places: Sequence[int | None], on_ready: Callable[[int, Any], None] | None
+        self,
+        sources: Sequence[Any],
+        places: Sequence[int | None],
+        zero: bool,
+        on_ready: Callable[[int, Any], None] | None,
     ) -> None:
-        self.fill: Callable[[int], Any] | None = None
+        self._sources = sources
+        self._zero = zero
         self._on_ready = on_ready
         self._results: list[Any] = [None] * len(places)
         self._waiting: dict[int | None, list[int]] = {}
@@ -96,23 +92,40 @@ class Delivery:
 
     def __call__(self, place: int | None, gradient: Any) -> None:
         """Take the final gradient of an entry, which belongs to the receiver."""
-        if gradient is not None and gradient.dtype.kind == "c":
-            # The rules carry the derivative of the analytic function; users want the direction of
-            # steepest ascent, as TensorFlow gives it.
-            gradient = np.conj(gradient)
-        for number, k in enumerate(self._waiting.pop(place, ())):
-            own = _copy(gradient) if number else gradient
-            if own is None and self.fill is not None:
-                own = self.fill(k)
-            self._results[k] = own
-            if self._on_ready is not None:
-                self._on_ready(k, own)
+        first, *others = self._waiting.pop(place)
+        # The copies come first: a hook may write into what it gets.
+        for k in others:
+            self._results[k] = self._finished(k, _copy(gradient))
+        self._results[first] = self._finished(first, gradient)
+        if self._on_ready is not None:
+            for k in (first, *others):
+                self._on_ready(k, self._results[k])
 
     def finish(self) -> list[Any]:
         """Return all gradients, having delivered those that never came."""
         for place in list(self._waiting):
             self(place, None)
         return self._results
+
+    def _finished(self, k: int, gradient: Any) -> Any:
+        source = self._sources[k]
+        if gradient is None:
+            return _zeros(source) if self._zero else None
+        if gradient.dtype.kind == "c":
+            # The rules carry the derivative of the analytic function; users want the direction of
+            # steepest ascent, as TensorFlow gives it.
+            gradient = np.conj(gradient)
+        # Before NumPy 2, a Python float turns a float32 number (not an array) into a float64.
+        return gradient if gradient.dtype == source.dtype else gradient.astype(source.dtype)
+
+
+def _zeros(source: Any) -> Any:
+    is_variable = getattr(source, "is_distributed_variable", False)
+    return np.zeros_like(untrack(source.tracked_value() if is_variable else source))
+
+
+def _ones(value: Any) -> Any:
+    return type(value)(1) if isinstance(value, np.generic) else np.ones_like(value)
 
 
 def _seed(value: Any, gradient: Any) -> Any:

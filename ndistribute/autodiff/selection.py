@@ -28,7 +28,11 @@ Rules = tuple[Callable[[Array], Any], ...] | Callable[[Any], Sequence[Any]]
 
 
 def rules_of(
-    function: Any, result: Array, args: Sequence[Any], kwargs: Mapping[str, Any], paths: Sequence[Path]
+    function: Any,
+    result: Array,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    paths: Sequence[Path],
 ) -> Rules:
     """Return the rules of a call that returned one array.
 
@@ -67,7 +71,11 @@ def joint_rule(
 
 
 def _by_path(
-    function: Any, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], paths: Sequence[Path]
+    function: Any,
+    result: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    paths: Sequence[Path],
 ) -> Rules:
     by_path = RULES_BY_PATH.get(function)
     rules = tuple(by_path(result, path, args, kwargs) for path in paths) if by_path else (None,)
@@ -79,7 +87,11 @@ def _by_path(
 
 
 def _other(
-    function: Any, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], paths: Sequence[Path]
+    function: Any,
+    result: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    paths: Sequence[Path],
 ) -> Callable[[Any], Sequence[Any]]:
     if any(len(path) > 1 or not isinstance(path[0], int) for path in paths):
         return fallback.missing(function, "a tracked array inside a list or a keyword")

@@ -16,7 +16,7 @@ from ndistribute import tree
 from ndistribute.autodiff.backward import Entry, backpropagate
 from ndistribute.autodiff.dispatch import is_differentiable
 from ndistribute.autodiff.graph import Graph
-from ndistribute.autodiff.request import Delivery, seeds_of, unconnected_is_zero, zeros_for
+from ndistribute.autodiff.request import Delivery, seeds_of, unconnected_is_zero
 from ndistribute.autodiff.tracked import Tracked, untrack
 from ndistribute.context import current_frame
 from ndistribute.device import as_array
@@ -162,11 +162,12 @@ class GradientTape:
         """
         zero = unconnected_is_zero(unconnected_gradients)
         graph, entries = self._recorded()
-        leaves = tree.flatten(sources)
-        delivery = Delivery([self._place(source) for source in leaves], on_ready)
+        # A plain list of variables is what nearly everybody asks for, at each step.
+        flat = type(sources) is list and all(map(_is_source, sources))
+        leaves = sources if flat else tree.flatten(sources)
+        delivery = Delivery(leaves, [self._place(source) for source in leaves], zero, on_ready)
         pairs = [self._target(one) for one in tree.flatten(target)]
         seeds = seeds_of(pairs, target, output_gradients)
-        delivery.fill = zeros_for(leaves) if zero else None
         if not self._persistent:
             self._close()
             self._entries = None
@@ -175,7 +176,8 @@ class GradientTape:
         backpropagate(
             entries, seeds, delivery.places, delivery, spans=spans, free=graph.askers == 0
         )
-        return tree.unflatten(sources, delivery.finish())
+        results = delivery.finish()
+        return results if flat else tree.unflatten(sources, results)
 
     def _recorded(self) -> tuple[Graph, list[Entry | None]]:
         if self._graph is None:
@@ -204,15 +206,16 @@ class GradientTape:
 
     def _place(self, source: Any) -> int | None:
         """Return where a source stands in the graph, None if it is not there."""
+        graph = self._graph
         if isinstance(source, Tracked):
-            return source.index if source.graph is self._graph else None
-        if not getattr(source, "is_distributed_variable", False):
-            raise TypeError(
-                f"a source of GradientTape.gradient is of type {type(source).__name__}: name "
-                "variables, or what tape.watch(array) returned."
-            )
+            return source.index if source.graph is graph else None
         known = self._leaves.get(id(source))
-        return known[1] if known is not None and self.watches(source) else None
+        if known is None:
+            _check_source(source)
+            return None
+        # A leaf that several tapes share may be there for another one.
+        shared = graph is not None and graph.shared
+        return None if shared and not self.watches(source) else known[1]
 
     def _target(self, target: Any) -> tuple[int | None, Any]:
         """Return where a target stands in the graph, and its raw value."""
@@ -232,3 +235,15 @@ class GradientTape:
         start, stop = self._spans[-1]
         if stop is None and self._entries is not None:
             self._spans[-1] = (start, len(self._entries))
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, Tracked) or getattr(value, "is_distributed_variable", False)
+
+
+def _check_source(value: Any) -> None:
+    if not _is_source(value):
+        raise TypeError(
+            f"a source of GradientTape.gradient is of type {type(value).__name__}: name variables, "
+            "or what tape.watch(array) returned."
+        )

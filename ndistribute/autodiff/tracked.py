@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff.dispatch import apply, apply_to_first, binary, ufunc_method, unary
+from ndistribute.autodiff.dispatch import apply, binary, ufunc_method, unary
 from ndistribute.autodiff.face import ArrayFace
-from ndistribute.autodiff.rules import RULES
 from ndistribute.autodiff.rules.elementwise import cast
 from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.context import current_frame
@@ -68,6 +67,10 @@ class Tracked(ArrayFace):
     def astype(self, dtype: Any, **kwargs: Any) -> Any:
         """Return the array cast to a dtype; to integers or booleans, without a gradient."""
         return apply(cast, (self, dtype), kwargs)
+
+    def clip(self, min: Any = None, max: Any = None, **kwargs: Any) -> Any:  # noqa: A002
+        """Return the array with its elements held between two bounds, None for no bound."""
+        return apply(np.clip, (self, min, max), kwargs)
 
     @property
     def __cuda_array_interface__(self) -> Any:
@@ -133,13 +136,8 @@ class Tracked(ArrayFace):
 
 def _method(name: str) -> Callable[..., Any]:
     function = getattr(np, name)
-    has_rule = function in RULES
 
     def method(self: Tracked, *args: Any, **kwargs: Any) -> Any:
-        if has_rule:
-            result = apply_to_first(function, self, args, kwargs, name)
-            if result is not NotImplemented:
-                return result
         return apply(function, (self, *args), kwargs)
 
     method.__name__ = name
@@ -148,9 +146,9 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "all any argmax argmin argpartition argsort clip conj conjugate copy cumprod cumsum diagonal "
-    "dot max mean min nonzero prod ravel repeat round searchsorted squeeze std sum swapaxes take "
-    "trace var"
+    "all any argmax argmin argpartition argsort conj conjugate copy cumprod cumsum diagonal dot "
+    "max mean min nonzero prod ravel repeat round searchsorted squeeze std sum swapaxes take trace "
+    "var"
 ).split():
     setattr(Tracked, _name, _method(_name))
 del _name

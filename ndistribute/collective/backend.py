@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.device import Array
+from ndistribute.device import Array, Device
 from ndistribute.errors import CollectiveMismatchError
 
 __all__ = ["Backend", "Call", "Signature", "Update", "check_calls"]
@@ -56,11 +56,13 @@ class Call(NamedTuple):
 class Backend(Protocol):
     """Move bytes between the replicas of a group; one object for each replica.
 
-    Of the `owners` replicas that update the same memory, this one is number `owner`.
+    The replica computes on `device`. Of the `owners` replicas that update the same memory, this
+    one is number `owner`.
     """
 
     rank: int
     size: int
+    device: Device
     owner: int
     owners: int
 

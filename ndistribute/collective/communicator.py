@@ -16,7 +16,7 @@ from ndistribute.collective.backend import Backend, Call, Signature, Update
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.reduce_op import ReduceOp, finish, result_dtype
-from ndistribute.device import Array, array_namespace, as_array
+from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.errors import DistributeError
 
 __all__ = ["Communicator"]
@@ -45,6 +45,7 @@ class Communicator:
         self.rank = backend.rank
         self.size = backend.size
         self._backend = backend
+        self._on_gpu = backend.device.kind == "gpu"
         self._sequence = 0
         self._history: deque[Call] = deque(maxlen=_HISTORY)
 
@@ -65,7 +66,7 @@ class Communicator:
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
             return tree.unflatten(value, [self._reduce_leaf(op, leaf, options) for leaf in leaves])
         arrays = [_reducible(op, leaf) for leaf in leaves]
-        inputs = [_flat(array) for array in arrays]
+        inputs = [_flat(array) for array in self._placed(arrays)]
         if self.size == 1:
             outputs = [flat.copy() for flat in inputs]
         else:
@@ -73,7 +74,7 @@ class Communicator:
             call = self._call("all_reduce", op.name, _signature(arrays))
             self._run(self._backend.all_reduce, call, inputs, outputs, op, options=options)
         results = [out.reshape(a.shape)[()] for out, a in zip(outputs, arrays, strict=True)]
-        return tree.unflatten(value, results)
+        return tree.unflatten(value, self._returned(results, arrays))
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate a nest over all replicas; see `ReplicaContext.all_gather`."""
@@ -81,7 +82,9 @@ class Communicator:
         moved = [_rows_first(leaf, axis) for leaf in leaves]
         if self.size == 1:
             return tree.unflatten(value, [leaf.copy() for leaf in leaves])
-        inputs = [array.reshape(len(array), math.prod(array.shape[1:])) for array in moved]
+        inputs = [
+            array.reshape(len(array), math.prod(array.shape[1:])) for array in self._placed(moved)
+        ]
         call = self._call("all_gather", f"axis={axis}", _signature(moved, ragged=True))
         joined = self._run(self._backend.all_gather, call, inputs, options=options)
         results = []
@@ -89,19 +92,19 @@ class Communicator:
             whole = rows.reshape(len(rows), *array.shape[1:])
             xp = array_namespace(whole)
             results.append(xp.ascontiguousarray(xp.moveaxis(whole, 0, axis)))
-        return tree.unflatten(value, results)
+        return tree.unflatten(value, self._returned(results, leaves))
 
     def broadcast(
         self, value: Any, root: int = 0, options: CommunicationOptions | None = None
     ) -> Any:
         """Return the nest that one replica passed; the others pass one of the same shapes."""
         arrays = [as_array(leaf) for leaf in tree.flatten(value)]
-        buffers = [_flat(array).copy() for array in arrays]
+        buffers = [_flat(array).copy() for array in self._placed(arrays)]
         if self.size > 1:
             call = self._call("broadcast", f"root={root}", _signature(arrays))
             self._run(self._backend.broadcast, call, buffers, root, options=options)
         results = [flat.reshape(a.shape)[()] for flat, a in zip(buffers, arrays, strict=True)]
-        return tree.unflatten(value, results)
+        return tree.unflatten(value, self._returned(results, arrays))
 
     def merge(
         self,
@@ -152,7 +155,7 @@ class Communicator:
         """
         op = ReduceOp.parse(op)
         checked = [_reducible(op, array) for array in arrays]
-        inputs = [_flat(array) for array in checked]
+        inputs = [_flat(array) for array in self._placed(checked)]
         call = self._call("reduce_update", op.name, _signature(checked))
         return self._run(
             self._backend.reduce_update, call, inputs, op, prepare, update, options=options
@@ -179,6 +182,21 @@ class Communicator:
         joined = IndexedSlices(values, indices, leaf.dense_shape).summed()
         finish(op, joined.values, self.size)
         return joined
+
+    def _placed(self, arrays: list[Array]) -> list[Array]:
+        """Return arrays in the memory of the replica's GPU, where a backend wants them."""
+        if not self._on_gpu:
+            return arrays
+        return [copy_to(array, self._backend.device) for array in arrays]
+
+    def _returned(self, results: list[Array], arrays: list[Array]) -> list[Array]:
+        """Bring each result to where the replica had its array: losses may well be on the host."""
+        if not self._on_gpu:
+            return results
+        return [
+            copy_to(result, device_of(array))[()]
+            for result, array in zip(results, arrays, strict=True)
+        ]
 
     def _call(self, kind: str, op: str | None, signature: Signature) -> Call:
         self._sequence += 1

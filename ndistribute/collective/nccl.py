@@ -20,7 +20,7 @@ from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.device import Array, array_namespace
 from ndistribute.errors import CollectiveTimeoutError, MissingDependencyError, WorkerLostError
-from ndistribute.stream import Stream
+from ndistribute.stream import Stream, settle
 
 __all__ = ["NcclBackend", "make_nccl_backends", "nccl_available"]
 
@@ -69,6 +69,7 @@ class NcclBackend:
         self.rank = rank
         self.size = len(group.streams)
         self.owner, self.owners = 0, 1  # Each GPU has a memory of its own.
+        self.device = group.streams[rank].device
         self._group = group
         self._stream = group.streams[rank]
         self._exchange = functools.partial(group.rendezvous.exchange, rank)
@@ -77,8 +78,14 @@ class NcclBackend:
         self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
     ) -> T:
         """Run `combine` once, when the GPUs have finished what the replicas had enqueued."""
+
+        def settled(values: Sequence[Any]) -> T:
+            combined = combine(values)
+            settle(self._group.streams)  # The others may use it at once, on their own streams.
+            return combined
+
         self._group.drain(self.rank, call, timeout)
-        return self._exchange(call, value, combine, timeout)
+        return self._exchange(call, value, settled, timeout)
 
     def all_reduce(
         self,
@@ -108,13 +115,15 @@ class NcclBackend:
 
         def combine(everyone: Sequence[Any]) -> Any:
             prepared = prepare()
+            settle(self._group.streams)  # It opens what every replica updates on its own GPU.
             self._group.launch(everyone)
             return prepared
 
         with self._stream.use():
             totals = [array_namespace(source).empty_like(source) for source in inputs]
             leaves = stage(op, inputs, totals, self.size)
-            prepared = self.merge(call, _launches(leaves), combine, timeout)
+            self._group.drain(self.rank, call, timeout)
+            prepared = self._exchange(call, _launches(leaves), combine, timeout)
             for index, leaf in enumerate(leaves):
                 leaf.complete(self.size)
                 update(prepared, index, 0, leaf.output.size, leaf.output)

@@ -134,7 +134,7 @@ def make_group(
     threads = [
         ThreadBackend(
             rendezvous,
-            streams[rank],
+            streams,
             rank,
             owner=spaces[:rank].count(spaces[rank]),
             owners=spaces.count(spaces[rank]),

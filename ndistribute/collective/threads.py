@@ -16,7 +16,7 @@ from ndistribute.collective.buckets import blocks, owned_ranges
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.device import Array, array_namespace, copy_to, is_gpu_array
-from ndistribute.stream import Stream
+from ndistribute.stream import Stream, settle, write_to
 
 __all__ = ["ThreadBackend"]
 
@@ -39,7 +39,7 @@ class ThreadBackend:
 
     Args:
         rendezvous: where the replicas meet; shared by all of them.
-        stream: the replica's device and stream.
+        streams: the device and stream of each replica.
         rank: which replica this is.
         owner: this replica's place among those that update the same memory.
         owners: how many replicas update that memory.
@@ -49,7 +49,7 @@ class ThreadBackend:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        stream: Stream,
+        streams: Sequence[Stream],
         rank: int,
         *,
         owner: int,
@@ -58,8 +58,10 @@ class ThreadBackend:
     ) -> None:
         self.rank = rank
         self.size = rendezvous.size
+        self.device = streams[rank].device
         self._rendezvous = rendezvous
-        self._stream = stream
+        self._stream = streams[rank]
+        self._streams = [stream for stream in streams if stream.on_gpu]
         self.owner = owner
         self.owners = owners
         self._one_device = one_device
@@ -68,9 +70,18 @@ class ThreadBackend:
         self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
     ) -> T:
         """Run `combine` once, on the thread of the last replica to arrive."""
-        # Others read on their own streams what this replica computed on its.
+        if not self._streams:
+            return self._rendezvous.exchange(self.rank, call, value, combine, timeout)
+
+        def settled(values: Sequence[Any]) -> T:
+            combined = combine(values)
+            settle(self._streams)
+            return combined
+
+        # The replicas read on their own streams what others computed on theirs, and what is
+        # combined on the last one's.
         self._stream.synchronize()
-        return self._rendezvous.exchange(self.rank, call, value, combine, timeout)
+        return self._rendezvous.exchange(self.rank, call, value, settled, timeout)
 
     def all_reduce(
         self,
@@ -86,8 +97,7 @@ class ThreadBackend:
         def combine(everyone: Sequence[Any]) -> Sequence[Any]:
             if alone:
                 for leaf in range(len(inputs)):
-                    _reduce_range(op, everyone, leaf, slice(None), self._stream)
-                self._stream.synchronize()
+                    self._reduce_range(op, everyone, leaf, slice(None))
             return everyone
 
         everyone = self.merge(call, (inputs, outputs), combine, timeout)
@@ -96,7 +106,7 @@ class ThreadBackend:
         sizes = tuple(array.size for array in inputs)
         for leaf, start, stop in _owned_ranges(sizes, self.size, self.rank):
             for part in _walk(inputs[leaf], start, stop):
-                _reduce_range(op, everyone, leaf, part, self._stream)
+                self._reduce_range(op, everyone, leaf, part)
         self._meet_again(call, timeout)
 
     def reduce_update(
@@ -146,6 +156,17 @@ class ThreadBackend:
         """Release every replica of this process."""
         self._rendezvous.abort(cause)
 
+    def _reduce_range(self, op: ReduceOp, everyone: Sequence[Any], leaf: int, part: slice) -> None:
+        """Reduce a range of a leaf over the replicas and write it into everyone's output."""
+        terms = [_here(inputs[leaf][part], self._stream) for inputs, _ in everyone]
+        outputs = [outputs[leaf][part] for _, outputs in everyone]
+        total = reduce_arrays(op, terms, out=outputs.pop(self.rank))
+        for output in outputs:
+            if self._streams:
+                write_to(output, total)
+            else:
+                output[...] = total
+
     def _meet_again(self, call: Call, timeout: float) -> None:
         """Wait until nobody reads this replica's arrays any more."""
         self.merge(call, None, _nothing, timeout)
@@ -155,32 +176,9 @@ def _nothing(_: Sequence[Any]) -> None:
     return None
 
 
-def _reduce_range(
-    op: ReduceOp, everyone: Sequence[Any], leaf: int, part: slice, stream: Stream
-) -> None:
-    """Reduce a range of a leaf over the replicas and write it into everyone's output."""
-    terms = [_here(inputs[leaf][part], stream) for inputs, _ in everyone]
-    first, *others = (outputs[leaf][part] for _, outputs in everyone)
-    if is_gpu_array(first) and first.device.id != stream.device.index:
-        others.insert(0, first)
-        total = reduce_arrays(op, terms)
-    else:
-        total = reduce_arrays(op, terms, out=first)
-    for output in others:
-        output[...] = _there(total, output)
-
-
 def _here(array: Array, stream: Stream) -> Array:
     """Return an array in the memory of this replica's device; on a CPU it is there already."""
-    return copy_to(array, stream.device) if is_gpu_array(array) else array
-
-
-def _there(array: Array, target: Array) -> Array:
-    """Return an array in the memory of the device that holds `target`."""
-    if not is_gpu_array(target) or array.device.id == target.device.id:
-        return array
-    with target.device:
-        return array_namespace(array).asarray(array)
+    return copy_to(array, stream.device) if stream.on_gpu or is_gpu_array(array) else array
 
 
 def _walk(array: Array, start: int, stop: int) -> Iterator[slice]:

@@ -55,7 +55,8 @@ class Strategy:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = tuple(devices)
         self._closed = False
-        self._turn = threading.Lock()
+        # Re-entrant, so that a main thread which is interrupted as it takes it is not locked out.
+        self._turn = threading.RLock()
         self._generators = ReplicaGenerators(self._devices)
         self._build()
 

@@ -16,6 +16,7 @@ from ndistribute.collective.reduce_op import (
     result_dtype,
 )
 from ndistribute.device import Array, Device, array_namespace, as_array, copy_to
+from ndistribute.stream import working_on
 from ndistribute.values import DistributedValues
 from ndistribute.variables.policy import VariableSynchronization
 from ndistribute.variables.variable import Variable
@@ -37,6 +38,11 @@ def reduce_leaf(op: ReduceOp, leaf: Any, axis: Any, devices: Sequence[Device]) -
         ValueError: shapes differ, or an axis is out of range.
         TypeError: the value is no number, array or `IndexedSlices`.
     """
+    with working_on(devices[0]):
+        return _reduce_leaf(op, leaf, axis, devices)
+
+
+def _reduce_leaf(op: ReduceOp, leaf: Any, axis: Any, devices: Sequence[Device]) -> Any:
     parts = _components(leaf, len(devices))
     if isinstance(leaf if parts is None else parts[0], IndexedSlices):
         return _reduce_rows(op, parts or [leaf] * len(devices), axis, devices[0])
@@ -63,7 +69,8 @@ def gather_leaf(leaf: Any, axis: int, devices: Sequence[Device]) -> Array:
                 f"gather along axis {axis}: the value of replica {replica} has shape "
                 f"{array.shape}. A number has no axis to join along: return np.reshape(x, (1,))."
             )
-    return _joined(parts, axis, devices[0])
+    with working_on(devices[0]):
+        return _joined(parts, axis, devices[0])
 
 
 def _joined(parts: Sequence[Any], axis: int, device: Device) -> Array:
@@ -110,7 +117,7 @@ def _reduce_plain(op: ReduceOp, array: Array, axis: Any, replicas: int) -> Any:
     if axis is not None:
         array = as_array(_reduce_axes(op, [array], axis))
     if op is ReduceOp.SUM:
-        return _numeric(array * np.asarray(replicas, array.dtype))
+        return _numeric(array * array.dtype.type(replicas))
     if op is ReduceOp.PROD:
         return _numeric((array**replicas).astype(array.dtype, copy=False))
     return _numeric(array.astype(result_dtype(op, array.dtype), copy=True))
@@ -127,17 +134,22 @@ def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Any:
         if not filled:
             raise ValueError(f"{op.name} over replicas that are all empty along axes {axes}.")
         arrays = filled
-    ufunc = getattr(array_namespace(*arrays), inner.ufunc)
-    # The dtype is named because NumPy would widen small integers while it sums.
     wide = accumulation_dtype(op, arrays[0].dtype)
-    total = reduce_arrays(
-        inner, [as_array(ufunc.reduce(array, axis=axes, dtype=wide)) for array in arrays]
-    )
+    total = reduce_arrays(inner, [_reduce_inside(inner, array, axes, wide) for array in arrays])
     if op is ReduceOp.MEAN:
         count = sum(int(np.prod([a.shape[axis] for axis in axes])) for a in arrays)
         with np.errstate(invalid="ignore", divide="ignore"):
-            total = total / np.asarray(count, wide)
+            total = total / wide.type(count)
     return _numeric(total.astype(result_dtype(op, arrays[0].dtype), copy=False))
+
+
+def _reduce_inside(op: ReduceOp, array: Array, axes: tuple[int, ...], wide: Any) -> Array:
+    """Reduce axes of one array by its method: CuPy's ufuncs reduce by sum and product alone."""
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return as_array(array.min(axis=axes) if op is ReduceOp.MIN else array.max(axis=axes))
+    # The dtype is named because NumPy would widen small integers while it sums.
+    method = array.sum if op is ReduceOp.SUM else array.prod
+    return as_array(method(axis=axes, dtype=wide))
 
 
 def _reduce_rows(

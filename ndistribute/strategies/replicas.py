@@ -38,35 +38,52 @@ class _Outcome:
         self.errors: list[tuple[int, BaseException]] = []
 
 
+class _Job:
+    """What one thread does in a step, and whether it is over."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._over = False
+        self._token = threading.Lock()  # Held until it is over.
+        self._token.acquire()
+
+    def do(self) -> None:
+        """Do it, on the thread that it was given to."""
+        try:
+            self._work()
+        finally:
+            self._over = True
+            self._token.release()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it is over, and say whether it is."""
+        # An interrupt may come when the token is taken already: the flag has the last word.
+        return self._over or self._token.acquire(timeout=timeout)
+
+
 class _ReplicaThread:
-    """A thread that waits for a job, runs it, and says that it is done."""
+    """A thread that waits for a job, does it, and waits for the next."""
 
     def __init__(self, name: str) -> None:
-        self._job: Callable[[], None] | None = None
-        self._start = threading.Lock()
-        self._done = threading.Lock()
-        self._start.acquire()  # Both are tokens: held until there is a job, or it is done.
-        self._done.acquire()
+        self._job: _Job | None = None
+        self._start = threading.Lock()  # A token: held until there is a job.
+        self._start.acquire()
         # Where nobody is left to give jobs, the thread ends.
         owner = weakref.ref(self, functools.partial(_wake, self._start))
         self._thread = threading.Thread(
-            target=_serve, args=(owner, self._start, self._done), name=name, daemon=True
+            target=_serve, args=(owner, self._start), name=name, daemon=True
         )
         self._thread.start()
 
-    def post(self, job: Callable[[], None]) -> None:
+    def post(self, job: _Job) -> None:
         """Give the thread a job."""
         self._job = job
         self._start.release()
 
-    def take(self) -> Callable[[], None] | None:
+    def take(self) -> _Job | None:
         """Return the job that was posted; None tells the thread to end."""
         job, self._job = self._job, None
         return job
-
-    def wait(self, timeout: float) -> bool:
-        """Wait until the job is done, and say whether it is."""
-        return self._done.acquire(timeout=timeout)
 
     def end(self) -> None:
         """End the thread; it must have no job."""
@@ -79,8 +96,8 @@ def _wake(start: threading.Lock, _: object) -> None:
         start.release()
 
 
-def _serve(owner: weakref.ref[_ReplicaThread], start: threading.Lock, done: threading.Lock) -> None:
-    """Run jobs until told to end, or until nobody is left to give one."""
+def _serve(owner: weakref.ref[_ReplicaThread], start: threading.Lock) -> None:
+    """Do jobs until told to end, or until nobody is left to give one."""
     while True:
         start.acquire()
         thread = owner()
@@ -88,9 +105,8 @@ def _serve(owner: weakref.ref[_ReplicaThread], start: threading.Lock, done: thre
         del thread
         if job is None:
             return
-        job()
+        job.do()
         del job
-        done.release()
 
 
 class ReplicaPool:
@@ -124,11 +140,11 @@ class ReplicaPool:
         if size > 1 and not self._threads:
             self._threads = [_ReplicaThread(f"{self._title}:{i}") for i in range(1, size)]
         with limited_blas(size):
-            posted: list[_ReplicaThread] = []
+            posted: list[_Job] = []
             try:
                 for rank in range(1, size):
-                    posted.append(self._threads[rank - 1])
-                    posted[-1].post(self._job(rank, step, outcome))
+                    posted.append(self._job(rank, step, outcome))
+                    self._threads[rank - 1].post(posted[-1])
                 self._replica(0, step, outcome)
             except BaseException as interrupt:
                 self._fail(outcome, interrupt)
@@ -161,18 +177,18 @@ class ReplicaPool:
         finally:
             leave()
 
-    def _job(self, rank: int, step: Step, outcome: _Outcome) -> Callable[[], None]:
+    def _job(self, rank: int, step: Step, outcome: _Outcome) -> _Job:
         # Settings that live in context variables, np.errstate among them, go along.
         settings = contextvars.copy_context()
-        return lambda: settings.run(self._replica, rank, step, outcome)
+        return _Job(lambda: settings.run(self._replica, rank, step, outcome))
 
     def _fail(self, outcome: _Outcome, interrupt: BaseException) -> None:
         """Note what reached the calling thread from outside its replica, and release the others."""
         outcome.errors.insert(0, (0, interrupt))
         self._group.abort(interrupt)
 
-    def _wait_for(self, waiting: list[_ReplicaThread], outcome: _Outcome) -> None:
-        """Wait for threads: as long as they compute, but after a failure only for a while."""
+    def _wait_for(self, waiting: list[_Job], outcome: _Outcome) -> None:
+        """Wait for jobs: as long as they compute, but after a failure only for a while."""
         deadline: float | None = None
         while waiting:
             try:
@@ -186,7 +202,6 @@ class ReplicaPool:
             if deadline is not None and time.monotonic() > deadline:
                 self.abandoned = True
                 self._threads = []
-                waiting.clear()  # The error's traceback holds the list; the threads are to end.
                 return
 
     def _raise_first(self, outcome: _Outcome) -> None:

@@ -40,11 +40,13 @@ class ArrayLike:
         return np.array(to_host(self.component()), dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(isinstance(out, ArrayLike) for out in kwargs.get("out", ())):
-            self._refuse_in_place(f"np.{ufunc.__name__}(..., out=variable)")
+        if method == "at" and isinstance(inputs[0], ArrayLike):
+            self._refuse_in_place(f"np.{ufunc.__name__}.at(variable, ...)")
+        self._refuse_as_output(f"np.{ufunc.__name__}", kwargs.get("out"))
         return getattr(ufunc, method)(*map(_read, inputs), **tree.map_leaves(_read, kwargs))
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        self._refuse_as_output(f"np.{function.__name__}", kwargs.get("out"))
         return function(*tree.map_leaves(_read, args), **tree.map_leaves(_read, kwargs))
 
     def __getattr__(self, name: str) -> Any:
@@ -57,6 +59,9 @@ class ArrayLike:
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         self._refuse_in_place("variable[...] = value")
+
+    def __contains__(self, item: Any) -> bool:
+        return _read(item) in self.component()
 
     def __len__(self) -> int:
         return len(self.component())
@@ -73,6 +78,9 @@ class ArrayLike:
     def __int__(self) -> int:
         return int(self.component())
 
+    def __complex__(self) -> complex:
+        return complex(self.component())
+
     def __index__(self) -> int:
         return operator.index(to_host(self.component())[()])
 
@@ -80,6 +88,10 @@ class ArrayLike:
         return format(to_host(self.component())[()], spec) if spec else str(self)
 
     __hash__ = object.__hash__
+
+    def _refuse_as_output(self, what: str, out: Any) -> None:
+        if any(isinstance(one, ArrayLike) for one in (out if isinstance(out, tuple) else (out,))):
+            self._refuse_in_place(f"{what}(..., out=variable)")
 
     def _refuse_in_place(self, what: str) -> NoReturn:
         raise TypeError(
@@ -92,8 +104,12 @@ def _read(value: Any) -> Any:
     return value.tracked_value() if isinstance(value, ArrayLike) else value
 
 
+def _function(name: str) -> Callable[..., Any]:
+    return divmod if name == "divmod" else getattr(operator, name)  # type: ignore[no-any-return]
+
+
 def _binary(name: str) -> Callable[[ArrayLike, Any], Any]:
-    function = getattr(operator, name)
+    function = _function(name)
 
     def forward(self: ArrayLike, other: Any) -> Any:
         return function(self.tracked_value(), _read(other))
@@ -111,7 +127,7 @@ def _unary(name: str) -> Callable[[ArrayLike], Any]:
 
 
 def _reflected(name: str) -> Callable[[ArrayLike, Any], Any]:
-    function = getattr(operator, name)
+    function = _function(name)
 
     def backward(self: ArrayLike, other: Any) -> Any:
         return function(_read(other), self.tracked_value())
@@ -126,7 +142,9 @@ def _in_place(name: str) -> Callable[[ArrayLike, Any], NoReturn]:
     return refuse
 
 
-for _name in "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split():
+for _name in (
+    "add sub mul truediv floordiv mod divmod pow matmul and_ or_ xor lshift rshift"
+).split():
     _dunder = _name.rstrip("_")
     setattr(ArrayLike, f"__{_dunder}__", _binary(_name))
     setattr(ArrayLike, f"__r{_dunder}__", _reflected(_name))

@@ -1,7 +1,7 @@
 """One array in one memory space, read as snapshots and updated in place when nobody holds one.
 
-A read hands out a read-only view. Reference counts say whether a view, or a view of it, is still
-held: if so the next update goes into a fresh array, else it happens where the array is.
+A read hands out a read-only view. The array's reference count says whether a view, or a view of it,
+is still held: if so the next update goes into a fresh array, else it happens where the array is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Cell:
 
         CuPy has no read-only arrays; there the snapshot is the reader's promise.
         """
-        return self._view
+        # Each reader gets a view of its own, for he may set its shape or its flags.
+        return self._view.view()
 
     def writable(self, *, keep: bool = True) -> Array:
         """Return the array to update, a fresh one where a snapshot is still held.
@@ -49,7 +50,7 @@ class Cell:
         Args:
             keep: whether the update needs the present values.
         """
-        if _references(self) != _UNHELD:
+        if _holders(self) != _UNHELD:
             self._hold(self._array.copy() if keep else _empty_like(self._array))
         return self._array
 
@@ -60,8 +61,8 @@ class Cell:
             self._view.flags.writeable = False
 
 
-def _references(cell: Cell) -> tuple[int, int]:
-    return sys.getrefcount(cell._array), sys.getrefcount(cell._view)
+def _holders(cell: Cell) -> int:
+    return sys.getrefcount(cell._array)
 
 
 def _empty_like(array: Array) -> Array:
@@ -69,4 +70,4 @@ def _empty_like(array: Array) -> Array:
 
 
 # Measured rather than written down: what the interpreter itself holds differs between versions.
-_UNHELD = _references(Cell(np.zeros(1), Device("cpu:0")))
+_UNHELD = _holders(Cell(np.zeros(1), Device("cpu:0")))

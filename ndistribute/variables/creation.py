@@ -14,9 +14,11 @@ import numpy as np
 from ndistribute import context
 from ndistribute.device import Array, as_array
 from ndistribute.values import DistributedValues
+from ndistribute.variables.casting import cast
 from ndistribute.variables.policy import (
     VariablePolicy,
     check_aggregation,
+    parse_aggregation,
     parse_synchronization,
 )
 
@@ -29,6 +31,9 @@ def create_variable(request: Request) -> Any:
     if replica is None or replica.num_replicas_in_sync == 1:
         return request.create(context.get_strategy())
     strategy = replica.strategy
+    if replica is strategy.replica_contexts[0]:
+        # Now, on its own thread: the value may be drawn from its generator.
+        request.array()
 
     def create(requests: Sequence[Request]) -> Any:
         for rank, other in enumerate(requests):
@@ -60,23 +65,29 @@ class Request:
         self.name = name
         self.dtype = dtype
         self.synchronization = parse_synchronization(synchronization)
-        self.aggregation = aggregation
+        self.aggregation = parse_aggregation(aggregation)
+        self._array: Array | None = None
 
     def array(self) -> Array:
-        value = self.initial_value
-        made = as_array(value() if callable(value) else value)
-        wanted = made.dtype if self.dtype is None else np.dtype(self.dtype)
-        if wanted.kind not in "biufc" and wanted.name != "bfloat16":
-            raise ValueError(f"a variable holds numbers, got an initial value of dtype {wanted}.")
-        return made.astype(wanted, copy=False)
+        """Return the initial value; a callable is called the first time alone."""
+        if self._array is None:
+            value = self.initial_value() if callable(self.initial_value) else self.initial_value
+            made = as_array(value)
+            wanted = made.dtype if self.dtype is None else np.dtype(self.dtype)
+            for dtype in (made.dtype, wanted):
+                if dtype.kind not in "biufc" and dtype.name != "bfloat16":
+                    raise ValueError(f"a variable holds numbers, not {dtype}, got {value!r}.")
+            self._array = cast(value, wanted, "the initial value of a variable")
+        return self._array
 
     def create(self, strategy: Any) -> Any:
         array = self.array()
+        check_aggregation(self.aggregation, array.dtype)
         policy = VariablePolicy(
             trainable=self.trainable,
             name=self.name or "Variable",
             synchronization=self.synchronization,
-            aggregation=check_aggregation(self.aggregation, np.dtype(array.dtype)),
+            aggregation=self.aggregation,
         )
         return strategy.variable_kind(self.synchronization).make(strategy, array, policy)
 
@@ -96,4 +107,4 @@ class Request:
         else:
             array = as_array(value)
             shown, dtype = f"shape {array.shape}", dtype or np.dtype(array.dtype)
-        return f"{shown}, dtype {dtype}, {self.synchronization.name}, {self.aggregation}"
+        return f"{shown}, dtype {dtype}, {self.synchronization.name}, {self.aggregation.name}"

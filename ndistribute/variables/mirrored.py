@@ -7,10 +7,11 @@ is then applied once to each array, while everyone waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, Device
+from ndistribute.errors import CollectiveMismatchError
 from ndistribute.variables.cell import Cell
 from ndistribute.variables.policy import VariableAggregation, VariablePolicy
 from ndistribute.variables.variable import Variable
@@ -67,8 +68,16 @@ class MirroredVariable(Variable):
         if replica is None:
             self._apply(write)
             return
-        combined = aggregate(self, replica.communicator, write)
-        replica.communicator.merge("assign", combined, lambda writes: self._apply(writes[0]))
+        communicator = replica.communicator
+        combined = aggregate(self, communicator, write)
+
+        def apply_once(writes: Sequence[tuple[MirroredVariable, Write]]) -> None:
+            for rank, (variable, _) in enumerate(writes):
+                if variable is not writes[0][0]:
+                    _refuse_mixed(write.how, communicator.calls_made, rank, variable, writes[0][0])
+            writes[0][0]._apply(writes[0][1])
+
+        communicator.merge(write.how, (self, combined), apply_once)
 
     def _apply(self, write: Write) -> None:
         for cell, device in zip(self._cells, self._devices, strict=True):
@@ -97,3 +106,13 @@ def aggregate(variable: Variable, communicator: Any, write: Write) -> Write:
     count = len(rows.indices) if communicator.rank == 0 else 0
     indices, values = communicator.all_gather((rows.indices[:count], rows.values[:count]), axis=0)
     return Write(write.how, IndexedSlices(values, indices, rows.dense_shape))
+
+
+def _refuse_mixed(how: str, call: int, rank: int, got: Variable, expected: Variable) -> NoReturn:
+    raise CollectiveMismatchError(
+        f"{how} #{call}: replica {rank} wrote to variable {got.name!r}, replica 0 to "
+        f"{expected.name!r}. Every replica must write to the same variables in the same order.",
+        rank=rank,
+        op=how,
+        sequence=call,
+    )

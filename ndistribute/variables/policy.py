@@ -15,6 +15,7 @@ __all__ = [
     "VariablePolicy",
     "VariableSynchronization",
     "check_aggregation",
+    "parse_aggregation",
     "parse_synchronization",
 ]
 
@@ -79,19 +80,26 @@ def parse_synchronization(synchronization: Any) -> VariableSynchronization:
     return parsed
 
 
-def check_aggregation(aggregation: Any, dtype: np.dtype[Any]) -> VariableAggregation:
+def parse_aggregation(aggregation: Any) -> VariableAggregation:
     """Return the aggregation that a name stands for.
 
     Raises:
-        ValueError: the name is unknown, or the dtype has no mean.
+        ValueError: the name is unknown.
     """
-    parsed = _parse(VariableAggregation, aggregation, "aggregation")
-    if parsed is VariableAggregation.MEAN and dtype.kind in "iub":
+    return _parse(VariableAggregation, aggregation, "aggregation")
+
+
+def check_aggregation(aggregation: VariableAggregation, dtype: np.dtype[Any]) -> None:
+    """Compare an aggregation with the dtype of what it aggregates.
+
+    Raises:
+        ValueError: the dtype has no mean.
+    """
+    if aggregation is VariableAggregation.MEAN and dtype.kind in "iub":
         raise ValueError(
             f"aggregation MEAN needs a floating dtype, got {dtype}: a mean of integers is none. "
             "Use SUM or ONLY_FIRST_REPLICA, or another dtype."
         )
-    return parsed
 
 
 def _parse(kind: type[E], value: Any, what: str) -> E:

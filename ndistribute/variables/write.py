@@ -13,6 +13,7 @@ import numpy as np
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, Device, array_namespace, as_array, copy_to, to_host
 from ndistribute.values import DistributedValues
+from ndistribute.variables.casting import cast
 
 if TYPE_CHECKING:
     from ndistribute.variables.cell import Cell
@@ -124,19 +125,7 @@ def _as_number_array(variable: Variable, how: str, value: Any) -> Array:
             "variable takes one value. Combine it first with strategy.reduce(op, value), or "
             "assign inside run."
         )
-    array = as_array(value)
-    weak = isinstance(value, bool | int | float | complex)
-    fits = (
-        np.result_type(type(value), variable.dtype).kind == variable.dtype.kind
-        if weak
-        else np.can_cast(array.dtype, variable.dtype, "same_kind")
-    )
-    if not fits:
-        raise ValueError(
-            f"{how} of {array.dtype} to variable {variable.name!r} of dtype {variable.dtype} would "
-            "lose information: convert it with astype first. Nothing has changed."
-        )
-    return array.astype(variable.dtype, copy=False)
+    return cast(value, variable.dtype, f"{how} to variable {variable.name!r}")
 
 
 def _apply_rows(how: str, target: Array, rows: IndexedSlices, device: Device) -> None:

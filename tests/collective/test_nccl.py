@@ -22,13 +22,14 @@ from ndistribute.collective.backend import Call
 from ndistribute.collective.nccl_plan import Launch, Wire, gather_launches, reduction_wire
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays, result_dtype
 from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.device import Device, Stream, copy_to, list_devices, to_host
+from ndistribute.device import Device, copy_to, list_devices, to_host
 from ndistribute.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     MissingDependencyError,
     WorkerLostError,
 )
+from ndistribute.stream import Stream
 from tests.collective.fake_nccl import FakeComm, FakeError, FakeNccl
 
 Array = Any

@@ -20,7 +20,7 @@ from ndistribute.data import (
     distribute,
     distribute_from_function,
 )
-from ndistribute.device import Device
+from ndistribute.device import Device, is_gpu_array, to_host
 from ndistribute.values import PerReplica
 
 DEADLINE_SECONDS = 10
@@ -168,6 +168,17 @@ def test_batches_may_differ_in_their_other_axes():
 def test_a_batch_that_is_not_rectangular_is_refused():
     with pytest.raises(ValueError, match="not rectangular"):
         next(iter(distribute([[[1, 2], [3]]], cpus(2))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_pieces_land_on_their_gpu(prefetch):
+    gpus = [Device("gpu:0"), Device("gpu:0")]
+    dataset = Dataset.range(64).shuffle(64, seed=1).repeat(4).batch(24)
+    kept = [step.values for step in distribute(dataset, gpus, InputOptions(prefetch=prefetch))]
+    assert all(is_gpu_array(piece) for values in kept for piece in values)
+    rows = np.concatenate([to_host(piece) for values in kept for piece in values])
+    assert sorted(rows.tolist()) == sorted(4 * list(range(64)))
 
 
 def test_cardinality_counts_global_batches():

@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndistribute.data import (
@@ -60,6 +60,7 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("build", PIPELINES.values(), ids=PIPELINES)
+@settings(max_examples=15)
 @given(
     epochs=st.integers(0, 2),
     taken=st.integers(0, 3),

@@ -1,4 +1,4 @@
-"""`gather`, `local_results` and `distribute_values_from_function`: values in and out of replicas."""
+"""`gather`, `local_results`, `distribute_values_from_function`: values in and out of replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that disagree about a collective: all of them hear of it at once, and the next call works.
+"""Replicas that disagree about a collective: all hear of it at once, and the next call works.
 
 Each step catches its error, so that a test sees what every replica was told, and goes on.
 """
@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import context, meet, pool_threads, rank, works
-
-LARGE = 100_000  # Elements; large enough to be reduced by slice owners.
+from tests.kinds import LARGE, context, meet, pool_threads, rank, works
 
 
 def told(strategy, call, *, before=0):

@@ -168,9 +168,7 @@ def test_what_is_no_number_is_refused(strategy, value):
 
 def test_rows_are_reduced_sparsely(strategy):
     size = strategy.num_replicas_in_sync
-    rows = parts(
-        strategy, lambda i: nd.IndexedSlices(np.ones((2, 3)), np.array([i, 5]), (6, 3))
-    )
+    rows = parts(strategy, lambda i: nd.IndexedSlices(np.ones((2, 3)), np.array([i, 5]), (6, 3)))
     for op, last in (("sum", size), ("mean", 1)):
         result = strategy.reduce(op, [rows])[0]
         assert isinstance(result, nd.IndexedSlices)

@@ -1,4 +1,4 @@
-"""`ReplicaContext.rng` and `set_seed`: every replica draws its own numbers, the same in every run."""
+"""`rng` and `set_seed`: every replica draws its own numbers, the same in every run."""
 
 from __future__ import annotations
 

@@ -13,8 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules import elementwise, indexing, linear, reductions, shape
-from ndistribute.autodiff.rules.composed import COMPOSED_BY_NAME
+from ndistribute.autodiff.rules import (
+    composed,
+    composed_math,
+    elementwise,
+    indexing,
+    linear,
+    reductions,
+    shape,
+)
 from ndistribute.autodiff.rules.several import JOINT_RULES, RULES_BY_PATH
 
 __all__ = [
@@ -48,7 +55,9 @@ RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     **_present(elementwise.RULES_BY_NAME | linear.RULES_BY_NAME | shape.RULES_BY_NAME),
 }
 
-COMPOSED: dict[Any, Callable[..., Any]] = _present(COMPOSED_BY_NAME)
+COMPOSED: dict[Any, Callable[..., Any]] = _present(
+    composed.COMPOSED_BY_NAME | composed_math.COMPOSED_BY_NAME
+)
 
 CONSTANT: frozenset[Any] = frozenset(
     {

@@ -149,9 +149,10 @@ def _take_along_axis(
 ) -> Callable[[Array], Part]:
     if axis is None:
         raise NotImplementedError("axis=None")
-    shape, along = arr.shape, axis % arr.ndim
-    grid = list(np.ix_(*(np.arange(length) for length in indices.shape)))
-    grid[along] = indices
+    shape = arr.shape
+    xp = array_namespace(arr)
+    grid = list(xp.ix_(*(xp.arange(length) for length in shape)))
+    grid[axis % arr.ndim] = indices
     index = tuple(grid)
     return lambda g: Part(shape, index, g)
 

@@ -21,6 +21,8 @@ Vjp = Callable[[Array], Array]
 
 def _matmul_x(out: Array, x: Array, y: Array) -> Vjp:
     shape, dtype = x.shape, x.dtype
+    if x.ndim == 2 == y.ndim and dtype == out.dtype:
+        return lambda g: _blas(g) @ y.T
     if y.ndim == 1:
         if x.ndim == 1:
             return lambda g: fit(g * y, shape, dtype)
@@ -32,6 +34,8 @@ def _matmul_x(out: Array, x: Array, y: Array) -> Vjp:
 
 def _matmul_y(out: Array, x: Array, y: Array) -> Vjp:
     shape, dtype = y.shape, y.dtype
+    if x.ndim == 2 == y.ndim and dtype == out.dtype:
+        return lambda g: x.T @ _blas(g)
     if x.ndim == 1:
         if y.ndim == 1:
             return lambda g: fit(g * x, shape, dtype)
@@ -80,7 +84,7 @@ def _blas(g: Array) -> Array:
 
 
 def _rows(x: Array) -> Array:
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    return x.reshape(-1, x.shape[-1])
 
 
 RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {

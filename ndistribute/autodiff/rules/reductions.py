@@ -6,13 +6,12 @@ elements take part (`where`, `initial`) have no rule; they fail when the gradien
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import as_axes, fit, kept_shape, spread, wide
+from ndistribute.autodiff.rules.fit import fit, kept_shape, spread, wide
 from ndistribute.device import Array
 
 __all__ = ["RULES", "exclusive_product"]
@@ -31,7 +30,7 @@ def _mean(
     result: Array, a: Array, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = 0
 ) -> Vjp:
     shape, own_dtype = a.shape, a.dtype
-    count = _count(shape, axis)
+    count = max(1, a.size // max(1, result.size))
     return lambda g: spread(g / count, shape, own_dtype, axis)
 
 
@@ -41,7 +40,11 @@ def _extreme(result: Array, a: Array, axis: Any = None, out: Any = None, keepdim
 
     def vjp(g: Array) -> Array:
         kept = g.shape if g.ndim == len(shape) else kept_shape(shape, axis)
-        share = np.equal(a, result.reshape(kept)).astype(a.dtype)
+        holds = np.equal(a, result.reshape(kept))
+        if isinstance(a, np.ndarray) and np.count_nonzero(holds) == result.size:
+            # No ties, as nearly always. On a GPU the question would cost more than it saves.
+            return g.reshape(kept) * holds
+        share = holds.astype(a.dtype)
         share /= share.sum(axis=axis, keepdims=True, dtype=wide(a.dtype))
         share *= g.reshape(kept)
         return share
@@ -61,7 +64,8 @@ def _variance(
     correction: Any = None,
 ) -> Vjp:
     _real(a)
-    scale = 2.0 / (_count(a.shape, axis) - (ddof if correction is None else correction))
+    count = max(1, a.size // max(1, result.size))
+    scale = 2.0 / (count - (ddof if correction is None else correction))
 
     def vjp(g: Array) -> Array:
         change = a - a.mean(axis=axis, keepdims=True, dtype=wide(a.dtype)).astype(a.dtype)
@@ -134,10 +138,6 @@ def _sort(result: Array, a: Array, axis: Any = -1, kind: Any = None, **kwargs: A
         return np.take_along_axis(g, back, along).reshape(a.shape)
 
     return vjp
-
-
-def _count(shape: tuple[int, ...], axis: Any) -> int:
-    return math.prod(shape[i] for i in as_axes(axis, len(shape)))
 
 
 def _real(a: Array) -> None:

@@ -50,7 +50,9 @@ def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
     if not arrow:
         output = "".join(sorted(c for c in set(inputs) - {","} if inputs.count(c) == 1))
     own = terms[path[0] - 1]
-    others = [(t, x) for k, (t, x) in enumerate(zip(terms, args[1:], strict=True), 1) if k != path[0]]
+    others = [
+        (t, x) for k, (t, x) in enumerate(zip(terms, args[1:], strict=True), 1) if k != path[0]
+    ]
     distinct = "".join(dict.fromkeys(own))
     known = "".join(c for c in distinct if c in output or any(c in term for term, _ in others))
     backward = ",".join([output, *(term for term, _ in others)]) + "->" + known

@@ -1,0 +1,192 @@
+"""Gradients of the collectives: the derivative of the sum of all replicas' targets."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from ndistribute.autodiff import GradientTape, Tracked, untrack
+from ndistribute.collective.select import make_group
+from ndistribute.context import current_frame
+from ndistribute.device import Device
+from tests.autodiff.standin import StandInVariable
+
+VALUES = {
+    1: [np.array([2.0, -3.0])],
+    2: [np.array([2.0, -3.0, 0.0, 5.0]), np.array([7.0, -3.0, 4.0, 0.0])],
+    3: [np.array([1.0, 0.0, 2.0]), np.array([3.0, 0.0, 2.0]), np.array([2.0, 5.0, 1.0])],
+}
+OPS = ["sum", "mean", "min", "max", "prod"]
+
+
+def on_replicas(count, step):
+    """Run ``step(communicator)`` on as many threads, and return what each returned."""
+    group = make_group([Device(f"cpu:{k}") for k in range(count)])
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(step, group.communicators))
+
+
+def all_reduce(communicator, op, value):
+    """Reduce as `ReplicaContext.all_reduce` does."""
+    return current_frame().recorder.all_reduce(communicator, op, value, None)
+
+
+def all_gather(communicator, value, axis):
+    return current_frame().recorder.all_gather(communicator, value, axis, None)
+
+
+def weights(rank, length):
+    """Return how a replica weighs the elements of the result; another way on each."""
+    return np.arange(1.0, length + 1) * (rank + 1)
+
+
+def reduced(op, values):
+    function = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}[op]
+    return function(np.stack(values), axis=0)
+
+
+@pytest.mark.parametrize("count", VALUES)
+@pytest.mark.parametrize("op", OPS)
+def test_all_reduce(op, count):
+    values = VALUES[count]
+    length = len(values[0])
+
+    def step(communicator):
+        with GradientTape() as tape:
+            x = tape.watch(values[communicator.rank].copy())
+            y = all_reduce(communicator, op, x)
+            loss = np.sum(y * weights(communicator.rank, length))
+        assert isinstance(y, Tracked)
+        return untrack(y), tape.gradient(loss, x)
+
+    total = sum(weights(rank, length) for rank in range(count))
+    for rank, (y, gradient) in enumerate(on_replicas(count, step)):
+        np.testing.assert_allclose(y, reduced(op, values))
+        np.testing.assert_allclose(gradient, expected_gradient(op, values, rank, total))
+
+
+def expected_gradient(op, values, rank, total):
+    """Return the gradient; at a tie, what the replicas that tie share."""
+    others = [value for k, value in enumerate(values) if k != rank]
+    if op == "sum":
+        return total
+    if op == "mean":
+        return total / len(values)
+    if op == "prod":
+        return total * (np.prod(np.stack(others), axis=0) if others else 1)
+    holds = np.stack(values) == reduced(op, values)
+    return total * holds[rank] / holds.sum(axis=0)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_float32_stays_float32(op):
+    def step(communicator):
+        with GradientTape() as tape:
+            x = tape.watch(np.float32(communicator.rank + 1))
+            y = all_reduce(communicator, op, x)
+        gradient = tape.gradient(y, x)
+        return untrack(y).dtype, gradient.dtype, gradient.shape
+
+    assert on_replicas(2, step) == [(np.float32, np.float32, ())] * 2
+
+
+def test_a_nest_is_one_call_in_each_direction():
+    """Also where some results are not used on a replica, and others never."""
+
+    def step(communicator):
+        variable = StandInVariable(np.float64(communicator.rank))
+        with GradientTape() as tape:
+            x, unused = tape.watch((np.ones(2), np.ones(3)))
+            nest = {"x": [x, 2.0], "plain": np.ones(2), "unused": unused, "v": variable}
+            before = communicator.calls_made
+            result = all_reduce(communicator, "sum", nest)
+            loss = np.sum(result["x"][0]) if communicator.rank else result["v"] * 3
+        forward = communicator.calls_made
+        gradients = tape.gradient(loss, [x, unused, variable])
+        tracked = [isinstance(one, Tracked) for one in (*result["x"], result["plain"], result["v"])]
+        calls = forward - before, communicator.calls_made - forward
+        return tracked, calls, result["x"][1], [g.tolist() for g in gradients]
+
+    for result in on_replicas(2, step):
+        assert result == ([True, False, False, True], (1, 1), 4, [[1, 1], [0, 0, 0], 3])
+
+
+def test_untracked_values_make_no_entry():
+    def step(communicator):
+        with GradientTape() as tape:
+            x = tape.watch(1.0)
+            total = all_reduce(communicator, "sum", {"a": np.ones(2), "b": communicator.rank})
+            joined = all_gather(communicator, np.full(1, communicator.rank), 0)
+            y = x * total["b"]
+        assert not isinstance(total["a"], Tracked)
+        assert not isinstance(joined, Tracked)
+        made = communicator.calls_made
+        tape.gradient(y, x)
+        return communicator.calls_made - made
+
+    assert on_replicas(2, step) == [0, 0]
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+def test_all_gather_of_ragged_parts(axis):
+    lengths = [2, 0, 3]
+    whole = np.arange(5.0)
+    mark = whole.reshape((5, 1) if axis in (0, -2) else (1, 5))
+
+    def part(rank):
+        return np.ones((lengths[rank], 2) if axis in (0, -2) else (2, lengths[rank]), np.float32)
+
+    def step(communicator):
+        rank = communicator.rank
+        with GradientTape() as tape:
+            x = tape.watch(part(rank))
+            y = all_gather(communicator, {"x": x * np.float32(rank + 1)}, axis)["x"]
+            loss = np.sum(y * mark * (rank + 1))
+        gradient = tape.gradient(loss, x)
+        assert gradient.dtype == np.float32
+        return untrack(y), gradient
+
+    start = 0
+    for rank, (y, gradient) in enumerate(on_replicas(3, step)):
+        assert y.shape == ((5, 2) if axis in (0, -2) else (2, 5))
+        stop = start + lengths[rank]
+        own = np.broadcast_to(mark * 6 * (rank + 1), y.shape)
+        own = own[start:stop] if axis in (0, -2) else own[:, start:stop]
+        np.testing.assert_array_equal(gradient, own)
+        start = stop
+
+
+def test_synchronised_normalisation_is_that_of_the_whole_batch():
+    """What batch normalisation over replicas needs."""
+    batch = np.random.default_rng(0).normal(size=(8, 3))
+    target = np.random.default_rng(1).normal(size=(8, 3))
+
+    def normalise(x, mean):
+        centre = mean(x)
+        spread = mean(np.square(x - centre))
+        return (x - centre) / np.sqrt(spread + 1e-3)
+
+    with GradientTape() as tape:
+        whole = tape.watch(batch)
+        loss = np.sum(np.square(normalise(whole, lambda x: np.mean(x, axis=0)) - target))
+    expected = tape.gradient(loss, whole)
+
+    def step(communicator):
+        own = slice(communicator.rank * 4, communicator.rank * 4 + 4)
+        with GradientTape() as tape:
+            x = tape.watch(batch[own])
+            y = normalise(x, lambda x: all_reduce(communicator, "mean", np.mean(x, axis=0)))
+            loss = np.sum(np.square(y - target[own]))
+        return tape.gradient(loss, x)
+
+    np.testing.assert_allclose(np.concatenate(on_replicas(2, step)), expected, rtol=1e-10)
+
+
+def test_an_unknown_op_is_refused():
+    (communicator,) = make_group([Device("cpu:0")]).communicators
+    with GradientTape() as tape:
+        x = tape.watch(1.0)
+        with pytest.raises(ValueError, match="no reduction"):
+            all_reduce(communicator, "average", x)

@@ -1,0 +1,188 @@
+"""What holds for any shapes, axes and indices."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ndistribute.autodiff import GradientTape, custom_gradient
+from tests.autodiff.standin import dense
+
+ELEMENTS = st.floats(0.5, 2, width=32)
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=3)
+
+
+def slope(function, arrays, seed=0):
+    """Compare gradients with the change of the function in one random direction.
+
+    Args:
+        function: of the arrays; returns one array.
+        arrays: float64.
+    """
+    rng = np.random.default_rng(seed)
+    arrays = [np.asarray(array, np.float64) for array in arrays]
+    with GradientTape() as tape:
+        tracked = tape.watch([array.copy() for array in arrays])
+        result = function(*tracked)
+    weights = rng.normal(size=np.shape(result))
+    gradients = tape.gradient(result, tracked, "zero", output_gradients=weights)
+    directions = [rng.normal(size=array.shape) for array in arrays]
+    ends = [
+        np.sum(
+            weights
+            * function(*(a + sign * 1e-6 * d for a, d in zip(arrays, directions, strict=True)))
+        )
+        for sign in (1, -1)
+    ]
+    expected = (ends[0] - ends[1]) / 2e-6
+    found = sum(np.sum(dense(g) * d) for g, d in zip(gradients, directions, strict=True))
+    for gradient, array in zip(gradients, arrays, strict=True):
+        assert gradient.shape == array.shape
+        assert gradient.dtype == array.dtype
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@given(hnp.mutually_broadcastable_shapes(num_shapes=2, min_side=0, max_side=3), st.randoms())
+def test_broadcasting(shapes, random):
+    function = random.choice(
+        [
+            np.multiply,
+            lambda x, y: x / y,
+            lambda x, y: np.where(np.greater(x, 1), x, y) - y,
+            lambda x, y: np.maximum(x, y) * x**y,
+        ]
+    )
+    rng = np.random.default_rng(random.randrange(100))
+    slope(function, [rng.uniform(0.5, 2, shape) for shape in shapes.input_shapes])
+
+
+@given(
+    hnp.mutually_broadcastable_shapes(signature=np.matmul.signature, max_dims=2, max_side=3),
+    st.integers(0, 99),
+)
+def test_matmul(shapes, seed):
+    rng = np.random.default_rng(seed)
+    slope(np.matmul, [rng.normal(size=shape) for shape in shapes.input_shapes], seed)
+
+
+@given(st.data(), hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=3))
+def test_reductions(data, shape):
+    axes = data.draw(
+        st.none()
+        | st.integers(-len(shape), len(shape) - 1)
+        | hnp.valid_tuple_axes(len(shape), min_size=1)
+    )
+    name = data.draw(st.sampled_from(["sum", "mean", "prod", "max", "min", "var"]))
+    keepdims = data.draw(st.booleans())
+    # Distinct elements: at a tie an extreme has no derivative.
+    values = np.random.default_rng(0).permutation(np.linspace(0.5, 2, int(np.prod(shape))))
+    slope(
+        lambda x: getattr(np, name)(x, axis=axes, keepdims=keepdims) * 1.0, [values.reshape(shape)]
+    )
+
+
+@given(st.data(), hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=4))
+def test_indexing(data, shape):
+    index = data.draw(
+        hnp.basic_indices(shape, allow_newaxis=True)
+        | hnp.integer_array_indices(shape)
+        | hnp.arrays(bool, shape)
+        | st.lists(st.integers(-shape[0], shape[0] - 1), max_size=5)
+    )
+    if isinstance(index, list):
+        index = np.array(index, np.intp)
+    x = np.random.default_rng(0).normal(size=shape)
+    with GradientTape() as tape:
+        tracked = tape.watch(x)
+        part = tracked[index]
+    weights = np.random.default_rng(1).normal(size=part.shape)
+    gradient = tape.gradient(part, tracked, output_gradients=weights)
+    expected = np.zeros(shape)
+    np.add.at(expected, index, weights)
+    np.testing.assert_allclose(dense(gradient), expected)
+
+
+@given(st.data())
+def test_einsum(data):
+    lengths = {"i": 2, "j": 3, "k": 1, "l": 0, "m": 2}
+    terms = data.draw(st.lists(st.text("ijkm", max_size=3), min_size=1, max_size=3))
+    present = sorted(set("".join(terms)))
+    output = "".join(data.draw(st.permutations(present)))[: data.draw(st.integers(0, 3))]
+    subscripts = ",".join(terms) + "->" + output
+    rng = np.random.default_rng(0)
+    operands = [rng.normal(size=[lengths[c] for c in term]) for term in terms]
+    slope(lambda *arrays: np.einsum(subscripts, *arrays), operands)
+
+
+@given(
+    hnp.arrays(np.float32, SHAPES, elements=ELEMENTS),
+    st.sampled_from(["ravel", "T", "flip", "sort", "expand", "concatenate", "tile", "stack"]),
+)
+def test_moving_elements_keeps_their_gradients(x, name):
+    """Every element of these results is one of the arguments, so all gradients are counts."""
+    with GradientTape() as tape:
+        tracked = tape.watch(x)
+        result = {
+            "ravel": np.ravel,
+            "T": lambda x: x.T,
+            "flip": np.flip,
+            "sort": lambda x: np.sort(x, axis=None),
+            "expand": lambda x: np.expand_dims(x, -1),
+            "concatenate": lambda x: np.concatenate([np.atleast_1d(x)] * 2, axis=-1),
+            "tile": lambda x: np.tile(x, (2, 1)),
+            "stack": lambda x: np.stack([x, x]),
+        }[name](tracked)
+    gradient = tape.gradient(result, tracked)
+    assert gradient.dtype == np.float32
+    assert (gradient == (2 if name in ("concatenate", "tile", "stack") else 1)).all()
+
+
+@custom_gradient
+def fused(a, b):
+    return np.sin(a) * b, lambda g: (g * np.cos(a) * b, g * np.sin(a))
+
+
+OPERATIONS = [
+    lambda a, b: a * b,
+    lambda a, b: a - b,
+    lambda a, b: np.tanh(a) + b[..., ::-1],
+    lambda a, b: np.concatenate([a[..., :1], b[..., 1:]], axis=-1),
+    lambda a, b: np.maximum(a, b + 10) * 0.5 + a,
+    lambda a, b: np.split(a * 2, 3, axis=-1)[1] * b,
+    fused,
+    lambda a, b: a.sum(axis=-1, keepdims=True) / 8 + b,
+]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 7), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8
+    ),
+    st.lists(st.integers(0, 9), min_size=1, max_size=4),
+)
+def test_programs(steps, sources):
+    """Any program, any sources: the hook and a second asking give the same gradients."""
+    values = list(np.random.default_rng(0).uniform(-1, 1, (3, 2, 3)))
+
+    def run(*inputs):
+        made = list(inputs)
+        for operation, left, right in steps:
+            made.append(OPERATIONS[operation](made[left % len(made)], made[right % len(made)]))
+        return made[-1], made
+
+    slope(lambda *inputs: run(*inputs)[0], values)
+    ready = {}
+    with GradientTape(persistent=True) as tape:
+        result, made = run(*tape.watch(values))
+    asked = [made[k % len(made)] for k in sources]
+    first = tape.gradient(result, asked, on_ready=ready.__setitem__)
+    second = tape.gradient(result, asked)
+    assert sorted(ready) == list(range(len(asked)))
+    for k, (one, other) in enumerate(zip(first, second, strict=True)):
+        assert (one is None) == (other is None) == (ready[k] is None)
+        if one is not None:
+            np.testing.assert_array_equal(one, other)
+            assert not np.shares_memory(one, other)
+    np.testing.assert_array_equal(values, np.random.default_rng(0).uniform(-1, 1, (3, 2, 3)))

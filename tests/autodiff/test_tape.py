@@ -1,0 +1,372 @@
+"""What a tape records, for how long, and what it gives back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ndistribute.autodiff import GradientTape, Tracked, custom_gradient
+from ndistribute.context import Frame, current_frame, entered
+from tests.autodiff.standin import StandInVariable
+
+
+def test_sources_keep_their_structure():
+    with GradientTape() as tape:
+        nest = tape.watch({"b": [1.0, np.ones(2, np.float32)], "a": (3.0,)})
+        y = nest["b"][0] * nest["a"][0] + np.sum(nest["b"][1])
+    gradient = tape.gradient(y, nest)
+    assert list(gradient) == ["b", "a"]
+    assert gradient["b"][0] == 3
+    assert gradient["b"][1].tolist() == [1, 1]
+    assert gradient["b"][1].dtype == np.float32
+    assert gradient["a"] == (1,)
+
+
+def test_the_target_may_be_a_nest_of_arrays_and_constants():
+    with GradientTape() as tape:
+        x = tape.watch(np.array([1.0, 2.0]))
+        target = {"square": x * x, "again": [x[0], x[0]], "constant": 3.0, "array": np.ones(2)}
+    assert tape.gradient(target, x).tolist() == [4, 4]
+
+
+def test_output_gradients_are_carried_on():
+    with GradientTape(persistent=True) as tape:
+        x = tape.watch(np.array([1.0, 2.0]))
+        y, z = x * 3, np.sum(x)
+    seed = np.array([1, 10])
+    assert tape.gradient(y, x, output_gradients=seed).tolist() == [3, 30]
+    assert tape.gradient([y, z], x, output_gradients=[seed, None]).tolist() == [4, 31]
+    with pytest.raises(ValueError, match=r"shape \(3,\).*\(2,\)"):
+        tape.gradient(y, x, output_gradients=np.ones(3))
+    with pytest.raises(ValueError, match="structure"):
+        tape.gradient([y, z], x, output_gradients=np.ones(2))
+
+
+def test_output_gradients_are_not_changed():
+    seed = np.ones(2)
+    with GradientTape() as tape:
+        x = tape.watch(np.ones(2))
+        y = x + 0
+    gradient = tape.gradient([y, y], x, output_gradients=[seed, seed])
+    gradient += 1
+    assert seed.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("none", None), ("zero", 0), ("ZERO", 0)])
+def test_unconnected_sources(mode, expected):
+    variable = StandInVariable(np.float32(3))
+    with GradientTape() as tape:
+        x, y = tape.watch((2.0, np.ones(3, np.float32)))
+        z = x * x
+    gradients = tape.gradient(z, [y, x, variable], unconnected_gradients=mode)
+    assert gradients[1] == 4
+    if expected is None:
+        assert gradients[0] is None
+        assert gradients[2] is None
+    else:
+        assert gradients[0].tolist() == [0, 0, 0]
+        assert gradients[0].dtype == np.float32
+        assert (gradients[2].shape, gradients[2].dtype) == ((), np.float32)
+
+
+def test_an_unknown_mode_is_refused():
+    with GradientTape() as tape:
+        x = tape.watch(2.0)
+    with pytest.raises(ValueError, match="'none' or 'zero'"):
+        tape.gradient(x, x, "nothing")
+    assert tape.gradient(x, x) == 1
+
+
+@pytest.mark.parametrize("target", [3.0, np.ones(2), None, [1, 2]], ids=str)
+def test_a_target_that_was_not_recorded_has_no_gradients(target):
+    ready = []
+    with GradientTape() as tape:
+        x, y = tape.watch((1.0, 2.0))
+    assert tape.gradient(target, [x, y], on_ready=lambda *both: ready.append(both)) == [None, None]
+    assert ready == [(0, None), (1, None)]
+
+
+def test_a_source_can_be_the_target_or_lie_between():
+    with GradientTape(persistent=True) as tape:
+        x = tape.watch(np.array([1.0, 2.0]))
+        h = x * 3
+        y = h * h
+    assert tape.gradient(x, x).tolist() == [1, 1]
+    assert [g.tolist() for g in tape.gradient(y, [h, x, y])] == [[6, 12], [18, 36], [1, 1]]
+    assert tape.gradient(h, y) is None
+    assert tape.gradient(x, h) is None
+
+
+def test_a_gradient_of_a_source_between_belongs_to_the_caller():
+    seen = []
+
+    def ready(k, gradient):
+        seen.append(gradient.tolist())
+        gradient[...] = np.nan
+
+    with GradientTape() as tape:
+        x = tape.watch(np.array([1.0, 2.0]))
+        h = x * 3
+        y = h * h + h
+    tape.gradient(y, [x, h], on_ready=ready)
+    assert seen == [[7, 13], [21, 39]]
+
+
+def test_gradients_are_arrays_that_the_caller_owns():
+    with GradientTape(persistent=True) as tape:
+        x, y, z = tape.watch((np.ones((2, 2)), np.ones((2, 2)), np.float32(1)))
+        target = x + y + z * np.ones(1, np.float32)
+    gradients = tape.gradient(target, [x, y, z, x])
+    assert [type(gradient) for gradient in gradients] == [np.ndarray] * 4
+    for gradient in gradients:
+        np.add(gradient, 1, out=gradient)
+    assert not any(np.shares_memory(a, b) for k, a in enumerate(gradients) for b in gradients[:k])
+    assert tape.gradient(target, x).tolist() == [[1, 1], [1, 1]]
+
+
+def test_one_gradient_unless_persistent():
+    with GradientTape() as tape:
+        x = tape.watch(2.0)
+        y = x * x
+    assert tape.gradient(y, x) == 4
+    with pytest.raises(RuntimeError, match="persistent=True"):
+        tape.gradient(y, x)
+
+
+def test_a_persistent_tape_gives_the_same_again():
+    with GradientTape(persistent=True) as tape:
+        x = tape.watch(np.array([1.0, 2.0]))
+        y = np.tanh(x) * x + x[0] - np.max(x)
+        z = y * y
+    first = tape.gradient(z, x)
+    assert tape.gradient(z, x).tolist() == first.tolist()
+    assert tape.gradient(y, x).tolist() == tape.gradient(y, x).tolist()
+
+
+def test_gradient_inside_the_block_ends_the_tape():
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+        y = x * x
+        assert tape.gradient(y, x) == 6
+        assert not isinstance(x * x, Tracked)
+    assert current_frame().recorder is None
+
+
+def test_gradient_inside_the_block_of_a_persistent_tape():
+    with GradientTape(persistent=True) as tape:
+        x = tape.watch(3.0)
+        y = x * x
+        assert tape.gradient(y, x) == 6
+        z = y * x
+    assert tape.gradient(z, x) == 27
+
+
+def test_nothing_is_recorded_outside():
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+    assert not isinstance(x * x, Tracked)
+    assert not isinstance(np.sum(x), Tracked)
+    assert not isinstance(x[...], Tracked)
+    assert not isinstance(np.concatenate([np.atleast_1d(x)]), Tracked)
+    with GradientTape() as other:
+        y = other.watch(2.0)
+        z = x * y
+    assert other.gradient(z, [x, y])[0] is None
+    assert tape.gradient(z, x) is None
+
+
+def test_a_tracked_array_can_be_watched_by_another_tape():
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+        assert tape.watch(x) is x
+    with GradientTape() as other:
+        y = other.watch(x)
+        z = y * y
+    assert other.gradient(z, y) == 6
+
+
+def test_stop_recording_pauses():
+    variable = StandInVariable(2.0)
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+        with tape.stop_recording():
+            frozen = x * variable
+            assert not isinstance(frozen, Tracked)
+            assert not isinstance(variable.tracked_value(), Tracked)
+        y = x * frozen * variable
+    assert [float(g) for g in tape.gradient(y, [x, variable])] == [12, 18]
+
+
+def test_stop_recording_survives_an_exception():
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+        with pytest.raises(KeyError), tape.stop_recording():
+            raise KeyError
+        y = x * x
+    assert tape.gradient(y, x) == 6
+
+
+def test_wrong_uses_say_so():
+    tape = GradientTape()
+    with pytest.raises(RuntimeError, match="with block"):
+        tape.watch(1.0)
+    with pytest.raises(RuntimeError, match="enter it"):
+        tape.gradient(1.0, [])
+    with pytest.raises(RuntimeError, match="is recording"), tape.stop_recording():
+        pass
+    with tape:
+        x = tape.watch(np.ones(2))
+        with pytest.raises(RuntimeError, match="make a new one"), tape:
+            pass
+        with pytest.raises(TypeError, match=r"int64.*astype"):
+            tape.watch(np.ones(2, np.int64))
+        with tape.stop_recording(), pytest.raises(RuntimeError, match="is recording"):
+            tape.stop_recording().__enter__()
+    with pytest.raises(TypeError, match=r"ndarray.*tape\.watch"):
+        tape.gradient(x, np.ones(2))
+    assert tape.gradient(x, x).tolist() == [1, 1]
+
+
+def test_an_exception_in_the_block_ends_the_recording():
+    with pytest.raises(KeyError), GradientTape():
+        raise KeyError
+    assert current_frame().recorder is None
+
+
+def test_a_tape_records_in_its_own_frame_only():
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+        with entered(Frame(None, None)):
+            assert not isinstance(x * x, Tracked)
+            with GradientTape() as inner:
+                y = inner.watch(x)
+                z = y * y
+            assert inner.gradient(z, y) == 6
+        w = x * x * x
+    assert tape.gradient(w, x) == 27
+
+
+def test_tapes_opened_together_both_differentiate():
+    with GradientTape() as first, GradientTape() as second:
+        x = first.watch(2.0)
+        y = second.watch(5.0)
+        z, w = x * y, x * x * y
+    assert [float(g) for g in first.gradient(z, [x, y])] == [5, 2]
+    assert [float(g) for g in second.gradient(w, [x, y])] == [20, 4]
+
+
+def test_an_inner_tape_sees_only_what_it_was_open_for():
+    with GradientTape(persistent=True) as outer:
+        x = outer.watch(2.0)
+        y = x * x
+        with GradientTape() as inner:
+            z = y * 3
+        after = z * z
+    assert inner.gradient(z, y) == 3
+    assert outer.gradient(z, x) == 12
+    assert outer.gradient(after, [x, y, z]) == [12 * 24, 3 * 24, 24]
+
+
+def test_an_inner_tape_takes_what_came_before_as_constant():
+    with GradientTape() as outer:
+        x = outer.watch(2.0)
+        y = x * x
+        with GradientTape() as inner:
+            z = y * 3
+    assert inner.gradient(z, x) is None
+    assert outer.gradient(z, x) == 12
+
+
+def test_pausing_one_of_two_tapes():
+    with GradientTape() as first, GradientTape() as second:
+        x = first.watch(2.0)
+        y = x * x
+        with first.stop_recording():
+            y = y * x
+        z = y * x
+    assert first.gradient(z, x) == 8
+    assert second.gradient(z, x) == 32
+
+
+def test_gradients_are_constants_to_an_outer_tape():
+    with GradientTape() as outer:
+        x = outer.watch(3.0)
+        with GradientTape() as inner:
+            y = x * x
+        slope = inner.gradient(y, x)
+        z = slope * x
+    assert type(slope) is np.ndarray
+    assert outer.gradient(z, x) == 6
+
+
+def test_gradients_become_ready_last_layer_first():
+    order = []
+    first, second, unused, third = (StandInVariable(np.float64(k)) for k in range(1, 5))
+    with GradientTape() as tape:
+        values = [v.tracked_value() for v in (first, second, unused, third)]
+        h = values[0] * 2.0
+        h = h * values[1] + values[0]
+        y = h * values[3]
+
+    def ready(k, gradient):
+        order.append((k, None if gradient is None else float(gradient)))
+
+    gradients = tape.gradient(y, [first, second, unused, third], on_ready=ready)
+    assert order == [(3, 5.0), (1, 8.0), (0, 20.0), (2, None)]
+    assert [g if g is None else float(g) for g in gradients] == [20, 8, None, 5]
+
+
+def test_ready_gradients_may_be_changed_in_place():
+    """A hook may reduce a gradient over replicas while the rest is still computed."""
+    w, b = StandInVariable(np.ones((2, 2))), StandInVariable(np.ones(2))
+    with GradientTape() as tape:
+        h = np.ones((3, 2)) @ w + b
+        y = h @ w + b
+
+    def scale(_, gradient):
+        gradient *= 10
+
+    scaled = tape.gradient(y, [w, b], on_ready=scale)
+    with GradientTape() as tape:
+        h = np.ones((3, 2)) @ w + b
+        y = h @ w + b
+    for ours, plain in zip(scaled, tape.gradient(y, [w, b]), strict=True):
+        np.testing.assert_array_equal(ours, plain * 10)
+
+
+def test_unconnected_zeros_reach_the_hook():
+    ready = {}
+    with GradientTape() as tape:
+        x, y = tape.watch((1.0, 2.0))
+        z = x * 2
+    tape.gradient(z, [x, y], "zero", on_ready=ready.__setitem__)
+    assert ready == {0: 2, 1: 0}
+
+
+def test_an_error_in_the_hook_leaves_gradient():
+    with GradientTape() as tape:
+        x = tape.watch(1.0)
+        y = x * 2
+
+    def fail(*_):
+        raise KeyError("hook")
+
+    with pytest.raises(KeyError, match="hook"):
+        tape.gradient(y, x, on_ready=fail)
+
+
+def test_only_what_leads_to_a_source_is_computed():
+    calls = []
+
+    @custom_gradient
+    def loud(x, name):
+        return x * 2, [lambda g: calls.append(name) or g * 2, None]
+
+    with GradientTape() as tape:
+        x, y = tape.watch((1.0, 2.0))
+        loud(x, "dead end")
+        a, b = loud(x, "x"), loud(y, "y")
+        z = a * b
+        loud(z, "after")
+    tape.gradient(z, y)
+    assert calls == ["y"]

@@ -1,0 +1,312 @@
+"""An imitation of ``cupy.ndarray`` over host memory, strict where CuPy is.
+
+It never turns into a NumPy array by itself, never mixes with one, and works on the current device
+alone; results without axes are arrays. What a call takes is written down as CuPy 13 has it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.imitation.clock import Memory, Stream, current_world
+from tests.gpu.imitation.signatures import METHODS, binder
+
+__all__ = ["Device", "arrays_in", "compute", "host_of", "ndarray", "upload"]
+
+Host = np.ndarray[Any, Any]
+DTYPES = "?bhilqBHILQefdFD"
+SCALARS = (bool, int, float, complex, np.generic)
+
+
+class Device:
+    """Play ``cupy.cuda.Device``."""
+
+    def __init__(self, device: int | None = None) -> None:
+        self.id = current_world().device if device is None else int(device)
+        self._before: list[int] = []
+
+    def synchronize(self) -> None:
+        current_world().wait_for_device(self.id)
+
+    def use(self) -> None:
+        current_world().device = self.id
+
+    def __enter__(self) -> Device:
+        self._before.append(current_world().device)
+        self.use()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        current_world().device = self._before.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and other.id == self.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+class _Pointer:
+    """Play ``cupy.cuda.MemoryPointer``."""
+
+    def __init__(self, array: ndarray) -> None:
+        self.ptr = array.host.ctypes.data
+        self.device_id = array.memory.device
+
+
+class ndarray:  # noqa: N801
+    """Play ``cupy.ndarray``; `host` and `memory` are the imitation's own."""
+
+    __module__ = "cupy"
+    __slots__ = ("__weakref__", "base", "host", "memory")
+    __array_priority__ = 100
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, shape: Any, dtype: Any = float) -> None:
+        self._hold(np.empty(shape, dtype), Memory(current_world().device), None)
+        self.host.reshape(-1).view(np.uint8)[...] = 0xAB  # Memory is never clean.
+
+    def _hold(self, host: Host, memory: Memory, base: ndarray | None) -> ndarray:
+        self.host, self.memory, self.base = host, memory, base
+        return self
+
+    def view_as(self, host: Host) -> ndarray:
+        """Return another view of the same memory."""
+        base = self if self.base is None else self.base
+        return ndarray.__new__(ndarray)._hold(host, self.memory, base)
+
+    shape = property(lambda self: self.host.shape)
+    strides = property(lambda self: self.host.strides)
+    dtype = property(lambda self: self.host.dtype)
+    ndim = property(lambda self: self.host.ndim)
+    size = property(lambda self: self.host.size)
+    itemsize = property(lambda self: self.host.itemsize)
+    nbytes = property(lambda self: self.host.nbytes)
+    device = property(lambda self: Device(self.memory.device))
+    data = property(_Pointer)
+    T = property(lambda self: self if self.ndim < 2 else self.view_as(self.host.T))
+    real = property(lambda self: compute(lambda: self.host.real, [self]))
+    imag = property(lambda self: compute(lambda: self.host.imag, [self]))
+
+    @property
+    def flags(self) -> Any:
+        known = self.host.flags
+        names = {"c_contiguous": known.c_contiguous, "f_contiguous": known.f_contiguous}
+        return type("Flags", (), {**names, "owndata": self.base is None})()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": self.shape, "typestr": self.dtype.str, "version": 3, "imitated": self}
+
+    def get(
+        self, stream: Any = None, order: str = "C", out: Host | None = None, blocking: bool = True
+    ) -> Host:
+        with Device(self.memory.device):
+            current_world().launch([self], [])
+            if blocking:
+                (stream or Stream.current()).synchronize()
+        if out is None:
+            return np.array(self.host, order="C")
+        if type(out) is not np.ndarray or out.dtype != self.dtype:
+            raise TypeError(f"{getattr(out, 'dtype', out)} from {self.dtype}")
+        if out.shape != self.shape:
+            raise ValueError(f"Shape mismatch. Expected shape: {self.shape}, got {out.shape}")
+        out[...] = self.host
+        return out
+
+    def set(self, arr: Host, stream: Any = None) -> None:
+        if type(arr) is not np.ndarray or arr.dtype != self.dtype:
+            raise TypeError("Only numpy.ndarray of the same dtype can be set to cupy.ndarray")
+        if arr.shape != self.shape:
+            raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
+        with Device(self.memory.device):
+            current_world().launch([], [self])
+        self.host[...] = arr
+
+    def copy(self, order: str = "C") -> ndarray:
+        """Copy to the current device, as CuPy does, wherever the array is."""
+        made = ndarray(self.shape, self.dtype)
+        made.host[...] = self.host
+        across = self.memory.device != made.memory.device
+        if across and not (self.flags.c_contiguous or self.flags.f_contiguous):
+            raise NotImplementedError("CuPy cannot copy non-contiguous array between devices.")
+        current_world().launch([self], [made], between=across)
+        return made
+
+    def astype(
+        self,
+        dtype: Any,
+        order: str = "K",
+        casting: None = None,
+        subok: None = None,
+        copy: bool = True,
+    ) -> ndarray:
+        if casting is not None or subok is not None:
+            raise TypeError("casting and subok are not supported yet")
+        if not copy and self.dtype == np.dtype(dtype):
+            return self
+        return compute(lambda: self.host.astype(dtype), [self])  # type: ignore[no-any-return]
+
+    def view(self, dtype: Any = None, type: Any = None) -> ndarray:  # noqa: A002
+        return self.view_as(self.host.view() if dtype is None else self.host.view(dtype))
+
+    def reshape(self, *shape: Any, order: str = "C") -> ndarray:
+        return compute(lambda: self.host.reshape(*shape, order=order), [self])  # type: ignore[no-any-return]
+
+    def transpose(self, *axes: Any) -> ndarray:
+        return self.view_as(self.host.transpose(*axes))
+
+    def fill(self, value: Any) -> None:
+        if isinstance(value, np.ndarray) and value.ndim:
+            raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
+        if not isinstance(value, (*SCALARS, np.ndarray)):
+            raise TypeError(f"Unsupported type {type(value)}")
+        compute(lambda: self.host.fill(value), [], [self])
+
+    def item(self) -> Any:
+        if self.size != 1:
+            raise ValueError("can only convert an array of size 1 to a Python scalar")
+        return self.get().item()
+
+    def tolist(self) -> Any:
+        return self.get().tolist()
+
+    def __getitem__(self, index: Any) -> Any:
+        used = [one for one in _items(index) if isinstance(one, ndarray)]
+        host = self.host[(*(host_of(one) for one in _items(index)), *_rest(index))]
+        return compute(lambda: host, [self, *used])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        items = _items(index)
+        used = [one for one in items if isinstance(one, ndarray)]
+        where = (*(host_of(one) for one in items), *_rest(index))
+        target = self.view_as(self.host[where])
+        if any(isinstance(one, ndarray | np.ndarray | list) for one in items):
+            _refuse_duplicates(where, self.shape)
+            value = value if isinstance(value, ndarray) else upload(np.asarray(value))
+            compute(lambda: self.host.__setitem__(where, value.host), [value, *used], [self])
+        elif not isinstance(value, ndarray):
+            target.fill(value)
+        else:
+            plain = (value.shape, value.strides, value.dtype)
+            memcpy = plain == (target.shape, target.strides, target.dtype)
+            contiguous = target.host.flags.c_contiguous
+            current_world().launch([value], [target], between=memcpy and contiguous)
+            self.host[where] = value.host
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __iter__(self) -> Any:
+        if not self.ndim:
+            raise TypeError("iteration over a 0-d array")
+        return (self[k] for k in range(len(self.host)))
+
+    def __array__(self, dtype: Any = None) -> Host:
+        raise TypeError(
+            "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct "
+            "a NumPy array explicitly."
+        )
+
+    __bool__ = lambda self: bool(self.get())  # noqa: E731
+    __int__ = lambda self: int(self.get())  # noqa: E731
+    __float__ = lambda self: float(self.get())  # noqa: E731
+    __complex__ = lambda self: complex(self.get())  # noqa: E731
+    __repr__ = lambda self: repr(self.get())  # noqa: E731
+    __str__ = lambda self: str(self.get())  # noqa: E731
+    __format__ = lambda self, spec: format(self.get(), spec)  # noqa: E731
+
+
+def arrays_in(value: Any) -> list[ndarray]:
+    """Return the imitated arrays in an argument, lists searched."""
+    if isinstance(value, list | tuple):
+        return [array for item in value for array in arrays_in(item)]
+    return [value] if isinstance(value, ndarray) else []
+
+
+def host_of(value: Any) -> Any:
+    """Replace the imitated arrays in an argument by what they hold."""
+    if isinstance(value, list | tuple) and arrays_in(value):
+        return type(value)(map(host_of, value))
+    return value.host if isinstance(value, ndarray) else value
+
+
+def upload(host: Any) -> ndarray:
+    """Copy a host array to the current device."""
+    if host.dtype.char not in DTYPES:
+        raise ValueError(f"Unsupported dtype {host.dtype}")
+    return compute(lambda: host.copy(), [])  # type: ignore[no-any-return]
+
+
+def compute(
+    call: Callable[[], Any], reads: Iterable[ndarray], writes: Iterable[ndarray] = ()
+) -> Any:
+    """Run an operation on hosts; what it returns lies on the current device, or is a view."""
+    reads, writes = list(reads), list(writes)
+    with np.errstate(all="ignore"):  # A GPU does not warn.
+        result = _wrap(call(), [*reads, *writes])
+    made = arrays_in(result)
+    if writes or any(all(one.memory is not array.memory for array in reads) for one in made):
+        current_world().launch(reads, [*writes, *made])
+    return result
+
+
+def _wrap(result: Any, parents: list[ndarray]) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)([_wrap(one, parents) for one in result])
+    if not isinstance(result, np.ndarray | np.generic):
+        return result
+    for parent in parents:
+        if result is parent.host:
+            return parent
+        if np.may_share_memory(result, parent.host) or _is_empty_view(result, parent.host):
+            return parent.view_as(result)
+    made = ndarray(result.shape, result.dtype)
+    made.host[...] = result
+    return made
+
+
+def _is_empty_view(result: Any, host: Host) -> bool:
+    base = getattr(result, "base", None)
+    return base is not None and not result.size and (base is host or base is host.base)
+
+
+def _items(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _rest(index: Any) -> tuple[Any, ...]:
+    """Make an index give an array also where NumPy would give a number."""
+    return () if any(one is Ellipsis for one in _items(index)) else (Ellipsis,)
+
+
+def _refuse_duplicates(where: Any, shape: tuple[int, ...]) -> None:
+    places = np.arange(int(np.prod(shape))).reshape(shape)[where]
+    if len(np.unique(places)) < places.size:
+        raise AssertionError("a place is named twice: CuPy leaves open which value it gets")
+
+
+def _method(name: str) -> Callable[..., Any]:
+    bind = binder(METHODS[name])
+
+    @functools.wraps(getattr(np.ndarray, name))
+    def method(self: ndarray, *args: Any, **kwargs: Any) -> Any:
+        given, named = bind(self, *args, **kwargs)
+        reads = [self, *arrays_in(given[1:]), *arrays_in(list(named.values()))]
+        hosts = {key: host_of(value) for key, value in named.items()}
+        return compute(
+            lambda: getattr(self.host, name)(*host_of(given[1:]), **hosts),
+            reads,
+            arrays_in(named.get("out")),
+        )
+
+    return method
+
+
+for _name in METHODS:
+    setattr(ndarray, _name, _method(_name))
+del _name

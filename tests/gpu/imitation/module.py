@@ -1,0 +1,143 @@
+"""The imitated module itself: what ``import cupy`` finds while a test says so."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+
+from tests.collective.fake_nccl import FakeNccl
+from tests.gpu.imitation.array import Device, compute, ndarray, upload
+from tests.gpu.imitation.clock import Event, Stream, World, current_world
+from tests.gpu.imitation.operations import Function, Ufunc, connect
+from tests.gpu.imitation.signatures import FUNCTIONS, UFUNCS
+
+__all__ = ["CUDARuntimeError", "modules"]
+
+_CONSTANTS = (
+    "pi e inf nan newaxis bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 "
+    "float64 complex64 complex128 intp dtype errstate broadcast_shapes"
+).split()
+
+
+class CUDARuntimeError(RuntimeError):
+    """Play ``cupy.cuda.runtime.CUDARuntimeError``."""
+
+
+def modules(count: int) -> tuple[World, dict[str, Any]]:
+    """Return GPUs and what belongs into ``sys.modules`` to use them.
+
+    Args:
+        count: how many GPUs there are.
+    """
+    world = World(count)
+    cupy: Any = types.ModuleType("cupy", "An imitation over host memory.")
+    cupy.ndarray = ndarray
+    for name in UFUNCS:
+        setattr(cupy, name, Ufunc(name))
+    cupy.linalg = types.SimpleNamespace()
+    for name, signature in FUNCTIONS.items():
+        owner, _, last = name.rpartition(".")
+        setattr(cupy.linalg if owner else cupy, last, Function(name, signature))
+    for name in _CONSTANTS:
+        setattr(cupy, name, getattr(np, name))
+    for maker in (array, asarray, empty, zeros, ones, full, arange):
+        setattr(cupy, maker.__name__, maker)
+    cupy.cuda = _cuda(count)
+    cupy.random = types.SimpleNamespace(Generator=Generator, XORWOW=XORWOW)
+    connect(cupy)
+    return world, {"cupy": cupy, "cupy.cuda": cupy.cuda, "cupy.cuda.nccl": cupy.cuda.nccl}
+
+
+def _cuda(count: int) -> Any:
+    cuda: Any = types.ModuleType("cupy.cuda")
+    cuda.Device, cuda.Stream, cuda.Event = Device, Stream, Event
+    cuda.get_current_stream = Stream.current
+    cuda.alloc_pinned_memory = lambda nbytes: bytearray(b"\xab" * nbytes)
+    cuda.runtime = types.SimpleNamespace(
+        getDeviceCount=lambda: count,
+        getDevice=lambda: current_world().device,
+        CUDARuntimeError=CUDARuntimeError,
+    )
+    cuda.nccl = FakeNccl()
+    cuda.nccl.available = True
+    return cuda
+
+
+def array(obj: Any, dtype: Any = None, copy: bool = True, order: str = "K") -> ndarray:
+    if isinstance(obj, ndarray):
+        here = obj.memory.device == current_world().device
+        made = obj if here and not copy else obj.copy()
+        return made if dtype is None else made.astype(dtype, copy=False)
+    if isinstance(obj, list | tuple) and any(isinstance(one, ndarray) for one in obj):
+        raise NotImplementedError("the imitation makes no array of a list of arrays")
+    return upload(np.asarray(obj, dtype))
+
+
+def asarray(a: Any, dtype: Any = None, order: str | None = None) -> ndarray:
+    return array(a, dtype, copy=False)
+
+
+def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    return ndarray(shape, dtype)
+
+
+def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    return _filled(shape, 0, dtype)
+
+
+def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    return _filled(shape, 1, dtype)
+
+
+def full(shape: Any, fill_value: Any, dtype: Any = None, order: str = "C") -> ndarray:
+    return _filled(shape, fill_value, np.asarray(fill_value).dtype if dtype is None else dtype)
+
+
+def _filled(shape: Any, value: Any, dtype: Any) -> ndarray:
+    made = ndarray(shape, dtype)
+    made.fill(value)
+    return made
+
+
+def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> ndarray:
+    return upload(np.arange(*((0, start) if stop is None else (start, stop)), step, dtype=dtype))
+
+
+class XORWOW:
+    """Play ``cupy.random.XORWOW``, a source of randomness on the current device."""
+
+    def __init__(self, seed: Any = None) -> None:
+        self.device = current_world().device
+        self.host = np.random.default_rng(seed)
+
+
+class Generator:
+    """Play ``cupy.random.Generator``; it has no `normal`, for one."""
+
+    def __init__(self, bit_generator: XORWOW) -> None:
+        self._bits = bit_generator
+
+    def random(self, size: Any = None, dtype: Any = np.float64, out: None = None) -> ndarray:
+        return self._draw(lambda: self._bits.host.random(size, dtype))
+
+    def standard_normal(
+        self, size: Any = None, dtype: Any = np.float64, out: None = None
+    ) -> ndarray:
+        return self._draw(lambda: self._bits.host.standard_normal(size, dtype))
+
+    def uniform(
+        self, low: float = 0.0, high: float = 1.0, size: Any = None, dtype: Any = np.float64
+    ) -> ndarray:
+        return self._draw(lambda: self._bits.host.uniform(low, high, size).astype(dtype))
+
+    def integers(
+        self, low: int, high: Any = None, size: Any = None, dtype: Any = np.int64
+    ) -> ndarray:
+        return self._draw(lambda: self._bits.host.integers(low, high, size, dtype))
+
+    def _draw(self, draw: Any) -> ndarray:
+        if self._bits.device != current_world().device:
+            raise RuntimeError("This Generator state is allocated in a different device")
+        return compute(lambda: np.asarray(draw()), [])  # type: ignore[no-any-return]

@@ -1,0 +1,170 @@
+"""Collectives between replicas on GPUs, and reductions across them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.gpu.placing import components, here, hosts, on, rank, replica
+
+OPS = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}
+LARGE = 300_000  # above the size that the last replica to arrive reduces alone
+
+
+def values(size: int, length: int, dtype: Any = np.float64) -> Any:
+    return np.random.default_rng(length).integers(-4, 5, (size, length)).astype(dtype)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("length", [0, 1, 7, LARGE])
+def test_all_reduce_gives_each_replica_its_own_result(
+    strategy: nd.Strategy, op: str, length: int
+) -> None:
+    table = values(strategy.num_replicas_in_sync, length)
+
+    def step() -> Any:
+        total = replica().all_reduce(op, here(table[rank()]))
+        assert on(total, replica().device)
+        return total
+
+    for total in hosts(strategy.run(step).values):
+        np.testing.assert_allclose(total, OPS[op](table, axis=0), rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int16", "int64", "uint8", "float16", "float32"])
+def test_all_reduce_keeps_the_dtype(strategy: nd.Strategy, dtype: str) -> None:
+    table = values(strategy.num_replicas_in_sync, 5, dtype)
+    for total in hosts(strategy.run(lambda: replica().all_reduce("sum", here(table[rank()]))).values):
+        assert total.dtype == dtype
+        np.testing.assert_array_equal(total, np.add.reduce(table, dtype=dtype))
+
+
+def test_a_nest_with_numbers_of_the_host_reduces(strategy: nd.Strategy) -> None:
+    size = strategy.num_replicas_in_sync
+
+    def step() -> Any:
+        nest = {"loss": float(rank()), "rows": here(np.full((2, 3), rank())), "zero": here(1.0)}
+        return replica().all_reduce("sum", nest)
+
+    for total in strategy.local_results(strategy.run(step)):
+        assert float(total["loss"]) == sum(range(size))
+        assert float(total["zero"]) == size
+        np.testing.assert_array_equal(*hosts([total["rows"], np.full((2, 3), sum(range(size)))]))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_all_gather_joins_ragged_parts(strategy: nd.Strategy, axis: int) -> None:
+    shape = [2, 2]
+
+    def part(index: int) -> Any:
+        own = list(shape)
+        own[axis] = index
+        return np.full(own, index, np.float32)
+
+    whole = np.concatenate([part(i) for i in range(strategy.num_replicas_in_sync)], axis)
+    joined = strategy.run(lambda: replica().all_gather(here(part(rank())), axis)).values
+    for own, device in zip(joined, strategy.devices, strict=True):
+        assert on(own, device)
+        np.testing.assert_array_equal(*hosts([own, whole]))
+
+
+def test_results_may_be_used_at_once_and_inputs_written_again(strategy: nd.Strategy) -> None:
+    size = strategy.num_replicas_in_sync
+
+    def step() -> Any:
+        x = here(np.ones(LARGE))
+        for _ in range(3):
+            x[...] = replica().all_reduce("mean", x) * 2
+        return x.sum()
+
+    assert {float(total) for total in strategy.run(step).values} == {8.0 * LARGE}
+    assert size >= 1
+
+
+def test_slices_are_summed_sparsely_and_alike_on_all_replicas(strategy: nd.Strategy) -> None:
+    size = strategy.num_replicas_in_sync
+    rng = np.random.default_rng(0)
+    indices, rows = rng.integers(0, 5, (size, 40)), rng.normal(size=(size, 40, 3))
+
+    def step() -> Any:
+        own = nd.IndexedSlices(here(rows[rank()]), here(indices[rank()]), (9, 3))
+        total = replica().all_reduce("sum", own)
+        assert on(total.values, replica().device)
+        assert on(total.indices, replica().device)
+        return total.values, total.indices, total.to_dense()
+
+    expected = np.zeros((9, 3))
+    np.add.at(expected, indices.ravel(), rows.reshape(-1, 3))
+    found = [hosts(own) for own in strategy.local_results(strategy.run(step))]
+    for values_, where, dense in found:
+        np.testing.assert_array_equal(where, np.unique(indices))
+        np.testing.assert_allclose(dense, expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_array_equal(values_, found[0][0])
+
+
+def test_merge_call_sees_every_replica(strategy: nd.Strategy) -> None:
+    def merged(strategy: nd.Strategy, value: nd.PerReplica) -> Any:
+        return strategy.reduce("sum", value, axis=None)
+
+    def step() -> Any:
+        own = here(np.full(4, rank() + 1.0))
+        total = replica().merge_call(merged, (own,))
+        return float(np.sum(total)) if rank() == 0 else None
+
+    size = strategy.num_replicas_in_sync
+    first = strategy.local_results(strategy.run(step))[0]
+    assert first == 4 * sum(range(1, size + 1))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reduce_brings_values_together_on_the_first_device(strategy: nd.Strategy, op: str) -> None:
+    table = values(strategy.num_replicas_in_sync, 6)
+    total = strategy.reduce(op, components(strategy, table.__getitem__))
+    assert on(total, strategy.devices[0])
+    np.testing.assert_allclose(hosts([total])[0], OPS[op](table, axis=0), rtol=1e-15)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("axis", [0, (0, 1)])
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int32"])
+def test_reduce_along_an_axis_counts_what_is_there(
+    strategy: nd.Strategy, op: str, axis: Any, dtype: str
+) -> None:
+    parts = [np.full((i + 1, 2), i + 1, dtype) for i in range(strategy.num_replicas_in_sync)]
+    total = strategy.reduce(op, components(strategy, parts.__getitem__), axis=axis)
+    expected = OPS[op](np.concatenate(parts).astype(np.float64), axis=axis)
+    np.testing.assert_allclose(hosts([total])[0], expected, rtol=1e-3 if dtype == "float16" else 1e-12)
+
+
+def test_a_plain_value_on_a_gpu_counts_as_the_same_on_every_replica(strategy: nd.Strategy) -> None:
+    device = strategy.devices[-1]
+    plain = components(strategy, lambda _: np.array([1.0, 2.0])).values[-1]
+    assert on(plain, device)
+    for op, factor in (("sum", strategy.num_replicas_in_sync), ("mean", 1), ("max", 1)):
+        total = strategy.reduce(op, plain)
+        np.testing.assert_array_equal(hosts([total])[0], np.array([1.0, 2.0]) * factor)
+    squares = strategy.reduce("prod", plain)
+    np.testing.assert_array_equal(
+        hosts([squares])[0], np.array([1.0, 2.0]) ** strategy.num_replicas_in_sync
+    )
+
+
+def test_gather_joins_in_replica_order(strategy: nd.Strategy) -> None:
+    size = strategy.num_replicas_in_sync
+    whole = strategy.gather(components(strategy, lambda i: np.full((i, 2), i)), axis=0)
+    assert on(whole, strategy.devices[0])
+    np.testing.assert_array_equal(
+        hosts([whole])[0], np.concatenate([np.full((i, 2), i) for i in range(size)])
+    )
+
+
+def test_replicas_that_differ_are_told(strategy: nd.Strategy) -> None:
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("one replica agrees with itself")
+    with pytest.raises(nd.CollectiveMismatchError, match="all_reduce #1"):
+        strategy.run(lambda: replica().all_reduce("sum", here(np.ones(3 + rank()))))
+    totals = strategy.run(lambda: replica().all_reduce("sum", here(1.0))).values
+    assert {float(total) for total in totals} == {float(strategy.num_replicas_in_sync)}

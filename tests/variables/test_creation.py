@@ -1,0 +1,245 @@
+"""Creating variables: what they start as, what they say of themselves, what is refused."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import context, mirrored, parts, rank, wait_until_in
+
+
+def make(strategy, *args, **kwargs):
+    with strategy.scope():
+        return nd.Variable(*args, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["on_write", "on_read"])
+def test_a_variable_is_always_a_variable(strategy, how):
+    v = make(strategy, 1.0, synchronization=how, aggregation="sum")
+    assert isinstance(v, nd.Variable)
+    assert not isinstance(v, np.ndarray)
+
+
+def test_its_properties(strategy):
+    v = make(strategy, np.zeros((2, 3), np.float32), False, "weights")
+    assert (v.shape, v.dtype, v.name, v.trainable) == ((2, 3), np.float32, "weights", False)
+    assert (v.ndim, v.size) == (2, 6)
+    assert v.synchronization is nd.VariableSynchronization.ON_WRITE
+    assert v.aggregation is nd.VariableAggregation.NONE
+    assert "weights" in repr(v)
+    for name in ("shape", "dtype", "name", "trainable", "synchronization", "aggregation", "value"):
+        with pytest.raises(AttributeError):
+            setattr(v, name, None)
+
+
+def test_the_defaults(strategy):
+    v = make(strategy, 1)
+    assert v.trainable is True
+    assert isinstance(v.name, str)
+    assert v.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("initial", "dtype", "wanted"),
+    [
+        (1.5, None, "float64"),
+        ([1, 2], None, "int64"),
+        (np.float32(1), None, "float32"),
+        (np.zeros(2, "f2"), None, "float16"),
+        (True, None, "bool"),
+        (1 + 2j, None, "complex128"),
+        ([1, 2], np.float32, "float32"),
+        (1.5, "float16", "float16"),
+        (np.zeros(2), "f4", "float32"),
+        (3, np.uint8, "uint8"),
+    ],
+)
+def test_the_dtype_is_the_initial_values_unless_it_is_named(initial, dtype, wanted):
+    v = nd.Variable(initial, dtype=dtype)
+    assert v.dtype == wanted
+    assert v.numpy().dtype == wanted
+    assert np.array_equal(v.numpy(), np.asarray(initial))
+
+
+@pytest.mark.parametrize(
+    ("initial", "dtype"), [(1.5, "int32"), ([1 + 1j], "float64"), (300, "uint8"), (-1, "uint32")]
+)
+def test_a_dtype_that_would_lose_something_is_refused(initial, dtype):
+    with pytest.raises(ValueError, match="lose"):
+        nd.Variable(initial, dtype=dtype)
+
+
+@pytest.mark.parametrize("initial", ["text", None, [None], object(), np.array(["a"])])
+def test_a_variable_holds_numbers(initial):
+    with pytest.raises(ValueError, match="holds numbers"):
+        nd.Variable(initial)
+
+
+def test_a_callable_is_called_once(strategy):
+    calls = []
+    v = make(strategy, lambda: calls.append(1) or np.arange(3.0))
+    assert calls == [1]
+    assert np.array_equal(v, [0, 1, 2])
+
+
+def test_the_initial_value_is_copied(strategy):
+    initial = np.zeros(3)
+    variables = [
+        make(strategy, initial),
+        make(strategy, lambda: initial),
+        make(strategy, initial, synchronization="on_read", aggregation="mean"),
+    ]
+    initial[:] = 1
+    for v in variables:
+        assert np.array_equal(v, [0, 0, 0])
+        v.assign([2.0, 2.0, 2.0])
+    assert np.array_equal(initial, [1, 1, 1])
+
+
+def test_a_view_or_a_transposed_array_makes_a_whole_one(strategy):
+    base = np.arange(6.0).reshape(2, 3)
+    v = make(strategy, base.T)
+    assert np.array_equal(v, base.T)
+    assert np.array_equal(make(strategy, base[:, ::2]), base[:, ::2])
+
+
+def test_a_variable_starts_another(strategy):
+    v = make(strategy, [1.0, 2.0])
+    w = make(strategy, v)
+    v.assign([3.0, 3.0])
+    assert np.array_equal(w, [1, 2])
+
+
+def test_a_per_replica_is_no_initial_value(several):
+    with pytest.raises(ValueError, match="PerReplica"):
+        make(several, parts(several, float))
+
+
+def test_synchronization_by_member_or_name(strategy):
+    for name in ("AUTO", "ON_WRITE", "ON_READ"):
+        member = nd.VariableSynchronization[name]
+        wanted = nd.VariableSynchronization.ON_WRITE if name == "AUTO" else member
+        for given in (member, name, name.lower()):
+            assert make(strategy, 1.0, synchronization=given).synchronization is wanted
+
+
+def test_aggregation_by_member_or_name(strategy):
+    for name in ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"):
+        member = nd.VariableAggregation[name]
+        for given in (member, name.lower(), name):
+            assert make(strategy, 1.0, aggregation=given).aggregation is member
+
+
+MAKE = {
+    "scope": lambda strategy, policy: make(strategy, 1.0, **policy),
+    "run": lambda strategy, policy: strategy.run(nd.Variable, (1.0,), policy),
+}
+
+
+@pytest.mark.parametrize("where", MAKE)
+def test_an_unknown_policy_or_no_synchronization_is_refused(strategy, where):
+    for policy in (
+        {"synchronization": "none"},
+        {"synchronization": nd.VariableSynchronization.NONE},
+        {"synchronization": "sometimes"},
+        {"aggregation": "median"},
+        {"synchronization": 3},
+    ):
+        with pytest.raises(ValueError, match=r"synchronization|aggregation"):
+            MAKE[where](strategy, policy)
+
+
+@pytest.mark.parametrize("how", ["on_write", "on_read"])
+def test_a_mean_of_integers_is_refused(strategy, how):
+    for dtype in ("int32", "uint8", "bool"):
+        with pytest.raises(ValueError, match="MEAN"):
+            make(strategy, np.zeros(2, dtype), synchronization=how, aggregation="mean")
+
+
+def test_outside_a_scope_it_belongs_to_the_default_strategy():
+    v = nd.Variable(1.0)
+    assert nd.get_strategy().local_results(v) == (1.0,)
+    v.assign_add(1.0)  # One replica: there is nobody to disagree with.
+    assert float(v) == 2
+
+
+def test_in_run_all_replicas_get_one_variable(strategy):
+    made = strategy.run(lambda: nd.Variable(np.zeros(2), aggregation="sum"))
+    assert isinstance(made, nd.Variable)
+    strategy.run(lambda: made.assign_add(np.ones(2)))
+    assert np.array_equal(made, [strategy.num_replicas_in_sync] * 2)
+
+
+def test_in_run_variables_are_matched_by_their_order(strategy):
+    def step():
+        first = nd.Variable(1.0, name="first")
+        second = nd.Variable([2.0], name="second", synchronization="on_read")
+        return {"second": second, "first": first}
+
+    made = strategy.run(step)
+    assert (made["first"].name, made["second"].name) == ("first", "second")
+    again = strategy.run(step)
+    assert again["first"] is not made["first"]
+
+
+def test_in_run_a_callable_is_called_once(strategy):
+    calls = []
+    strategy.run(lambda: nd.Variable(lambda: calls.append(1) or 1.0))
+    assert calls == [1]
+
+
+def test_in_run_the_first_replica_decides_the_value(strategy):
+    made = strategy.run(lambda: nd.Variable(rank() + 5.0))
+    assert float(made) == 5
+
+
+@pytest.mark.parametrize("late", range(3))
+def test_in_run_the_first_replica_draws_the_value_whoever_comes_last(late):
+    def step(idents=()):
+        if rank() == late:
+            wait_until_in("_wait", set(idents) - {idents[late]})
+        return nd.Variable(lambda: [rank(), context().rng.random()])
+
+    with mirrored(3) as strategy:
+        nd.set_seed(3)
+        made = strategy.run(step, kwargs={"idents": strategy.run(threading.get_ident).values})
+        nd.set_seed(3)
+        assert made.numpy().tolist() == [0, strategy.run(_draw).values[0]]
+
+
+def _draw():
+    return context().rng.random()
+
+
+@pytest.mark.parametrize(
+    "make_one",
+    [
+        lambda odd: nd.Variable(np.zeros(3 if odd else 2)),
+        lambda odd: nd.Variable(np.zeros(2, "f4" if odd else "f8")),
+        lambda odd: nd.Variable(np.zeros(2), dtype="f4" if odd else None),
+        lambda odd: nd.Variable(0.0, aggregation="sum" if odd else "mean"),
+        lambda odd: nd.Variable(0.0, synchronization="on_read" if odd else "auto"),
+        lambda odd: [nd.Variable(0.0) for _ in range(2 + odd)],
+        lambda odd: None if odd else nd.Variable(0.0),
+    ],
+)
+def test_in_run_replicas_must_agree(several, make_one):
+    with pytest.raises(ValueError, match="replica"):
+        several.run(lambda: make_one(rank() == 1))
+    assert float(several.run(lambda: nd.Variable(1.0))) == 1
+
+
+def test_in_run_spellings_of_one_policy_agree(several):
+    names = ["sum", "SUM", nd.VariableAggregation.SUM, "Sum"]
+    made = several.run(lambda: nd.Variable(0.0, aggregation=names[rank()]))
+    assert made.aggregation is nd.VariableAggregation.SUM
+
+
+def test_in_a_merge_call_one_variable_is_made(strategy):
+    made = strategy.run(lambda: context().merge_call(lambda _: nd.Variable(3.0)))
+    assert isinstance(made, nd.Variable)
+    with strategy.scope():
+        assert float(made) == 3

@@ -1,0 +1,179 @@
+"""ON_READ variables: each replica its own component; reading across replicas combines them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import meet, mirrored, parts, rank
+
+AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
+
+
+def make(strategy, initial=0.0, aggregation="sum", **kwargs):
+    with strategy.scope():
+        return nd.Variable(initial, synchronization="on_read", aggregation=aggregation, **kwargs)
+
+
+def components(strategy, v):
+    return [np.asarray(part).tolist() for part in strategy.local_results(v)]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_replica_reads_and_writes_its_own_component(strategy, aggregation):
+    v = make(strategy, 10.0, aggregation)
+
+    def step():
+        v.assign_add(rank() + 1.0)
+        first = float(v)
+        v.assign_sub(1.0)
+        v.assign(v * 2)
+        return first, float(v)
+
+    first, second = strategy.run(step)
+    size = strategy.num_replicas_in_sync
+    assert first.values == tuple(11.0 + i for i in range(size))
+    assert second.values == tuple(2 * (10.0 + i) for i in range(size))
+    assert components(strategy, v) == [2 * (10.0 + i) for i in range(size)]
+
+
+def test_replicas_need_not_write_alike(several):
+    v = make(several)
+
+    def step():
+        for _ in range(rank()):
+            v.assign_add(1.0)
+
+    several.run(step)
+    assert components(several, v) == list(range(several.num_replicas_in_sync))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "combine"), [("sum", np.sum), ("mean", np.mean), ("only_first_replica", min)]
+)
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int32"])
+def test_a_cross_replica_read_combines(strategy, aggregation, combine, dtype):
+    if aggregation == "mean" and dtype == "int32":
+        return
+    v = make(strategy, np.zeros(2, dtype), aggregation)
+    strategy.run(lambda: v.assign(np.full(2, rank() + 1, dtype)))
+    wanted = combine(range(1, strategy.num_replicas_in_sync + 1))
+    for read in (v.numpy, v.read_value, lambda: v.value, lambda: v + 0, lambda: np.asarray(v)):
+        assert read().dtype == dtype
+        assert read().tolist() == [wanted, wanted]
+        with strategy.scope():
+            assert read().tolist() == [wanted, wanted]
+    assert not v.read_value().flags.writeable
+
+
+def test_without_an_aggregation_a_cross_replica_read_is_refused(several):
+    v = make(several, 1.0, "none")
+    for read in (v.numpy, v.read_value, lambda: v.value, lambda: v + 1, lambda: float(v)):
+        with pytest.raises(ValueError, match="aggregation"):
+            read()
+    assert "Variable" in repr(v)
+    assert components(several, v) == [1.0] * several.num_replicas_in_sync
+
+
+def test_the_initial_value_is_every_components(strategy):
+    v = make(strategy, 3.0, "sum")
+    size = strategy.num_replicas_in_sync
+    assert components(strategy, v) == [3.0] * size
+    assert float(v) == 3 * size
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_an_assigned_integer_goes_to_the_first_with_sum(strategy, dtype):
+    v = make(strategy, np.array(5, dtype))
+    v.assign(7)
+    assert components(strategy, v) == [7] + [0] * (strategy.num_replicas_in_sync - 1)
+    assert int(v) == 7
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "complex64"])
+def test_an_assigned_float_is_shared_out_with_sum(strategy, dtype):
+    v = make(strategy, np.array(5, dtype))
+    size = strategy.num_replicas_in_sync
+    v.assign(12.0)
+    assert components(strategy, v) == [12.0 / size] * size
+    assert v.numpy() == 12
+    v.assign(1.0)
+    assert np.allclose(v.numpy(), 1)
+    assert v.dtype == v.numpy().dtype == dtype
+
+
+@pytest.mark.parametrize("aggregation", ["none", "mean", "only_first_replica"])
+def test_otherwise_an_assigned_value_goes_to_each(strategy, aggregation):
+    v = make(strategy, 5.0, aggregation)
+    v.assign(12.0)
+    assert components(strategy, v) == [12.0] * strategy.num_replicas_in_sync
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+def test_added_values_go_to_the_first_with_sum(strategy, dtype):
+    v = make(strategy, np.array(1, dtype))
+    v.assign_add(5)
+    rest = [1] * (strategy.num_replicas_in_sync - 1)
+    assert components(strategy, v) == [6, *rest]
+    v.assign_sub(2)
+    assert components(strategy, v) == [4, *rest]
+    assert v.numpy() == strategy.num_replicas_in_sync + 3
+
+
+@pytest.mark.parametrize("aggregation", ["none", "mean", "only_first_replica"])
+def test_otherwise_added_values_go_to_each(strategy, aggregation):
+    v = make(strategy, 1.0, aggregation)
+    v.assign_add(5.0).assign_sub(2.0)
+    assert components(strategy, v) == [4.0] * strategy.num_replicas_in_sync
+
+
+def test_a_count_survives_being_written_back(strategy):
+    for dtype in (np.int64, np.float64):
+        v = make(strategy, np.zeros(3, dtype))
+        strategy.run(lambda v=v, dtype=dtype: v.assign_add(np.full(3, 2, dtype)))
+        total = v.numpy()
+        v.assign(total)
+        assert np.allclose(v.numpy(), total)
+
+
+def test_reduce_and_gather_see_the_components(strategy):
+    v = make(strategy, np.zeros(1), "none")
+    strategy.run(lambda: v.assign([rank() + 1.0]))
+    size = strategy.num_replicas_in_sync
+    assert strategy.reduce("max", v).tolist() == [size]
+    assert strategy.reduce("mean", v, axis=0) == (size + 1) / 2
+    assert strategy.gather(v, axis=0).tolist() == list(range(1, size + 1))
+
+
+def test_components_of_another_strategy_are_refused():
+    with mirrored(2) as two, mirrored(3) as three:
+        v = make(two)
+        with pytest.raises(ValueError, match="component"):
+            three.reduce("sum", v)
+
+
+def test_the_combined_value_is_the_readers_own(several):
+    v = make(several, np.ones(2))
+    before = v.read_value()
+    several.run(lambda: v.assign_add(np.ones(2)))
+    assert before.tolist() == [several.num_replicas_in_sync] * 2
+
+
+def test_writes_need_no_meeting(several):
+    v = make(several)
+
+    def step():
+        if rank() == 0:
+            v.assign_add(1.0)
+        return meet()
+
+    assert several.run(step).values[0] == several.num_replicas_in_sync
+    assert float(v) == 1
+
+
+def test_a_value_of_ones_own_in_a_replica(several):
+    v = make(several, np.zeros(2), "none")
+    given = parts(several, lambda i: np.full(2, float(i)))
+    several.run(v.assign, args=(given,))
+    assert components(several, v) == [part.tolist() for part in given.values]

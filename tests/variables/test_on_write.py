@@ -1,0 +1,177 @@
+"""ON_WRITE variables written in replicas: what all pass is aggregated, then applied once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import LARGE, context, meet, mirrored, parts, rank, works
+
+METHODS = ["assign", "assign_add", "assign_sub"]
+AGGREGATIONS = ["sum", "mean", "only_first_replica"]
+
+
+def make(strategy, initial=10.0, **kwargs):
+    with strategy.scope():
+        return nd.Variable(initial, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "added", "assigned", "subtracted"),
+    [("sum", 13, 3, 7), ("mean", 11.5, 1.5, 8.5), ("only_first_replica", 11, 1, 9)],
+)
+def test_from_ten_two_replicas_write_one_and_two(aggregation, added, assigned, subtracted):
+    for dtype in ("f8", "f4", "f2", "i8", "i2"):
+        if dtype[0] == "i" and aggregation == "mean":
+            continue
+        with mirrored(2) as strategy:
+            for method, wanted in zip(METHODS, (assigned, added, subtracted), strict=True):
+                v = make(strategy, 10, dtype=dtype, aggregation=aggregation)
+                values = nd.PerReplica([np.array(1, dtype), np.array(2, dtype)])
+                strategy.run(lambda x, v=v, method=method: getattr(v, method)(x), args=(values,))
+                assert float(v) == wanted
+                assert [float(part) for part in strategy.local_results(v)] == [wanted] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_all_replicas_have_their_say_once(several, method, aggregation, size):
+    initial = np.arange(size, dtype=np.float64)
+    v = make(several, initial, aggregation=aggregation)
+    values = [np.full(size, i + 1.0) for i in range(several.num_replicas_in_sync)]
+    several.run(getattr(v, method), args=(parts(several, values),))
+    one = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x, axis: x[0]}
+    combined = one[aggregation](np.stack(values), axis=0)
+    wanted = {
+        "assign": combined,
+        "assign_add": initial + combined,
+        "assign_sub": initial - combined,
+    }
+    for part in several.local_results(v):
+        assert np.allclose(part, wanted[method])
+
+
+def test_a_literal_is_a_value_like_any_other():
+    for aggregation, added, assigned in (
+        ("sum", 16, 6),
+        ("mean", 13, 3),
+        ("only_first_replica", 13, 3),
+    ):
+        with mirrored(2) as strategy:
+            v, w = (make(strategy, aggregation=aggregation) for _ in range(2))
+
+            def step(v=v, w=w):
+                v.assign_add(3.0)
+                w.assign(3.0)
+
+            strategy.run(step)
+            assert (float(v), float(w)) == (added, assigned)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_an_aggregation_a_write_is_refused(several, method):
+    v = make(several)
+    with pytest.raises(ValueError, match="aggregation"):
+        several.run(lambda: getattr(v, method)(1.0))
+    assert float(v) == 10
+    assert works(several)
+
+
+def test_one_replica_needs_no_aggregation():
+    for make_one in (nd.get_strategy, lambda: nd.OneDeviceStrategy("cpu:0"), lambda: mirrored(1)):
+        strategy = make_one()
+        v = make(strategy)
+        strategy.run(lambda v=v: v.assign_add(1.0))
+        assert float(v) == 11
+        strategy.close()
+
+
+def test_a_write_returns_the_variable(strategy):
+    v = make(strategy, aggregation="sum")
+    assert strategy.run(lambda: v.assign(1.0)) is v
+    assert strategy.run(lambda: v.assign_add(1.0).assign_sub(1.0)) is v
+
+
+def test_every_replica_reads_what_was_written(strategy):
+    v = make(strategy, aggregation="sum")
+
+    def step():
+        v.assign_add(1.0)
+        first = float(v)
+        v.assign_add(1.0)
+        return first, float(v)
+
+    size = strategy.num_replicas_in_sync
+    first, second = strategy.run(step)
+    assert first.values == (10 + size,) * size
+    assert second.values == (10 + 2 * size,) * size
+
+
+def test_half_precision_is_summed_in_single():
+    with mirrored(4) as strategy:
+        v = make(strategy, np.float16(0), aggregation="sum")
+        values = nd.PerReplica([np.float16(2048), np.float16(1), np.float16(1), np.float16(1)])
+        strategy.run(v.assign, args=(values,))
+        assert float(v) == 2052
+
+
+def test_a_wrong_value_on_one_replica_changes_nothing(several):
+    for wrong in (np.zeros(3), 1j, "text", parts(several, float)):
+        v = make(several, aggregation="sum")
+        with pytest.raises((ValueError, TypeError)):
+            several.run(lambda v=v, wrong=wrong: v.assign(wrong if rank() == 1 else 1.0))
+        assert [float(part) for part in several.local_results(v)] == [10.0] * len(
+            several.local_results(v)
+        )
+        assert works(several)
+
+
+def test_a_write_that_a_replica_skips_is_an_error_and_changes_nothing(several):
+    v = make(several, aggregation="sum")
+    with pytest.raises(nd.CollectiveMismatchError):
+        several.run(lambda: v.assign_add(1.0) if rank() else None)
+    assert float(v) == 10
+    assert works(several)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_writes_of_different_kinds_do_not_pair(several, aggregation):
+    v = make(several, aggregation=aggregation)
+    with pytest.raises(nd.CollectiveMismatchError):
+        several.run(lambda: v.assign(1.0) if rank() == 1 else v.assign_add(1.0))
+    assert float(v) == 10
+    assert works(several)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_writes_to_different_variables_do_not_pair(several, aggregation):
+    v, w = (make(several, aggregation=aggregation, name=name) for name in "vw")
+    with pytest.raises(nd.CollectiveMismatchError, match=r"'w'.*'v'"):
+        several.run(lambda: (w if rank() == 1 else v).assign(1.0))
+    assert (float(v), float(w)) == (10, 10)
+    assert works(several)
+
+
+def test_a_merge_call_writes_across_replicas(strategy):
+    v = make(strategy)
+
+    def step():
+        context().merge_call(lambda s, x: v.assign_add(s.reduce("sum", x)), args=(1.0,))
+        return float(v)
+
+    size = strategy.num_replicas_in_sync
+    assert strategy.run(step).values == (10 + size,) * size
+
+
+def test_a_read_in_a_replica_is_the_value(strategy):
+    v = make(strategy, [1.0, 2.0])
+
+    def step(passed):
+        assert passed is v
+        assert np.array_equal(v.read_value(), [1, 2])
+        return float(np.sum(v) * meet())
+
+    size = strategy.num_replicas_in_sync
+    assert strategy.run(step, args=(v,)).values == (3.0 * size,) * size

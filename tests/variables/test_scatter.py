@@ -1,0 +1,174 @@
+"""Scatter: rows by their indices, outside replicas and aggregated over them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import mirrored, parts, rank, works
+
+OPS = ["scatter_add", "scatter_sub", "scatter_update"]
+
+
+def make(strategy, initial=None, **kwargs):
+    with strategy.scope():
+        return nd.Variable(np.arange(10.0).reshape(5, 2) if initial is None else initial, **kwargs)
+
+
+def reference(method, array, indices, values):
+    array = np.array(array)
+    if method == "scatter_update":
+        for index, row in zip(indices, values, strict=True):
+            array[index] = row
+    else:
+        ufunc = np.add if method == "scatter_add" else np.subtract
+        ufunc.at(array, np.asarray(indices, int), values)
+    return array
+
+
+@pytest.mark.parametrize("method", OPS)
+def test_rows_outside_replicas(strategy, method):
+    for indices in ([], [3], [4, 0], [1, 1, 1], [2, 0, 2]):
+        values = np.arange(1.0, 2 * len(indices) + 1).reshape(-1, 2)
+        for rows in (indices, np.array(indices, np.int32), tuple(indices)):
+            v = make(strategy)
+            wanted = reference(method, v.numpy(), indices, values)
+            assert getattr(v, method)(rows, values) is v
+            for part in strategy.local_results(v):
+                assert np.array_equal(part, wanted)
+
+
+@pytest.mark.parametrize("method", OPS)
+def test_rows_may_come_as_indexed_slices(strategy, method):
+    v = make(strategy)
+    rows = nd.IndexedSlices(np.ones((2, 2)), np.array([3, 0]), (5, 2))
+    wanted = reference(method, v.numpy(), [3, 0], rows.values)
+    getattr(v, method)(rows)
+    assert np.array_equal(v, wanted)
+
+
+def test_a_vector_takes_numbers(strategy):
+    v = make(strategy, np.zeros(4, np.float32))
+    v.scatter_update([1, 3], [5, 6]).scatter_add([3, 3], [1.0, 2.0])
+    assert v.numpy().tolist() == [0, 5, 0, 9]
+    assert v.dtype == np.float32
+
+
+@pytest.mark.parametrize("method", OPS)
+@pytest.mark.parametrize("how", ["on_write", "on_read"])
+def test_what_does_not_fit_is_refused_and_no_copy_changes(strategy, method, how):
+    v = make(strategy, synchronization=how, aggregation="only_first_replica")
+    before = v.numpy()
+    for indices, values in (
+        ([5], [[1.0, 1.0]]),
+        ([0, -1], np.ones((2, 2))),
+        ([0, 1, 99], np.ones((3, 2))),
+        ([0.0], [[1.0, 1.0]]),
+        ([True], [[1.0, 1.0]]),
+        ([[0]], [[1.0, 1.0]]),
+        ([0, 1], np.ones((3, 2))),
+        ([0], np.ones((1, 3))),
+        ([0], [[1j, 1j]]),
+        ([0], parts(strategy, lambda _: np.ones((1, 2)))),
+    ):
+        with pytest.raises(ValueError, match=r"scatter|lose|PerReplica"):
+            getattr(v, method)(indices, values)
+    for part in strategy.local_results(v):
+        assert np.array_equal(part, before)
+
+
+def test_a_number_has_no_rows(strategy):
+    with pytest.raises(ValueError, match="no rows"):
+        make(strategy, 1.0).scatter_add([0], [1.0])
+
+
+@pytest.mark.parametrize("method", ["scatter_add", "scatter_sub"])
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+def test_added_rows_are_aggregated_like_the_whole_array(several, method, aggregation):
+    # Replica i adds i + 1 to its own row, and twice to the last.
+    v = make(several, np.zeros((6, 2)), aggregation=aggregation)
+    size = several.num_replicas_in_sync
+
+    def step():
+        getattr(v, method)([rank(), 5, 5], np.full((3, 2), rank() + 1.0))
+
+    several.run(step)
+    dense = np.zeros((size, 6, 2))
+    for i in range(size):
+        np.add.at(dense[i], [i, 5, 5], i + 1.0)
+    combined = {"sum": dense.sum(0), "mean": dense.mean(0), "only_first_replica": dense[0]}
+    sign = 1 if method == "scatter_add" else -1
+    for part in several.local_results(v):
+        assert np.allclose(part, sign * combined[aggregation])
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+def test_updated_rows_are_aggregated(several, aggregation):
+    v = make(several, np.full((4, 2), -1.0), aggregation=aggregation)
+    size = several.num_replicas_in_sync
+
+    def step():
+        v.scatter_update([2, 0, 2], [[9.0, 9.0], [1.0, 1.0], np.full(2, rank() + 1.0)])
+
+    several.run(step)
+    each = np.arange(1.0, size + 1)  # Of equal indices the last one holds.
+    last = {"sum": each.sum(), "mean": each.mean(), "only_first_replica": 1}[aggregation]
+    first = size if aggregation == "sum" else 1
+    wanted = np.array([[first] * 2, [-1, -1], [last] * 2, [-1, -1]])
+    for part in several.local_results(v):
+        assert np.allclose(part, wanted)
+
+
+def test_replicas_may_pass_different_numbers_of_rows(several):
+    v = make(several, np.zeros(6), aggregation="sum")
+    several.run(lambda: v.scatter_add(np.arange(rank()), np.ones(rank())))
+    size = several.num_replicas_in_sync
+    assert v.numpy().tolist() == [max(0, size - 1 - i) for i in range(6)]
+
+
+def test_integer_rows_are_summed(several):
+    v = make(several, np.zeros(3, np.int32), aggregation="sum")
+    several.run(lambda: v.scatter_add([1], [2]))
+    assert v.numpy().tolist() == [0, 2 * several.num_replicas_in_sync, 0]
+    assert v.dtype == np.int32
+
+
+@pytest.mark.parametrize("method", OPS)
+def test_without_an_aggregation_rows_are_refused_in_replicas(several, method):
+    v = make(several)
+    before = v.numpy()
+    with pytest.raises(ValueError, match="aggregation"):
+        several.run(lambda: getattr(v, method)([0], [[1.0, 1.0]]))
+    assert np.array_equal(v, before)
+    assert works(several)
+
+
+def test_an_index_out_of_range_on_one_replica_changes_nothing(several):
+    v = make(several, aggregation="sum")
+    before = v.numpy()
+    with pytest.raises(ValueError, match="index 7"):
+        several.run(lambda: v.scatter_add([7 * (rank() == 1)], [[1.0, 1.0]]))
+    for part in several.local_results(v):
+        assert np.array_equal(part, before)
+    assert works(several)
+
+
+def test_a_replica_scatters_into_its_own_component(several):
+    v = make(several, np.zeros(5), synchronization="on_read", aggregation="sum")
+    several.run(lambda: v.scatter_add([rank()], [1.0]))
+    size = several.num_replicas_in_sync
+    for i, part in enumerate(several.local_results(v)):
+        assert part.tolist() == np.eye(5)[i].tolist()
+    assert v.numpy().tolist() == [1.0] * size + [0.0] * (5 - size)
+
+
+def test_the_components_of_a_sum_add_up_to_what_was_scattered():
+    with mirrored(2) as strategy:
+        for dtype in (np.float32, np.int64):
+            v = make(strategy, np.zeros(3, dtype), synchronization="on_read", aggregation="sum")
+            v.scatter_update([0, 1], np.array([4, 2], dtype))
+            assert v.numpy().tolist() == [4, 2, 0]
+            v.scatter_add([1, 1], np.array([1, 1], dtype))
+            v.scatter_sub([0], np.array([1], dtype))
+            assert v.numpy().tolist() == [3, 4, 0]

@@ -1,0 +1,236 @@
+"""A read is a snapshot that never changes; an update is in place when nobody holds one."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import mirrored, rank
+
+UPDATES = {
+    "assign": lambda v: v.assign(np.full(v.shape, 9.0)),
+    "assign_add": lambda v: v.assign_add(np.ones(v.shape)),
+    "assign_sub": lambda v: v.assign_sub(np.ones(v.shape)),
+    "scatter_add": lambda v: v.scatter_add([0, 1], np.ones((2, *v.shape[1:]))),
+    "scatter_update": lambda v: v.scatter_update([1], np.ones((1, *v.shape[1:]))),
+}
+
+VIEWS = {
+    "read_value": lambda v: v.read_value(),
+    "value": lambda v: v.value,
+    "asarray": np.asarray,
+    "slice": lambda v: v[1:],
+    "slice of a slice": lambda v: v[1:][:, ::2][..., None],
+    "row": lambda v: v[0],
+    "transposed": lambda v: v.T,
+    "reshaped": lambda v: v.reshape(-1)[2:],
+    "swapped": lambda v: np.swapaxes(v, 0, 1),
+    "broadcast": lambda v: np.broadcast_to(v, (3, *v.shape)),
+    "strided": lambda v: np.lib.stride_tricks.as_strided(v.read_value(), (2,), (8,)),
+    "window": lambda v: np.lib.stride_tricks.sliding_window_view(v, 2, axis=0),
+    "other dtype": lambda v: v.view(np.int64),
+    "matrix": lambda v: v.read_value().view(np.matrix),
+    "memoryview": lambda v: np.asarray(memoryview(v.read_value())),
+    "frombuffer": lambda v: np.frombuffer(v.read_value()),
+    "real": lambda v: v.real,
+    "ellipsis": lambda v: v[...],
+    "iterated": lambda v: next(iter(v)),
+    "list": list,
+}
+
+
+def make(strategy, initial=None, **kwargs):
+    with strategy.scope():
+        return nd.Variable(np.arange(12.0).reshape(3, 4) if initial is None else initial, **kwargs)
+
+
+def address(v):
+    return v.read_value().__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("how", ["on_write", "on_read"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_held_read_never_changes(strategy, how, update):
+    v = make(strategy, synchronization=how, aggregation="only_first_replica")
+    held = []
+    for _ in range(3):
+        held.append((v.read_value(), v.numpy()))
+        UPDATES[update](v)
+    for snapshot, then in held:
+        assert np.array_equal(snapshot, then)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_held_view_of_a_read_never_changes(view, update):
+    v = make(nd.get_strategy())
+    snapshot = VIEWS[view](v)
+    then = np.array(snapshot)
+    for _ in range(2):
+        UPDATES[update](v)
+        assert np.array_equal(snapshot, then)
+    assert not np.array_equal(v, np.arange(12.0).reshape(3, 4))
+
+
+@pytest.mark.parametrize("view", [name for name in VIEWS if name not in ("list",)])
+def test_a_read_is_read_only(view):
+    snapshot = VIEWS[view](make(nd.get_strategy()))
+    assert not snapshot.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        snapshot[...] = 0
+
+
+def test_a_reader_can_not_spoil_it_for_others():
+    v = make(nd.get_strategy())
+    mine, theirs = v.read_value(), v.read_value()
+    mine.shape = (12,)
+    assert theirs.shape == v.read_value().shape == (3, 4)
+    mine.setflags(write=True)
+    assert not theirs.flags.writeable
+    assert not v.read_value().flags.writeable
+
+
+@pytest.mark.parametrize("how", ["on_write", "on_read"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_update_is_in_place_when_nobody_holds_a_read(strategy, how, update):
+    v = make(strategy, synchronization=how, aggregation="only_first_replica")
+    place = address(v)
+    float(np.sum(v) + v[0, 0])
+    for _ in range(3):
+        UPDATES[update](v)
+        assert address(v) == place
+
+
+def test_an_update_goes_elsewhere_while_a_read_is_held_and_stays_there():
+    v = make(nd.get_strategy())
+    place = address(v)
+    held = v[1:]
+    v.assign_add(np.ones((3, 4)))
+    moved = address(v)
+    assert moved != place
+    v.assign_add(np.ones((3, 4)))
+    assert address(v) == moved  # The read holds the array that was left, not this one.
+    del held
+    v.assign_add(np.ones((3, 4)))
+    assert address(v) == moved
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+def test_updates_in_replicas_are_in_place(strategy, aggregation):
+    v = make(strategy, aggregation=aggregation)
+    place = address(v)
+
+    def step():
+        loss = float(np.sum(v * v))
+        v.assign_sub(0.1 * np.ones(v.shape))
+        v.scatter_add([rank() % 3], np.ones((1, 4)))
+        v.assign(np.ones(v.shape))
+        return loss
+
+    for _ in range(3):
+        strategy.run(step)
+        assert address(v) == place
+
+
+def test_a_read_held_by_one_replica_does_not_change(several):
+    v = make(several, aggregation="sum")
+
+    def step():
+        held = v.read_value() if rank() == 1 else None
+        v.assign_add(np.ones(v.shape))
+        return True if held is None else bool(np.array_equal(held, np.arange(12.0).reshape(3, 4)))
+
+    assert all(several.run(step).values)
+
+
+def test_reads_that_a_step_returns_are_snapshots(several):
+    v = make(several, [1.0, 2.0], aggregation="sum")
+    first = several.run(v.read_value)
+    several.run(lambda: v.assign_add([1.0, 1.0]))
+    assert [part.tolist() for part in first.values] == [[1, 2]] * several.num_replicas_in_sync
+
+
+def test_replicas_read_what_was_there_before_a_step_of_others(several):
+    v = make(several, [0.0], aggregation="sum")
+    history = []
+    for step in range(4):
+        history.append((v.read_value(), step * several.num_replicas_in_sync))
+        several.run(lambda: v.assign_add([1.0]))
+    assert all(snapshot[0] == wanted for snapshot, wanted in history)
+
+
+def test_components_are_snapshots(strategy):
+    for how in ("on_write", "on_read"):
+        v = make(strategy, [1.0], synchronization=how, aggregation="mean")
+        held = strategy.local_results(v)
+        v.assign([5.0])
+        assert all(part.tolist() == [1] and not part.flags.writeable for part in held)
+
+
+def test_numpy_is_a_copy_that_the_caller_owns(strategy):
+    for how in ("on_write", "on_read"):
+        v = make(strategy, [1.0, 2.0], synchronization=how, aggregation="mean")
+        place = address(v)
+        own = v.numpy()
+        assert own.flags.writeable
+        assert own.flags.owndata
+        own[:] = 7
+        assert np.array_equal(v, [1, 2])
+        v.assign_add([1.0, 1.0])
+        assert own.tolist() == [7, 7]
+        if how == "on_write":
+            assert address(v) == place
+
+
+def test_np_array_is_a_copy_that_the_caller_owns():
+    v = make(nd.get_strategy(), [1.0, 2.0])
+    own = np.array(v)
+    own[:] = 7
+    assert np.array_equal(v, [1, 2])
+
+
+def test_a_variable_may_be_assigned_its_own_parts(strategy):
+    v = make(strategy, [1.0, 2.0, 3.0])
+    v.assign(v[::-1])
+    assert v.numpy().tolist() == [3, 2, 1]
+    v.assign_add(v.read_value()[::-1])
+    assert v.numpy().tolist() == [4, 4, 4]
+    v.scatter_update([0, 1], v[1:] * 2)
+    assert v.numpy().tolist() == [8, 8, 4]
+
+
+def test_variables_do_not_share_memory(strategy):
+    v = make(strategy)
+    w = make(strategy, v)
+    w.assign(v)
+    assert address(w) != address(v)
+    v.assign_add(np.ones((3, 4)))
+    assert np.array_equal(w, np.arange(12.0).reshape(3, 4))
+
+
+def test_a_training_step_allocates_nothing_for_its_variables():
+    size = 400_000  # 3.2 MB each; reductions work in blocks of 128 KiB.
+    with mirrored(2) as strategy:
+        weights = [make(strategy, np.zeros(size)) for _ in range(3)]
+        optimizer = nd.optimizers.SGD(0.1, momentum=0.9)
+        gradients = [np.ones(size) for _ in weights]
+
+        def step():
+            optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+        strategy.run(step)
+        places = [address(w) for w in weights]
+        gc.collect()
+        tracemalloc.start()
+        try:
+            for _ in range(3):
+                strategy.run(step)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert [address(w) for w in weights] == places
+        assert peak < 8 * size
