@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ndistribute.autodiff.rules.fit import fit
-from ndistribute.device import Array
+from ndistribute.device import Array, as_array
 from ndistribute.errors import MissingDependencyError
 
 __all__ = ["joint_rule", "missing", "name_of"]
@@ -51,7 +51,7 @@ def joint_rule(
         try:
             gradients = list(maker(tuple(positions), result, tuple(args), dict(kwargs))(g))
             return [
-                fit(gradient, args[k].shape, args[k].dtype)
+                fit(as_array(gradient), args[k].shape, args[k].dtype)
                 for gradient, k in zip(gradients, positions, strict=True)
             ]
         except (NotImplementedError, AssertionError, KeyError, TypeError, ValueError) as error:

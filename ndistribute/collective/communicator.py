@@ -15,7 +15,7 @@ from ndistribute import tree
 from ndistribute.collective.backend import Backend, Call, Signature, Update
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.options import CommunicationOptions
-from ndistribute.collective.reduce_op import ReduceOp, finish, result_dtype
+from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
 from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.errors import DistributeError
 
@@ -79,20 +79,7 @@ class Communicator:
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate a nest over all replicas; see `ReplicaContext.all_gather`."""
         leaves = [as_array(leaf) for leaf in tree.flatten(value)]
-        moved = [_rows_first(leaf, axis) for leaf in leaves]
-        if self.size == 1:
-            return tree.unflatten(value, [leaf.copy() for leaf in leaves])
-        inputs = [
-            array.reshape(len(array), math.prod(array.shape[1:])) for array in self._placed(moved)
-        ]
-        call = self._call("all_gather", f"axis={axis}", _signature(moved, ragged=True))
-        joined = self._run(self._backend.all_gather, call, inputs, options=options)
-        results = []
-        for rows, array in zip(joined, moved, strict=True):
-            whole = rows.reshape(len(rows), *array.shape[1:])
-            xp = array_namespace(whole)
-            results.append(xp.ascontiguousarray(xp.moveaxis(whole, 0, axis)))
-        return tree.unflatten(value, self._returned(results, leaves))
+        return tree.unflatten(value, self._gather(leaves, axis, f"axis={axis}", options))
 
     def broadcast(
         self, value: Any, root: int = 0, options: CommunicationOptions | None = None
@@ -178,10 +165,36 @@ class Communicator:
                 f"IndexedSlices are reduced by SUM or MEAN, got {op.name}: rows that no replica "
                 "passed count as zeros. Call to_dense() first."
             )
-        values, indices = self.all_gather((leaf.values, leaf.indices), 0, options)
+        given = leaf.values
+        rows = given.astype(accumulation_dtype(op, given.dtype), copy=False)
+        title = f"{op.name} of rows of {leaf.dense_shape}"
+        values, indices = self._gather([rows, leaf.indices], 0, title, options)
         joined = IndexedSlices(values, indices, leaf.dense_shape).summed()
         finish(op, joined.values, self.size)
+        joined.values = joined.values.astype(result_dtype(op, given.dtype), copy=False)
         return joined
+
+    def _gather(
+        self,
+        leaves: Sequence[Array],
+        axis: int,
+        title: str,
+        options: CommunicationOptions | None,
+    ) -> list[Array]:
+        moved = [_rows_first(leaf, axis) for leaf in leaves]
+        if self.size == 1:
+            return [leaf.copy() for leaf in leaves]
+        inputs = [
+            array.reshape(len(array), math.prod(array.shape[1:])) for array in self._placed(moved)
+        ]
+        call = self._call("all_gather", title, _signature(moved, ragged=True))
+        joined = self._run(self._backend.all_gather, call, inputs, options=options)
+        results = []
+        for rows, array in zip(joined, moved, strict=True):
+            whole = rows.reshape(len(rows), *array.shape[1:])
+            xp = array_namespace(whole)
+            results.append(xp.ascontiguousarray(xp.moveaxis(whole, 0, axis)))
+        return self._returned(results, leaves)
 
     def _placed(self, arrays: list[Array]) -> list[Array]:
         """Return arrays in the memory of the replica's GPU, where a backend wants them."""
@@ -189,7 +202,7 @@ class Communicator:
             return arrays
         return [copy_to(array, self._backend.device) for array in arrays]
 
-    def _returned(self, results: list[Array], arrays: list[Array]) -> list[Array]:
+    def _returned(self, results: list[Array], arrays: Sequence[Array]) -> list[Array]:
         """Bring each result to where the replica had its array: losses may well be on the host."""
         if not self._on_gpu:
             return results

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array, array_namespace
+from ndistribute.device import Array, Device, array_namespace, copy_to, device_of, is_gpu_array
 
 __all__ = ["IndexedSlices"]
 
@@ -34,7 +34,7 @@ class IndexedSlices:
 
     def __init__(self, values: Array, indices: Array, dense_shape: tuple[int, ...]) -> None:
         self.values = values
-        self.indices = indices
+        self.indices = indices if type(indices) is type(values) else _beside(values, indices)
         self.dense_shape = tuple(int(length) for length in dense_shape)
         expected = (*indices.shape, *self.dense_shape[1:])
         if indices.ndim != 1 or values.shape != expected:
@@ -57,28 +57,67 @@ class IndexedSlices:
     def summed(self) -> IndexedSlices:
         """Return the same array with each row at most once, in rising order of the indices.
 
-        Equal indices are added in the order in which they stand, so the result is reproducible.
+        Equal indices are added in a fixed order, so the result is reproducible.
 
         >>> IndexedSlices(np.array([[1.0], [2.0], [4.0]]), np.array([7, 2, 7]), (9, 1)).summed()
         IndexedSlices(indices=[2 7], shape=(9, 1), dtype=float64)
         """
-        xp = array_namespace(self.values)
-        rows, inverse = xp.unique(self.indices, return_inverse=True)
+        if is_gpu_array(self.values):
+            return IndexedSlices(*_sum_runs(self.values, self.indices), self.dense_shape)
+        rows, inverse = np.unique(self.indices, return_inverse=True)
         if len(rows) == len(self.indices):
-            order = xp.argsort(self.indices)
+            order = np.argsort(self.indices)
             return IndexedSlices(self.values[order], rows, self.dense_shape)
-        totals = xp.zeros((len(rows), *self.dense_shape[1:]), self.values.dtype)
-        xp.add.at(totals, inverse, self.values)
+        totals = np.zeros((len(rows), *self.dense_shape[1:]), self.values.dtype)
+        np.add.at(totals, inverse, self.values)
         return IndexedSlices(totals, rows, self.dense_shape)
 
     def to_dense(self) -> Array:
         """Return the whole array, zeros where no row was given."""
-        xp = array_namespace(self.values)
-        dense = xp.zeros(self.dense_shape, self.values.dtype)
-        xp.add.at(dense, self.indices, self.values)
+        dense = array_namespace(self.values).zeros(self.dense_shape, self.values.dtype)
+        if is_gpu_array(dense):
+            rows = self.summed()
+            dense[rows.indices] = rows.values
+        else:
+            np.add.at(dense, self.indices, self.values)
         return dense
+
+    def on(self, device: Device) -> IndexedSlices:
+        """Return the same rows in the memory of a device."""
+        if device_of(self.values).memory_space == device.memory_space:
+            return self
+        values, indices = copy_to(self.values, device), copy_to(self.indices, device)
+        return IndexedSlices(values, indices, self.dense_shape)
 
     def __repr__(self) -> str:
         return (
             f"IndexedSlices(indices={self.indices}, shape={self.dense_shape}, dtype={self.dtype})"
         )
+
+
+def _beside(values: Array, indices: Array) -> Array:
+    return copy_to(indices, device_of(values))
+
+
+def _sum_runs(values: Array, indices: Array) -> tuple[Array, Array]:
+    """Sum the rows of equal indices on a GPU; return the sums and their indices, in rising order.
+
+    Pairs are added, then pairs of pairs, so replicas that sum the same rows get the same bits.
+    CuPy's `add.at` adds in the order in which its threads happen to run.
+    """
+    xp = array_namespace(values)
+    order = xp.argsort(indices)
+    rows, sums = indices[order], values[order]
+    if not len(rows):
+        return sums, rows
+    begins = xp.ones(len(rows), bool)
+    begins[1:] = rows[1:] != rows[:-1]
+    starts = xp.flatnonzero(begins)
+    ends = xp.concatenate([starts[1:], xp.full(1, len(rows), starts.dtype)])
+    longest, step = int((ends - starts).max()), 1
+    while step < longest:
+        same = (rows[step:] == rows[:-step]).reshape(-1, *(1,) * (sums.ndim - 1))
+        head = sums[:-step]
+        head += xp.where(same, sums[step:], 0)
+        step *= 2
+    return sums[starts], rows[starts]

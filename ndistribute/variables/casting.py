@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array, as_array
+from ndistribute.device import Array, as_array, device_of
+from ndistribute.stream import working_on
 
 __all__ = ["cast"]
 
@@ -30,12 +31,15 @@ def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
     array([1, 2], dtype=uint8)
     """
     array = as_array(value)
-    if array.dtype != dtype and not _fits(value, array, dtype):
-        raise ValueError(
-            f"{what}: {array.dtype} does not fit {dtype}, the cast would lose information. Convert "
-            "the value with astype first. Nothing has changed."
-        )
-    return array.astype(dtype, copy=False)
+    if array.dtype == dtype:
+        return array
+    with working_on(device_of(array)):
+        if not _fits(value, array, dtype):
+            raise ValueError(
+                f"{what}: {array.dtype} does not fit {dtype}, the cast would lose information. "
+                "Convert the value with astype first. Nothing has changed."
+            )
+        return array.astype(dtype)
 
 
 def _fits(value: Any, array: Array, dtype: np.dtype[Any]) -> bool:

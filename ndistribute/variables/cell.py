@@ -11,6 +11,7 @@ import sys
 import numpy as np
 
 from ndistribute.device import Array, Device, copy_to, is_gpu_array
+from ndistribute.stream import working_on
 
 __all__ = ["Cell"]
 
@@ -29,12 +30,13 @@ class Cell:
     (array([0., 0.]), array([1., 1.]))
     """
 
-    __slots__ = ("_array", "_view")
+    __slots__ = ("_array", "_device", "_view")
 
     def __init__(self, initial: Array, device: Device) -> None:
-        array = copy_to(initial, device)
-        # The copy owns its memory, so NumPy makes it the base of every view of a view.
-        self._hold(array.copy(order="C"))
+        self._device = device
+        with working_on(device):
+            # The copy owns its memory, so NumPy makes it the base of every view of a view.
+            self._hold(copy_to(initial, device).copy(order="C"))
 
     def read(self) -> Array:
         """Return a snapshot: read-only, and never changed afterwards.
@@ -51,7 +53,8 @@ class Cell:
             keep: whether the update needs the present values.
         """
         if _holders(self) != _UNHELD:
-            self._hold(self._array.copy() if keep else _empty_like(self._array))
+            with working_on(self._device):
+                self._hold(self._array.copy() if keep else _empty_like(self._array))
         return self._array
 
     def _hold(self, array: Array) -> None:

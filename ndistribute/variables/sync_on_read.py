@@ -8,7 +8,8 @@ import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.device import Array, copy_to
+from ndistribute.device import Array, copy_to, device_of
+from ndistribute.stream import working_on
 from ndistribute.variables.cell import Cell
 from ndistribute.variables.policy import VariableAggregation, VariablePolicy
 from ndistribute.variables.variable import Variable
@@ -44,7 +45,8 @@ class SyncOnReadVariable(Variable):
                 "aggregation='sum', 'mean' or 'only_first_replica'."
             )
         home = self._devices[0]
-        total = reduce_arrays(op, [copy_to(cell.read(), home) for cell in self._cells])
+        with working_on(home):
+            total = reduce_arrays(op, [copy_to(cell.read(), home) for cell in self._cells])
         if isinstance(total, np.ndarray):
             total.flags.writeable = False
         return total
@@ -81,5 +83,6 @@ class SyncOnReadVariable(Variable):
 
 def _map(value: Any, function: Any) -> Any:
     if isinstance(value, IndexedSlices):
-        return IndexedSlices(function(value.values), value.indices, value.dense_shape)
-    return function(value)
+        return IndexedSlices(_map(value.values, function), value.indices, value.dense_shape)
+    with working_on(device_of(value)):
+        return function(value)

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.device import Array, Device, array_namespace, as_array, copy_to, to_host
+from ndistribute.device import (
+    Array,
+    Device,
+    array_namespace,
+    as_array,
+    copy_to,
+    is_gpu_array,
+    to_host,
+)
+from ndistribute.stream import working_on
 from ndistribute.values import DistributedValues
 from ndistribute.variables.casting import cast
 
@@ -43,16 +52,17 @@ class Write:
         """Carry the write out on one component."""
         overwritten = self.how == "assign" and not self.sparse
         target = cell.writable(keep=not overwritten)
-        if self.sparse:
-            _apply_rows(self.how, target, self.value, device)
-            return
-        value = copy_to(self.value, device)
-        if overwritten:
-            target[...] = value
-        elif self.how == "assign_add":
-            target += value
-        else:
-            target -= value
+        with working_on(device):
+            if self.sparse:
+                _apply_rows(Write(self.how, self.value.on(device)), target)
+                return
+            value = copy_to(self.value, device)
+            if overwritten:
+                target[...] = value
+            elif self.how == "assign_add":
+                target += value
+            else:
+                target -= value
 
     def rows_once(self) -> Write:
         """Return a write in which each row stands once: of equal indices the last one holds."""
@@ -128,13 +138,17 @@ def _as_number_array(variable: Variable, how: str, value: Any) -> Array:
     return cast(value, variable.dtype, f"{how} to variable {variable.name!r}")
 
 
-def _apply_rows(how: str, target: Array, rows: IndexedSlices, device: Device) -> None:
-    indices, values = copy_to(rows.indices, device), copy_to(rows.values, device)
-    if how == "assign":
-        target[indices] = values
-        return
-    xp = array_namespace(target)
-    if how == "assign_add":
-        xp.add.at(target, indices, values)
+def _apply_rows(write: Write, target: Array) -> None:
+    rows: IndexedSlices = write.value
+    if is_gpu_array(target):
+        # What CuPy does where an index stands twice is not defined, or for few dtypes only.
+        rows = write.rows_once().value if write.how == "assign" else rows.summed()
+    if write.how == "assign":
+        target[rows.indices] = rows.values
+    elif is_gpu_array(target):
+        part = target[rows.indices]
+        target[rows.indices] = part + rows.values if write.how == "assign_add" else part - rows.values
+    elif write.how == "assign_add":
+        np.add.at(target, rows.indices, rows.values)
     else:
-        xp.subtract.at(target, indices, values)
+        np.subtract.at(target, rows.indices, rows.values)

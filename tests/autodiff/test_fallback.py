@@ -32,14 +32,12 @@ LINALG = {
     "eigenvectors": lambda x: np.abs(np.linalg.eigh(symmetric(x)).eigenvectors),
     "eigvalsh": lambda x: np.linalg.eigvalsh(symmetric(x)),
     "matrix_power": lambda x: np.linalg.matrix_power(x, 3) + np.linalg.matrix_power(x, -2),
-    "matvec": lambda x: np.matvec(x, x[..., 0]) + np.vecmat(x[..., 0], x),
 }
 OTHERS = {
     "pinv": lambda x: np.linalg.pinv(x.T),
-    "singular_values": lambda x: np.linalg.svd(x, full_matrices=False)[1] + np.linalg.svdvals(x),
+    "singular_values": lambda x: np.linalg.svd(x, full_matrices=False)[1],
     "singular_vectors": lambda x: np.abs(np.linalg.svd(x.T, full_matrices=False).U),
     "nuclear_norm": lambda x: np.linalg.norm(x, "nuc"),
-    "norms": lambda x: np.linalg.matrix_norm(x) + np.linalg.vector_norm(x, axis=1, ord=1),
     "multi_dot": lambda x: np.linalg.multi_dot([x, x.T, x]),
     "cross": lambda x: np.cross(x[:, :3], x[:, 1:]),
     "gradient": lambda x: np.gradient(np.concatenate([x, x * x], axis=1), axis=1),
@@ -53,7 +51,6 @@ OTHERS = {
     "partition": lambda x: np.partition(x[0], 2),
     "linspace": lambda x: np.linspace(x[0, 0], x[0, 1], 5),
     "median": lambda x: np.median(x) + np.median(x, axis=0) + np.median(x[:, :3], axis=1)[0],
-    "cumulative_sum": lambda x: np.cumulative_sum(x, axis=1),
     "compress": lambda x: np.compress([True, False, True], x, axis=0),
     "extract": lambda x: np.extract(np.greater(x, 1), x),
     "delete": lambda x: np.delete(x, [0, 2], axis=0),

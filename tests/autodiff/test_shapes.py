@@ -16,8 +16,6 @@ ONE = {
     "transpose_axes": lambda x: np.transpose(x, (1, 2, 0)) * x.transpose(1, 2, 0),
     "transpose_axes_from_the_end": lambda x: x.transpose((-1, 0, -2)),
     "T": lambda x: x.T + x.transpose(),
-    "mT": lambda x: x.mT,
-    "matrix_transpose": lambda x: np.matrix_transpose(x),  # noqa: PLW0108  # not before NumPy 2
     "swapaxes": lambda x: np.swapaxes(x, 0, -1) + x.swapaxes(0, 2),
     "moveaxis": lambda x: np.moveaxis(x, 0, -1),
     "moveaxes": lambda x: np.moveaxis(x, (0, 1), (2, 0)),
@@ -83,10 +81,6 @@ def test_one(name):
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several(name):
     check_gradients(SEVERAL[name], *np.random.default_rng(0).normal(size=(2, 2, 3)))
-
-
-def test_unstack():
-    check_gradients(lambda x: np.unstack(x, axis=1)[0], np.ones((2, 3)))
 
 
 def test_empty_and_numbers():

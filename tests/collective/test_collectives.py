@@ -198,7 +198,6 @@ def test_rows_are_reduced_like_the_whole_array(strategy, op, dtype, indices, see
     assert loss == reference(op, [np.asarray(nest["loss"]) for nest in given.values])
 
 
-@pytest.mark.xfail(strict=True, reason="collective/communicator.py divides integers in place")
 def test_a_mean_of_integer_rows_is_float64(strategy):
     def step():
         rows = nd.IndexedSlices(np.array([[1], [2]]), np.array([0, rank()]), (4, 1))

@@ -108,7 +108,6 @@ def test_rows_have_no_maximum(strategy):
         strategy.run(lambda: context().all_reduce("max", [rows]))
 
 
-@pytest.mark.xfail(strict=True, reason="collective/communicator.py does not compare dense_shape")
 def test_rows_of_different_tables_are_refused():
     def step():
         height = 5 + rank()
