@@ -26,9 +26,9 @@ __all__ = ["Settings", "add_options", "main", "measure"]
 
 _log = logging.getLogger("benchmarks")
 
-# BLAS and Eigen threads spin for some milliseconds after their work; the next contender must not
-# share the cores with them.
-SETTLE_SECONDS = 0.05
+# OpenBLAS's threads spin for 40 ms after their work (seen); the next contender must not share the
+# cores with them.
+SETTLE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ def _entry(benchmark: Benchmark, result: Result) -> dict[str, Any]:
         **one.facts,
         "figure": summary([benchmark.figure(seconds) for seconds in result.seconds]),
         "columns": benchmark.columns(result),
-        "own_cores": statistics.median(result.own_cores),
-        "others_cores": statistics.median(result.others_cores),
+        "own_cores": summary(result.own_cores),
+        "others_cores": summary(result.others_cores),
         "steps": result.steps,
         "check": result.check,
     }
@@ -70,8 +70,8 @@ def table(written: dict[str, Any]) -> str:
             *(_plain(entry["columns"].get(name, "")) for name in extra),
             shown(entry["figure"]["median"]),
             f"{shown(entry['figure']['min'])} to {shown(entry['figure']['max'])}",
-            f"{entry['own_cores']:.1f}",
-            f"{entry['others_cores']:.1f}",
+            f"{entry['own_cores']['median']:.1f}",
+            f"{entry['others_cores']['median']:.1f}",
         ]
         for entry in entries
     ]

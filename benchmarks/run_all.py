@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     written = {name: _run(name, out, options) for name in NAMES}
     sides = {key: written[NAMES[0]].get(key) for key in ("ours", "TF")}
     entries = [entry for one in written.values() for entry in one["results"]]
-    described["others_cores"] = statistics.mean(entry["others_cores"] for entry in entries)
+    others = [cores for entry in entries for cores in entry["others_cores"]["all"]]
+    described["others_cores"] = statistics.mean(others)
     write_json({**described, **sides}, out / "machine.json")
     table = _summary(described, sides, comparison(written), quick=options.quick)
     (out / "comparison.md").write_text(table)

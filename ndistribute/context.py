@@ -28,14 +28,13 @@ __all__ = [
     "chosen",
     "current_frame",
     "current_seed",
-    "enter",
     "entered",
+    "frame_stack",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
     "join_leaf",
-    "leave",
     "register_default_strategy",
     "set_seed",
     "set_strategy",
@@ -100,21 +99,22 @@ def current_frame() -> Frame:
 def entered(frame: Frame) -> Iterator[Frame]:
     """Push a frame for a ``with`` block."""
     frames = _thread.frames
-    frames.append(frame)
+    depth = len(frames)
     try:
+        frames.append(frame)
         yield frame
     finally:
-        frames.pop()
+        if frames[depth:] and frames[depth] is frame:
+            del frames[depth:]
 
 
-def enter(frame: Frame) -> None:
-    """Push a frame; `leave` pops it. For the hot path: a ``with`` block costs a microsecond."""
-    _thread.frames.append(frame)
+def frame_stack() -> list[Frame]:
+    """Return this thread's stack of frames, the innermost last.
 
-
-def leave() -> None:
-    """Pop the frame that `enter` pushed."""
-    _thread.frames.pop()
+    Who pushes a frame cuts the stack back to the length that it had, so that nothing stays behind
+    wherever an interrupt strikes. `entered` does both, but costs a microsecond.
+    """
+    return _thread.frames
 
 
 def chosen(strategy: Strategy | None) -> Strategy | None:

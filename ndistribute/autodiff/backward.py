@@ -108,9 +108,7 @@ def _step(index: int, found: _Found, needed: bytearray, keep: bool) -> None:
     """Pass the gradient of one operation on to what it used."""
     gradients = found.gradients
     upstream = gradients[index]
-    if keep:
-        found.owned[index] = 0
-    else:
+    if not keep:
         gradients[index] = None
     parents, rules = found.entries[index]
     if type(rules) is not tuple:

@@ -61,11 +61,17 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
         result, derivative = function(*raw, **kwargs)
         if not wanted:
             return result
+        several = isinstance(result, tuple | list)
         if callable(derivative):
             rules: Any = _joint(function, derivative, raw, wanted)
+        elif several:
+            raise TypeError(
+                f"{function.__qualname__} has several results: its derivative must be one function "
+                "of a list of gradients, not one function for each argument."
+            )
         else:
             rules = tuple([_checked(function, derivative[k], raw[k]) for k in wanted])
-        if isinstance(result, tuple | list):
+        if several:
             return graph.record_many(result, tuple(parents), rules)
         return graph.record(result, tuple(parents), rules) if is_differentiable(result) else result
 

@@ -32,7 +32,6 @@ __all__ = [
 # Types whose values never hide a tracked array: the common case is told by one look-up.
 _PLAIN = frozenset({np.ndarray, float, int, bool, np.float32, np.float64, type(None), str, slice})
 
-
 # Functions whose first argument has a rule. Ufuncs are not among them: their keywords say how to
 # compute, and mean nothing to a rule.
 _FIRST_ARGUMENT = frozenset(function for function in RULES if not isinstance(function, np.ufunc))
@@ -176,8 +175,8 @@ def ufunc_method(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[st
     if method == "accumulate" and ufunc is np.add:
         return apply(np.cumsum, inputs, {"axis": 0, **kwargs})
     if method == "outer" and not kwargs:
-        first, second = inputs
-        return ufunc(np.reshape(first, np.shape(first) + (1,) * np.ndim(second)), second)
+        first, second = (x if hasattr(x, "dtype") else np.asarray(x) for x in inputs)
+        return ufunc(np.reshape(first, first.shape + (1,) * second.ndim), second)
     return apply(getattr(ufunc, method), inputs, kwargs)
 
 

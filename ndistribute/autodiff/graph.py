@@ -16,6 +16,7 @@ from ndistribute.autodiff.backward import Component, Entry
 from ndistribute.autodiff.collectives import all_gather, all_reduce
 from ndistribute.autodiff.dispatch import is_differentiable
 from ndistribute.autodiff.tracked import Tracked
+from ndistribute.context import current_frame
 
 if TYPE_CHECKING:
     from ndistribute.autodiff.tape import GradientTape
@@ -110,6 +111,11 @@ class Graph:
         """Concatenate over replicas, and record that."""
         return all_gather(self, communicator, value, axis, options)
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether another tape may still join."""
+        return self._open > 0
+
     def open(self, tape: GradientTape) -> None:
         """Let a tape take part, and may it ask for gradients later."""
         self.shared = self._open > 0 or self.shared
@@ -120,13 +126,15 @@ class Graph:
     def resume(self, tape: GradientTape) -> None:
         """Record for a tape."""
         self._recording.append(tape)
-        self._frame.recorder = self
+        for frame in self._frames():
+            frame.recorder = self
 
     def pause(self, tape: GradientTape) -> None:
         """Record no longer for a tape; when it was the last one, record nothing."""
         self._recording.remove(tape)
-        if not self._recording and self._frame.recorder is self:
-            self._frame.recorder = None
+        for frame in self._frames():
+            if not self._recording and frame.recorder is self:
+                frame.recorder = None
 
     def close(self, tape: GradientTape) -> None:
         """Let a tape go; after the last one, only the tapes hold what was recorded."""
@@ -135,3 +143,7 @@ class Graph:
         self._open -= 1
         if not self._open:
             self.entries, self.leaves = [], {}
+
+    def _frames(self) -> tuple[Frame, Frame]:
+        """Return the frame of the first tape, and that of a scope entered since, if any."""
+        return self._frame, current_frame()

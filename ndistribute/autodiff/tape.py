@@ -64,7 +64,8 @@ class GradientTape:
         if self._graph is not None:
             raise RuntimeError("this GradientTape was entered before: make a new one for each use.")
         frame = current_frame()
-        graph = frame.recorder if isinstance(frame.recorder, Graph) else Graph(frame)
+        known = frame.recorder
+        graph = known if isinstance(known, Graph) and known.is_open else Graph(frame)
         self._graph, self._entries, self._leaves = graph, graph.entries, graph.leaves
         self._is_open = True
         self._spans.append((len(graph.entries), None))

@@ -72,10 +72,6 @@ class Tracked(ArrayFace):
         """Return the array with its elements held between two bounds, None for no bound."""
         return apply(np.clip, (self, min, max), kwargs)
 
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        return self.value.__cuda_array_interface__
-
     def __getitem__(self, index: Any) -> Any:
         value = self.value
         if type(index) is tuple and any(isinstance(one, Tracked) for one in index):

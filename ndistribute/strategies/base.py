@@ -6,9 +6,9 @@ replicas meet, and which kind of variable a policy means.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -55,8 +55,7 @@ class Strategy:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = tuple(devices)
         self._closed = False
-        # Re-entrant, so that a main thread which is interrupted as it takes it is not locked out.
-        self._turn = threading.RLock()
+        self._turn = threading.RLock()  # Knows its owner, and refuses to be released by others.
         self._generators = ReplicaGenerators(self._devices)
         self._build()
 
@@ -94,7 +93,7 @@ class Strategy:
         """Return the contexts of this process's replicas."""
         return self._contexts
 
-    @contextmanager
+    @contextlib.contextmanager
     def scope(self: S) -> Iterator[S]:
         """Make this strategy current for a ``with`` block: variables created there are its own.
 
@@ -286,13 +285,18 @@ class Strategy:
                 if self._pool.abandoned:
                     self._build()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _own_turn(self) -> Iterator[None]:
-        if not self._turn.acquire(timeout=_TURN_SECONDS):
-            raise RuntimeError(
-                f"another thread has been running a step of {self!r} for {_TURN_SECONDS:g} s."
-            )
         try:
+            if not self._turn.acquire(timeout=_TURN_SECONDS):
+                raise RuntimeError(
+                    f"another thread has been running a step of {self!r} for {_TURN_SECONDS:g} s."
+                )
             yield
         finally:
-            self._turn.release()
+            # An interrupt may have come just after it was acquired: only the lock knows. No call
+            # may come first, for an interrupt would come with it.
+            try:  # noqa: SIM105
+                self._turn.release()
+            except RuntimeError:
+                pass

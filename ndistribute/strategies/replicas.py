@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ndistribute.collective.select import ReplicaGroup
-from ndistribute.context import Frame, chosen, enter, leave
+from ndistribute.context import Frame, chosen, frame_stack
 from ndistribute.errors import WorkerLostError
 from ndistribute.replica_context import ReplicaContext
 from ndistribute.strategies.blas import limited_blas
@@ -42,6 +42,7 @@ class _Job:
     """What one thread does in a step, and whether it is over."""
 
     def __init__(self, work: Callable[[], None]) -> None:
+        self.given = False
         self._work = work
         self._over = False
         self._token = threading.Lock()  # Held until it is over.
@@ -56,9 +57,9 @@ class _Job:
             self._token.release()
 
     def wait(self, timeout: float) -> bool:
-        """Wait until it is over, and say whether it is."""
+        """Wait until it is over, and say whether it is; one that was never given is."""
         # An interrupt may come when the token is taken already: the flag has the last word.
-        return self._over or self._token.acquire(timeout=timeout)
+        return self._over or not self.given or self._token.acquire(timeout=timeout)
 
 
 class _ReplicaThread:
@@ -78,6 +79,7 @@ class _ReplicaThread:
     def post(self, job: _Job) -> None:
         """Give the thread a job."""
         self._job = job
+        job.given = True
         self._start.release()
 
     def take(self) -> _Job | None:
@@ -161,8 +163,10 @@ class ReplicaPool:
 
     def _replica(self, rank: int, step: Step, outcome: _Outcome) -> None:
         context, stream = self._contexts[rank], self._group.streams[rank]
-        enter(Frame(chosen(context.strategy), context))
+        frames = frame_stack()
+        depth = len(frames)
         try:
+            frames.append(Frame(chosen(context.strategy), context))
             if stream.on_gpu:
                 with stream.use():
                     stream.begin()
@@ -175,7 +179,7 @@ class ReplicaPool:
             outcome.errors.append((rank, error))
             self._group.abort(error)
         finally:
-            leave()
+            del frames[depth:]
 
     def _job(self, rank: int, step: Step, outcome: _Outcome) -> _Job:
         # Settings that live in context variables, np.errstate among them, go along.

@@ -105,7 +105,7 @@ def _read(value: Any) -> Any:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    return divmod if name == "divmod" else getattr(operator, name)  # type: ignore[no-any-return]
+    return divmod if name == "divmod" else getattr(operator, name)
 
 
 def _binary(name: str) -> Callable[[ArrayLike, Any], Any]:

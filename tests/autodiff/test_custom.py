@@ -97,6 +97,17 @@ def test_several_results():
     assert tape.gradient(quotient, a).tolist() == [0.5, 0.5]
 
 
+def test_several_results_need_one_derivative():
+    @custom_gradient
+    def halves(x):
+        return (x / 2, x / 2), [lambda g: g]
+
+    with GradientTape() as tape:
+        x = tape.watch(1.0)
+        with pytest.raises(TypeError, match=r"halves.*one function of a list"):
+            halves(x)
+
+
 def test_a_result_without_gradients():
     @custom_gradient
     def top(x):

@@ -246,6 +246,45 @@ def test_a_tape_records_in_its_own_frame_only():
     assert tape.gradient(w, x) == 27
 
 
+def scope():
+    """Enter a frame as a strategy's scope does, which goes on recording."""
+    return entered(Frame(None, None, current_frame().recorder))
+
+
+def test_a_scope_inside_a_tape_is_recorded():
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+        with scope():
+            y = x * x
+        z = y * x
+    assert tape.gradient(z, x) == 27
+
+
+def test_a_tape_can_pause_and_end_inside_a_scope():
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+        with scope(), scope():
+            with tape.stop_recording():
+                assert not isinstance(x * x, Tracked)
+            y = x * x
+            assert isinstance(y, Tracked)
+            assert tape.gradient(y, x) == 6
+            assert not isinstance(x * x, Tracked)
+
+
+def test_a_graph_that_is_closed_takes_no_new_tape():
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+        with scope(), scope():
+            y = x * x
+            with scope():
+                assert tape.gradient(y, x) == 6
+            with GradientTape() as other:
+                w = other.watch(2.0)
+                z = x * w * w
+            assert other.gradient(z, [x, w]) == [None, 12]
+
+
 def test_tapes_opened_together_both_differentiate():
     with GradientTape() as first, GradientTape() as second:
         x = first.watch(2.0)

@@ -18,28 +18,28 @@ def values(size: int, length: int, dtype: Any = np.float64) -> Any:
     return np.random.default_rng(length).integers(-4, 5, (size, length)).astype(dtype)
 
 
-@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("length", [0, 1, 7, LARGE])
-def test_all_reduce_gives_each_replica_its_own_result(
-    strategy: nd.Strategy, op: str, length: int
-) -> None:
+def test_all_reduce_gives_each_replica_its_own_result(strategy: nd.Strategy, length: int) -> None:
     table = values(strategy.num_replicas_in_sync, length)
 
     def step() -> Any:
-        total = replica().all_reduce(op, here(table[rank()]))
-        assert on(total, replica().device)
-        return total
+        totals = [replica().all_reduce(op, here(table[rank()])) for op in OPS]
+        assert all(on(total, replica().device) for total in totals)
+        return totals
 
-    for total in hosts(strategy.run(step).values):
-        np.testing.assert_allclose(total, OPS[op](table, axis=0), rtol=1e-15)
+    for own in strategy.local_results(strategy.run(step)):
+        for total, function in zip(hosts(own), OPS.values(), strict=True):
+            np.testing.assert_allclose(total, function(table, axis=0), rtol=1e-15)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int16", "int64", "uint8", "float16", "float32"])
-def test_all_reduce_keeps_the_dtype(strategy: nd.Strategy, dtype: str) -> None:
-    table = values(strategy.num_replicas_in_sync, 5, dtype)
-    for total in hosts(strategy.run(lambda: replica().all_reduce("sum", here(table[rank()]))).values):
-        assert total.dtype == dtype
-        np.testing.assert_array_equal(total, np.add.reduce(table, dtype=dtype))
+def test_all_reduce_keeps_the_dtype(strategy: nd.Strategy) -> None:
+    dtypes = ["bool", "int16", "int64", "uint8", "float16", "float32", "complex64"]
+    tables = [values(strategy.num_replicas_in_sync, 5, dtype) for dtype in dtypes]
+    found = strategy.run(lambda: replica().all_reduce("sum", [here(t[rank()]) for t in tables]))
+    for own in strategy.local_results(found):
+        for total, table in zip(hosts(own), tables, strict=True):
+            assert total.dtype == table.dtype
+            np.testing.assert_array_equal(total, np.add.reduce(table, dtype=table.dtype))
 
 
 def test_a_nest_with_numbers_of_the_host_reduces(strategy: nd.Strategy) -> None:
@@ -55,14 +55,12 @@ def test_a_nest_with_numbers_of_the_host_reduces(strategy: nd.Strategy) -> None:
         np.testing.assert_array_equal(*hosts([total["rows"], np.full((2, 3), sum(range(size)))]))
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("axis", [0, -1])
 def test_all_gather_joins_ragged_parts(strategy: nd.Strategy, axis: int) -> None:
-    shape = [2, 2]
-
     def part(index: int) -> Any:
-        own = list(shape)
-        own[axis] = index
-        return np.full(own, index, np.float32)
+        shape = [2, 2]
+        shape[axis] = index
+        return np.full(shape, index, np.float32)
 
     whole = np.concatenate([part(i) for i in range(strategy.num_replicas_in_sync)], axis)
     joined = strategy.run(lambda: replica().all_gather(here(part(rank())), axis)).values
@@ -99,10 +97,11 @@ def test_slices_are_summed_sparsely_and_alike_on_all_replicas(strategy: nd.Strat
     expected = np.zeros((9, 3))
     np.add.at(expected, indices.ravel(), rows.reshape(-1, 3))
     found = [hosts(own) for own in strategy.local_results(strategy.run(step))]
-    for values_, where, dense in found:
+    mixed = any(device.kind == "cpu" for device in strategy.devices)
+    for sums, where, dense in found:
         np.testing.assert_array_equal(where, np.unique(indices))
         np.testing.assert_allclose(dense, expected, rtol=1e-12, atol=1e-12)
-        np.testing.assert_array_equal(values_, found[0][0])
+        assert mixed or np.array_equal(sums, found[0][0]), "replicas hold different bits"
 
 
 def test_merge_call_sees_every_replica(strategy: nd.Strategy) -> None:
@@ -119,24 +118,26 @@ def test_merge_call_sees_every_replica(strategy: nd.Strategy) -> None:
     assert first == 4 * sum(range(1, size + 1))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_reduce_brings_values_together_on_the_first_device(strategy: nd.Strategy, op: str) -> None:
+def test_reduce_brings_values_together_on_the_first_device(strategy: nd.Strategy) -> None:
     table = values(strategy.num_replicas_in_sync, 6)
-    total = strategy.reduce(op, components(strategy, table.__getitem__))
-    assert on(total, strategy.devices[0])
-    np.testing.assert_allclose(hosts([total])[0], OPS[op](table, axis=0), rtol=1e-15)
+    for op, function in OPS.items():
+        total = strategy.reduce(op, components(strategy, table.__getitem__))
+        assert on(total, strategy.devices[0])
+        np.testing.assert_allclose(hosts([total])[0], function(table, axis=0), rtol=1e-15)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("axis", [0, (0, 1)])
-@pytest.mark.parametrize("dtype", ["float64", "float16", "int32"])
+@pytest.mark.parametrize(
+    ("dtype", "digits"), [("float64", 1e-15), ("float16", 1e-3), ("int32", 1e-15)]
+)
 def test_reduce_along_an_axis_counts_what_is_there(
-    strategy: nd.Strategy, op: str, axis: Any, dtype: str
+    strategy: nd.Strategy, dtype: str, digits: float
 ) -> None:
     parts = [np.full((i + 1, 2), i + 1, dtype) for i in range(strategy.num_replicas_in_sync)]
-    total = strategy.reduce(op, components(strategy, parts.__getitem__), axis=axis)
-    expected = OPS[op](np.concatenate(parts).astype(np.float64), axis=axis)
-    np.testing.assert_allclose(hosts([total])[0], expected, rtol=1e-3 if dtype == "float16" else 1e-12)
+    whole = np.concatenate(parts).astype(np.float64)
+    for axis in (0, (0, 1)):
+        for op, function in OPS.items():
+            total = strategy.reduce(op, components(strategy, parts.__getitem__), axis=axis)
+            np.testing.assert_allclose(hosts([total])[0], function(whole, axis=axis), rtol=digits)
 
 
 def test_a_plain_value_on_a_gpu_counts_as_the_same_on_every_replica(strategy: nd.Strategy) -> None:

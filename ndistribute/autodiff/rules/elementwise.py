@@ -186,12 +186,12 @@ def _logaddexp_y(out: Array, x: Array, y: Array) -> Vjp:
 
 def _arctan2_y(out: Array, y: Array, x: Array) -> Vjp:
     fit = fitting(y, out)
-    return lambda g: fit(g * x / (np.square(x) + np.square(y)))
+    return lambda g: fit(g * x / (x * x + y * y))
 
 
 def _arctan2_x(out: Array, y: Array, x: Array) -> Vjp:
     fit = fitting(x, out)
-    return lambda g: fit(-g * y / (np.square(x) + np.square(y)))
+    return lambda g: fit(-g * y / (x * x + y * y))
 
 
 def _hypot_x(out: Array, x: Array, y: Array) -> Vjp:

@@ -64,11 +64,11 @@ def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
         if known != own:
             # Indices that were summed away alone spread the gradient, and repeated ones put it on
             # the diagonal, which einsum gives as a view.
-            whole = zeros(g, shape)
+            whole = zeros(change, shape)
             diagonal = np.einsum(f"{own}->{distinct}", whole)
             where = tuple(slice(None) if c in known else None for c in distinct)
             diagonal[...] = change[where]
-            return whole
+            change = whole
         return fit(change, shape, dtype)
 
     return vjp

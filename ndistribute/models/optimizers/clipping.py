@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.device import Array, array_namespace
+from ndistribute.device import Array, array_namespace, device_of
+from ndistribute.stream import working_on
 
 __all__ = ["Clipping"]
 
@@ -44,7 +45,7 @@ class Clipping:
         """
         if not self:
             return list(gradients)
-        merged = [g.summed() if isinstance(g, IndexedSlices) else g for g in gradients]
+        merged = [_merged(g) for g in gradients]
         if self.value is not None:
             return [_map(g, self._cut) for g in merged]
         norms = [_norm(g) for g in merged]
@@ -57,15 +58,25 @@ class Clipping:
         return array_namespace(array).clip(array, -float(self.value or 0), float(self.value or 0))
 
 
+def _merged(gradient: Any) -> Any:
+    if not isinstance(gradient, IndexedSlices):
+        return gradient
+    with working_on(device_of(gradient.values)):
+        return gradient.summed()
+
+
 def _map(gradient: Any, function: Any) -> Any:
     if isinstance(gradient, IndexedSlices):
-        return IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
-    return function(gradient)
+        values = _map(gradient.values, function)
+        return IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    with working_on(device_of(gradient)):
+        return function(gradient)
 
 
 def _norm(gradient: Any) -> float:
     array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
-    return float(array_namespace(array).linalg.norm(array.reshape(-1)))
+    with working_on(device_of(array)):
+        return float(array_namespace(array).linalg.norm(array.reshape(-1)))
 
 
 def _scale(gradient: Any, norm: float, bound: float | None) -> Any:

@@ -17,8 +17,9 @@ import numpy as np
 from ndistribute import context
 from ndistribute.collective.buckets import blocks
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.device import Array, array_namespace, as_array, is_gpu_array
+from ndistribute.device import Array, as_array, copy_to, device_of, is_gpu_array
 from ndistribute.models.optimizers.clipping import Clipping
+from ndistribute.stream import working_on, write_to
 from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.variable import Variable
 
@@ -135,8 +136,10 @@ class Optimizer:
         self._update_owned(variables, gradients, replica, skip_gradients_aggregation)
 
     def _dense_if_needed(self, gradient: Any) -> Any:
-        keep = self.rows_alone or not isinstance(gradient, IndexedSlices)
-        return gradient if keep else gradient.to_dense()
+        if self.rows_alone or not isinstance(gradient, IndexedSlices):
+            return gradient
+        with working_on(device_of(gradient.values)):
+            return gradient.to_dense()
 
     def _build(self, variables: Sequence[Variable], replica: Any) -> None:
         """Make the slots of variables seen for the first time."""
@@ -170,7 +173,7 @@ class Optimizer:
         """Count the step and open everything it writes; runs once for all replicas."""
         step = self.iterations + 1
         for counter in _arrays(self._iterations):
-            counter[...] = step
+            write_to(counter, np.asarray(step))
         rate = self.learning_rate(step - 1) if callable(self.learning_rate) else self.learning_rate
         opened = []
         for variable in variables:
@@ -183,10 +186,12 @@ class Optimizer:
         targets = self._open(variables)
         for copies, gradient in zip(targets.arrays, gradients, strict=True):
             for arrays in copies:
-                if isinstance(gradient, IndexedSlices):
-                    self._update_rows(arrays, gradient.summed(), targets.rates)
-                else:
-                    self._update_whole(arrays, gradient, targets.rates)
+                device = device_of(arrays[0])
+                with working_on(device):
+                    if isinstance(gradient, IndexedSlices):
+                        self._update_rows(arrays, gradient.on(device).summed(), targets.rates)
+                    else:
+                        self._update_whole(arrays, copy_to(gradient, device), targets.rates)
 
     def _update_owned(
         self,
@@ -234,17 +239,21 @@ class Optimizer:
     def _update_range(
         self, arrays: tuple[Array, ...], start: int, stop: int, gradient: Array, rates: Any
     ) -> None:
-        variable, *slots = (array.reshape(-1)[start:stop] for array in arrays)
-        if is_gpu_array(variable) != is_gpu_array(gradient):
-            gradient = array_namespace(variable).asarray(gradient)
-        self.update(variable, gradient.astype(variable.dtype, copy=False), slots, rates)
+        device = device_of(arrays[0])
+        with working_on(device):
+            variable, *slots = (array.reshape(-1)[start:stop] for array in arrays)
+            gradient = copy_to(gradient, device).astype(variable.dtype, copy=False)
+            self.update(variable, gradient, slots, rates)
 
     def _update_rows(self, arrays: tuple[Array, ...], rows: IndexedSlices, rates: Any) -> None:
-        taken = [array[rows.indices] for array in arrays]
-        values = rows.values.astype(taken[0].dtype)
-        self.update(taken[0], values, taken[1:], rates)
-        for array, part in zip(arrays, taken, strict=True):
-            array[rows.indices] = part
+        device = device_of(arrays[0])
+        with working_on(device):
+            rows = rows.on(device)
+            taken = [array[rows.indices] for array in arrays]
+            values = rows.values.astype(taken[0].dtype)
+            self.update(taken[0], values, taken[1:], rates)
+            for array, part in zip(arrays, taken, strict=True):
+                array[rows.indices] = part
 
 
 def _checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]]:
@@ -284,5 +293,5 @@ def _arrays(variable: Any) -> list[Array]:
 
 
 def _block_of(gradient: Array, start: int, stop: int, like: Array) -> Array:
-    like[...] = gradient.reshape(-1)[start:stop]
+    write_to(like, gradient.reshape(-1)[start:stop])
     return like

@@ -176,19 +176,29 @@ class ndarray:  # noqa: N801
         return self.get().tolist()
 
     def __getitem__(self, index: Any) -> Any:
-        used = [one for one in _items(index) if isinstance(one, ndarray)]
-        host = self.host[(*(host_of(one) for one in _items(index)), *_rest(index))]
-        return compute(lambda: host, [self, *used])
+        used = arrays_in(_items(index))
+        where = (*map(host_of, _items(index)), *_rest(index))
+        host = self.host[where]
+        return compute(lambda: host, [self.rows_of(where) if host.base is None else self, *used])
+
+    def rows_of(self, where: tuple[Any, ...]) -> ndarray:
+        """Return the rows among which an index by numbers chooses, and no others."""
+        rows = where[0]
+        numbers = isinstance(rows, np.ndarray) and rows.dtype.kind in "iu" and rows.size > 0
+        if not numbers or rows.min() < 0:
+            return self
+        return self.view_as(self.host[rows.min() : rows.max() + 1])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         items = _items(index)
-        used = [one for one in items if isinstance(one, ndarray)]
-        where = (*(host_of(one) for one in items), *_rest(index))
+        used = arrays_in(items)
+        where = (*map(host_of, items), *_rest(index))
         target = self.view_as(self.host[where])
         if any(isinstance(one, ndarray | np.ndarray | list) for one in items):
             _refuse_duplicates(where, self.shape)
             value = value if isinstance(value, ndarray) else upload(np.asarray(value))
-            compute(lambda: self.host.__setitem__(where, value.host), [value, *used], [self])
+            rows = self.rows_of(where)
+            compute(lambda: self.host.__setitem__(where, value.host), [value, *used], [rows])
         elif not isinstance(value, ndarray):
             target.fill(value)
         else:

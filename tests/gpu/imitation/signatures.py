@@ -6,6 +6,7 @@ them with the CuPy that is installed, if one is. That needs no GPU.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -140,6 +141,7 @@ UFUNCS = (
 ).split()
 
 
+@functools.cache
 def binder(signature: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return a function that takes a call, or refuses it, as CuPy does.
 
