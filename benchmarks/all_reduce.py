@@ -8,6 +8,7 @@ that the sums are right, not how fast they could be.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -138,7 +139,7 @@ def _contenders(size: int, replicas: int, cores: int) -> Iterator[Contender]:
 def _columns(result: Result) -> dict[str, Any]:
     """Return the columns of nccl-tests."""
     size, replicas = result.contender.params["size"], result.contender.params["replicas"]
-    seconds = sorted(result.seconds)[len(result.seconds) // 2]
+    seconds = statistics.median(result.seconds)
     algbw = size / seconds / 1e9
     return {
         "bytes": size,

@@ -7,6 +7,7 @@ workers what to do; it computes nothing while one of them works.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from benchmarks.case import OURS, PEER, Benchmark, Group, Result
 from benchmarks.machine import machine
 from benchmarks.workers import Workers
 
-__all__ = ["Settings", "add_options", "main", "measure"]
+__all__ = ["Settings", "add_options", "main", "measure", "parse"]
 
 _log = logging.getLogger("benchmarks")
 
@@ -62,7 +63,7 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
     add_options(parser)
     parser.add_argument("--repetitions", type=int, help="of each contender; 9, quick 3")
     parser.add_argument("--only", default="", metavar="TEXT", help="groups whose name has this")
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     available = len(os.sched_getaffinity(0))
     settings = Settings(
         repetitions=options.repetitions or (3 if options.quick else 9),
@@ -90,6 +91,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", action="store_true", help="alternate with TensorFlow")
     parser.add_argument("--tf-python", default=sys.executable, help="interpreter with TensorFlow")
     parser.add_argument("--cores", type=int, help="cores for all workers; 2, or 4 for all_reduce")
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line, and refuse now what would fail after minutes."""
+    options = parser.parse_args(arguments)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install '.[bench]'")
+    return options
 
 
 def measure(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:

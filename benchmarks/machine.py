@@ -38,19 +38,27 @@ def machine() -> dict[str, Any]:
 
 def libraries(packages: list[str]) -> dict[str, Any]:
     """Describe this process: interpreter, versions, pinned threads and the BLAS in use."""
-    import numpy as np  # noqa: F401, its BLAS is what threadpoolctl finds
-    import threadpoolctl
-
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in ["numpy", *packages]},
         "cores": len(os.sched_getaffinity(0)),
-        "blas": [
-            {key: pool.get(key) for key in _BLAS_FACTS}
-            for pool in threadpoolctl.threadpool_info()
-            if pool.get("user_api") == "blas"
-        ],
+        "blas": _blas(),
     }
+
+
+def _blas() -> list[dict[str, Any]]:
+    """Describe the BLAS that NumPy loaded; TensorFlow's environment may lack threadpoolctl."""
+    try:
+        import numpy as np  # noqa: F401, its BLAS is what threadpoolctl finds
+        import threadpoolctl
+    except ImportError:
+        return []
+    pools = threadpoolctl.threadpool_info()
+    return [
+        {key: pool.get(key) for key in _BLAS_FACTS}
+        for pool in pools
+        if pool.get("user_api") == "blas"
+    ]
 
 
 def busy_seconds() -> float:

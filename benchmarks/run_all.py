@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.goals import comparison
-from benchmarks.harness import add_options
+from benchmarks.harness import add_options, parse
 from benchmarks.machine import machine
 from benchmarks.report import write_json
 from benchmarks.workers import ROOT
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Run every benchmark.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     add_options(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     out = options.out.resolve()
     described = machine()  # Before anything runs: the load average is that of the others.
     written = {name: _run(name, out, options) for name in NAMES}

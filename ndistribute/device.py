@@ -168,7 +168,7 @@ def is_gpu_array(value: Any) -> bool:
 
 def device_of(array: Array) -> Device:
     """Return the device in whose memory an array lies, ``cpu:0`` for the host's."""
-    return Device(f"gpu:{array.device.id}") if is_gpu_array(array) else _HOST
+    return _gpu(array.device.id) if is_gpu_array(array) else _HOST
 
 
 def as_array(value: Any) -> Array:
@@ -220,6 +220,11 @@ def copy_to(array: Array, device: Device) -> Array:
         # What is copied may be written to, or go back to CuPy's pool, as soon as this returns.
         cupy.cuda.get_current_stream().synchronize()
     return target
+
+
+@functools.cache
+def _gpu(index: int) -> Device:
+    return Device(f"gpu:{index}")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -294,9 +294,7 @@ class Strategy:
                 )
             yield
         finally:
-            # An interrupt may have come just after it was acquired: only the lock knows. No call
-            # may come first, for an interrupt would come with it.
-            try:  # noqa: SIM105
+            try:  # noqa: SIM105 - a call before the release would let an interrupt in.
                 self._turn.release()
             except RuntimeError:
-                pass
+                pass  # It was not acquired.

@@ -36,6 +36,13 @@ class _Outcome:
     def __init__(self, size: int) -> None:
         self.results: list[Any] = [None] * size
         self.errors: list[tuple[int, BaseException]] = []
+        self._deadline: float | None = None
+
+    def given_up(self, grace: float) -> bool:
+        """Say whether so many seconds have passed since this was first asked."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + grace
+        return time.monotonic() > self._deadline
 
 
 class _Job:
@@ -150,7 +157,11 @@ class ReplicaPool:
                 self._replica(0, step, outcome)
             except BaseException as interrupt:
                 self._fail(outcome, interrupt)
-            self._wait_for(posted, outcome)
+            while posted:
+                try:
+                    self._wait_for(posted, outcome)
+                except KeyboardInterrupt as interrupt:
+                    self._fail(outcome, interrupt)
         if outcome.errors:
             self._raise_first(outcome)
         return outcome.results
@@ -193,20 +204,14 @@ class ReplicaPool:
 
     def _wait_for(self, waiting: list[_Job], outcome: _Outcome) -> None:
         """Wait for jobs: as long as they compute, but after a failure only for a while."""
-        deadline: float | None = None
         while waiting:
-            try:
-                if outcome.errors and deadline is None:
-                    deadline = time.monotonic() + GRACE_SECONDS
-                # In short waits, for a failure may come while this thread sleeps.
-                if waiting[-1].wait(timeout=1.0):
-                    waiting.pop()
-            except KeyboardInterrupt as interrupt:
-                self._fail(outcome, interrupt)
-            if deadline is not None and time.monotonic() > deadline:
+            # In short waits, for a failure may come while this thread sleeps.
+            if waiting[-1].wait(timeout=1.0):
+                waiting.pop()
+            elif outcome.errors and outcome.given_up(GRACE_SECONDS):
                 self.abandoned = True
                 self._threads = []
-                return
+                waiting.clear()
 
     def _raise_first(self, outcome: _Outcome) -> None:
         own = [item for item in outcome.errors if not isinstance(item[1], WorkerLostError)]

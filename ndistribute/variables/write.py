@@ -146,8 +146,8 @@ def _apply_rows(write: Write, target: Array) -> None:
     if write.how == "assign":
         target[rows.indices] = rows.values
     elif is_gpu_array(target):
-        part = target[rows.indices]
-        target[rows.indices] = part + rows.values if write.how == "assign_add" else part - rows.values
+        change = rows.values if write.how == "assign_add" else -rows.values
+        target[rows.indices] = target[rows.indices] + change
     elif write.how == "assign_add":
         np.add.at(target, rows.indices, rows.values)
     else:

@@ -18,15 +18,15 @@ from ndistribute import device
 from ndistribute.collective import nccl
 from tests.gpu.imitation.clock import set_world
 from tests.gpu.imitation.module import modules
+from tests.gpu.placing import need
 
 CACHES = (device.cupy_module, device._gpu_count, device._is_gpu_type, nccl._nccl)
 
-ONE, TWICE, TWO, BACK = ["gpu:0"], ["gpu:0"] * 2, ["gpu:0", "gpu:1"], ["gpu:1", "gpu:0"]
+TWICE, TWO, BACK = ["gpu:0"] * 2, ["gpu:0", "gpu:1"], ["gpu:1", "gpu:0"]
 
 LAYOUTS: dict[str, Callable[[], nd.Strategy]] = {
-    "one-device": lambda: nd.OneDeviceStrategy("gpu:0"),
     "second-device": lambda: nd.OneDeviceStrategy("gpu:1"),
-    "mirrored-one": lambda: nd.MirroredStrategy(ONE),
+    "mirrored-one": lambda: nd.MirroredStrategy(["gpu:0"]),
     "mirrored-shared": lambda: nd.MirroredStrategy(TWICE),
     "mirrored-nccl": lambda: nd.MirroredStrategy(TWO),
     "mirrored-nccl-back": lambda: nd.MirroredStrategy(BACK),
@@ -34,16 +34,19 @@ LAYOUTS: dict[str, Callable[[], nd.Strategy]] = {
     "mirrored-one-reduces": lambda: nd.MirroredStrategy(BACK, nd.ReductionToOneDevice()),
     "mirrored-three": lambda: nd.MirroredStrategy([*TWO, "gpu:0"]),
     "mirrored-with-cpu": lambda: nd.MirroredStrategy(["cpu:0", "gpu:0"]),
-    "central-one": lambda: nd.CentralStorageStrategy(ONE),
     "central-shared": lambda: nd.CentralStorageStrategy(TWICE),
     "central-two": lambda: nd.CentralStorageStrategy(TWO),
     "central-on-gpu": lambda: nd.CentralStorageStrategy(TWO, parameter_device="gpu:1"),
+    "central-elsewhere": lambda: nd.CentralStorageStrategy(TWICE, parameter_device="gpu:1"),
+    "central-for-cpus": lambda: nd.CentralStorageStrategy(["cpu:0", "cpu:1"], "gpu:0"),
 }
-TWO_GPUS = {
-    name
-    for name in LAYOUTS
-    if name.partition("-")[2] not in ("one-device", "device", "one", "shared", "with-cpu")
-} | {"second-device"}
+ON_ONE_GPU = {
+    "mirrored-one",
+    "mirrored-shared",
+    "mirrored-with-cpu",
+    "central-shared",
+    "central-for-cpus",
+}
 
 
 @pytest.fixture(scope="session", params=["imitation", pytest.param("real", marks=pytest.mark.gpu)])
@@ -76,16 +79,9 @@ def cupy(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture(params=LAYOUTS)
 def strategy(cupy: Any, request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
     """Each layout of replicas over GPUs in turn."""
-    if request.param in TWO_GPUS:
-        need(cupy, 2)
+    need(cupy, 1 if request.param in ON_ONE_GPU else 2)
     with LAYOUTS[request.param]() as made:
         yield made
-
-
-def need(cupy: Any, count: int) -> None:
-    """Skip a test where there are fewer GPUs."""
-    if cupy.cuda.runtime.getDeviceCount() < count:
-        pytest.skip(f"needs {count} GPUs")
 
 
 def _forget() -> None:

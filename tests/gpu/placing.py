@@ -1,4 +1,4 @@
-"""Small helpers for tests that place arrays on the devices of replicas."""
+"""Small helpers for tests of replicas on GPUs: where arrays are, and how to put them there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 import ndistribute as nd
 from ndistribute.device import Device, copy_to, is_gpu_array, to_host
 
-__all__ = ["components", "here", "hosts", "on", "place_of", "rank", "replica"]
+__all__ = ["components", "here", "hosts", "need", "on", "place_of", "rank", "replica"]
 
 
 def replica() -> nd.ReplicaContext:
@@ -49,3 +50,9 @@ def components(strategy: nd.Strategy, make: Callable[[int], Any]) -> nd.PerRepli
 def hosts(values: Sequence[Any]) -> list[Any]:
     """Return arrays of any device as NumPy arrays."""
     return [to_host(value) for value in values]
+
+
+def need(cupy: Any, count: int) -> None:
+    """Skip a test where there are fewer GPUs."""
+    if cupy.cuda.runtime.getDeviceCount() < count:
+        pytest.skip(f"needs {count} GPUs")

@@ -10,15 +10,21 @@ import pytest
 import ndistribute as nd
 from tests.gpu.placing import components, here, hosts, on, rank, replica
 
-OPS = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}
-LARGE = 300_000  # above the size that the last replica to arrive reduces alone
+OPS: dict[str, Any] = {
+    "sum": np.sum,
+    "mean": np.mean,
+    "min": np.min,
+    "max": np.max,
+    "prod": np.prod,
+}
+LARGE = 140_000  # above the size that the last replica to arrive reduces alone
 
 
 def values(size: int, length: int, dtype: Any = np.float64) -> Any:
     return np.random.default_rng(length).integers(-4, 5, (size, length)).astype(dtype)
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, LARGE])
+@pytest.mark.parametrize("length", [0, 7, LARGE])
 def test_all_reduce_gives_each_replica_its_own_result(strategy: nd.Strategy, length: int) -> None:
     table = values(strategy.num_replicas_in_sync, length)
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.conftest import need
 from tests.gpu.imitation.clock import RaceError
+from tests.gpu.placing import need
 
 
 def test_an_array_of_the_gpu_mixes_with_none_of_the_host(cupy: Any) -> None:
@@ -40,7 +40,7 @@ def test_an_array_of_the_gpu_mixes_with_none_of_the_host(cupy: Any) -> None:
 
 def test_numbers_mix_with_arrays_and_keep_their_dtype(cupy: Any) -> None:
     x = cupy.ones(3, np.float32)
-    for mixed in (x * 2, 2.5 + x, x / np.float32(2), -x**2, np.maximum(x, 0), np.float32(1) - x):
+    for mixed in (x * 2, 2.5 + x, x / np.float32(2), -(x**2), np.maximum(x, 0), np.float32(1) - x):
         assert type(mixed) is cupy.ndarray
         assert mixed.dtype == np.float32
     assert (x > 0.5).dtype == bool
@@ -130,7 +130,12 @@ def imitated(kind: str, cupy: Any) -> Any:
 def test_another_device_s_array_is_refused(imitated: Any) -> None:
     with imitated.cuda.Device(1):
         there = imitated.ones(3)
-    for touch in (lambda: there + 1, lambda: imitated.ones(3) + there, lambda: there.fill(0)):
+    touches: list[Any] = [
+        lambda: there + 1,
+        lambda: imitated.ones(3) + there,
+        lambda: there.fill(0),
+    ]
+    for touch in touches:
         with pytest.raises(ValueError, match="current device"):
             touch()
 

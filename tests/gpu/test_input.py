@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 import ndistribute as nd
 from tests.gpu.placing import hosts, on, rank, replica
@@ -56,9 +57,7 @@ def test_values_made_for_each_replica_are_passed_to_it(strategy: nd.Strategy) ->
     made = strategy.distribute_values_from_function(
         lambda context: strategy.devices[context.replica_id_in_sync_group].namespace.float32(2.5)
     )
-    assert [float(x) for x in strategy.run(lambda x: x * 2, args=(made,)).values] == [5.0] * len(
-        strategy.devices
-    )
+    assert {float(x) for x in strategy.run(lambda x: x * 2, args=(made,)).values} == {5.0}
 
 
 def test_replicas_draw_numbers_of_their_own_on_their_devices(strategy: nd.Strategy) -> None:
@@ -86,9 +85,7 @@ def test_a_step_that_fails_leaves_the_strategy_usable(strategy: nd.Strategy) -> 
             raise KeyError("lost")
         replica().all_reduce("sum", 1.0)
 
-    try:
+    with pytest.raises(KeyError, match="lost"):
         strategy.run(fail)
-    except KeyError as error:
-        assert "gpu" in "".join(error.__notes__)
     totals = strategy.run(lambda: replica().all_reduce("sum", 1.0)).values
-    assert [float(total) for total in totals] == [float(strategy.num_replicas_in_sync)] * len(totals)
+    assert {float(total) for total in totals} == {float(strategy.num_replicas_in_sync)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +13,14 @@ import ndistribute as nd
 from ndistribute.device import to_host
 from tests.gpu.placing import components, here, hosts, on, replica
 
-EXAMPLES, BATCH, FEATURES, WORDS, WIDTH, CLASSES = 19, 8, 5, 11, 4, 3
+EXAMPLES, BATCH, FEATURES, WORDS, WIDTH, CLASSES = 11, 8, 5, 11, 4, 3
 
 OPTIMIZERS: dict[str, Callable[[], nd.optimizers.Optimizer]] = {
     "sgd": lambda: nd.optimizers.SGD(0.1),
     "nesterov": lambda: nd.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "adagrad": lambda: nd.optimizers.Adagrad(0.1),
-    "adam": lambda: nd.optimizers.Adam(0.01),
-    "clipnorm": lambda: nd.optimizers.SGD(0.1, clipnorm=0.05),
+    "adam": lambda: nd.optimizers.Adam(0.01, clipvalue=10.0),
     "global_clipnorm": lambda: nd.optimizers.Adagrad(0.1, global_clipnorm=0.05),
-    "clipvalue": lambda: nd.optimizers.Adam(0.01, clipvalue=0.01),
 }
 
 
@@ -82,22 +81,28 @@ def train(strategy: nd.Strategy, optimizer: nd.optimizers.Optimizer) -> tuple[An
     return np.array(losses), [variable.numpy() for variable in owned]
 
 
+@functools.cache
+def trained_on_a_cpu(name: str) -> tuple[Any, Any]:
+    return train(nd.get_strategy(), OPTIMIZERS[name]())
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_on_gpus_equal_steps_on_a_cpu(strategy: nd.Strategy, name: str) -> None:
-    expected_losses, expected = train(nd.get_strategy(), OPTIMIZERS[name]())
+    expected_losses, expected = trained_on_a_cpu(name)
     losses, values = train(strategy, OPTIMIZERS[name]())
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-12, atol=1e-12)
     for value, wanted in zip(values, expected, strict=True):
         np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "global_clipnorm"])
+@pytest.mark.parametrize("name", ["adam", "global_clipnorm"])
 def test_gradients_applied_across_replicas_reach_every_copy(
     strategy: nd.Strategy, name: str
 ) -> None:
     """Outside `run` the gradients are final; they may lie on any device."""
     rng = np.random.default_rng(1)
-    dense, rows, where = rng.normal(size=(WORDS, 2)), rng.normal(size=(4, 2)), np.array([3, 0, 3, 9])
+    dense, rows = rng.normal(size=(WORDS, 2)), rng.normal(size=(4, 2))
+    where = np.array([3, 0, 3, 9])
     results = []
     for current in (nd.get_strategy(), strategy):
         with current.scope():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, in_thread, meet, mirrored, works
+from tests.kinds import DEADLINE, in_thread, meet, mirrored, rank, works
 
 FILES = (str(Path(nd.__file__).parent), contextlib.__file__)
 
@@ -37,13 +37,18 @@ class InterruptAt:
             raise KeyboardInterrupt(self.place)
 
 
+def step():
+    """Meet; then the main thread has to wait for replicas that still compute."""
+    return meet() if rank() == 0 else meet() + sum(range(20_000))
+
+
 def interrupted(strategy, point):
     """Interrupt a run; return where, or nothing if it has fewer points."""
     interrupt = InterruptAt(point)
     start = time.monotonic()
     sys.setprofile(interrupt)
     try:
-        strategy.run(meet)
+        strategy.run(step)
     except KeyboardInterrupt:
         pass
     else:

@@ -134,6 +134,19 @@ def test_two_strategies_are_alive_at_once():
     assert not pool_threads()
 
 
+def test_a_strategy_does_not_run_inside_another(several):
+    with mirrored(2) as other:
+        for inside in (several.run, lambda call: several.run(lambda: _merged(call))):
+            with pytest.raises(RuntimeError, match=r"merge_call|Mixing"):
+                inside(lambda: other.run(meet))
+        assert works(several)
+        assert works(other)
+
+
+def _merged(call):
+    return context().merge_call(lambda _: call())
+
+
 def test_two_strategies_run_on_two_threads_at_once():
     everyone = threading.Barrier(5)
 

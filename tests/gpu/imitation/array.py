@@ -6,63 +6,27 @@ alone; results without axes are arrays. What a call takes is written down as CuP
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from tests.gpu.imitation.clock import Memory, Stream, current_world
-from tests.gpu.imitation.signatures import METHODS, binder
+from tests.gpu.imitation.attributes import Attributes
+from tests.gpu.imitation.clock import Memory, current_world
+from tests.gpu.imitation.cuda import Device, Stream
 
-__all__ = ["Device", "arrays_in", "compute", "host_of", "ndarray", "upload"]
+__all__ = ["arrays_in", "compute", "host_of", "ndarray", "upload"]
 
-Host = np.ndarray[Any, Any]
+Host = Any  # a NumPy array
 DTYPES = "?bhilqBHILQefdFD"
 SCALARS = (bool, int, float, complex, np.generic)
 
 
-class Device:
-    """Play ``cupy.cuda.Device``."""
-
-    def __init__(self, device: int | None = None) -> None:
-        self.id = current_world().device if device is None else int(device)
-        self._before: list[int] = []
-
-    def synchronize(self) -> None:
-        current_world().wait_for_device(self.id)
-
-    def use(self) -> None:
-        current_world().device = self.id
-
-    def __enter__(self) -> Device:
-        self._before.append(current_world().device)
-        self.use()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        current_world().device = self._before.pop()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Device) and other.id == self.id
-
-    def __hash__(self) -> int:
-        return hash(self.id)
-
-
-class _Pointer:
-    """Play ``cupy.cuda.MemoryPointer``."""
-
-    def __init__(self, array: ndarray) -> None:
-        self.ptr = array.host.ctypes.data
-        self.device_id = array.memory.device
-
-
-class ndarray:  # noqa: N801
+class ndarray(Attributes):  # noqa: N801
     """Play ``cupy.ndarray``; `host` and `memory` are the imitation's own."""
 
     __module__ = "cupy"
-    __slots__ = ("__weakref__", "base", "host", "memory")
+    __slots__ = ()
     __array_priority__ = 100
     __hash__ = None  # type: ignore[assignment]
 
@@ -79,28 +43,8 @@ class ndarray:  # noqa: N801
         base = self if self.base is None else self.base
         return ndarray.__new__(ndarray)._hold(host, self.memory, base)
 
-    shape = property(lambda self: self.host.shape)
-    strides = property(lambda self: self.host.strides)
-    dtype = property(lambda self: self.host.dtype)
-    ndim = property(lambda self: self.host.ndim)
-    size = property(lambda self: self.host.size)
-    itemsize = property(lambda self: self.host.itemsize)
-    nbytes = property(lambda self: self.host.nbytes)
-    device = property(lambda self: Device(self.memory.device))
-    data = property(_Pointer)
-    T = property(lambda self: self if self.ndim < 2 else self.view_as(self.host.T))
     real = property(lambda self: compute(lambda: self.host.real, [self]))
     imag = property(lambda self: compute(lambda: self.host.imag, [self]))
-
-    @property
-    def flags(self) -> Any:
-        known = self.host.flags
-        names = {"c_contiguous": known.c_contiguous, "f_contiguous": known.f_contiguous}
-        return type("Flags", (), {**names, "owndata": self.base is None})()
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": self.shape, "typestr": self.dtype.str, "version": 3, "imitated": self}
 
     def get(
         self, stream: Any = None, order: str = "C", out: Host | None = None, blocking: bool = True
@@ -167,14 +111,6 @@ class ndarray:  # noqa: N801
             raise TypeError(f"Unsupported type {type(value)}")
         compute(lambda: self.host.fill(value), [], [self])
 
-    def item(self) -> Any:
-        if self.size != 1:
-            raise ValueError("can only convert an array of size 1 to a Python scalar")
-        return self.get().item()
-
-    def tolist(self) -> Any:
-        return self.get().tolist()
-
     def __getitem__(self, index: Any) -> Any:
         used = arrays_in(_items(index))
         where = (*map(host_of, _items(index)), *_rest(index))
@@ -222,14 +158,6 @@ class ndarray:  # noqa: N801
             "a NumPy array explicitly."
         )
 
-    __bool__ = lambda self: bool(self.get())  # noqa: E731
-    __int__ = lambda self: int(self.get())  # noqa: E731
-    __float__ = lambda self: float(self.get())  # noqa: E731
-    __complex__ = lambda self: complex(self.get())  # noqa: E731
-    __repr__ = lambda self: repr(self.get())  # noqa: E731
-    __str__ = lambda self: str(self.get())  # noqa: E731
-    __format__ = lambda self, spec: format(self.get(), spec)  # noqa: E731
-
 
 def arrays_in(value: Any) -> list[ndarray]:
     """Return the imitated arrays in an argument, lists searched."""
@@ -249,7 +177,7 @@ def upload(host: Any) -> ndarray:
     """Copy a host array to the current device."""
     if host.dtype.char not in DTYPES:
         raise ValueError(f"Unsupported dtype {host.dtype}")
-    return compute(lambda: host.copy(), [])  # type: ignore[no-any-return]
+    return compute(host.copy, [])  # type: ignore[no-any-return]
 
 
 def compute(
@@ -275,9 +203,8 @@ def _wrap(result: Any, parents: list[ndarray]) -> Any:
             return parent
         if np.may_share_memory(result, parent.host) or _is_empty_view(result, parent.host):
             return parent.view_as(result)
-    made = ndarray(result.shape, result.dtype)
-    made.host[...] = result
-    return made
+    own = np.asarray(result) if getattr(result, "base", None) is None else result.copy()
+    return ndarray.__new__(ndarray)._hold(own, Memory(current_world().device), None)
 
 
 def _is_empty_view(result: Any, host: Host) -> bool:
@@ -298,25 +225,3 @@ def _refuse_duplicates(where: Any, shape: tuple[int, ...]) -> None:
     places = np.arange(int(np.prod(shape))).reshape(shape)[where]
     if len(np.unique(places)) < places.size:
         raise AssertionError("a place is named twice: CuPy leaves open which value it gets")
-
-
-def _method(name: str) -> Callable[..., Any]:
-    bind = binder(METHODS[name])
-
-    @functools.wraps(getattr(np.ndarray, name))
-    def method(self: ndarray, *args: Any, **kwargs: Any) -> Any:
-        given, named = bind(self, *args, **kwargs)
-        reads = [self, *arrays_in(given[1:]), *arrays_in(list(named.values()))]
-        hosts = {key: host_of(value) for key, value in named.items()}
-        return compute(
-            lambda: getattr(self.host, name)(*host_of(given[1:]), **hosts),
-            reads,
-            arrays_in(named.get("out")),
-        )
-
-    return method
-
-
-for _name in METHODS:
-    setattr(ndarray, _name, _method(_name))
-del _name

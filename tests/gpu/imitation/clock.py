@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Event", "Memory", "RaceError", "Stream", "World", "current_world", "set_world"]
+__all__ = ["Clock", "Memory", "RaceError", "World", "current_world", "set_world"]
 
 
 class RaceError(AssertionError):
@@ -157,73 +157,6 @@ class World:
     def wait_for_device(self, device: int) -> None:
         """Let the host wait for all streams of a device."""
         self.wait([clock for clock in self._clocks if clock.device == device])
-
-
-class Stream:
-    """Play ``cupy.cuda.Stream``."""
-
-    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
-        if not non_blocking and not null:
-            raise NotImplementedError("the imitation knows non-blocking streams only")
-        world = current_world()
-        self.clock = world.stack(world.device)[0] if null else world.new_clock()
-
-    @classmethod
-    def current(cls, device_id: int = -1) -> Stream:
-        """Return this thread's stream, as ``cupy.cuda.get_current_stream`` does."""
-        world = current_world()
-        made = cls.__new__(cls)
-        made.clock = world.stack(world.device if device_id < 0 else device_id)[-1]
-        return made
-
-    @property
-    def ptr(self) -> int:
-        return self.clock.pointer
-
-    @property
-    def device_id(self) -> int:
-        return self.clock.device
-
-    @property
-    def done(self) -> bool:
-        self.synchronize()  # Whoever asks sees it done in the end.
-        return True
-
-    def synchronize(self) -> None:
-        current_world().wait([self.clock])
-
-    def record(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.clock, event.number = self.clock, self.clock.given
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        if event.clock is not None:
-            self.clock.awaited[event.clock] = event.number
-
-    def __enter__(self) -> Stream:
-        world = current_world()
-        if self.clock.device != world.device:
-            raise RuntimeError(
-                f"The device that the stream is created on ({self.clock.device}) does not match "
-                f"with the current device ({world.device})"
-            )
-        world.stack(world.device).append(self.clock)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        current_world().stack(self.clock.device).pop()
-
-
-class Event:
-    """Play ``cupy.cuda.Event``."""
-
-    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
-        self.clock: Clock | None = None
-        self.number = 0
-
-    def record(self, stream: Stream | None = None) -> None:
-        (stream or Stream.current()).record(self)
 
 
 _worlds: list[World] = []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
 import numpy as np
 
 from tests.collective.fake_nccl import FakeNccl
-from tests.gpu.imitation.array import Device, compute, ndarray, upload
-from tests.gpu.imitation.clock import Event, Stream, World, current_world
-from tests.gpu.imitation.operations import Function, Ufunc, connect
+from tests.gpu.imitation.array import compute, ndarray, upload
+from tests.gpu.imitation.clock import World, current_world
+from tests.gpu.imitation.cuda import Device, Event, Stream
+from tests.gpu.imitation.operations import Function, Ufunc
+from tests.gpu.imitation.protocols import connect
 from tests.gpu.imitation.signatures import FUNCTIONS, UFUNCS
 
 __all__ = ["CUDARuntimeError", "modules"]
@@ -26,12 +29,20 @@ class CUDARuntimeError(RuntimeError):
 
 
 def modules(count: int) -> tuple[World, dict[str, Any]]:
-    """Return GPUs and what belongs into ``sys.modules`` to use them.
+    """Return fresh GPUs and what belongs into ``sys.modules`` to use them.
 
     Args:
         count: how many GPUs there are.
     """
-    world = World(count)
+    cupy = _cupy()
+    nccl: Any = FakeNccl()
+    nccl.available = True
+    cupy.cuda.nccl = nccl
+    return World(count), {"cupy": cupy, "cupy.cuda": cupy.cuda, "cupy.cuda.nccl": nccl}
+
+
+@functools.cache
+def _cupy() -> Any:
     cupy: Any = types.ModuleType("cupy", "An imitation over host memory.")
     cupy.ndarray = ndarray
     for name in UFUNCS:
@@ -44,25 +55,18 @@ def modules(count: int) -> tuple[World, dict[str, Any]]:
         setattr(cupy, name, getattr(np, name))
     for maker in (array, asarray, empty, zeros, ones, full, arange):
         setattr(cupy, maker.__name__, maker)
-    cupy.cuda = _cuda(count)
-    cupy.random = types.SimpleNamespace(Generator=Generator, XORWOW=XORWOW)
-    connect(cupy)
-    return world, {"cupy": cupy, "cupy.cuda": cupy.cuda, "cupy.cuda.nccl": cupy.cuda.nccl}
-
-
-def _cuda(count: int) -> Any:
-    cuda: Any = types.ModuleType("cupy.cuda")
-    cuda.Device, cuda.Stream, cuda.Event = Device, Stream, Event
-    cuda.get_current_stream = Stream.current
-    cuda.alloc_pinned_memory = lambda nbytes: bytearray(b"\xab" * nbytes)
-    cuda.runtime = types.SimpleNamespace(
-        getDeviceCount=lambda: count,
+    cupy.cuda = types.ModuleType("cupy.cuda")
+    cupy.cuda.Device, cupy.cuda.Stream, cupy.cuda.Event = Device, Stream, Event
+    cupy.cuda.get_current_stream = Stream.current
+    cupy.cuda.alloc_pinned_memory = lambda nbytes: bytearray(b"\xab" * nbytes)
+    cupy.cuda.runtime = types.SimpleNamespace(
+        getDeviceCount=lambda: current_world().count,
         getDevice=lambda: current_world().device,
         CUDARuntimeError=CUDARuntimeError,
     )
-    cuda.nccl = FakeNccl()
-    cuda.nccl.available = True
-    return cuda
+    cupy.random = types.SimpleNamespace(Generator=Generator, XORWOW=XORWOW)
+    connect(cupy)
+    return cupy
 
 
 def array(obj: Any, dtype: Any = None, copy: bool = True, order: str = "K") -> ndarray:
@@ -102,7 +106,8 @@ def _filled(shape: Any, value: Any, dtype: Any) -> ndarray:
 
 
 def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> ndarray:
-    return upload(np.arange(*((0, start) if stop is None else (start, stop)), step, dtype=dtype))
+    function: Any = np.arange
+    return upload(function(*((0, start) if stop is None else (start, stop)), step, dtype))
 
 
 class XORWOW:

@@ -1,4 +1,4 @@
-"""Imitated ufuncs and functions of CuPy, and how NumPy's protocols lead to them."""
+"""Imitated ufuncs, functions and methods: NumPy's values for the arguments that CuPy takes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from tests.gpu.imitation.array import arrays_in, compute, host_of, ndarray, upload
-from tests.gpu.imitation.signatures import binder
+from tests.gpu.imitation.signatures import METHODS, binder
 
-__all__ = ["Function", "Ufunc", "connect"]
+__all__ = ["SCALARS", "Function", "Ufunc", "method"]
 
 _WORDS = (np.int32, np.uint32)
 _AT = {  # the dtypes that have atomic operations in CuPy 13
@@ -21,8 +21,7 @@ _AT = {  # the dtypes that have atomic operations in CuPy 13
     "maximum": (*_WORDS, np.uint64, np.float32, np.float64),
     "minimum": (*_WORDS, np.uint64, np.float32, np.float64),
 }
-_SCALARS = {bool, int, float, complex, *(np.dtype(char).type for char in "?bhilqBHILQefdFD")}
-_COMPARISONS = {"less", "less_equal", "equal", "not_equal", "greater", "greater_equal"}
+SCALARS = {bool, int, float, complex, *(np.dtype(char).type for char in "?bhilqBHILQefdFD")}
 
 
 class Ufunc:
@@ -102,7 +101,8 @@ class Function:
         given, named = self._bind(*args, **kwargs)
         named = {key: value for key, value in named.items() if key not in ("subok", "casting")}
         everything = [*given, *named.values()]
-        _refuse_host(self.__name__, everything)
+        if self.__name__ != "take":  # It carries indices over.
+            _refuse_host(self.__name__, everything)
         if self.__name__ == "where" and not isinstance(given[0], ndarray):
             raise AttributeError(f"{type(given[0]).__name__!r} object has no attribute 'astype'")
         hosts = {key: host_of(value) for key, value in named.items()}
@@ -122,7 +122,7 @@ def _refuse_host(name: str, args: Sequence[Any]) -> None:
 
 
 def _operand(value: Any) -> Any:
-    if isinstance(value, ndarray) or type(value) in _SCALARS:
+    if isinstance(value, ndarray) or type(value) in SCALARS:
         return value
     interface = getattr(value, "__cuda_array_interface__", None)
     if interface is None:
@@ -130,104 +130,19 @@ def _operand(value: Any) -> Any:
     return interface["imitated"]
 
 
-def connect(cupy: Any) -> None:
-    """Give the imitated array its operators and protocols, which lead to a namespace.
+def method(name: str) -> Callable[..., Any]:
+    """Return a method of the imitated array, which takes what CuPy's takes."""
+    bind = binder(METHODS[name])
 
-    Args:
-        cupy: the imitated module.
-    """
-    ndarray.__array_ufunc__ = functools.partialmethod(_array_ufunc, cupy)  # type: ignore[attr-defined]
-    ndarray.__array_function__ = functools.partialmethod(_array_function, cupy)  # type: ignore[attr-defined]
-    for dunder, name in _OPERATORS.items():
-        forward, reflected = _operators(cupy, name)
-        setattr(ndarray, f"__{dunder}__", forward)
-        if name not in _COMPARISONS:
-            setattr(ndarray, f"__r{dunder}__", reflected)
-            if name != "matmul":
-                setattr(ndarray, f"__i{dunder}__", _in_place(cupy, name))
-    for dunder, name in {"neg": "negative", "abs": "absolute", "invert": "invert"}.items():
-        setattr(ndarray, f"__{dunder}__", _unary(cupy, name))
-    ndarray.__pos__ = lambda self: self  # type: ignore[attr-defined]
-
-
-_OPERATORS = {
-    "add": "add",
-    "sub": "subtract",
-    "mul": "multiply",
-    "truediv": "divide",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "pow": "power",
-    "matmul": "matmul",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "lt": "less",
-    "le": "less_equal",
-    "eq": "equal",
-    "ne": "not_equal",
-    "gt": "greater",
-    "ge": "greater_equal",
-}
-
-
-def _operators(cupy: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def forward(x: ndarray, y: Any) -> Any:
-        if isinstance(y, ndarray):
-            return getattr(cupy, name)(x, y)
-        if _defers(x, y):
-            return NotImplemented
-        return getattr(np, name)(x, y)
-
-    def reflected(y: ndarray, x: Any) -> Any:
-        return NotImplemented if _defers(y, x) else getattr(np, name)(x, y)
-
-    return forward, reflected
-
-
-def _defers(x: ndarray, y: Any) -> bool:
-    """Say whether the other operand has its own way, by the rule of NEP 13."""
-    if hasattr(y, "__array_ufunc__"):
-        return y.__array_ufunc__ is None
-    return bool(x.__array_priority__ < getattr(y, "__array_priority__", 0))
-
-
-def _in_place(cupy: Any, name: str) -> Callable[[ndarray, Any], ndarray]:
-    return lambda x, y: getattr(cupy, name)(x, y, x)  # type: ignore[no-any-return]
-
-
-def _unary(cupy: Any, name: str) -> Callable[[ndarray], Any]:
-    return lambda x: getattr(cupy, name)(x)
-
-
-def _array_ufunc(self: ndarray, cupy: Any, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Any:
-    inout = inputs + named.get("out", ())
-    if "out" in named:
-        named["out"] = named["out"][0]
-    function = getattr(cupy, ufunc.__name__, None)
-    if function is not None and method != "__call__":
-        function = getattr(function, method, None)
-    if function is None:
-        return NotImplemented
-    for one in inout:
-        known = isinstance(one, ndarray | np.ndarray) or type(one) in _SCALARS
-        if not known and not hasattr(one, "__cuda_array_interface__"):
-            return NotImplemented
-    if ufunc.__name__ in _COMPARISONS:
-        inputs = tuple(
-            one.item() if isinstance(one, np.ndarray) and one.ndim == 0 else one for one in inputs
+    @functools.wraps(getattr(np.ndarray, name))
+    def call(self: ndarray, *args: Any, **kwargs: Any) -> Any:
+        given, named = bind(self, *args, **kwargs)
+        reads = [self, *arrays_in(given[1:]), *arrays_in(list(named.values()))]
+        hosts = {key: host_of(value) for key, value in named.items()}
+        return compute(
+            lambda: getattr(self.host, name)(*host_of(given[1:]), **hosts),
+            reads,
+            arrays_in(named.get("out")),
         )
-    return function(*inputs, **named)
 
-
-def _array_function(
-    self: ndarray, cupy: Any, function: Any, types: Any, args: Any, kwargs: Any
-) -> Any:
-    try:
-        module = functools.reduce(getattr, function.__module__.split(".")[1:], cupy)
-        own = getattr(module, function.__name__)
-    except AttributeError:
-        return NotImplemented
-    if own is function or not all(issubclass(one, ndarray | np.ndarray) for one in types):
-        return NotImplemented
-    return own(*args, **kwargs)
+    return call

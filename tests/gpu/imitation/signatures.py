@@ -61,6 +61,7 @@ FUNCTIONS: dict[str, str] = {
     "full_like": _LIKE.replace("a,", "a, fill_value,", 1),
     "hstack": "tup, *, dtype=None, casting='same_kind'",
     "isclose": "a, b, rtol=1e-05, atol=1e-08, equal_nan=False",
+    "ix_": "*args",
     "matmul": "*args, **kwargs",
     "moveaxis": "a, source, destination",
     "ndim": "a",

@@ -1,0 +1,92 @@
+"""Derivatives of NumPy code that runs on GPU arrays are those of the same code on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.device import Device, copy_to, is_gpu_array, to_host
+
+X = np.random.default_rng(0).uniform(0.2, 0.9, (3, 4))
+Y = np.random.default_rng(1).uniform(0.2, 0.9, (3, 4))
+ROWS, MASK = np.array([2, 0, 2]), X > 0.5
+
+UNARY = (
+    "negative positive absolute square sqrt exp exp2 expm1 log log2 log10 log1p sin cos tan arcsin "
+    "arccos arctan sinh cosh tanh arcsinh arctanh reciprocal sign sum mean max min prod var std "
+    "ravel transpose flip fliplr flipud tril triu diagonal trace squeeze copy cumsum sort "
+    "atleast_3d"
+).split()
+BINARY = (
+    "add subtract multiply divide power maximum minimum fmax fmin logaddexp arctan2 hypot vdot "
+    "outer inner"
+).split()
+
+
+def named(name: str, count: int) -> Callable[[Any, Any], Any]:
+    """Return NumPy's function of one or two arrays."""
+    return lambda *arrays: getattr(np, name)(*arrays[:count])
+
+
+FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    **{name: named(name, 1) for name in UNARY},
+    **{name: named(name, 2) for name in BINARY},
+    "sum-axis": lambda x, y: np.sum(x, axis=1) * np.mean(y, axis=-1),
+    "keepdims": lambda x, y: x / np.sum(x, axis=1, keepdims=True),
+    "max-axis": lambda x, y: np.max(x, axis=0) + x.min(axis=(0, 1)),
+    "prod-axis": lambda x, y: np.prod(x, axis=1),
+    "var-axis": lambda x, y: np.var(x, axis=0) + x.std(axis=0),
+    "broadcast": lambda x, y: x + y[0] + np.broadcast_to(x[:, :1], (3, 4)),
+    "numbers": lambda x, y: 2 * x**3 - 1 / x + (1 - x) ** 0.5 + 2**x,
+    "matmul": lambda x, y: x @ y.T @ x,
+    "vector": lambda x, y: (x @ y[0]) @ x + x[:, 0] @ y,
+    "stacked": lambda x, y: np.matmul(np.broadcast_to(x, (2, 3, 4)), y.T),
+    "dot": lambda x, y: np.dot(x, y.T),
+    "tensordot": lambda x, y: np.tensordot(x, y, axes=([1], [1])),
+    "einsum": lambda x, y: np.einsum("ij,kj->ik", x, y),
+    "where": lambda x, y: np.where(np.greater(x, y), x, 2 * y),
+    "clip": lambda x, y: np.clip(x, 0.4, 0.7) + x.clip(0.3, 0.8),
+    "concatenate": lambda x, y: np.concatenate([x, y, x], axis=1),
+    "stack": lambda x, y: np.stack([x, y], axis=1) * np.hstack([x, y]).reshape(3, 2, 4),
+    "split": lambda x, y: np.split(x, 2, axis=1)[1] * np.split(y, 2, axis=1)[0],
+    "reshape": lambda x, y: np.reshape(x, (4, 3)) * y.reshape(-1, 3),
+    "moved": lambda x, y: np.moveaxis(x, 0, 1) + np.swapaxes(y, 0, 1) + np.expand_dims(x.T, 0),
+    "roll": lambda x, y: np.roll(x, 1, axis=0) + np.rot90(y, 2) + np.repeat(x, 2, axis=0)[::2],
+    "pad": lambda x, y: np.pad(x, ((1, 0), (0, 2))) ** 2,
+    "tile": lambda x, y: np.tile(x, (2, 1)),
+    "part": lambda x, y: x[1] * x[:, 1:][0].sum() + y[-1, ::2].sum() + x[..., None][0, :, 0],
+    "rows": lambda x, y: x[ROWS] * y[[0, 1, 1]],
+    "pairs": lambda x, y: x[ROWS, np.arange(3)] + y[np.arange(3), [0, 3, 1]],
+    "mask": lambda x, y: x[MASK] * 2,
+    "take": lambda x, y: np.take(x, ROWS, axis=1) + y.take(ROWS, axis=1),
+    "take_along_axis": lambda x, y: np.take_along_axis(x, np.argsort(x, 1), 1),
+    "average": lambda x, y: np.average(x, axis=0) + np.ptp(y, axis=0),
+    "norm": lambda x, y: np.linalg.norm(x) + np.linalg.norm(y, axis=1).sum(),
+    "diff": lambda x, y: np.diff(x, axis=1),
+    "softmax": lambda x, y: np.exp(x - x.max(axis=1, keepdims=True)),
+    "astype": lambda x, y: x.astype(np.float32).astype(np.float64),
+    "comparisons": lambda x, y: x * (x > y) + np.where(x <= y, x, 0) * (y != 0),
+    "methods": lambda x, y: x.mean(axis=0).reshape(2, 2).T.ravel() + y.sum(0).squeeze(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_gradient_is_that_of_the_host(cupy: Any, name: str) -> None:
+    found = [gradients(FUNCTIONS[name], place) for place in ("cpu:0", "gpu:0")]
+    for on_host, on_gpu in zip(*found, strict=True):
+        assert is_gpu_array(on_gpu)
+        assert on_gpu.shape == on_host.shape
+        assert on_gpu.dtype == on_host.dtype
+        np.testing.assert_allclose(to_host(on_gpu), on_host, rtol=1e-12, atol=1e-12)
+
+
+def gradients(function: Callable[[Any, Any], Any], place: str) -> list[Any]:
+    with nd.GradientTape() as tape:
+        x, y = tape.watch([copy_to(array, Device(place)) for array in (X, Y)])
+        value = function(x, y)
+    slopes = tape.gradient(value, [x, y], "zero")
+    return [s.to_dense() if isinstance(s, nd.IndexedSlices) else s for s in slopes]
