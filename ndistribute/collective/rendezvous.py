@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, 
 __all__ = ["Rendezvous"]
 
 T = TypeVar("T")
+
+SLICE_SECONDS = 1.0
 
 
 class _Round:
@@ -140,8 +143,11 @@ class Rendezvous:
                 self._wake[rank].release()
 
     def _wait(self, rank: int, meeting: _Round, call: Call, timeout: float) -> None:
-        if self._wake[rank].acquire(timeout=timeout):
-            return
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            # In slices, for an interrupt that comes just before a sleep is seen only after it.
+            if self._wake[rank].acquire(timeout=min(left, SLICE_SECONDS)):
+                return
         with self._mutex:
             # The last one may have come between the end of the wait and here.
             if self._wake[rank].acquire(blocking=False):

@@ -137,7 +137,8 @@ def run_threads(plans: Plans, buffers: Sequence[Array], seconds: float = 10.0) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
+    assert not any(thread.is_alive() for thread in threads)
     if failures:
         raise failures[0]
     assert all(waiting.empty() for waiting in queues.values())

@@ -215,7 +215,9 @@ class Optimizer:
             arrays = targets.arrays[index][homes[index]]
             if aggregated:
                 total = _block_of(gradients[index], start, stop, total)
-            self._update_range(arrays, start, stop, total, targets.rates)
+            device = device_of(arrays[0])
+            with working_on(device):
+                self._update_range(arrays, start, stop, copy_to(total, device), targets.rates)
 
         # Gradients that are summed already still meet, but only the owner's own are used.
         targets = communicator.reduce_update(
@@ -239,11 +241,8 @@ class Optimizer:
     def _update_range(
         self, arrays: tuple[Array, ...], start: int, stop: int, gradient: Array, rates: Any
     ) -> None:
-        device = device_of(arrays[0])
-        with working_on(device):
-            variable, *slots = (array.reshape(-1)[start:stop] for array in arrays)
-            gradient = copy_to(gradient, device).astype(variable.dtype, copy=False)
-            self.update(variable, gradient, slots, rates)
+        variable, *slots = (array.reshape(-1)[start:stop] for array in arrays)
+        self.update(variable, gradient.astype(variable.dtype, copy=False), slots, rates)
 
     def _update_rows(self, arrays: tuple[Array, ...], rows: IndexedSlices, rates: Any) -> None:
         device = device_of(arrays[0])
