@@ -74,6 +74,7 @@ def cupy(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield found["cupy"]
     set_world(None)
     _forget()
+    assert not world.faults
 
 
 @pytest.fixture(params=LAYOUTS)

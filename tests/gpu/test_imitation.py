@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.imitation.clock import RaceError
+from tests.gpu.imitation.clock import RaceError, current_world
 from tests.gpu.placing import need
 
 
@@ -167,6 +167,18 @@ def test_halves_of_an_array_may_be_written_at_once(imitated: Any) -> None:
             half[...] = 1
     imitated.cuda.Device(0).synchronize()
     assert float(x.sum()) == 10.0
+
+
+def test_pinned_memory_that_is_given_back_early_is_noticed(imitated: Any) -> None:
+    for wait in (False, True):
+        staged = np.frombuffer(imitated.cuda.alloc_pinned_memory(24), float)
+        imitated.empty(3).set(staged)
+        if wait:
+            imitated.cuda.get_current_stream().synchronize()
+        del staged
+        faults = current_world().faults
+        assert len(faults) == (0 if wait else 1)
+        faults.clear()
 
 
 def test_fresh_memory_is_not_clean(imitated: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.gpu.imitation.attributes import Attributes
-from tests.gpu.imitation.clock import Memory, current_world
+from tests.gpu.imitation.clock import Memory, Pinned, current_world
 from tests.gpu.imitation.cuda import Device, Stream
 
 __all__ = ["arrays_in", "compute", "host_of", "ndarray", "upload"]
@@ -69,6 +69,7 @@ class ndarray(Attributes):  # noqa: N801
             raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
         with Device(self.memory.device):
             current_world().launch([], [self])
+            _lend(arr)
         self.host[...] = arr
 
     def copy(self, order: str = "C") -> ndarray:
@@ -191,6 +192,14 @@ def compute(
     if writes or any(all(one.memory is not array.memory for array in reads) for one in made):
         current_world().launch(reads, [*writes, *made])
     return result
+
+
+def _lend(host: Host) -> None:
+    while isinstance(host, np.ndarray):
+        host = host.base
+    memory = host.obj if isinstance(host, memoryview) else host
+    if isinstance(memory, Pinned):
+        memory.lend(current_world())
 
 
 def _wrap(result: Any, parents: list[ndarray]) -> Any:

@@ -10,13 +10,14 @@ stream waits for nobody.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Clock", "Memory", "RaceError", "World", "current_world", "set_world"]
+__all__ = ["Clock", "Memory", "Pinned", "RaceError", "World", "current_world", "set_world"]
 
 
 class RaceError(AssertionError):
@@ -80,6 +81,20 @@ class Memory:
         self._accesses = [*kept, new]
 
 
+class Pinned(bytearray):
+    """Page-locked memory of the host, from which a GPU copies when it gets to it."""
+
+    def lend(self, world: World) -> None:
+        """Note that the current stream was given a copy from here, or to here."""
+        clock = world.clock
+        weakref.finalize(self, _check_copied, world, clock, clock.given)
+
+
+def _check_copied(world: World, clock: Clock, number: int) -> None:
+    if clock.done < number:
+        world.faults.append(f"pinned memory was given back before {clock} had copied it")
+
+
 class World:
     """The GPUs of a test, and which of them each thread uses.
 
@@ -89,6 +104,7 @@ class World:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.faults: list[str] = []  # found where nothing can be raised
         self._lock = threading.RLock()
         self._local = threading.local()
         self._null = [Clock(device, 0) for device in range(count)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.collective.fake_nccl import FakeNccl
 from tests.gpu.imitation.array import compute, ndarray, upload
-from tests.gpu.imitation.clock import World, current_world
+from tests.gpu.imitation.clock import Pinned, World, current_world
 from tests.gpu.imitation.cuda import Device, Event, Stream
 from tests.gpu.imitation.operations import Function, Ufunc
 from tests.gpu.imitation.protocols import connect
@@ -58,7 +58,7 @@ def _cupy() -> Any:
     cupy.cuda = types.ModuleType("cupy.cuda")
     cupy.cuda.Device, cupy.cuda.Stream, cupy.cuda.Event = Device, Stream, Event
     cupy.cuda.get_current_stream = Stream.current
-    cupy.cuda.alloc_pinned_memory = lambda nbytes: bytearray(b"\xab" * nbytes)
+    cupy.cuda.alloc_pinned_memory = lambda nbytes: Pinned(b"\xab" * nbytes)
     cupy.cuda.runtime = types.SimpleNamespace(
         getDeviceCount=lambda: current_world().count,
         getDevice=lambda: current_world().device,
