@@ -1,128 +1,110 @@
-"""All-reduce between the replicas of one process, by size, in the columns of nccl-tests.
+"""All-reduce by size, in the columns of nccl-tests: between processes, and replicas of one.
 
-A step makes several calls one after another, so that starting the step is not what is measured.
 algbw is bytes over time; busbw is algbw times 2(n-1)/n, which does not depend on the number of
-replicas where the bus is the limit. A replica count above the number of cores is marked: it shows
-that the sums are right, not how fast they could be.
+ranks where the bus is the limit; the error is the largest difference of any element on any rank
+from the exact sum. More ranks than cores are marked: they show that sums are right, not speed.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from benchmarks import peer
-from benchmarks.case import OURS, PEER, Benchmark, Contender, Group, Prepared, Result
+from benchmarks.case import MPICH, OPEN_MPI, OURS, PEER, TORCH, Benchmark, Contender, Group, Result
 from benchmarks.harness import main
 
-__all__ = ["BENCHMARK", "ours_all_reduce", "ours_apply", "tensorflow"]
+__all__ = ["BENCHMARK", "conclude"]
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = (4 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+PROCESS_SIZES = tuple(size * KIB for size in (4, 64, 1024, 4096, 16384, 65536, 262144))
+THREAD_SIZES = tuple(size * KIB for size in (4, 64, 256, 1024, 4096, 16384, 65536))
 QUICK_SIZES = (4 * KIB, 1 * MIB)
+PROCESSES = 2
 
-Floats = npt.NDArray[np.float32]
+LARGE = (1 * MIB, 256 * MIB)
+# What is to be reached: our contender, the peer, how many times as fast in the geometric mean.
+REACH = {
+    ("shared memory, reduce_update", MPICH): 3.0,
+    ("shared memory, reduce_update", TORCH): 8.0,
+    ("shared memory, reduce_update", PEER): 50.0,
+}
 
-
-def parts_of(size: int, replicas: int) -> list[Floats]:
-    """Return what each replica brings."""
-    rng = np.random.default_rng(2)
-    return [rng.random(size // 4, np.float32) for _ in range(replicas)]
-
-
-def worst(results: Any, expected: Floats) -> float:
-    """Return the largest difference of any replica's result from what it should be."""
-    return max(float(np.max(np.abs(np.asarray(result) - expected))) for result in results)
-
-
-@contextmanager
-def ours_all_reduce(size: int, replicas: int, calls: int) -> Iterator[Prepared]:
-    """Sum with `ctx.all_reduce`: every replica gets the whole sum in an array of its own."""
-    import ndistribute as nd
-
-    parts = parts_of(size, replicas)
-    expected = np.sum(parts, axis=0, dtype=np.float64).astype(np.float32)
-    mine = nd.PerReplica(parts)
-
-    def summed(part: Floats) -> Any:
-        context = nd.get_replica_context()
-        for _ in range(calls):
-            total = context.all_reduce("sum", part)
-        return total
-
-    with nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]) as strategy:
-        error = worst(strategy.run(summed, args=(mine,)).values, expected)
-        yield Prepared(lambda: strategy.run(summed, args=(mine,)), error)
-
-
-@contextmanager
-def ours_apply(size: int, replicas: int, calls: int) -> Iterator[Prepared]:
-    """Sum and update with `optimizer.apply_gradients`: each replica updates the part it owns."""
-    import ndistribute as nd
-
-    parts = parts_of(size, replicas)
-    expected = -np.sum(parts, axis=0, dtype=np.float64).astype(np.float32)
-    mine = nd.PerReplica(parts)
-    with nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]) as strategy:
-        with strategy.scope():
-            variable = nd.Variable(np.zeros(size // 4, np.float32))
-            optimizer = nd.optimizers.SGD(1.0)
-
-        def applied(part: Floats, count: int) -> None:
-            for _ in range(count):
-                optimizer.apply_gradients([(part, variable)])
-
-        strategy.run(applied, args=(mine, 1))
-        error = worst([variable.numpy()], expected)
-        yield Prepared(lambda: strategy.run(applied, args=(mine, calls)), error)
-
-
-@contextmanager
-def tensorflow(size: int, replicas: int, calls: int) -> Iterator[Prepared]:
-    """Sum with TensorFlow's `ctx.all_reduce` in a graph, one call after another."""
-    tf = peer.tensorflow()
-    strategy = peer.mirrored(replicas)
-    parts = parts_of(size, replicas)
-    expected = np.sum(parts, axis=0, dtype=np.float64).astype(np.float32)
-    mine = strategy.experimental_distribute_values_from_function(
-        lambda c: tf.constant(parts[c.replica_id_in_sync_group])
-    )
-
-    def summed(part: Any) -> Any:
-        context = tf.distribute.get_replica_context()
-        # Placed on the replica's device by an operation: a lone replica's argument is on none.
-        total = context.all_reduce("sum", tf.identity(part))
-        firsts = [total[0]]
-        for _ in range(1, calls):
-            # A call waits for the one before it, and something of each sum is returned, or the
-            # graph would do fewer of them.
-            with tf.control_dependencies([firsts[-1]]):
-                firsts.append(context.all_reduce("sum", tf.identity(part))[0])
-        return total, firsts
-
-    run = tf.function(lambda part: strategy.run(summed, args=(part,)))
-    totals, _ = run(mine)
-    error = worst(strategy.experimental_local_results(totals), expected)
-    yield Prepared(lambda: run(mine), error)
+# Ours: name, maker, its arguments, wire, package that it needs, algorithm of the cost model.
+_OURS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
+    ("shared memory, reduce_update", "reduce_update", {}, "inherited", "", "shared_memory"),
+    (
+        "shared memory, all_reduce",
+        "all_reduce",
+        {"way": "shared"},
+        "inherited",
+        "",
+        "shared_memory",
+    ),
+    ("ring over tcp", "all_reduce", {"way": "tcp"}, "inherited", "", "ring"),
+    ("ring over mpi", "all_reduce", {"way": "mpi"}, "mpi", "mpi4py", "ring"),
+    ("ctx.all_reduce", "context_all_reduce", {}, "inherited", "", ""),
+)
+_PEERS = (
+    (MPICH, "Allreduce", "mpi", "mpi"),
+    (OPEN_MPI, "Allreduce", "mpi", "mpi"),
+    (TORCH, "gloo", "gloo", "tcp"),
+    (PEER, "MultiWorkerMirrored RING", "tensorflow", "tcp"),
+)
 
 
 def _groups(quick: bool, cores: int) -> list[Group]:
-    counts = (1, 2) if quick else (1, 2, 4)
-    sizes = QUICK_SIZES if quick else SIZES
-    return [
-        Group(f"{n} replica{'s' * (n > 1)}, {_size(size)}", tuple(_contenders(size, n, cores)))
-        for n in counts
-        for size in sizes
+    across = [
+        Group(_title(PROCESSES, "process", size), tuple(_processes(size)))
+        for size in (QUICK_SIZES if quick else PROCESS_SIZES)
     ]
+    within = [
+        Group(_title(n, "replica", size), tuple(_replicas(size, n, cores)))
+        for n in ((1, 2) if quick else (1, 2, 4))
+        for size in (QUICK_SIZES if quick else THREAD_SIZES)
+    ]
+    return [*across, *within]
 
 
-def _contenders(size: int, replicas: int, cores: int) -> Iterator[Contender]:
-    params = {"size": size, "replicas": replicas, "calls": 16 if size <= MIB else 4}
+def _processes(size: int) -> Iterator[Contender]:
+    facts = {"processes": PROCESSES, "oversubscribed": False}
+    calls = _calls(size)
+    for name, maker, arguments, wire, needs, algorithm in _OURS:
+        in_steps = maker == "context_all_reduce"
+        yield Contender(
+            name,
+            OURS,
+            f"all_reduce_ours:{maker}",
+            {"size": size, **arguments, **({"calls": calls} if in_steps else {})},
+            process=name,
+            team=PROCESSES,
+            wire=wire,
+            needs=needs,
+            units=calls if in_steps else 1,
+            facts={**facts, "algorithm": algorithm},
+        )
+    for side, name, maker, wire in _PEERS:
+        in_steps = maker == "tensorflow"
+        yield Contender(
+            name,
+            side,
+            f"all_reduce_peers:{maker}",
+            {"size": size, **({"calls": calls} if in_steps else {})},
+            process="all_reduce",
+            team=PROCESSES,
+            wire=wire,
+            units=calls if in_steps else 1,
+            facts=facts,
+        )
+    # How fast one core adds, for the cost model.
+    local = {"processes": 1, "algorithm": "local"}
+    yield Contender(
+        "local", OURS, "all_reduce_ours:local", {"size": size}, blas_threads=1, facts=local
+    )
+
+
+def _replicas(size: int, replicas: int, cores: int) -> Iterator[Contender]:
+    params = {"size": size, "replicas": replicas, "calls": _calls(size)}
     facts = {"oversubscribed": replicas > cores}
     ways = [
         ("ctx.all_reduce", OURS, "ours_all_reduce"),
@@ -130,40 +112,98 @@ def _contenders(size: int, replicas: int, cores: int) -> Iterator[Contender]:
         ("ctx.all_reduce", PEER, "tensorflow"),
     ]
     for name, side, maker in ways:
-        process = f"{replicas} replicas" if side == PEER else ""
         yield Contender(
-            name, side, maker, params, process=process, units=params["calls"], facts=facts
+            name,
+            side,
+            f"all_reduce_threads:{maker}",
+            params,
+            process=f"{replicas} replicas" if side == PEER else "",
+            units=params["calls"],
+            facts=facts,
         )
+
+
+def _calls(size: int) -> int:
+    """Return how many calls a step makes where starting a step costs something itself."""
+    return 16 if size <= MIB else 4 if size <= 16 * MIB else 1
 
 
 def _columns(result: Result) -> dict[str, Any]:
     """Return the columns of nccl-tests."""
-    size, replicas = result.contender.params["size"], result.contender.params["replicas"]
-    seconds = statistics.median(result.seconds)
-    algbw = size / seconds / 1e9
+    one = result.contender
+    size, ranks = one.params["size"], one.params.get("replicas", one.team)
+    algbw = size / statistics.median(result.seconds) / 1e9
     return {
         "bytes": size,
         "count": size // 4,
         "type": "float",
         "redop": "sum",
         "algbw GB/s": algbw,
-        "busbw GB/s": algbw * 2 * (replicas - 1) / replicas,
+        "busbw GB/s": algbw * 2 * (ranks - 1) / ranks,
         "error": f"{result.check:.0e}",
     }
 
 
-def _size(size: int) -> str:
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+def conclude(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare ours between processes with each peer: over the large sizes, and at the smallest.
+
+    Args:
+        entries: of the JSON.
+    """
+    between = [entry for entry in entries if entry["group"].startswith(f"{PROCESSES} processes")]
+    times: dict[tuple[str, str], dict[int, float]] = {}
+    for entry in between:
+        own = times.setdefault((entry["side"], entry["name"]), {})
+        own[entry["columns"]["bytes"]] = entry["figure"]["median"]
+    rows = []
+    for (side, name), own in times.items():
+        if side == OURS and name != "local":
+            for (peer, _), theirs in times.items():
+                if peer != OURS:
+                    rows.append(_compared(name, own, peer, theirs))
+    return rows
+
+
+def _compared(
+    name: str, ours: dict[int, float], peer: str, theirs: dict[int, float]
+) -> dict[str, Any]:
+    common = sorted(ours.keys() & theirs.keys())
+    ratios = [theirs[size] / ours[size] for size in common if LARGE[0] <= size <= LARGE[1]]
+    mean = statistics.geometric_mean(ratios) if ratios else None
+    small = ours[4 * KIB] / theirs[4 * KIB] if 4 * KIB in common else None
+    reach = REACH.get((name, peer))
+    met = "" if reach is None or mean is None else "yes" if mean >= reach else "no"
+    return {
+        "ours": name,
+        "peer": peer,
+        "times as fast, 1 to 256 MiB": _or_dash(mean),
+        "least": _or_dash(min(ratios, default=None)),
+        "time at 4 KiB, of the peer's": _or_dash(small),
+        "reach": _or_dash(reach),
+        "met": met or "-",
+    }
+
+
+def _or_dash(figure: float | None) -> float | str:
+    return "-" if figure is None else figure
+
+
+def _title(count: int, what: str, size: int) -> str:
+    many = "" if count == 1 else "es" if what.endswith("s") else "s"
+    return f"{count} {what}{many}, " + (
+        f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+    )
 
 
 BENCHMARK = Benchmark(
     name="all_reduce",
-    title="All-reduce between replicas of one process",
+    title="All-reduce, float32",
     unit="us",
     groups=_groups,
     rate=False,
     columns=_columns,
     max_cores=4,
+    conclude=conclude,
 )
 
 if __name__ == "__main__":

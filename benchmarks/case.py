@@ -6,14 +6,38 @@ benchmark's module, which sets the work up in a worker process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["OURS", "PEER", "Benchmark", "Contender", "Group", "Prepared", "Result"]
+__all__ = [
+    "MPICH",
+    "OPEN_MPI",
+    "OURS",
+    "PACKAGES",
+    "PEER",
+    "TORCH",
+    "Benchmark",
+    "Contender",
+    "Group",
+    "Prepared",
+    "Result",
+]
 
 OURS = "ours"
 PEER = "TF"
+TORCH = "PyTorch"
+MPICH = "MPICH"
+OPEN_MPI = "Open MPI"
+
+# What a side's interpreter must have, and what else of it is worth noting.
+PACKAGES = {
+    OURS: ("ndistribute", "mpi4py", "mpich", "openmpi"),
+    PEER: ("tensorflow",),
+    TORCH: ("torch",),
+    MPICH: ("mpi4py", "mpich"),
+    OPEN_MPI: ("mpi4py", "openmpi"),
+}
 
 
 class Prepared(NamedTuple):
@@ -36,10 +60,14 @@ class Contender:
     Args:
         name: how tables call it.
         side: `OURS` or `PEER`; each has its own interpreter.
-        maker: the context manager in the benchmark's module that yields a `Prepared`.
+        maker: the context manager that yields a `Prepared`: its name in the benchmark's module, or
+            ``module:name``.
         params: its keyword arguments.
         blas_threads: the environment pins this many; None means one for each core of the run.
         process: contenders of a side that name different ones work in different processes.
+        team: how many processes do the work together.
+        wire: how a team is started, see `Team`; empty for a process on its own.
+        needs: a package without which it is left out.
         units: how much work one step is, in the benchmark's unit.
         facts: what else the JSON says about it.
     """
@@ -50,6 +78,9 @@ class Contender:
     params: Mapping[str, Any]
     blas_threads: int | None = None
     process: str = ""
+    team: int = 1
+    wire: str = ""
+    needs: str = ""
     units: float = 1.0
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -98,6 +129,7 @@ class Benchmark:
         columns: what else a table row shows, as name and value.
         same_check: the relative difference up to which the checks of a group agree, else None.
         max_cores: how many cores the workers may use.
+        conclude: returns what all entries of the JSON say together: rows of a table.
     """
 
     name: str
@@ -108,6 +140,7 @@ class Benchmark:
     columns: Callable[[Result], dict[str, Any]] = lambda result: {}
     same_check: float | None = None
     max_cores: int = 2
+    conclude: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]] = lambda entries: []
 
     def figure(self, seconds: float) -> float:
         """Turn the seconds for one unit into the figure that tables show."""

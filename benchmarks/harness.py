@@ -1,7 +1,8 @@
 """Run a benchmark: contenders take turns, one repetition each, until all have done theirs.
 
 Taking turns spreads whatever else the machine does over all of them alike. The parent only tells
-workers what to do; it computes nothing while one of them works.
+workers what to do; it computes nothing while one of them works. A contender that fails is reported
+and left out, the others go on, and what is known is written after each group.
 """
 
 from __future__ import annotations
@@ -13,23 +14,40 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.case import OURS, PEER, Benchmark, Group, Result
+from benchmarks.case import (
+    MPICH,
+    OPEN_MPI,
+    OURS,
+    PACKAGES,
+    PEER,
+    TORCH,
+    Benchmark,
+    Contender,
+    Group,
+    Result,
+)
 from benchmarks.machine import machine
-from benchmarks.workers import Workers
+from benchmarks.workers import WorkerError, Workers
 
-__all__ = ["Settings", "add_options", "main", "measure", "parse"]
+__all__ = ["Settings", "add_options", "main", "measure", "parse", "pythons"]
 
 _log = logging.getLogger("benchmarks")
 
 # OpenBLAS's threads spin for 40 ms after their work (seen); the next contender must not share the
 # cores with them.
 SETTLE_SECONDS = 0.1
+
+# A first step may trace, page memory in, or start threads.
+WARM_STEPS = 3
+
+# A contender's processes are started again after a failure, but not for ever.
+MAX_FAILURES = 2
 
 
 @dataclass(frozen=True)
@@ -40,23 +58,36 @@ class Settings:
         repetitions: of each contender.
         seconds: how long a repetition takes, about.
         quick: whether the groups are small and the figures mean nothing.
-        peers: whether TensorFlow takes part.
         cores: how many cores the workers may use.
-        peer_python: the interpreter that has TensorFlow.
+        pythons: the interpreter of each side that takes part.
         only: groups whose names contain this take part.
     """
 
     repetitions: int
     seconds: float
     quick: bool
-    peers: bool
     cores: int
-    peer_python: str
+    pythons: dict[str, str]
     only: str = ""
 
 
+@dataclass
+class _Turn:
+    """A contender of the group that runs, and what it did so far."""
+
+    contender: Contender
+    case: str
+    steps: int = 0
+    check: float | None = None
+    runs: list[dict[str, float]] = field(default_factory=list)
+
+
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
-    """Run a benchmark from the command line, print its table and write what was asked for."""
+    """Run a benchmark from the command line, print its table and write what was asked for.
+
+    Raises:
+        SystemExit: with status 1 where one of our own contenders failed.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     parser = argparse.ArgumentParser(description=benchmark.title)
     parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
@@ -69,27 +100,34 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
         repetitions=options.repetitions or (3 if options.quick else 9),
         seconds=0.02 if options.quick else 0.4,
         quick=options.quick,
-        peers=options.peers,
         cores=options.cores or min(available, benchmark.max_cores),
-        peer_python=options.tf_python,
+        pythons=pythons(options),
         only=options.only,
     )
-    written = measure(benchmark, settings)
+
+    def save(written: dict[str, Any]) -> None:
+        if options.out:
+            report.write_json(written, options.out)
+
+    written = measure(benchmark, settings, save)
     print(report.table(written))
-    if options.out:
-        report.write_json(written, options.out)
-    if options.plot:
+    if options.plot and written["results"]:
         from benchmarks import plots
 
         plots.draw(written, (options.out or Path(benchmark.name)).with_suffix(".png"))
+    if any(failure["side"] == OURS for failure in written["failures"]):
+        sys.exit(1)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every script and run_all share."""
     parser.add_argument("--plot", action="store_true", help="draw a PNG as well (matplotlib)")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
-    parser.add_argument("--peers", action="store_true", help="alternate with TensorFlow")
+    parser.add_argument("--peers", action="store_true", help="alternate with what is installed")
     parser.add_argument("--tf-python", default=sys.executable, help="interpreter with TensorFlow")
+    parser.add_argument("--torch-python", default=sys.executable, help="one with PyTorch")
+    parser.add_argument("--mpi-python", default=sys.executable, help="one with mpi4py and MPICH")
+    parser.add_argument("--ompi-python", help="one with mpi4py and Open MPI")
     parser.add_argument("--cores", type=int, help="cores for all workers; 2, or 4 for all_reduce")
 
 
@@ -101,72 +139,163 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     return options
 
 
-def measure(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
-    """Run a benchmark and return what its JSON file holds."""
-    sides = [OURS, PEER] if settings.peers else [OURS]
-    described: dict[str, Any] = {"machine": machine()}
-    results: list[Result] = []
-    with Workers({OURS: sys.executable, PEER: settings.peer_python}, settings.cores) as workers:
-        for side in list(sides):
-            package = {OURS: "ndistribute", PEER: "tensorflow"}[side]
-            described[side] = workers.get(side).ask(do="describe", packages=[package])
-            if described[side]["packages"][package] is None and side == PEER:
-                _log.warning("TensorFlow is not installed for %s: left out", settings.peer_python)
-                sides.remove(side)
-        for group in benchmark.groups(settings.quick, settings.cores):
-            if settings.only in group.name:
-                results += _run_group(benchmark, group, sides, settings, workers)
-    return report.as_json(benchmark, results, described, quick=settings.quick)
+def pythons(options: argparse.Namespace) -> dict[str, str]:
+    """Return the interpreter of each side that is asked for."""
+    peers = {
+        PEER: options.tf_python,
+        TORCH: options.torch_python,
+        MPICH: options.mpi_python,
+        OPEN_MPI: options.ompi_python,
+    }
+    chosen = {side: python for side, python in peers.items() if options.peers and python}
+    # A worker runs in the repository, the path was given relative to where we are.
+    return {OURS: sys.executable, **{s: os.path.abspath(p) for s, p in chosen.items()}}
 
 
-def _run_group(
-    benchmark: Benchmark, group: Group, sides: list[str], settings: Settings, workers: Workers
-) -> list[Result]:
-    contenders = [one for one in group.contenders if one.side in sides]
-    opened: list[dict[str, Any]] = []
-    for number, one in enumerate(contenders):
-        _log.info("%s, %s: %s, %s", benchmark.name, group.name, one.side, one.name)
-        opened.append(
-            workers.of(one).ask(
-                do="open",
-                case=str(number),
-                module=f"benchmarks.{benchmark.name}",
-                maker=one.maker,
-                params=dict(one.params),
-                seconds=settings.seconds,
-            )
-        )
-    _compare_checks(benchmark, group, [answer["check"] for answer in opened])
-    runs: list[list[dict[str, float]]] = [[] for _ in contenders]
-    for _ in range(settings.repetitions):
-        for number, one in enumerate(contenders):
-            time.sleep(0 if settings.quick else SETTLE_SECONDS)
-            steps = opened[number]["steps"]
-            runs[number].append(workers.of(one).ask(do="run", case=str(number), steps=steps))
-    for number, one in enumerate(contenders):
-        workers.of(one).ask(do="close", case=str(number))
-    return [
-        Result(
-            group=group.name,
-            contender=one,
-            steps=answer["steps"],
-            seconds=tuple(run["seconds"] / answer["steps"] / one.units for run in own),
-            own_cores=tuple(run["own_cpu"] / run["seconds"] for run in own),
-            others_cores=tuple(run["others_cpu"] / run["seconds"] for run in own),
-            check=answer["check"],
-        )
-        for one, answer, own in zip(contenders, opened, runs, strict=True)
+def measure(
+    benchmark: Benchmark,
+    settings: Settings,
+    save: Callable[[dict[str, Any]], None] = lambda written: None,
+) -> dict[str, Any]:
+    """Run a benchmark and return what its JSON file holds; `save` gets it after each group."""
+    groups = [
+        g for g in benchmark.groups(settings.quick, settings.cores) if settings.only in g.name
     ]
+    with Workers(settings.pythons, settings.cores) as workers:
+        run = _Run(benchmark, settings, workers)
+        run.describe({one.side for group in groups for one in group.contenders})
+        for group in groups:
+            run.group(group)
+            save(run.written())
+        return run.written()
 
 
-def _compare_checks(benchmark: Benchmark, group: Group, checks: list[float | None]) -> None:
-    """Refuse to compare contenders that do not compute the same."""
-    if benchmark.same_check is None or not checks:
-        return
-    known = [check for check in checks if check is not None]
-    if any(not math.isclose(c, known[0], rel_tol=benchmark.same_check) for c in known):
-        names = [one.name for one in group.contenders]
-        raise RuntimeError(
-            f"{benchmark.name}, {group.name}: the contenders compute different things: "
-            f"{dict(zip(names, checks, strict=False))}"
+class _Run:
+    """One run of a benchmark: who takes part, what was measured, who failed."""
+
+    def __init__(self, benchmark: Benchmark, settings: Settings, workers: Workers) -> None:
+        self._benchmark = benchmark
+        self._settings = settings
+        self._workers = workers
+        self._described: dict[str, Any] = {"machine": machine()}
+        self._installed: dict[str, set[str]] = {}
+        self._results: list[Result] = []
+        self._failures: list[dict[str, Any]] = []
+
+    def written(self) -> dict[str, Any]:
+        """Return what the JSON file holds."""
+        return report.as_json(
+            self._benchmark,
+            self._results,
+            self._described,
+            self._failures,
+            quick=self._settings.quick,
         )
+
+    def describe(self, sides: set[str]) -> None:
+        """Find out what each side has."""
+        for side in (side for side in self._settings.pythons if side in sides):
+            packages = list(PACKAGES[side])
+            answer = self._workers.alone(side).ask(do="describe", packages=packages)
+            self._described[side] = answer
+            self._installed[side] = {n for n, version in answer["packages"].items() if version}
+            if packages[0] not in self._installed[side]:
+                python = self._settings.pythons[side]
+                _log.warning("%s: %s has no %s: left out", side, python, packages[0])
+                del self._installed[side]
+
+    def group(self, group: Group) -> None:
+        """Measure the contenders of a group, those that can."""
+        chosen = [one for one in group.contenders if self._can(one)]
+        turns = [_Turn(one, str(number)) for number, one in enumerate(chosen)]
+        turns = [turn for turn in turns if self._trying(group, turn, self._open)]
+        self._compare_checks(group, turns)
+        for _ in range(self._settings.repetitions):
+            turns = [turn for turn in turns if self._trying(group, turn, self._repeat)]
+        turns = [turn for turn in turns if self._trying(group, turn, self._close)]
+        self._results += [_result(group, turn) for turn in turns]
+
+    def _can(self, one: Contender) -> bool:
+        failed = [f for f in self._failures if (f["side"], f["name"]) == (one.side, one.name)]
+        installed = self._installed.get(one.side)
+        if installed is None or len(failed) >= MAX_FAILURES:
+            return False
+        return not one.needs or one.needs in installed
+
+    def _trying(self, group: Group, turn: _Turn, action: Callable[[_Turn], None]) -> bool:
+        one = turn.contender
+        try:
+            action(turn)
+        except WorkerError as error:
+            _log.warning("%s, %s: %s failed: %s", group.name, one.side, one.name, error)
+            failure = {"group": group.name, "side": one.side, "name": one.name}
+            self._failures.append({**failure, "error": str(error)})
+            self._workers.discard(one)
+            return False
+        return True
+
+    def _open(self, turn: _Turn) -> None:
+        one = turn.contender
+        _log.info("%s: %s, %s %s", self._benchmark.name, one.side, one.name, dict(one.params))
+        module, _, maker = one.maker.rpartition(":")
+        answer = self._workers.of(one).ask(
+            do="open",
+            case=turn.case,
+            module=f"benchmarks.{module or self._benchmark.name}",
+            maker=maker,
+            params=dict(one.params),
+        )
+        turn.check = answer["check"]
+        turn.steps = self._steps(turn)
+
+    def _steps(self, turn: _Turn) -> int:
+        """Warm up, and return how many steps take about as long as a repetition should."""
+        seconds = self._settings.seconds
+        self._ask_to_run(turn, WARM_STEPS)
+        steps = 1
+        while True:
+            # The fastest of three, lest a hiccup makes repetitions short from then on.
+            took = min(self._ask_to_run(turn, steps)["seconds"] for _ in range(3))
+            if took >= seconds / 2:
+                return max(1, round(steps * seconds / took))
+            steps = max(2 * steps, int(steps * seconds / max(took, 1e-9) / 2))
+
+    def _repeat(self, turn: _Turn) -> None:
+        time.sleep(0 if self._settings.quick else SETTLE_SECONDS)
+        turn.runs.append(self._ask_to_run(turn, turn.steps))
+
+    def _close(self, turn: _Turn) -> None:
+        self._workers.of(turn.contender).ask(do="close", case=turn.case)
+
+    def _ask_to_run(self, turn: _Turn, steps: int) -> dict[str, float]:
+        return self._workers.of(turn.contender).ask(do="run", case=turn.case, steps=steps)
+
+    def _compare_checks(self, group: Group, turns: Sequence[_Turn]) -> None:
+        """Refuse to compare contenders that do not compute the same."""
+        tolerance = self._benchmark.same_check
+        known = {
+            f"{turn.contender.side}: {turn.contender.name}": turn.check
+            for turn in turns
+            if turn.check is not None
+        }
+        if tolerance is None or not known:
+            return
+        first = next(iter(known.values()))
+        if any(not math.isclose(check, first, rel_tol=tolerance) for check in known.values()):
+            raise RuntimeError(
+                f"{self._benchmark.name}, {group.name}: the contenders compute different things: "
+                f"{known}"
+            )
+
+
+def _result(group: Group, turn: _Turn) -> Result:
+    steps, units = turn.steps, turn.contender.units
+    return Result(
+        group=group.name,
+        contender=turn.contender,
+        steps=steps,
+        seconds=tuple(run["seconds"] / steps / units for run in turn.runs),
+        own_cores=tuple(run["own_cpu"] / run["seconds"] for run in turn.runs),
+        others_cores=tuple(run["others_cpu"] / run["seconds"] for run in turn.runs),
+        check=turn.check,
+    )

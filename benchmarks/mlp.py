@@ -7,7 +7,7 @@ after a few steps are compared before anything is timed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,15 @@ from benchmarks import peer
 from benchmarks.case import OURS, PEER, Benchmark, Contender, Group, Prepared
 from benchmarks.harness import main
 
-__all__ = ["BENCHMARK", "ours", "tensorflow"]
+__all__ = [
+    "BENCHMARK",
+    "batch_of",
+    "initial_weights",
+    "loss_of",
+    "ours",
+    "tensorflow",
+    "tensorflow_step",
+]
 
 SIZES = (784, 512, 512, 10)
 RATE = 0.05
@@ -63,7 +71,7 @@ def ours(batch: int, strategy: str, replicas: int) -> Iterator[Prepared]:
 
         def train(x: Floats, y: Floats) -> Any:
             with nd.GradientTape() as tape:
-                loss = _loss(variables, x, y, batch)
+                loss = loss_of(variables, x, y, batch)
             optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
             return loss
 
@@ -78,7 +86,7 @@ def ours(batch: int, strategy: str, replicas: int) -> Iterator[Prepared]:
         yield Prepared(step, float(strategy_.reduce("sum", losses)))
 
 
-def _loss(variables: list[Any], x: Any, y: Floats, batch: int) -> Any:
+def loss_of(variables: list[Any], x: Any, y: Floats, batch: int) -> Any:
     """Return this replica's share of the mean softmax cross-entropy."""
     w1, b1, w2, b2, w3, b3 = variables
     hidden = np.maximum(x @ w1 + b1, 0)
@@ -98,18 +106,7 @@ def tensorflow(batch: int, replicas: int) -> Iterator[Prepared]:
         variables = [tf.Variable(array) for array in initial_weights()]
         optimizer = tf.keras.optimizers.SGD(RATE)
         optimizer.build(variables)
-
-    def train(x: Any, y: Any) -> Any:
-        w1, b1, w2, b2, w3, b3 = variables
-        with tf.GradientTape() as tape:
-            hidden = tf.nn.relu(tf.matmul(x, w1) + b1)
-            hidden = tf.nn.relu(tf.matmul(hidden, w2) + b2)
-            logits = tf.matmul(hidden, w3) + b3
-            losses = tf.nn.softmax_cross_entropy_with_logits(labels=y, logits=logits)
-            loss = tf.reduce_sum(losses) / batch
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        return loss
-
+    train = tensorflow_step(tf, variables, optimizer, batch)
     parts = [np.split(array, replicas) for array in batch_of(batch)]
     if strategy is None:
         alone = [tf.constant(part[0]) for part in parts]
@@ -135,6 +132,25 @@ def tensorflow(batch: int, replicas: int) -> Iterator[Prepared]:
     for _ in range(CHECKED_STEPS):
         loss = step()
     yield Prepared(step, loss)
+
+
+def tensorflow_step(
+    tf: Any, variables: list[Any], optimizer: Any, batch: int
+) -> Callable[[Any, Any], Any]:
+    """Return a replica's step, which returns its share of the mean loss."""
+
+    def train(x: Any, y: Any) -> Any:
+        w1, b1, w2, b2, w3, b3 = variables
+        with tf.GradientTape() as tape:
+            hidden = tf.nn.relu(tf.matmul(x, w1) + b1)
+            hidden = tf.nn.relu(tf.matmul(hidden, w2) + b2)
+            logits = tf.matmul(hidden, w3) + b3
+            losses = tf.nn.softmax_cross_entropy_with_logits(labels=y, logits=logits)
+            loss = tf.reduce_sum(losses) / batch
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    return train
 
 
 def _groups(quick: bool, cores: int) -> list[Group]:

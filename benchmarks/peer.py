@@ -1,13 +1,15 @@
-"""TensorFlow, set up once in a worker: the only file that imports it."""
+"""TensorFlow and PyTorch, set up once in a worker: the only file that imports them."""
 
 from __future__ import annotations
 
+import atexit
+import datetime
 import functools
 import os
 from types import ModuleType
 from typing import Any
 
-__all__ = ["mirrored", "tensorflow"]
+__all__ = ["mirrored", "multi_worker", "tensorflow", "torch_group"]
 
 # Logical devices are fixed when TensorFlow starts, so a worker has as many as any group needs.
 # They share one pool of threads: a single device computes as fast beside idle ones as alone.
@@ -37,3 +39,42 @@ def mirrored(replicas: int) -> Any:
     """
     tf = tensorflow()
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+
+
+@functools.cache
+def multi_worker() -> tuple[ModuleType, Any]:
+    """Return TensorFlow and a team's MultiWorkerMirroredStrategy, whose processes make a ring."""
+    import tensorflow as tf
+
+    threads = _threads()
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    communication = tf.distribute.experimental.CommunicationImplementation.RING
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=communication, timeout_seconds=60.0
+    )
+    return tf, tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+@functools.cache
+def torch_group() -> tuple[ModuleType, int]:
+    """Return PyTorch and the size of a team, whose processes meet by gloo."""
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(_threads())
+    size = int(os.environ["BENCHMARK_SIZE"])
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['BENCHMARK_DIRECTORY']}/gloo",
+        rank=int(os.environ["BENCHMARK_RANK"]),
+        world_size=size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    atexit.register(torch.distributed.destroy_process_group)
+    return torch, size
+
+
+def _threads() -> int:
+    """Return how many threads each process of a team gets, as many as its BLAS."""
+    return int(os.environ["OMP_NUM_THREADS"])

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks.case import OURS
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_predictions"]
 
 Entry = dict[str, Any]
 
-# Ours in blues, TensorFlow in oranges: the Okabe-Ito palette, which colour-blind readers can tell.
-_OURS, _THEIRS = ("#0072B2", "#56B4E9", "#009E73", "#005079"), ("#E69F00", "#D55E00")
+# Ours in blues and greens, the others in warm colours: the Okabe-Ito palette, which colour-blind
+# readers can tell.
+_OURS = ("#0072B2", "#56B4E9", "#009E73", "#005079", "#7A9E00")
+_THEIRS = ("#E69F00", "#D55E00", "#CC79A7", "#000000")
 
 
 def draw(written: dict[str, Any], path: Path) -> None:
@@ -72,10 +74,12 @@ def _draw_bars(axis: Any, panel: Sequence[Entry], unit: str) -> None:
 def _draw_curves(axis: Any, panel: Sequence[Entry], _: str) -> None:
     series: dict[tuple[str, str], list[Entry]] = {}
     for entry in panel:
+        if entry.get("algorithm") == "local":  # No all-reduce.
+            continue
         series.setdefault((entry["side"], entry["name"]), []).append(entry)
-    colors = {OURS: iter(_OURS)}
+    ours, theirs = cycle(_OURS), cycle(_THEIRS)
     for (side, name), entries in series.items():
-        color = next(colors.setdefault(side, iter(_THEIRS)))
+        color = next(ours if side == OURS else theirs)
         sizes = [entry["columns"]["bytes"] for entry in entries]
         speeds = [entry["columns"]["algbw GB/s"] for entry in entries]
         slow = [s / e["figure"]["max"] for s, e in zip(sizes, entries, strict=True)]
@@ -90,4 +94,39 @@ def _draw_curves(axis: Any, panel: Sequence[Entry], _: str) -> None:
     axis.set_xlabel("bytes")
     axis.set_ylabel("algbw GB/s")
     axis.grid(True, which="major", alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=7)
+
+
+def draw_predictions(content: dict[str, Any], path: Path) -> None:
+    """Draw the weak and strong scaling that the cost model predicts, and how it fits."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (fitted, weak, strong) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    for color, (name, one) in zip((*_OURS, *_THEIRS), content["fits"].items(), strict=False):
+        own = [p for p in one["points"] if p["algorithm"] != "local"]
+        sizes = [p["size"] for p in own]
+        fitted.plot(sizes, [100 * e for e in one["error"]["each"]], "o-", color=color, label=name)
+    fitted.set(xscale="log", xlabel="bytes", ylabel="error of the fit, %")
+    rows = content["predictions"]
+    workers = [row["workers"] for row in rows]
+    weak.plot(workers, [100 * row["weak_efficiency"] for row in rows], "o-", color=_OURS[0])
+    weak.set(xscale="log", xlabel="workers", ylabel="weak scaling, efficiency %", ylim=(0, 105))
+    strong.plot(workers, workers, "--", color="#888888", label="as many times as workers")
+    speedups = [row["strong_speedup"] for row in rows]
+    strong.plot(workers, speedups, "o-", color=_OURS[0], label="predicted")
+    strong.set(xscale="log", yscale="log", xlabel="workers", ylabel="strong scaling, speedup")
+    for axis in (fitted, weak, strong):
+        axis.grid(True, which="major", alpha=0.3)
+    fitted.legend(fontsize=7)
+    strong.legend(fontsize=8)
+    job = content["job"]
+    figure.suptitle(
+        f"{job['gradient_bytes']:,} bytes of gradients, {job['compute_seconds']:g} s of computing, "
+        f"{job['network']}, {job['per_host']} workers a host",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -28,9 +28,15 @@ def summary(figures: Sequence[float]) -> dict[str, Any]:
 
 
 def as_json(
-    benchmark: Benchmark, results: Sequence[Result], described: dict[str, Any], *, quick: bool
+    benchmark: Benchmark,
+    results: Sequence[Result],
+    described: dict[str, Any],
+    failures: Sequence[dict[str, Any]],
+    *,
+    quick: bool,
 ) -> dict[str, Any]:
     """Return what a benchmark's JSON file holds."""
+    entries = [_entry(benchmark, result) for result in results]
     return {
         "benchmark": benchmark.name,
         "title": benchmark.title,
@@ -38,7 +44,9 @@ def as_json(
         "higher_is_better": benchmark.rate,
         "quick": quick,
         **described,
-        "results": [_entry(benchmark, result) for result in results],
+        "results": entries,
+        "conclusions": benchmark.conclude(entries),
+        "failures": list(failures),
     }
 
 
@@ -80,6 +88,12 @@ def table(written: dict[str, Any]) -> str:
     lines = [*notes, "", markdown(head, rows)]
     if any(_star(entry) for entry in entries):
         lines += ["", "\\* more replicas than cores: for correctness, not for comparison"]
+    rows = [[_plain(cell) for cell in row.values()] for row in written["conclusions"]]
+    if rows:
+        lines += ["", markdown(list(written["conclusions"][0]), rows)]
+    for failure in written["failures"]:
+        last = failure["error"].strip().splitlines()[-1]
+        lines += ["", f"FAILED: {failure['group']}, {failure['side']}: {failure['name']}: {last}"]
     return "\n".join(lines)
 
 

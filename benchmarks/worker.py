@@ -1,7 +1,8 @@
 """A process that does the work of contenders, one repetition whenever it is told to.
 
-It reads one JSON object a line from standard input and answers each with one. Between requests it
-sleeps, so that only one contender of a run is active at any time. It ends when its input ends.
+It reads one JSON object a line, from standard input or as one of a team from a socket, and answers
+each with one. Between requests it sleeps, so that only one contender of a run is active at any
+time. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import gc
 import importlib
 import json
 import os
+import socket
 import sys
 import time
 import traceback
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TextIO
 
 from benchmarks.machine import busy_seconds, libraries
 
-__all__ = ["main"]
-
-# A first step may trace, page memory in, or start threads.
-WARM_STEPS = 3
+__all__ = ["main", "rank"]
 
 
 class _Case:
@@ -31,17 +31,6 @@ class _Case:
         self._stack = contextlib.ExitStack()
         make = getattr(importlib.import_module(module), maker)
         self._step, self.check = self._stack.enter_context(make(**params))
-
-    def steps_in(self, seconds: float) -> int:
-        """Warm up, and return how many steps take about this long."""
-        self.run(WARM_STEPS)
-        steps = 1
-        while True:
-            # The fastest of three, lest a hiccup makes repetitions short from then on.
-            took = min(self.run(steps)["seconds"] for _ in range(3))
-            if took >= seconds / 2:
-                return max(1, round(steps * seconds / took))
-            steps = max(2 * steps, int(steps * seconds / max(took, 1e-9) / 2))
 
     def run(self, steps: int) -> dict[str, float]:
         """Do the work, and return the seconds of wall clock, of our cores, and of others'."""
@@ -62,19 +51,42 @@ class _Case:
 
 
 def main() -> None:
-    """Serve requests until the parent closes the pipe."""
+    """Serve requests until the parent goes away."""
     # Whatever a library prints must not end up among the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    door = os.environ.get("BENCHMARK_DOOR")
+    if door is None:
+        _serve(sys.stdin, answers)
+        return
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(door)
+        with line.makefile("r") as requests, line.makefile("w") as answers:
+            answers.write(json.dumps({"rank": rank()}) + "\n")
+            answers.flush()
+            _serve(requests, answers)
+
+
+def rank() -> int:
+    """Return which process of its team this is."""
+    for name in ("BENCHMARK_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
+        if name in os.environ:
+            return int(os.environ[name])
+    raise RuntimeError("the environment does not say which rank this is")
+
+
+def _serve(requests: Iterable[str], answers: TextIO) -> None:
     cases: dict[str, _Case] = {}
-    for line in sys.stdin:
-        try:
-            answer = _handle(json.loads(line), cases)
-        except Exception:
-            answer = {"error": traceback.format_exc()}
-        answers.write(json.dumps(answer) + "\n")
-    for case in cases.values():
-        case.close()
+    with contextlib.suppress(ConnectionError):
+        for line in requests:
+            try:
+                answer = _handle(json.loads(line), cases)
+            except Exception:
+                answer = {"error": traceback.format_exc()}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+        for case in cases.values():
+            case.close()
 
 
 def _handle(request: dict[str, Any], cases: dict[str, _Case]) -> dict[str, Any]:
@@ -84,7 +96,7 @@ def _handle(request: dict[str, Any], cases: dict[str, _Case]) -> dict[str, Any]:
             return libraries(request["packages"])
         case "open":
             cases[name] = _Case(request["module"], request["maker"], request["params"])
-            return {"check": cases[name].check, "steps": cases[name].steps_in(request["seconds"])}
+            return {"check": cases[name].check}
         case "run":
             return dict(cases[name].run(request["steps"]))
         case "close":

@@ -1,6 +1,8 @@
 """Train a two-layer network on handwritten digits, under the strategy that you name.
 
     python examples/train_digits.py --strategy mirrored --replicas 2
+    ndistribute run -n 2 examples/train_digits.py --strategy multi_worker
+    mpiexec -n 2 python examples/train_digits.py --strategy multi_worker
 
 The network and its training step are plain NumPy. Changing ``--strategy`` changes no line of the
 step, and no digit of the result beyond rounding.
@@ -30,6 +32,8 @@ def make_strategy(name: str, replicas: int) -> nd.Strategy:
         return nd.MirroredStrategy(devices)
     if name == "central_storage":
         return nd.CentralStorageStrategy(devices)
+    if name == "multi_worker":  # As many workers as were started, each with these replicas.
+        return nd.MultiWorkerMirroredStrategy(devices=devices)
     if replicas != 1:
         raise SystemExit(f"--strategy {name} has one replica, got --replicas {replicas}")
     return nd.OneDeviceStrategy("cpu:0") if name == "one_device" else nd.get_strategy()
@@ -77,10 +81,17 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
     return np.log(np.sum(np.exp(shifted), axis=1)) - likelihood
 
 
-def train(strategy: nd.Strategy, epochs: int, seed: int) -> float:
-    """Train and return the accuracy on the test images."""
+def is_chief() -> bool:
+    """Say whether this process speaks for all: the first worker, or the only one."""
+    resolver = nd.get_strategy().cluster_resolver
+    return resolver is None or resolver.is_chief
+
+
+def train(strategy: nd.Strategy, epochs: int, seed: int) -> tuple[float, float]:
+    """Train and return the last epoch's loss and the accuracy on the test images."""
     (images, labels), (test_images, test_labels) = load_data(seed)
     with strategy.scope():
+        quiet = None if is_chief() else True  # None: where there is a terminal.
         network = Network(images.shape[1], seed)
         optimizer = nd.optimizers.Adam(0.003)
 
@@ -99,19 +110,18 @@ def train(strategy: nd.Strategy, epochs: int, seed: int) -> float:
     tests = strategy.distribute_dataset(
         nd.Dataset.from_tensor_slices((test_images, test_labels)).batch(BATCH)
     )
-    with tqdm(total=epochs * batches.cardinality(), unit="step", disable=None) as progress:
+    with tqdm(total=epochs * batches.cardinality(), unit="step", disable=quiet) as progress:
         for epoch in range(1, epochs + 1):
             total = 0.0
             for batch in batches:
                 total += float(strategy.reduce("sum", strategy.run(step, args=batch)))
                 progress.update()
-            progress.set_description(
-                f"epoch {epoch}/{epochs}, loss {total / batches.cardinality():.4f}"
-            )
+            loss = total / batches.cardinality()
+            progress.set_description(f"epoch {epoch}/{epochs}, loss {loss:.4f}")
     correct = sum(
         int(strategy.reduce("sum", strategy.run(count_correct, args=batch))) for batch in tests
     )
-    return correct / len(test_labels)
+    return loss, correct / len(test_labels)
 
 
 def main() -> None:
@@ -119,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--strategy",
-        choices=["none", "one_device", "mirrored", "central_storage"],
+        choices=["none", "one_device", "mirrored", "central_storage", "multi_worker"],
         default="mirrored",
     )
     parser.add_argument("--replicas", type=int, default=1)
@@ -127,12 +137,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     strategy = make_strategy(options.strategy, options.replicas)
-    with strategy:
-        accuracy = train(strategy, options.epochs, options.seed)
-    sys.stdout.write(
-        f"{options.strategy}, {strategy.num_replicas_in_sync} replica(s): "
-        f"test accuracy {accuracy:.4f}\n"
-    )
+    with strategy, strategy.scope():
+        loss, accuracy = train(strategy, options.epochs, options.seed)
+        if is_chief():
+            sys.stdout.write(
+                f"{options.strategy}, {strategy.num_replicas_in_sync} replica(s): "
+                f"loss {loss:.6f}, test accuracy {accuracy:.4f}\n"
+            )
 
 
 if __name__ == "__main__":

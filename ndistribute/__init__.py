@@ -1,7 +1,14 @@
 """Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
 
-from ndistribute import errors, models
+from ndistribute import cluster, errors, models
 from ndistribute.autodiff import GradientTape, custom_gradient
+from ndistribute.cluster import (
+    ClusterSpec,
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+)
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
 from ndistribute.collective.reduce_op import ReduceOp
@@ -41,6 +48,7 @@ from ndistribute.replica_context import ReplicaContext
 from ndistribute.strategies import (
     CentralStorageStrategy,
     MirroredStrategy,
+    MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     Strategy,
 )
@@ -54,6 +62,7 @@ __all__ = [
     "AutoShardPolicy",
     "CentralStorageStrategy",
     "CheckpointCorruptError",
+    "ClusterSpec",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicationImplementation",
@@ -69,8 +78,10 @@ __all__ = [
     "IndexedSlices",
     "InputContext",
     "InputOptions",
+    "MPIClusterResolver",
     "Mirrored",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
@@ -78,11 +89,15 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "RingAllReduce",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
     "Strategy",
+    "TFConfigClusterResolver",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
     "WorkerLostError",
+    "cluster",
     "custom_gradient",
     "errors",
     "get_replica_context",

@@ -45,7 +45,7 @@ class ReplicaContext:
         strategy: Strategy,
         communicator: Communicator,
         device: Device,
-        make_rng: Callable[[int], Any],
+        make_rng: Callable[[int, int], Any],
     ) -> None:
         self._strategy = strategy
         self._communicator = communicator
@@ -61,6 +61,11 @@ class ReplicaContext:
     def num_replicas_in_sync(self) -> int:
         """Return how many replicas take part in every collective."""
         return self._communicator.size
+
+    @property
+    def local_replica_id(self) -> int:
+        """Return which of the replicas of this process this one is, from 0."""
+        return self._communicator.local_rank
 
     @property
     def strategy(self) -> Strategy:
@@ -81,7 +86,7 @@ class ReplicaContext:
     def rng(self) -> Any:
         """Return this replica's random generator: its own, the same in every run of a seed."""
         self._frame("rng")
-        return self._make_rng(self._communicator.rank)
+        return self._make_rng(self._communicator.local_rank, self._communicator.rank)
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Reduce a value over all replicas; every replica gets the result.
@@ -154,7 +159,7 @@ class ReplicaContext:
 
         call = (fn, tuple(args), dict(kwargs or {}))
         result = self._communicator.merge("merge_call", call, merged)
-        return tree.select(result, self._communicator.rank, self._communicator.size)
+        return tree.select(result, self._communicator.local_rank, self._communicator.local_size)
 
     def _frame(self, method: str) -> Frame:
         """Return the thread's frame, having checked that it is this replica's own."""

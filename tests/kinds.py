@@ -19,6 +19,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.collective.threads import SMALL_BYTES
+from tests.worker_kinds import inside_worker, worker_kinds
 
 __all__ = [
     "ALL",
@@ -28,12 +29,18 @@ __all__ = [
     "closing",
     "context",
     "cpus",
+    "each",
+    "everyones",
     "in_thread",
     "meet",
+    "mine",
     "mirrored",
+    "one_process",
     "parts",
     "pool_threads",
+    "raised_in",
     "rank",
+    "replica_ids",
     "several",
     "strategy",
     "wait_until_in",
@@ -59,19 +66,22 @@ def central(count: int) -> nd.CentralStorageStrategy:
     return nd.CentralStorageStrategy(cpus(count))
 
 
-SEVERAL: dict[str, Callable[[], nd.Strategy]] = {
+LOCAL: dict[str, Callable[[], nd.Strategy]] = {
     f"{make.__name__}-{count}": lambda make=make, count=count: make(count)  # type: ignore[misc]
     for make in (mirrored, central)
     for count in (2, 3, 4)
 }
 
-ALL: dict[str, Callable[[], nd.Strategy]] = {
+ALONE: dict[str, Callable[[], nd.Strategy]] = {
     "default": nd.get_strategy,
     "one-device": lambda: nd.OneDeviceStrategy("cpu:0"),
     "mirrored-1": lambda: mirrored(1),
     "central-1": lambda: central(1),
-    **SEVERAL,
 }
+
+# Inside a worker the same tests run over strategies of all workers: see `tests/lockstep.py`.
+SEVERAL = worker_kinds() if inside_worker() else LOCAL
+ALL = SEVERAL if inside_worker() else {**ALONE, **LOCAL}
 
 
 @pytest.fixture(params=ALL)
@@ -114,10 +124,57 @@ def meet() -> float:
     return float(context().all_reduce("sum", 1.0))
 
 
-def parts(strategy: nd.Strategy, make: Callable[[int], Any] | Sequence[Any]) -> nd.PerReplica:
-    """Return one component for each replica, made from its number or taken from a list."""
+def replica_ids(strategy: nd.Strategy) -> list[int]:
+    """Return the numbers of this process's replicas among all of them."""
+    return [replica.replica_id_in_sync_group for replica in strategy.replica_contexts]
+
+
+def mine(strategy: nd.Strategy, make: Callable[[int], Any] | Sequence[Any]) -> tuple[Any, ...]:
+    """Return what belongs to this process's replicas, made from their numbers or out of a list."""
     get = make if callable(make) else make.__getitem__
-    return nd.PerReplica([get(i) for i in range(strategy.num_replicas_in_sync)])
+    return tuple(get(i) for i in replica_ids(strategy))
+
+
+def each(strategy: nd.Strategy, value: Any) -> tuple[Any, ...]:
+    """Return a value once for every replica of this process."""
+    return (value,) * len(strategy.devices)
+
+
+def parts(strategy: nd.Strategy, make: Callable[[int], Any] | Sequence[Any]) -> nd.PerReplica:
+    """Return one component for each replica of this process; see `mine`."""
+    return nd.PerReplica(mine(strategy, make))
+
+
+def everyones(strategy: nd.Strategy, make: Callable[[int], Any]) -> list[Any]:
+    """Return one component for each replica of all processes."""
+    return [make(i) for i in range(strategy.num_replicas_in_sync)]
+
+
+def one_process(reason: str) -> pytest.MarkDecorator:
+    """Leave a test out where replicas are spread over processes, and say why."""
+    return pytest.mark.skipif(inside_worker(), reason=f"one process: {reason}")
+
+
+@contextmanager
+def raised_in(
+    strategy: nd.Strategy,
+    replica: int | None,
+    kind: type[BaseException] | tuple[type[BaseException], ...],
+    match: str | None = None,
+) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+    """Expect what a replica raises; in other processes than its own, that a worker was lost.
+
+    Where all replicas raise (None), a process may hear of another's failure before its own.
+    """
+    everywhere = replica is None and not inside_worker()
+    if everywhere or replica in replica_ids(strategy):
+        with pytest.raises(kind, match=match) as caught:
+            yield caught
+        return
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    lost = (*kinds, nd.WorkerLostError) if replica is None else nd.WorkerLostError
+    with pytest.raises(lost) as caught:
+        yield caught
 
 
 def works(strategy: nd.Strategy) -> bool:
@@ -127,15 +184,15 @@ def works(strategy: nd.Strategy) -> bool:
     def step() -> bool:
         total = context().all_reduce("sum", {"small": rank(), "large": np.ones(LARGE)})
         rows = context().all_gather(np.full(rank(), rank()), axis=0)
-        everyone = context().merge_call(lambda _, i: i, args=(rank(),))
+        own = context().merge_call(lambda _, i: i, args=(rank(),))
         return (
             total["small"] == size * (size - 1) // 2
             and bool((total["large"] == size).all())
             and len(rows) == size * (size - 1) // 2
-            and everyone == rank()
+            and own == rank()
         )
 
-    return strategy.local_results(strategy.run(step)) == (True,) * size
+    return strategy.local_results(strategy.run(step)) == each(strategy, True)
 
 
 @contextmanager

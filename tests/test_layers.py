@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "ndistribute"
 # From the ground up. A unit is a module or a folder of the package. It may import units of lower
 # layers, and itself; units of one layer do not know each other, but for those on the ground.
 LAYERS = (
-    {"errors", "values", "tree", "device", "stream"},
+    {"errors", "values", "tree", "device", "stream", "timeline", "trace_report"},
     {"context"},
     {"replica_context"},
     {"collective", "cluster"},
@@ -28,6 +28,7 @@ LAYERS = (
     {"strategies"},
     {"models"},
     {"cli"},
+    {"__main__"},
 )
 # What a layer may not import although it lies lower: models know strategies through context alone.
 FORBIDDEN = {("models", "strategies")}

@@ -33,13 +33,23 @@ class Graph:
         frame: where the thread is; the graph is its recorder while a tape records.
     """
 
-    __slots__ = ("_frame", "_open", "_recording", "askers", "entries", "leaves", "shared")
+    __slots__ = (
+        "_frame",
+        "_open",
+        "_recording",
+        "askers",
+        "entries",
+        "leaves",
+        "meets",
+        "shared",
+    )
 
     def __init__(self, frame: Frame) -> None:
         self.entries: list[Entry | None] = []
         # The variable stands beside its place, lest another one gets its id.
         self.leaves: dict[int, tuple[Any, int]] = {}
         self.askers = 0
+        self.meets = False  # Whether a collective was recorded.
         self.shared = False
         self._frame = frame
         self._open = 0
@@ -105,10 +115,12 @@ class Graph:
 
     def all_reduce(self, communicator: Communicator, op: Any, value: Any, options: Any) -> Any:
         """Reduce over replicas, and record that."""
+        self.meets = True
         return all_reduce(self, communicator, op, value, options)
 
     def all_gather(self, communicator: Communicator, value: Any, axis: int, options: Any) -> Any:
         """Concatenate over replicas, and record that."""
+        self.meets = True
         return all_gather(self, communicator, value, axis, options)
 
     @property

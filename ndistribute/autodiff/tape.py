@@ -108,6 +108,11 @@ class GradientTape:
         """Say whether reading a variable makes it a source."""
         return id(variable) in self._watched or (self._watch_accessed and bool(variable.trainable))
 
+    @property
+    def records_collectives(self) -> bool:
+        """Return whether the backward pass will meet other replicas, as the forward pass did."""
+        return self._graph is not None and self._graph.meets
+
     def watched_variables(self) -> list[Any]:
         """Return the variables that were read and are watched, in the order of the first read."""
         return [variable for variable, _ in self._leaves.values() if self.watches(variable)]

@@ -9,13 +9,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from ndistribute import tree
 from ndistribute.collective.backend import Backend, Call, Signature, Update
+from ndistribute.collective.buckets import LeafSpec
+from ndistribute.collective.early import EarlyReduction
 from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.collective.leaves import flattened, reducible, rows_first, signature
 from ndistribute.collective.options import CommunicationOptions
-from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
+from ndistribute.collective.reduce_op import ReduceOp
+from ndistribute.collective.sparse import reduce_rows
 from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.errors import DistributeError
 
@@ -26,12 +31,18 @@ T = TypeVar("T")
 _DEFAULT_OPTIONS = CommunicationOptions()
 _HISTORY = 8
 
+# Large enough that a message's latency does not count, small enough that the first leaves early.
+EARLY_BYTES = 1024 * 1024
+
 
 class Communicator:
     """Let a replica reduce, gather, broadcast and meet with the others of its group.
 
     Args:
         backend: what carries the bytes.
+        options: for calls that bring none of their own.
+        local: the backend among the replicas of this process, where there are several processes.
+        courier: a thread that may reduce while the replica computes, where that is faster.
 
     >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
@@ -41,13 +52,32 @@ class Communicator:
     {'loss': array([1., 2.])}
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        options: CommunicationOptions = _DEFAULT_OPTIONS,
+        local: Backend | None = None,
+        courier: Executor | None = None,
+    ) -> None:
+        self._options = options
+        self._courier = courier
+        self._local = local or backend
         self.rank = backend.rank
         self.size = backend.size
         self._backend = backend
         self._on_gpu = backend.device.kind == "gpu"
         self._sequence = 0
         self._history: deque[Call] = deque(maxlen=_HISTORY)
+
+    @property
+    def local_rank(self) -> int:
+        """Return which of the replicas of this process this one is."""
+        return self._local.rank
+
+    @property
+    def local_size(self) -> int:
+        """Return how many replicas this process has."""
+        return self._local.size
 
     @property
     def calls_made(self) -> int:
@@ -65,13 +95,13 @@ class Communicator:
         leaves = tree.flatten(value)
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
             return tree.unflatten(value, [self._reduce_leaf(op, leaf, options) for leaf in leaves])
-        arrays = [_reducible(op, leaf) for leaf in leaves]
-        inputs = [_flat(array) for array in self._placed(arrays)]
+        arrays = [reducible(op, leaf) for leaf in leaves]
+        inputs = [flattened(array) for array in self._placed(arrays)]
         if self.size == 1:
             outputs = [flat.copy() for flat in inputs]
         else:
             outputs = [array_namespace(flat).empty(flat.size, flat.dtype) for flat in inputs]
-            call = self._call("all_reduce", op.name, _signature(arrays))
+            call = self._call("all_reduce", op.name, signature(arrays))
             self._run(self._backend.all_reduce, call, inputs, outputs, op, options=options)
         results = [out.reshape(a.shape)[()] for out, a in zip(outputs, arrays, strict=True)]
         return tree.unflatten(value, self._returned(results, arrays))
@@ -86,9 +116,9 @@ class Communicator:
     ) -> Any:
         """Return the nest that one replica passed; the others pass one of the same shapes."""
         arrays = [as_array(leaf) for leaf in tree.flatten(value)]
-        buffers = [_flat(array).copy() for array in self._placed(arrays)]
+        buffers = [flattened(array).copy() for array in self._placed(arrays)]
         if self.size > 1:
-            call = self._call("broadcast", f"root={root}", _signature(arrays))
+            call = self._call("broadcast", f"root={root}", signature(arrays))
             self._run(self._backend.broadcast, call, buffers, root, options=options)
         results = [flat.reshape(a.shape)[()] for flat, a in zip(buffers, arrays, strict=True)]
         return tree.unflatten(value, self._returned(results, arrays))
@@ -123,6 +153,8 @@ class Communicator:
         prepare: Callable[[], Any],
         update: Update,
         options: CommunicationOptions | None = None,
+        *,
+        everywhere: bool = True,
     ) -> Any:
         """Reduce arrays and update with the result, each replica the part that it owns.
 
@@ -136,16 +168,25 @@ class Communicator:
             update: called as ``update(prepared, leaf, start, stop, total)`` with ranges of the
                 flattened array number `leaf`; it may change `total`.
             options: how long to wait.
+            everywhere: whether over all replicas; else over those of this process alone.
 
         Returns:
             What `prepare` returned.
         """
         op = ReduceOp.parse(op)
-        checked = [_reducible(op, array) for array in arrays]
-        inputs = [_flat(array) for array in self._placed(checked)]
-        call = self._call("reduce_update", op.name, _signature(checked))
-        return self._run(
-            self._backend.reduce_update, call, inputs, op, prepare, update, options=options
+        checked = [reducible(op, array) for array in arrays]
+        inputs = [flattened(array) for array in self._placed(checked)]
+        call = self._call("reduce_update", op.name, signature(checked))
+        backend = self._backend if everywhere else self._local
+        return self._run(backend.reduce_update, call, inputs, op, prepare, update, options=options)
+
+    def early_reduction(self, leaves: Sequence[LeafSpec]) -> EarlyReduction | None:
+        """Return what sums these leaves while the replica computes; None where it does not pay."""
+        if self._courier is None:
+            return None
+        bytes_per_pack = self._options.bytes_per_pack or EARLY_BYTES
+        return EarlyReduction(
+            self._sum_in_place, self._courier, leaves, bytes_per_pack, self._options.timeout
         )
 
     def owned_part(self, count: int) -> slice:
@@ -157,6 +198,10 @@ class Communicator:
         """Release every replica that waits in a collective, with the reason."""
         self._backend.abort(cause)
 
+    def _sum_in_place(self, flat: Array) -> None:
+        call = self._call("all_reduce", ReduceOp.SUM.name, signature([flat]))
+        self._run(self._backend.all_reduce, call, [flat], [flat], ReduceOp.SUM, options=None)
+
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, options: CommunicationOptions | None) -> Any:
         if not isinstance(leaf, IndexedSlices):
             return self.all_reduce(op, leaf, options)
@@ -165,14 +210,7 @@ class Communicator:
                 f"IndexedSlices are reduced by SUM or MEAN, got {op.name}: rows that no replica "
                 "passed count as zeros. Call to_dense() first."
             )
-        given = leaf.values
-        rows = given.astype(accumulation_dtype(op, given.dtype), copy=False)
-        title = f"{op.name} of rows of {leaf.dense_shape}"
-        values, indices = self._gather([rows, leaf.indices], 0, title, options)
-        joined = IndexedSlices(values, indices, leaf.dense_shape).summed()
-        finish(op, joined.values, self.size)
-        joined.values = joined.values.astype(result_dtype(op, given.dtype), copy=False)
-        return joined
+        return reduce_rows(self, op, leaf, options, one_memory=self.local_size == self.size)
 
     def _gather(
         self,
@@ -181,13 +219,13 @@ class Communicator:
         title: str,
         options: CommunicationOptions | None,
     ) -> list[Array]:
-        moved = [_rows_first(leaf, axis) for leaf in leaves]
+        moved = [rows_first(leaf, axis) for leaf in leaves]
         if self.size == 1:
             return [leaf.copy() for leaf in leaves]
         inputs = [
             array.reshape(len(array), math.prod(array.shape[1:])) for array in self._placed(moved)
         ]
-        call = self._call("all_gather", title, _signature(moved, ragged=True))
+        call = self._call("all_gather", title, signature(moved, ragged=True))
         joined = self._run(self._backend.all_gather, call, inputs, options=options)
         results = []
         for rows, array in zip(joined, moved, strict=True):
@@ -225,43 +263,8 @@ class Communicator:
         options: CommunicationOptions | None,
     ) -> Any:
         try:
-            return method(call, *arguments, timeout=(options or _DEFAULT_OPTIONS).timeout)
+            return method(call, *arguments, timeout=(options or self._options).timeout)
         except DistributeError as error:
             earlier = ", ".join(f"#{past.sequence} {past}" for past in self._history)
             error.add_note(f"the last calls of replica {self.rank}: {earlier}")
             raise
-
-
-def _reducible(op: ReduceOp, value: Any) -> Array:
-    """Return a leaf as an array of the result's dtype."""
-    array = as_array(value)
-    if array.dtype.kind in "OSUMm":
-        raise TypeError(
-            f"{op.name} of {type(value).__name__} is not defined: pass arrays of numbers, or a "
-            "nest of them."
-        )
-    if op is ReduceOp.MEAN and array.dtype.kind in "iub":
-        return array.astype(result_dtype(op, array.dtype))
-    return array
-
-
-def _flat(array: Array) -> Array:
-    """Return a contiguous array's elements as one axis, without a copy."""
-    return array.ravel()  # Row by row; a copy only where the array is not laid out so.
-
-
-def _rows_first(array: Array, axis: int) -> Array:
-    if not -array.ndim <= axis < array.ndim:
-        raise ValueError(
-            f"all_gather along axis {axis} of an array of shape {array.shape}: the axis must be in "
-            f"[{-array.ndim}, {array.ndim}). A number has no axis: pass np.reshape(x, (1,))."
-        )
-    xp = array_namespace(array)
-    return xp.ascontiguousarray(xp.moveaxis(array, axis, 0))
-
-
-def _signature(arrays: Sequence[Array], *, ragged: bool = False) -> Signature:
-    """Describe arrays for comparison; where rows may differ in number, a star stands for it."""
-    if ragged:
-        return tuple((a.dtype, ("*", *a.shape[1:])) for a in arrays)
-    return tuple((a.dtype, a.shape) for a in arrays)

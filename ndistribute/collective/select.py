@@ -9,11 +9,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.hierarchical import Buckets, HierarchicalBackend
+from ndistribute.collective.hosts import HostsBackend, host_groups
+from ndistribute.collective.membership import membership_from_addresses, membership_from_exchange
 from ndistribute.collective.nccl import make_nccl_backends, nccl_available
+from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
+from ndistribute.collective.peers import Peers
 from ndistribute.collective.rendezvous import Rendezvous
+from ndistribute.collective.replica_group import ReplicaGroup
+from ndistribute.collective.ring import RingBackend
+from ndistribute.collective.shared_memory import SharedMemoryBackend
+from ndistribute.collective.tcp import TcpTransport
 from ndistribute.collective.threads import ThreadBackend
+from ndistribute.collective.workers import ProcessBackend, Workers
 from ndistribute.device import Device
 from ndistribute.stream import Stream
 
@@ -22,9 +33,10 @@ __all__ = [
     "HierarchicalCopyAllReduce",
     "NcclAllReduce",
     "ReductionToOneDevice",
-    "ReplicaGroup",
     "RingAllReduce",
+    "join_workers",
     "make_group",
+    "make_worker_group",
 ]
 
 _log = logging.getLogger("ndistribute")
@@ -75,40 +87,6 @@ class ReductionToOneDevice(CrossDeviceOps):
     """
 
 
-class ReplicaGroup:
-    """Hold the communicators of the replicas of one process.
-
-    Args:
-        communicators: one for each replica, in order.
-        rendezvous: where they meet.
-        streams: the device and stream of each.
-    """
-
-    def __init__(
-        self,
-        communicators: Sequence[Communicator],
-        rendezvous: Rendezvous,
-        streams: Sequence[Stream],
-    ) -> None:
-        self.communicators = tuple(communicators)
-        self.streams = tuple(streams)
-        self._rendezvous = rendezvous
-
-    def begin(self) -> None:
-        """Start a step; every replica must be out of the last one."""
-        self._rendezvous.reset()
-        for communicator in self.communicators:
-            communicator.begin()
-
-    def leave(self, rank: int) -> None:
-        """Say that a replica has returned from its step."""
-        self._rendezvous.leave(rank, self.communicators[rank].calls_made)
-
-    def abort(self, cause: BaseException) -> None:
-        """Release every replica that waits, with the reason."""
-        self.communicators[0].abort(cause)
-
-
 def make_group(
     devices: Sequence[Device],
     cross_device_ops: CrossDeviceOps | None = None,
@@ -127,22 +105,130 @@ def make_group(
     """
     rendezvous = Rendezvous(len(devices))
     streams = [Stream(device) for device in devices]
-    spaces = ["central" if central else device.memory_space for device in devices]
     if not central and _wants_nccl(devices, cross_device_ops):
         backends = make_nccl_backends(rendezvous, streams)
         return ReplicaGroup([Communicator(b) for b in backends], rendezvous, streams)
-    threads = [
+    spaces = ["central" if central else device.memory_space for device in devices]
+    one_device = isinstance(cross_device_ops, ReductionToOneDevice)
+    threads = _thread_backends(rendezvous, streams, spaces, one_device)
+    return ReplicaGroup([Communicator(b) for b in threads], rendezvous, streams)
+
+
+def make_worker_group(
+    devices: Sequence[Device], workers: Workers, options: CommunicationOptions
+) -> ReplicaGroup:
+    """Make the communicators of replicas that meet those of other processes as well.
+
+    Args:
+        devices: one for each replica of this process.
+        workers: the processes.
+        options: for collectives that bring none of their own.
+    """
+    rendezvous = Rendezvous(len(devices))
+    streams = [Stream(device) for device in devices]
+    spaces = [device.memory_space for device in devices]
+    buckets = Buckets()
+    communicators = []
+    for threads in _thread_backends(rendezvous, streams, spaces, one_device=False):
+        backend = HierarchicalBackend(
+            threads,
+            workers.backend,
+            workers.replica_counts,
+            buckets,
+            workers.single_cpus,
+            workers.peers.abort,
+        )
+        communicators.append(Communicator(backend, options, threads, workers.courier))
+    return ReplicaGroup(communicators, rendezvous, streams, workers)
+
+
+def join_workers(
+    addresses: Sequence[str],
+    rank: int,
+    devices: Sequence[Device],
+    options: CommunicationOptions,
+) -> Workers:
+    """Meet the other processes of the job, and choose how data travels between them.
+
+    Args:
+        addresses: of all processes, in rank order; none where they were started by MPI.
+        rank: which process this is.
+        devices: of the replicas of this process.
+        options: the caller's wish, and how long to wait for the others to start.
+
+    Raises:
+        CollectiveTimeoutError: not all processes started in time.
+        ValueError: the processes can not meet as the caller wishes.
+    """
+    over_mpi = not addresses
+    if over_mpi:
+        from ndistribute.collective.mpi import exchange_over_mpi
+
+        membership = membership_from_exchange(exchange_over_mpi, rank)
+    else:
+        membership = membership_from_addresses(addresses, rank)
+    peers = Peers(membership, timeout=options.timeout)
+    try:
+        backend = _process_backend(peers, options, over_mpi)
+        # Inside a host a reduction is done by the cores that would compute meanwhile.
+        far = not isinstance(backend, SharedMemoryBackend)
+        return Workers(peers, backend, devices, options, reduces_early=far)
+    except BaseException as error:
+        peers.abort(error)
+        peers.close()
+        raise
+
+
+def _process_backend(peers: Peers, options: CommunicationOptions, over_mpi: bool) -> ProcessBackend:
+    wish = options.implementation
+    if wish is CommunicationImplementation.MPI and not over_mpi:
+        raise ValueError(
+            "implementation='mpi' needs processes that MPI started: use `ndistribute run --mpi` or "
+            "mpiexec, or implementation='auto'."
+        )
+    groups = host_groups(peers.hosts)
+    if wish is not CommunicationImplementation.AUTO:
+        return _ring(peers, options, over_mpi, range(peers.size))
+    if len(groups) == 1:
+        return SharedMemoryBackend(peers)
+    leaders = [group[0] for group in groups]
+    own = next(group for group in groups if peers.rank in group)
+    inside = SharedMemoryBackend(peers, ranks=own)
+    between = _ring(peers, options, over_mpi, leaders) if peers.rank in leaders else None
+    return HostsBackend(peers.rank, groups, inside, between)
+
+
+def _ring(
+    peers: Peers, options: CommunicationOptions, over_mpi: bool, ranks: Sequence[int]
+) -> RingBackend:
+    transport: Any = TcpTransport(peers)
+    if over_mpi:
+        from ndistribute.collective.mpi import MpiTransport
+
+        transport = MpiTransport(peers)
+    return RingBackend(
+        peers,
+        transport,
+        ranks=ranks,
+        bytes_per_pack=options.bytes_per_pack,
+        wire_dtype=options.wire_dtype,
+    )
+
+
+def _thread_backends(
+    rendezvous: Rendezvous, streams: Sequence[Stream], spaces: Sequence[str], one_device: bool
+) -> list[ThreadBackend]:
+    return [
         ThreadBackend(
             rendezvous,
             streams,
             rank,
             owner=spaces[:rank].count(spaces[rank]),
             owners=spaces.count(spaces[rank]),
-            one_device=isinstance(cross_device_ops, ReductionToOneDevice),
+            one_device=one_device,
         )
-        for rank in range(len(devices))
+        for rank in range(len(streams))
     ]
-    return ReplicaGroup([Communicator(b) for b in threads], rendezvous, streams)
 
 
 def _wants_nccl(devices: Sequence[Device], wish: CrossDeviceOps | None) -> bool:

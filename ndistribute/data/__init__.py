@@ -3,10 +3,10 @@
 from ndistribute.data.dataset import Dataset, as_dataset
 from ndistribute.data.distributed import (
     DistributedDataset,
-    DistributedIterator,
     distribute,
     distribute_from_function,
 )
+from ndistribute.data.iterator import DistributedIterator
 from ndistribute.data.options import AutoShardPolicy, InputContext, InputOptions
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from ndistribute.data.transformations import AUTOTUNE

@@ -6,12 +6,12 @@ arguments and add a node to the pipeline; how elements are made is the nodes' af
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ndistribute import tree
-from ndistribute.data import selections, sources, transformations
+from ndistribute.data import files, selections, sources, transformations
+from ndistribute.data.arguments import at_least, index_below
 from ndistribute.data.elements import Element
 from ndistribute.data.options import InputOptions
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, Node, Pass, run
@@ -82,12 +82,24 @@ class Dataset:
         >>> [int(x) for x in Dataset.from_generator(lambda: iter([1, 2]), np.int32)]
         [1, 2]
         """
-        if not callable(fn):
-            raise ValueError(
-                f"from_generator needs a function that returns an iterable, got {fn!r}. Pass the "
-                "generator function itself, not what it returns: each epoch calls it again."
-            )
         return cls(sources.generated(fn, output_signature))
+
+    @classmethod
+    def from_files(cls, paths: Any, reader: Callable[[str], Any] | None = None) -> Dataset:
+        """Make a dataset of what files hold, file after file.
+
+        Args:
+            paths: one or several; a pattern such as ``"train-*.npy"`` is all that match, sorted.
+            reader: called with a path; returns a nest of arrays, whose rows are the elements, or
+                an iterable of elements. None chooses by the extension: .npy, .npz or .csv.
+
+        Raises:
+            ValueError: a pattern matches nothing, or a file's extension is unknown.
+
+        >>> Dataset.from_files("day.log", reader=lambda path: iter([1, 2])).batch(2).cardinality()
+        -2
+        """
+        return cls(files.files(paths, reader))
 
     @classmethod
     def range(cls, *args: int) -> Dataset:
@@ -123,7 +135,7 @@ class Dataset:
         [0, 2, 4]
         """
         if num_parallel_calls is not None and num_parallel_calls != transformations.AUTOTUNE:
-            num_parallel_calls = _at_least(1, num_parallel_calls, "map: num_parallel_calls")
+            num_parallel_calls = at_least(1, num_parallel_calls, "map: num_parallel_calls")
         return self._then(transformations.mapped(self._node, fn, num_parallel_calls))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
@@ -144,7 +156,7 @@ class Dataset:
         >>> list(Dataset.range(3).batch(2))
         [array([0, 1]), array([2])]
         """
-        size = _at_least(1, n, "batch: n")
+        size = at_least(1, n, "batch: n")
         return self._then(transformations.batched(self._node, size, bool(drop_remainder)))
 
     def unbatch(self) -> Dataset:
@@ -171,7 +183,7 @@ class Dataset:
         >>> sorted(int(x) for x in dataset)
         [0, 1, 2, 3]
         """
-        size = _at_least(1, buffer_size, "shuffle: buffer_size")
+        size = at_least(1, buffer_size, "shuffle: buffer_size")
         reshuffles = bool(reshuffle_each_iteration)
         return self._then(shuffled(self._node, size, entropy_of(seed), reshuffles))
 
@@ -181,7 +193,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(2).repeat(2)]
         [0, 1, 0, 1]
         """
-        times = None if count is None else _at_least(-1, count, "repeat: count")
+        times = None if count is None else at_least(-1, count, "repeat: count")
         return self._then(selections.repeated(self._node, None if times == -1 else times))
 
     def take(self, count: int) -> Dataset:
@@ -190,7 +202,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(5).take(2)]
         [0, 1]
         """
-        times = _at_least(-1, count, "take: count")
+        times = at_least(-1, count, "take: count")
         return self if times == -1 else self._then(selections.sliced(self._node, stop=times))
 
     def skip(self, count: int) -> Dataset:
@@ -199,10 +211,8 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(5).skip(3)]
         [3, 4]
         """
-        times = _at_least(-1, count, "skip: count")
-        return (
-            self.take(0) if times == -1 else self._then(selections.sliced(self._node, start=times))
-        )
+        start = at_least(-1, count, "skip: count")
+        return self.take(0) if start == -1 else self._then(selections.sliced(self._node, start))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Keep every `num_shards`-th element, from number `index` on.
@@ -210,10 +220,9 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(5).shard(2, 1)]
         [1, 3]
         """
-        shards = _at_least(1, num_shards, "shard: num_shards")
-        if not 0 <= index < shards:
-            raise ValueError(f"shard: index must be 0 to {shards - 1}, got {index}.")
-        return self._then(selections.sliced(self._node, start=index, step=shards))
+        shards = at_least(1, num_shards, "shard: num_shards")
+        first = index_below(shards, index, "shard: index")
+        return self._then(selections.sliced(self._node, start=first, step=shards))
 
     def concatenate(self, dataset: Any) -> Dataset:
         """Append the elements of another dataset.
@@ -240,7 +249,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x).prefetch(2)]
         [0, 1, 4]
         """
-        return self._then(transformations.prefetched(self._node, _at_least(-1, n, "prefetch: n")))
+        return self._then(transformations.prefetched(self._node, at_least(-1, n, "prefetch: n")))
 
     def with_options(self, options: InputOptions) -> Dataset:
         """Say how this dataset is distributed, where `distribute_dataset` is not told otherwise."""
@@ -289,10 +298,3 @@ def as_dataset(source: Any) -> Dataset:
     2
     """
     return source if isinstance(source, Dataset) else Dataset(sources.foreign(source))
-
-
-def _at_least(lowest: int, value: int, what: str) -> int:
-    number = operator.index(value)
-    if number < lowest:
-        raise ValueError(f"{what} must be at least {lowest}, got {number}.")
-    return number

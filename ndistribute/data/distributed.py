@@ -1,23 +1,24 @@
 """A dataset as the replicas see it: at each step one piece of the global batch for every replica.
 
-The iterator counts batches as the consumer gets them, so what a background thread has made ahead
-never enters its state, and a state fits any number of replicas.
+What is settled here, once for all epochs, is which dataset goes where and how several workers
+divide it; an epoch itself is the iterator's affair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ndistribute.context import current_frame
 from ndistribute.data.dataset import as_dataset
-from ndistribute.data.options import AutoShardPolicy, InputContext, InputOptions
-from ndistribute.data.pipeline import Draw, Node, Pass, seeds_of, upstream
-from ndistribute.data.prefetch import Prefetched
-from ndistribute.data.steps import BATCH_IT, CutBatches, DealBatches
+from ndistribute.data.iterator import DistributedIterator, steps_of
+from ndistribute.data.options import InputContext, InputOptions
+from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, Node, upstream
+from ndistribute.data.places import Place, WorkerGroup, place_of
+from ndistribute.data.policies import Sharding, choose_sharding
+from ndistribute.data.steps import BATCH_IT
 from ndistribute.device import Device
 
-__all__ = ["DistributedDataset", "DistributedIterator", "distribute", "distribute_from_function"]
+__all__ = ["DistributedDataset", "distribute", "distribute_from_function"]
 
 
 def distribute(
@@ -26,6 +27,9 @@ def distribute(
     options: InputOptions | None = None,
     num_workers: int = 1,
     worker_index: int = 0,
+    *,
+    workers: WorkerGroup | None = None,
+    replica_counts: Sequence[int] | None = None,
 ) -> DistributedDataset:
     """Cut each global batch of a dataset over the replicas of a worker.
 
@@ -33,11 +37,15 @@ def distribute(
         dataset: a `Dataset` or any re-iterable, of batches of the global batch size.
         devices: where each replica of this worker computes.
         options: None for those of the dataset, else the defaults.
-        num_workers: workers of the job; each must have an equal dataset and as many replicas.
+        num_workers: workers of the job; each must have an equal dataset.
         worker_index: this worker.
+        workers: how the workers meet, whose size and rank then count. An iteration begins with a
+            collective of all workers, and under the policies FILE and OFF each step has one.
+        replica_counts: devices of each worker; None if each has as many.
 
     Raises:
-        ValueError: the dataset is known to be unbatched, or can not be iterated again.
+        ValueError: the dataset is known to be unbatched, can not be iterated again, or can not be
+            divided as the options say.
 
     >>> from ndistribute.data import Dataset
     >>> dataset = distribute(Dataset.range(5).batch(4), [Device("cpu:0"), Device("cpu:1")])
@@ -50,15 +58,10 @@ def distribute(
     if node.batched is False:
         raise ValueError(f"distribute_dataset got an unbatched dataset. {BATCH_IT}")
     chosen = options or _options_of(node)
-    if chosen.auto_shard_policy is AutoShardPolicy.FILE and num_workers > 1:
-        raise ValueError(
-            "AutoShardPolicy.FILE needs a dataset of files, and this one reads none. Use DATA, or "
-            "distribute_datasets_from_function and give each worker its own files."
-        )
-    spread = num_workers if chosen.auto_shard_policy is AutoShardPolicy.OFF else 1
-    return DistributedDataset(
-        node, CutBatches(tuple(devices), num_workers, worker_index, spread), chosen
-    )
+    place = place_of(devices, num_workers, worker_index, workers, replica_counts)
+    can_agree = place.workers is not None
+    sharding = choose_sharding(node, chosen.auto_shard_policy, place.num_workers, can_agree)
+    return DistributedDataset(node, place, sharding, chosen)
 
 
 def distribute_from_function(
@@ -67,6 +70,9 @@ def distribute_from_function(
     options: InputOptions | None = None,
     num_workers: int = 1,
     worker_index: int = 0,
+    *,
+    workers: WorkerGroup | None = None,
+    replica_counts: Sequence[int] | None = None,
 ) -> DistributedDataset:
     """Give the replicas of a worker one batch each at every step, in order.
 
@@ -76,6 +82,9 @@ def distribute_from_function(
         options: None for those of the dataset, else the defaults.
         num_workers: workers of the job.
         worker_index: this worker.
+        workers: how the workers meet, whose size and rank then count. With it a worker whose
+            dataset ends early takes part with empty pieces; without it all must have as many steps.
+        replica_counts: devices of each worker; None if each has as many.
 
     Raises:
         ValueError: `fn` does not return a dataset.
@@ -86,9 +95,10 @@ def distribute_from_function(
     >>> [[piece.tolist() for piece in step.values] for step in dataset]
     [[[0], [1]], [[2], []]]
     """
-    context = InputContext(num_workers, worker_index, num_workers * len(devices))
+    place = place_of(devices, num_workers, worker_index, workers, replica_counts)
+    context = InputContext(place.num_workers, place.worker_index, place.num_replicas)
     node = as_dataset(fn(context)).node
-    return DistributedDataset(node, DealBatches(tuple(devices)), options or _options_of(node))
+    return DistributedDataset(node, place, Sharding.FUNCTION, options or _options_of(node))
 
 
 class DistributedDataset:
@@ -101,118 +111,27 @@ class DistributedDataset:
     3
     """
 
-    def __init__(self, node: Node, steps: CutBatches | DealBatches, options: InputOptions):
+    def __init__(self, node: Node, place: Place, sharding: Sharding, options: InputOptions):
         self._node = node
-        self._steps = steps
+        self._place = place
+        self._sharding = sharding
         self._depth = (
-            _default_depth(node, steps.devices) if options.prefetch is None else options.prefetch
+            _default_depth(node, place.devices) if options.prefetch is None else options.prefetch
         )
 
     def cardinality(self) -> int:
-        """Return the number of steps, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`."""
+        """Return the number of steps, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`.
+
+        Where each worker has its own data, they are the steps of this worker's; others may have
+        more, which it takes part in.
+        """
         known = self._node.cardinality
-        return known if known < 0 else self._steps.count(known)
+        if self._sharding is Sharding.FILE:
+            return UNKNOWN_CARDINALITY
+        return known if known < 0 else steps_of(self._place, self._sharding).count(known)
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._node, self._steps, self._depth)
-
-
-class DistributedIterator(Iterator[Any]):
-    """Iterate over a `DistributedDataset` once, from any step on.
-
-    >>> import numpy as np
-    >>> from ndistribute.data import Dataset
-    >>> dataset = distribute(Dataset.range(6).shuffle(6, seed=1).batch(2), [Device("cpu:0")])
-    >>> iterator = iter(dataset)
-    >>> _ = next(iterator)
-    >>> state = iterator.state_dict()
-    >>> resumed = iter(dataset)
-    >>> resumed.load_state_dict(state)
-    >>> all(np.array_equal(a, b) for a, b in zip(iterator, resumed, strict=True))
-    True
-    """
-
-    def __init__(self, node: Node, steps: CutBatches | DealBatches, depth: int) -> None:
-        self._node = node
-        self._steps = steps
-        self._depth = depth
-        self._pass = Pass.begin(node)
-        self._batches = 0
-        # Made when the first step is asked for, so that a state can be loaded at no cost.
-        self._source: Iterator[Any] | None = None
-
-    def __next__(self) -> Any:
-        if current_frame().replica is not None:
-            raise RuntimeError(
-                "next was called on a distributed dataset inside a replica, where each replica "
-                "would take another batch. Take it outside, batch = next(iterator), and pass it: "
-                "strategy.run(step, args=(batch,))."
-            )
-        if self._source is None:
-            self._source = self._open()
-        try:
-            step = next(self._source)
-        except BaseException:
-            self.close()
-            raise
-        self._batches += self._steps.per_step
-        return step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the consumer is, as plain numbers.
-
-        Returns:
-            ``batches``, the batches taken in this epoch, and ``shuffles``, what each shuffle drew.
-        """
-        return {
-            "batches": self._batches,
-            "shuffles": [list(self._pass.draws[seeds]) for seeds in seeds_of(self._node)],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where an iterator over an equal pipeline was, with exactly the batches it had left.
-
-        Later iterations of the dataset follow on the resumed one.
-
-        Args:
-            state: what `state_dict` returned, in this process or another.
-
-        Raises:
-            ValueError: the state is of another pipeline.
-        """
-        draws = _draws_of(state, len(seeds_of(self._node)))
-        self.close()
-        self._pass = Pass.resume(self._node, draws)
-        self._batches = int(state["batches"])
-        self._source = None
-
-    def close(self) -> None:
-        """End the iteration and its threads."""
-        self._pass.threads.close()
-        self._source = iter(())
-
-    def _open(self) -> Iterator[Any]:
-        source = self._steps.iterate(self._node, self._pass, self._batches)
-        if self._depth == 0:
-            return source
-        ahead = Prefetched(source, self._depth)
-        self._pass.threads.add(ahead.queue)
-        return ahead
-
-
-def _draws_of(state: Mapping[str, Any], shuffles: int) -> list[Draw]:
-    if not {"batches", "shuffles"} <= state.keys():
-        raise ValueError(
-            "load_state_dict needs what state_dict returned, with 'batches' and 'shuffles'; got "
-            f"{sorted(state)}."
-        )
-    draws = [Draw(int(entropy), int(iteration)) for entropy, iteration in state["shuffles"]]
-    if len(draws) != shuffles:
-        raise ValueError(
-            f"load_state_dict: the state is of a pipeline with {len(draws)} shuffle(s), this one "
-            f"has {shuffles}. Build the pipeline as it was when the state was saved."
-        )
-    return draws
+        return DistributedIterator(self._node, self._place, self._sharding, self._depth)
 
 
 def _options_of(node: Node) -> InputOptions:

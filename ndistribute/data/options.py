@@ -14,8 +14,10 @@ __all__ = ["AutoShardPolicy", "InputContext", "InputOptions"]
 class AutoShardPolicy(enum.Enum):
     """Say how several workers share one dataset.
 
-    ``DATA``: each global batch is cut over all workers. ``FILE``: each worker reads its own files.
-    ``OFF``: every worker goes through the whole dataset. ``AUTO``: ``DATA``.
+    ``DATA``: each global batch is cut over all workers. ``FILE``: each worker reads its own files,
+    number i belonging to worker i modulo their number. ``OFF``: every worker goes through the whole
+    dataset. ``AUTO``: ``FILE`` where the dataset is made of at least as many files as there are
+    workers and counts nothing over them, else ``DATA``.
 
     >>> AutoShardPolicy("Data")
     <AutoShardPolicy.DATA: 'data'>

@@ -70,11 +70,13 @@ class Pass:
     Args:
         draws: the draw of each shuffle in it.
         path: which repetition of which `repeat` a node is in, outermost first.
+        shard: number and count of the parts that the files are dealt into; this pass reads one.
         threads: those that end when the pass ends.
     """
 
     draws: Mapping[Seeds, Draw]
     path: tuple[int, ...] = ()
+    shard: tuple[int, int] = (0, 1)
     threads: OpenThreads = field(default_factory=OpenThreads)
 
     @classmethod
@@ -93,6 +95,10 @@ class Pass:
     def branch(self, number: int) -> Pass:
         """Return this pass as a node sees it that is passed several times."""
         return replace(self, path=(*self.path, number))
+
+    def part(self, number: int, count: int) -> Pass:
+        """Return this pass as one that reads only every `count`-th file."""
+        return replace(self, shard=(number, count))
 
     def frozen(self) -> Pass:
         """Return this pass as a node sees it that is the same in every pass."""
@@ -113,24 +119,31 @@ class Node:
         inputs: the steps before this one.
         cardinality: the number of elements, or one of the two constants.
         batched: whether elements are batches; None where only the user knows.
+        batch_size: elements of every batch but a short one; None where that is not known.
         template: a batch of no rows, which marks a dataset as vectorised; None for all others.
         rows: of a vectorised dataset, returns the elements of a pass by position.
         seeds: of a shuffle, where its draws come from.
         streamed: whether `rows` must be taken in order.
         runs_user_code: whether making an element calls a function of the user's.
         options: what `with_options` set.
+        files: of a source that reads files, their paths; None for all others.
+        positional: whether which elements it yields depends on how many come before them, so that
+            parts of the input can not be passed apart from each other.
     """
 
     elements: Callable[[Pass, int], Iterator[Element]]
     inputs: tuple[Node, ...] = ()
     cardinality: int = UNKNOWN_CARDINALITY
     batched: bool | None = None
+    batch_size: int | None = None
     template: Element | None = None
     rows: Callable[[Pass], Rows] = _no_rows
     seeds: Seeds | None = None
     streamed: bool = False
     runs_user_code: bool = False
     options: InputOptions | None = None
+    files: tuple[str, ...] | None = None
+    positional: bool = False
 
     def iterate(self, current: Pass, start: int = 0) -> Iterator[Element]:
         """Yield the elements from number `start` on, by the fastest way there is."""

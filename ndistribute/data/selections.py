@@ -58,6 +58,7 @@ def sliced(child: Node, start: int = 0, stop: int | None = None, step: int = 1) 
         batched=child.batched,
         template=child.template,
         rows=rows,
+        positional=True,
     )
 
 
@@ -96,6 +97,7 @@ def repeated(child: Node, times: int | None) -> Node:
         inputs=(child,),
         cardinality=endless if times is None or known < 0 else known * times,
         batched=child.batched,
+        batch_size=child.batch_size,
         template=child.template,
         rows=rows,
     )
@@ -127,6 +129,7 @@ def zipped(like: Any, parts: tuple[Node, ...]) -> Node:
         batched=_common(parts),
         template=None if any(template is None for template in templates) else join(templates),
         rows=rows,
+        positional=True,
     )
 
 
@@ -167,23 +170,25 @@ def cached(child: Node) -> Node:
     What is before it is passed with frozen draws, so its order does not depend on which pass filled
     the cache: an interrupted program goes on with the same one.
     """
-    kept: list[list[Element]] = []
+    kept: dict[tuple[int, int], list[Element]] = {}
 
     def filling(current: Pass) -> Iterator[Element]:
         seen = []
         for element in child.iterate(current.frozen()):
             seen.append(read_only(element))
             yield seen[-1]
-        kept.append(seen)
+        kept[current.shard] = seen
 
     def elements(current: Pass, start: int) -> Iterator[Element]:
-        return islice(kept[0] if kept else filling(current), start, None)
+        known = kept.get(current.shard)
+        return islice(filling(current) if known is None else known, start, None)
 
     return Node(
         elements=elements,
         inputs=(child,),
         cardinality=child.cardinality,
         batched=child.batched,
+        batch_size=child.batch_size,
         template=child.template,
         rows=lambda current: child.rows(current.frozen()),
     )

@@ -7,9 +7,10 @@ neither arrays nor processes. Nothing here reads data, waits or remembers.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from itertools import pairwise
 
-__all__ = ["balanced_slices", "worker_batches", "worker_slices"]
+__all__ = ["balanced_slices", "replica_slices"]
 
 
 @functools.lru_cache(maxsize=256)
@@ -24,8 +25,8 @@ def balanced_slices(length: int, parts: int) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in pairwise(bounds))
 
 
-def worker_slices(
-    length: int, replicas: int, num_workers: int = 1, worker_index: int = 0
+def replica_slices(
+    length: int, replica_counts: Sequence[int], worker_index: int
 ) -> tuple[slice, ...]:
     """Return the pieces of a global batch for the replicas of one worker.
 
@@ -34,27 +35,12 @@ def worker_slices(
 
     Args:
         length: rows of the global batch.
-        replicas: replicas of each worker.
-        num_workers: workers of the job.
+        replica_counts: replicas of each worker.
         worker_index: this worker.
 
-    >>> worker_slices(5, replicas=2, num_workers=2, worker_index=1)
-    (slice(3, 4, None), slice(4, 5, None))
+    >>> replica_slices(5, replica_counts=(1, 3), worker_index=1)
+    (slice(2, 3, None), slice(3, 4, None), slice(4, 5, None))
     """
-    first = worker_index * replicas
-    return balanced_slices(length, replicas * num_workers)[first : first + replicas]
-
-
-def worker_batches(num_batches: int, num_workers: int, worker_index: int) -> tuple[int | None, ...]:
-    """Deal whole batches to workers; all of them make the same number of steps.
-
-    Returns:
-        The batch that this worker takes at each joint step; None where it has run out and takes
-        part with empty pieces.
-
-    >>> worker_batches(3, num_workers=2, worker_index=0), worker_batches(3, 2, 1)
-    ((0, 2), (1, None))
-    """
-    joint_steps = -(-num_batches // num_workers)
-    mine = range(worker_index, num_batches, num_workers)
-    return tuple(mine) + (None,) * (joint_steps - len(mine))
+    first = sum(replica_counts[:worker_index])
+    pieces = balanced_slices(length, sum(replica_counts))
+    return pieces[first : first + replica_counts[worker_index]]

@@ -84,6 +84,7 @@ def shuffled(child: Node, buffer_size: int, entropy: int, reshuffles: bool) -> N
         inputs=(child,),
         cardinality=child.cardinality,
         batched=child.batched,
+        batch_size=child.batch_size,
         template=None if in_order_only else child.template,
         rows=rows,
         seeds=seeds,

@@ -47,6 +47,11 @@ def numbers(values: range) -> Node:
 
 def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
     """Return what a user's function yields, which is called anew for each pass."""
+    if not callable(make):
+        raise ValueError(
+            f"from_generator needs a function that returns an iterable, got {make!r}. Pass the "
+            "generator function itself, not what it returns: each epoch calls it again."
+        )
 
     def elements(current: Pass, start: int) -> Iterator[Element]:
         values = map(as_element, islice(make(), start, None))

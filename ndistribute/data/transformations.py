@@ -87,7 +87,9 @@ def batched(child: Node, size: int, drop_remainder: bool) -> Node:
     known = child.cardinality
     if known >= 0:
         known = known // size if drop_remainder else -(-known // size)
-    return Node(elements=elements, inputs=(child,), cardinality=known, batched=True)
+    return Node(
+        elements=elements, inputs=(child,), cardinality=known, batched=True, batch_size=size
+    )
 
 
 def unbatched(child: Node) -> Node:
@@ -118,12 +120,13 @@ def prefetched(child: Node, depth: int) -> Node:
         current.threads.add(ahead.queue)
         return ahead
 
-    return replace(child, elements=elements, inputs=(child,), seeds=None)
+    return replace(child, elements=elements, inputs=(child,), seeds=None, files=None)
 
 
 def with_options(child: Node, options: InputOptions) -> Node:
     """Return the elements, having said how they are distributed."""
-    return replace(child, elements=child.iterate, inputs=(child,), seeds=None, options=options)
+    said = replace(child, elements=child.iterate, inputs=(child,), options=options)
+    return replace(said, seeds=None, files=None)
 
 
 def _stacked(source: Iterator[Element], size: int, drop_remainder: bool) -> Iterator[Element]:

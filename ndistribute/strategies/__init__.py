@@ -5,6 +5,7 @@ from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.central_storage import CentralStorageStrategy
 from ndistribute.strategies.components import ValueContext
 from ndistribute.strategies.mirrored import MirroredStrategy
+from ndistribute.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from ndistribute.strategies.one_device import DefaultStrategy, OneDeviceStrategy
 
 register_default_strategy(DefaultStrategy)
@@ -12,6 +13,7 @@ register_default_strategy(DefaultStrategy)
 __all__ = [
     "CentralStorageStrategy",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "Strategy",
     "ValueContext",

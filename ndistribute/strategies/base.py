@@ -7,7 +7,6 @@ replicas meet, and which kind of variable a policy means.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,7 +14,8 @@ from typing import Any, TypeVar
 from ndistribute import context, tree
 from ndistribute.autodiff import untrack
 from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.collective.select import ReplicaGroup, make_group
+from ndistribute.collective.replica_group import ReplicaGroup
+from ndistribute.collective.select import make_group
 from ndistribute.context import Frame, chosen, current_frame, entered
 from ndistribute.data import distribute, distribute_from_function
 from ndistribute.device import Device
@@ -23,9 +23,10 @@ from ndistribute.replica_context import ReplicaContext
 from ndistribute.strategies.components import ValueContext, components_of
 from ndistribute.strategies.frames import cross_replica_frame
 from ndistribute.strategies.generators import ReplicaGenerators
-from ndistribute.strategies.reductions import gather_leaf, reduce_leaf
+from ndistribute.strategies.reductions import gather_value, reduce_value
 from ndistribute.strategies.replicas import ReplicaPool
-from ndistribute.values import DistributedValues, PerReplica
+from ndistribute.strategies.turn import Turn
+from ndistribute.values import PerReplica
 from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.policy import VariableSynchronization
 from ndistribute.variables.sync_on_read import SyncOnReadVariable
@@ -34,9 +35,6 @@ from ndistribute.variables.variable import Variable
 __all__ = ["Strategy"]
 
 S = TypeVar("S", bound="Strategy")
-
-# How long `run` waits for another thread's `run` of the same strategy.
-_TURN_SECONDS = 600.0
 
 
 class Strategy:
@@ -55,7 +53,7 @@ class Strategy:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = tuple(devices)
         self._closed = False
-        self._turn = threading.RLock()  # Knows its owner, and refuses to be released by others.
+        self._turn = Turn()
         self._generators = ReplicaGenerators(self._devices)
         self._build()
 
@@ -70,6 +68,14 @@ class Strategy:
         if synchronization is VariableSynchronization.ON_READ:
             return SyncOnReadVariable
         return MirroredVariable
+
+    def across_workers(self, value: Any) -> Any:
+        """Return a nest with the components of all processes' replicas in each `PerReplica`."""
+        return value
+
+    def agree_on(self, initial_value: Any) -> Any:
+        """Return the array with which a new variable starts, the same on all processes."""
+        return initial_value
 
     # What users call.
 
@@ -171,9 +177,8 @@ class Strategy:
         """
         cross_replica_frame(self, "reduce")
         op = ReduceOp.parse(reduce_op)
-        if isinstance(value, DistributedValues):
-            return reduce_leaf(op, value, axis, self._devices)
-        return tree.map_leaves(lambda leaf: reduce_leaf(op, leaf, axis, self._devices), value)
+        value = self.across_workers(value)
+        return reduce_value(op, value, axis, self._devices[0], self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate a value over replicas, in replica order.
@@ -187,7 +192,8 @@ class Strategy:
             RuntimeError: called inside a replica.
         """
         cross_replica_frame(self, "gather", instead="all_gather")
-        return tree.map_leaves(lambda leaf: gather_leaf(leaf, axis, self._devices), value)
+        value = self.across_workers(value)
+        return gather_value(value, axis, self._devices[0], self.num_replicas_in_sync)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Cut each batch of a dataset into one piece per replica.
@@ -222,7 +228,7 @@ class Strategy:
             A `PerReplica`, or a nest of them.
         """
         size = self.num_replicas_in_sync
-        made = [value_fn(ValueContext(i, size)) for i in range(size)]
+        made = [value_fn(ValueContext(c.replica_id_in_sync_group, size)) for c in self._contexts]
         return tree.regroup(made, PerReplica)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
@@ -243,7 +249,7 @@ class Strategy:
         frame = current_frame()
         if frame.strategy is self and (frame.replica is not None or frame.merging):
             raise RuntimeError(f"close of {self!r} was called inside a step that it runs.")
-        with self._own_turn():
+        with self._turn.taken(self):
             self._closed = True
             self._pool.close()
 
@@ -276,7 +282,7 @@ class Strategy:
         self._pool = ReplicaPool(self._group, self._contexts, repr(self))
 
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
-        with self._own_turn():
+        with self._turn.taken(self):
             if self._closed:
                 raise RuntimeError(f"{self!r} was closed: make a new strategy to run steps.")
             try:
@@ -284,17 +290,3 @@ class Strategy:
             finally:
                 if self._pool.abandoned:
                     self._build()
-
-    @contextlib.contextmanager
-    def _own_turn(self) -> Iterator[None]:
-        try:
-            if not self._turn.acquire(timeout=_TURN_SECONDS):
-                raise RuntimeError(
-                    f"another thread has been running a step of {self!r} for {_TURN_SECONDS:g} s."
-                )
-            yield
-        finally:
-            try:  # noqa: SIM105 - a call before the release would let an interrupt in.
-                self._turn.release()
-            except RuntimeError:
-                pass  # It was not acquired.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ndistribute.collective.select import ReplicaGroup, make_group
+from ndistribute.collective.replica_group import ReplicaGroup
+from ndistribute.collective.select import make_group
 from ndistribute.device import Device, resolve_devices
 from ndistribute.strategies.base import Strategy
 from ndistribute.variables.central import CentralVariable

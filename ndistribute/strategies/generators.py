@@ -28,12 +28,17 @@ class ReplicaGenerators:
         self._devices = devices
         self._made: dict[int, tuple[np.random.SeedSequence, Any]] = {}
 
-    def of(self, replica: int) -> Any:
-        """Return a replica's generator."""
+    def of(self, index: int, replica: int) -> Any:
+        """Return a replica's generator.
+
+        Args:
+            index: which of the replicas of this process it is.
+            replica: which of all replicas.
+        """
         seed = current_seed()
-        known, generator = self._made.get(replica, (None, None))
+        known, generator = self._made.get(index, (None, None))
         if known is not seed:
             own = np.random.SeedSequence(seed.entropy, spawn_key=(replica,))
-            generator = random_generator(self._devices[replica], own)
-            self._made[replica] = (seed, generator)
+            generator = random_generator(self._devices[index], own)
+            self._made[index] = (seed, generator)
         return generator

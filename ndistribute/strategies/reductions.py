@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute import tree
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.reduce_op import (
     ReduceOp,
@@ -21,56 +22,63 @@ from ndistribute.values import DistributedValues
 from ndistribute.variables.policy import VariableSynchronization
 from ndistribute.variables.variable import Variable
 
-__all__ = ["gather_leaf", "reduce_leaf"]
+__all__ = ["gather_value", "reduce_value"]
 
 
-def reduce_leaf(op: ReduceOp, leaf: Any, axis: Any, devices: Sequence[Device]) -> Any:
-    """Reduce one leaf over replicas, and along axes of its own if any are named.
+def reduce_value(op: ReduceOp, value: Any, axis: Any, device: Device, replicas: int) -> Any:
+    """Reduce a nest over replicas, and along axes of its own if any are named.
 
     Args:
         op: the reduction.
-        leaf: a `PerReplica`, a `Mirrored`, a variable, or a plain value, which counts as the same
-            on every replica.
+        value: a nest; each leaf a `PerReplica`, a `Mirrored`, a variable, or a plain value, which
+            counts as the same on every replica.
         axis: None, an int, or a tuple or list of them.
-        devices: the replicas' devices; the result is on the first.
+        device: where the result shall be.
+        replicas: how many components a `PerReplica` has.
 
     Raises:
         ValueError: shapes differ, or an axis is out of range.
         TypeError: the value is no number, array or `IndexedSlices`.
     """
-    with working_on(devices[0]):
-        return _reduce_leaf(op, leaf, axis, devices)
+    with working_on(device):
+        if isinstance(value, DistributedValues):
+            return _reduce_leaf(op, value, axis, device, replicas)
+        return tree.map_leaves(lambda leaf: _reduce_leaf(op, leaf, axis, device, replicas), value)
 
 
-def _reduce_leaf(op: ReduceOp, leaf: Any, axis: Any, devices: Sequence[Device]) -> Any:
-    parts = _components(leaf, len(devices))
+def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
+    """Concatenate the components of each leaf of a nest in replica order.
+
+    Raises:
+        ValueError: a component has no such axis, or other lengths differ.
+    """
+    return tree.map_leaves(lambda leaf: _gather_leaf(leaf, axis, device, replicas), value)
+
+
+def _reduce_leaf(op: ReduceOp, leaf: Any, axis: Any, device: Device, replicas: int) -> Any:
+    parts = _components(leaf, replicas)
     if isinstance(leaf if parts is None else parts[0], IndexedSlices):
-        return _reduce_rows(op, parts or [leaf] * len(devices), axis, devices[0])
+        return _reduce_rows(op, parts or [leaf] * replicas, axis, device)
     if parts is None:
-        array = _numbers(op, [_value_of(leaf)], devices[0])[0]
-        return _reduce_plain(op, array, axis, len(devices))
-    arrays = _numbers(op, parts, devices[0])
+        array = _numbers(op, [_value_of(leaf)], device)[0]
+        return _reduce_plain(op, array, axis, replicas)
+    arrays = _numbers(op, parts, device)
     if axis is None:
         _check_equal(op, [array.shape for array in arrays], "shapes")
         return _numeric(reduce_arrays(op, arrays))
     return _reduce_axes(op, arrays, axis)
 
 
-def gather_leaf(leaf: Any, axis: int, devices: Sequence[Device]) -> Array:
-    """Concatenate the components of one leaf in replica order.
-
-    Raises:
-        ValueError: a component has no such axis, or other lengths differ.
-    """
-    parts = _components(leaf, len(devices)) or [_value_of(leaf)] * len(devices)
+def _gather_leaf(leaf: Any, axis: int, device: Device, replicas: int) -> Array:
+    parts = _components(leaf, replicas) or [_value_of(leaf)] * replicas
     for replica, array in enumerate(map(as_array, parts)):
         if not -array.ndim <= axis < array.ndim:
             raise ValueError(
                 f"gather along axis {axis}: the value of replica {replica} has shape "
                 f"{array.shape}. A number has no axis to join along: return np.reshape(x, (1,))."
             )
-    with working_on(devices[0]):
-        return _joined(parts, axis, devices[0])
+    with working_on(device):
+        return _joined(parts, axis, device)
 
 
 def _joined(parts: Sequence[Any], axis: int, device: Device) -> Array:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ndistribute.collective.select import ReplicaGroup
+from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.context import Frame, chosen, frame_stack
 from ndistribute.errors import WorkerLostError
 from ndistribute.replica_context import ReplicaContext
@@ -146,6 +146,16 @@ class ReplicaPool:
         size = len(self._contexts)
         outcome = _Outcome(size)
         self._group.begin()
+        try:
+            self._run_all(step, outcome, size)
+        finally:
+            self._group.end()
+        if outcome.errors:
+            self._raise_first(outcome)
+        return outcome.results
+
+    def _run_all(self, step: Step, outcome: _Outcome, size: int) -> None:
+        """Run every replica, and come back when all are out or given up."""
         if size > 1 and not self._threads:
             self._threads = [_ReplicaThread(f"{self._title}:{i}") for i in range(1, size)]
         with limited_blas(size):
@@ -162,9 +172,6 @@ class ReplicaPool:
                     self._wait_for(posted, outcome)
                 except KeyboardInterrupt as interrupt:
                     self._fail(outcome, interrupt)
-        if outcome.errors:
-            self._raise_first(outcome)
-        return outcome.results
 
     def close(self) -> None:
         """End the threads."""
@@ -217,9 +224,10 @@ class ReplicaPool:
         own = [item for item in outcome.errors if not isinstance(item[1], WorkerLostError)]
         rank, error = (own or outcome.errors)[0]
         outcome.errors = []  # The error's traceback holds the outcome: no cycle, please.
-        device = self._contexts[rank].device
+        replica = self._contexts[rank]
         error.add_note(
-            f"raised in replica {rank} of {len(self._contexts)} ({device}), {self._title}.run"
+            f"raised in replica {replica.replica_id_in_sync_group} of "
+            f"{replica.num_replicas_in_sync} ({replica.device}), {self._title}.run"
         )
         if self.abandoned:
             error.add_note(

@@ -39,7 +39,7 @@ class CentralVariable(MirroredVariable):
         home = self._devices[0]
         if replica is None or replica.device.memory_space == home.memory_space:
             return central
-        rank = replica.replica_id_in_sync_group
+        rank = replica.local_replica_id
         version, array = self._fetched.get(rank, (-1, central))
         if version != self._version:
             version, array = self._version, copy_to(central, replica.device)

@@ -81,7 +81,7 @@ class Request:
         return self._array
 
     def create(self, strategy: Any) -> Any:
-        array = self.array()
+        array = strategy.agree_on(self.array())
         check_aggregation(self.aggregation, array.dtype)
         policy = VariablePolicy(
             trainable=self.trainable,

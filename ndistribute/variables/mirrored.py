@@ -45,7 +45,7 @@ class MirroredVariable(Variable):
         replica = self.replica("read")
         if replica is None:
             return self._cells[0].read()
-        return self._cells[self._cell_of[replica.replica_id_in_sync_group]].read()
+        return self._cells[self._cell_of[replica.local_replica_id]].read()
 
     @property
     def values(self) -> tuple[Array, ...]:

@@ -10,6 +10,7 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.device import Array, copy_to, device_of
 from ndistribute.stream import working_on
+from ndistribute.values import PerReplica
 from ndistribute.variables.cell import Cell
 from ndistribute.variables.policy import VariableAggregation, VariablePolicy
 from ndistribute.variables.variable import Variable
@@ -34,19 +35,25 @@ class SyncOnReadVariable(Variable):
         """
         replica = self.replica("read")
         if replica is not None:
-            return self._cells[replica.replica_id_in_sync_group].read()
-        if len(self._cells) == 1 or self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self._cells[replica.local_replica_id].read()
+        everyone = self._strategy.num_replicas_in_sync
+        if everyone == 1:
+            return self._cells[0].read()
+        first_only = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+        if first_only and everyone == len(self._cells):
             return self._cells[0].read()
         op = self.aggregation.reduce_op
-        if op is None:
+        if op is None and not first_only:
             raise ValueError(
                 f"variable {self.name!r} has a value per replica and no aggregation: read it "
                 "inside run, take strategy.local_results(variable), or create it with "
                 "aggregation='sum', 'mean' or 'only_first_replica'."
             )
         home = self._devices[0]
+        parts = self._strategy.across_workers(PerReplica(self.values)).values
         with working_on(home):
-            total = reduce_arrays(op, [copy_to(cell.read(), home) for cell in self._cells])
+            moved = [copy_to(part, home) for part in (parts[:1] if op is None else parts)]
+            total = reduce_arrays(op or ReduceOp.SUM, moved)
         if isinstance(total, np.ndarray):
             total.flags.writeable = False
         return total
@@ -59,24 +66,25 @@ class SyncOnReadVariable(Variable):
     def _write(self, write: Write) -> None:
         replica = self.replica("write")
         if replica is not None:
-            rank = replica.replica_id_in_sync_group
+            rank = replica.local_replica_id
             write.apply(self._cells[rank], self._devices[rank])
             return
         for index, (cell, device) in enumerate(zip(self._cells, self._devices, strict=True)):
-            self._share(write, index).apply(cell, device)
+            replica_id = self._strategy.replica_contexts[index].replica_id_in_sync_group
+            self._share(write, replica_id).apply(cell, device)
 
-    def _share(self, write: Write, index: int) -> Write:
-        """Return the part of a cross-replica write that falls to one component.
+    def _share(self, write: Write, replica_id: int) -> Write:
+        """Return the part of a cross-replica write that falls to one replica's component.
 
         With SUM the components must add up to what was written: an assigned float is divided
         evenly, anything that can not be divided goes to the first.
         """
-        count = len(self._devices)
+        count = self._strategy.num_replicas_in_sync
         if self.aggregation.reduce_op is not ReduceOp.SUM or count == 1:
             return write
         if write.how == "assign" and self.dtype.kind in "fc":
             return Write(write.how, _map(write.value, lambda array: array / count))
-        if index == 0:
+        if replica_id == 0:
             return write
         return Write(write.how, _map(write.value, np.zeros_like))
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ndistribute import tree
 from ndistribute.data import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -309,3 +310,21 @@ def test_parallel_map_keeps_the_order():
 def test_a_wrong_argument_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(Dataset.range(4))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"b": np.arange(3), "a": np.arange(3.0)},
+        {"inner": {"x": np.arange(3)}},
+        ((np.arange(3),),),
+        (np.arange(3), np.arange(3.0)),
+    ],
+    ids=["dict", "dict in a dict", "tuple in a tuple", "tuple"],
+)
+def test_elements_keep_the_structure_of_the_arrays(columns):
+    rows = list(Dataset.from_tensor_slices(columns))
+    assert [tree.same_structure(row, columns) for row in rows] == [True] * 3
+    assert [[int(leaf) for leaf in tree.flatten(row)] for row in rows] == [
+        [number] * len(tree.flatten(columns)) for number in range(3)
+    ]

@@ -144,5 +144,5 @@ def test_a_state_of_another_pipeline_is_refused():
     state = iter(distributed(PIPELINES["in order"])).state_dict()
     with pytest.raises(ValueError, match="0 shuffle"):
         iter(distributed(PIPELINES["window"])).load_state_dict(state)
-    with pytest.raises(ValueError, match="'batches' and 'shuffles'"):
+    with pytest.raises(ValueError, match="'sharding', 'files' and 'shards'"):
         iter(distributed(PIPELINES["window"])).load_state_dict({"step": 3})

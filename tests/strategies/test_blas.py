@@ -7,7 +7,7 @@ import pytest
 import threadpoolctl
 
 from ndistribute.strategies.blas import cores
-from tests.kinds import in_thread, mirrored
+from tests.kinds import in_thread, mirrored, raised_in
 
 
 def threads() -> list[int]:
@@ -25,7 +25,7 @@ def _has_blas():
 
 def test_replicas_share_the_cores(several):
     before = threads()
-    share = max(1, cores() // several.num_replicas_in_sync)
+    share = max(1, cores() // len(several.devices))
     inside = several.run(lambda: max(threads())).values
     assert all(count <= share for count in inside)
     assert threads() == before
@@ -38,7 +38,7 @@ def test_one_replica_keeps_them_all():
 
 def test_a_failed_step_gives_them_back(several):
     before = threads()
-    with pytest.raises(ZeroDivisionError):
+    with raised_in(several, None, ZeroDivisionError):
         several.run(lambda: 1 / 0)
     assert threads() == before
 

@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import parts
+from tests.kinds import each, everyones, mine, one_process, parts, replica_ids
 
 
 def test_rows_are_joined_in_replica_order(strategy):
-    given = parts(strategy, lambda i: np.full((2, 3), i, np.float32))
+    def two_rows(i):
+        return np.full((2, 3), i, np.float32)
+
+    given = parts(strategy, two_rows)
     result = strategy.gather(given, axis=0)
     assert result.dtype == np.float32
-    assert np.array_equal(result, np.concatenate(given.values))
+    assert np.array_equal(result, np.concatenate(everyones(strategy, two_rows)))
     result[:] = -1  # The caller owns it.
-    assert given.values[0].sum() == 0
+    assert given.values[0].sum() == 6 * replica_ids(strategy)[0]
 
 
 def test_lengths_along_the_axis_may_differ(strategy):
@@ -30,7 +33,7 @@ def test_lengths_along_the_axis_may_differ(strategy):
 
         given = parts(strategy, make)
         result = strategy.gather(given, axis=axis)
-        assert np.array_equal(result, np.concatenate(given.values, axis=axis))
+        assert np.array_equal(result, np.concatenate(everyones(strategy, make), axis=axis))
 
 
 def test_nests_are_gathered_leaf_by_leaf(strategy):
@@ -63,7 +66,7 @@ def test_other_lengths_must_agree(several):
 
 def test_a_wrong_number_of_components_is_refused(several):
     with pytest.raises(ValueError, match="component"):
-        several.gather(nd.PerReplica([np.zeros(1)]), axis=0)
+        several.gather(nd.PerReplica([np.zeros(1)] * (len(several.devices) + 1)), axis=0)
 
 
 def test_gather_in_a_replica_is_refused_and_names_what_to_call(strategy):
@@ -78,7 +81,8 @@ def test_gather_in_a_merge_call(strategy):
         return context.merge_call(lambda s, x: s.gather(x, axis=0), args=(own,))
 
     everyone = list(range(strategy.num_replicas_in_sync))
-    assert [result.tolist() for result in strategy.run(step).values] == [everyone] * len(everyone)
+    gathered = [result.tolist() for result in strategy.run(step).values]
+    assert tuple(gathered) == each(strategy, everyone)
 
 
 def test_local_results_are_the_components(strategy):
@@ -95,34 +99,31 @@ def test_local_results_of_a_plain_value_are_itself(strategy, value):
 
 
 def test_local_results_of_a_nest_are_nests(strategy):
-    size = strategy.num_replicas_in_sync
     results = strategy.local_results({"b": [parts(strategy, lambda i: i), "same"], "a": None})
-    assert results == tuple({"b": [i, "same"], "a": None} for i in range(size))
+    assert results == mine(strategy, lambda i: {"b": [i, "same"], "a": None})
 
 
 def test_local_results_of_variables(strategy):
     with strategy.scope():
         v = nd.Variable(1.0)
         local = nd.Variable(2.0, synchronization="on_read")
-    size = strategy.num_replicas_in_sync
     central = isinstance(strategy, nd.CentralStorageStrategy)
-    assert strategy.local_results(v) == (1.0,) * (1 if central else size)
-    assert strategy.local_results(local) == (2.0,) * size
+    assert strategy.local_results(v) == ((1.0,) if central else each(strategy, 1.0))
+    assert strategy.local_results(local) == each(strategy, 2.0)
     nest = strategy.local_results({"v": v, "x": parts(strategy, lambda i: i)})
     assert [{"v": float(n["v"]), "x": n["x"]} for n in nest] == [
-        {"v": 1.0, "x": i} for i in range(size)
+        {"v": 1.0, "x": i} for i in replica_ids(strategy)
     ]
 
 
 def test_local_results_refuse_components_that_do_not_fit_together(several):
     with pytest.raises(ValueError, match="component"):
-        several.local_results([parts(several, float), nd.PerReplica([1])])
+        several.local_results([parts(several, float), nd.PerReplica(range(9))])
 
 
 def test_results_of_a_run_come_apart(strategy):
-    size = strategy.num_replicas_in_sync
     result = strategy.run(lambda: {"id": nd.get_replica_context().replica_id_in_sync_group})
-    assert strategy.local_results(result) == tuple({"id": i} for i in range(size))
+    assert strategy.local_results(result) == mine(strategy, lambda i: {"id": i})
 
 
 def test_a_value_is_made_for_each_replica(strategy):
@@ -131,16 +132,15 @@ def test_a_value_is_made_for_each_replica(strategy):
         lambda c: (c.replica_id_in_sync_group, c.num_replicas_in_sync)
     )
     assert [type(leaf) for leaf in made] == [nd.PerReplica] * 2
-    assert made[0].values == tuple(range(size))
-    assert made[1].values == (size,) * size
+    assert made[0].values == mine(strategy, range(size))
+    assert made[1].values == each(strategy, size)
 
 
 def test_made_values_are_always_per_replica(strategy):
-    size = strategy.num_replicas_in_sync
     for value in (1, None, "text", np.zeros(2)):
         made = strategy.experimental_distribute_values_from_function(lambda _, value=value: value)
         assert type(made) is nd.PerReplica
-        assert len(made.values) == size
+        assert len(made.values) == len(strategy.devices)
         assert all(part is value for part in made.values)
 
 
@@ -149,9 +149,10 @@ def test_made_values_reach_their_replicas(strategy):
         lambda c: {"x": 10 * c.replica_id_in_sync_group}
     )
     result = strategy.run(lambda nest: nest["x"], args=(made,))
-    assert result.values == tuple(range(0, 10 * strategy.num_replicas_in_sync, 10))
+    assert result.values == mine(strategy, lambda i: 10 * i)
 
 
+@one_process("values are compared within a process alone")
 def test_made_structures_must_agree(several):
     with pytest.raises(ValueError, match="replica 1"):
         several.distribute_values_from_function(lambda c: [0] * c.replica_id_in_sync_group)

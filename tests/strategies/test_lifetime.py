@@ -18,7 +18,9 @@ from tests.kinds import (
     in_thread,
     meet,
     mirrored,
+    one_process,
     pool_threads,
+    raised_in,
     rank,
     works,
 )
@@ -86,10 +88,10 @@ def test_the_default_strategy_belongs_to_the_process_and_stays_open():
 def test_closing_in_a_replica_is_refused(strategy):
     if strategy is nd.get_strategy():
         return
-    with pytest.raises(RuntimeError, match="close"):
+    with raised_in(strategy, None, RuntimeError, "close"):
         strategy.run(strategy.close)
     assert works(strategy)
-    with pytest.raises(RuntimeError, match="close"):
+    with raised_in(strategy, None, RuntimeError, "close"):
         strategy.run(lambda: context().merge_call(lambda s: s.close()))
     assert works(strategy)
 
@@ -137,7 +139,7 @@ def test_two_strategies_are_alive_at_once():
 def test_a_strategy_does_not_run_inside_another(several):
     with mirrored(2) as other:
         for inside in (several.run, lambda call: several.run(lambda: _merged(call))):
-            with pytest.raises(RuntimeError, match=r"merge_call|Mixing"):
+            with raised_in(several, None, RuntimeError, r"merge_call|Mixing"):
                 inside(lambda: other.run(meet))
         assert works(several)
         assert works(other)
@@ -159,6 +161,7 @@ def test_two_strategies_run_on_two_threads_at_once():
         assert other.result(DEADLINE).values == (2, 2)
 
 
+@one_process("the order of threads is each process's own")
 def test_runs_of_one_strategy_from_two_threads_take_turns(strategy):
     inside = []
     most = []
@@ -193,6 +196,7 @@ def test_another_thread_waits_until_the_step_is_over():
         assert order == ["first"] * 2 + ["second"] * 2
 
 
+@one_process("the order of threads is each process's own")
 def test_an_error_on_one_thread_does_not_reach_a_run_on_another(several):
     def fail():
         meet()

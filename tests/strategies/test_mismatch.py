@@ -1,35 +1,55 @@
 """Replicas that disagree about a collective: all hear of it at once, and the next call works.
 
-Each step catches its error, so that a test sees what every replica was told, and goes on.
+Each step catches its error, so that a test sees what every replica was told, and goes on; where
+replicas are spread over processes, these meet again in the next step.
 """
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import LARGE, context, meet, pool_threads, rank, works
+from tests.kinds import (
+    LARGE,
+    context,
+    meet,
+    one_process,
+    pool_threads,
+    raised_in,
+    rank,
+    works,
+)
+from tests.worker_kinds import inside_worker
 
 
 def told(strategy, call, *, before=0):
     """Return the error that each replica caught in a call, having made some others before."""
 
+    errors = []
+
     def step():
         for _ in range(before):
             meet()
-        error = None
         try:
             call()
-        except nd.CollectiveMismatchError as caught:
-            error = caught
+            meet()  # A replica that is alone in its process merges without meeting any other.
+        except nd.CollectiveMismatchError as error:
+            errors.append(error)
+            if inside_worker():
+                raise
         assert meet() == strategy.num_replicas_in_sync
-        return error
 
-    errors = strategy.run(step).values
-    assert all(isinstance(error, nd.CollectiveMismatchError) for error in errors)
+    if inside_worker():
+        with pytest.raises(nd.CollectiveMismatchError):
+            strategy.run(step)
+    else:
+        strategy.run(step)
+    assert len(errors) == len(strategy.devices)
     assert works(strategy)
-    assert len(pool_threads()) == strategy.num_replicas_in_sync - 1
+    assert len(pool_threads()) == len(strategy.devices) - 1
     return errors
 
 
@@ -96,13 +116,16 @@ def test_every_replica_is_told_call_replica_got_and_expected(several, what):
     last = several.num_replicas_in_sync - 1
     for error in told(several, lambda: call(rank() == last), before=2):
         said = str(error)
+        assert isinstance(error, ValueError)
+        assert isinstance(error, nd.errors.DistributeError)
+        assert error.op in said
+        if inside_worker():
+            assert re.search("replica|worker", said)
+            continue
         assert f"#3: replica {last} called " in said
         assert "replica 0 called " in said
         assert said.index(got) < said.index("replica 0 called ") < said.rindex(expected)
         assert (error.rank, error.sequence) == (last, 3)
-        assert error.op in said
-        assert isinstance(error, ValueError)
-        assert isinstance(error, nd.errors.DistributeError)
 
 
 @pytest.mark.parametrize("odd", range(4))
@@ -118,11 +141,12 @@ def test_an_uncaught_mismatch_leaves_run(several):
     with pytest.raises(nd.CollectiveMismatchError) as caught:
         several.run(lambda: all_reduce(np.zeros(rank())))
     notes = "\n".join(caught.value.__notes__)
-    assert "replica" in notes
+    assert "raised in replica" in notes
     assert "all_reduce" in notes
     assert works(several)
 
 
+@one_process("a worker with one replica may be told before its last call")
 def test_a_mismatch_shows_the_last_calls(several):
     def step():
         all_reduce(np.zeros(7))
@@ -144,6 +168,22 @@ def skips(strategy, step):
     return caught.value
 
 
+@pytest.mark.parametrize("made", [0, 2])
+def test_a_replica_that_returns_early_leaves_nobody_waiting(several, made):
+    def step():
+        for _ in range(made if rank() == 1 else 3):
+            all_reduce(np.ones(3))
+
+    with pytest.raises(nd.CollectiveMismatchError):
+        several.run(step)
+        several.run(lambda: all_reduce(np.ones(4)))  # A worker alone with it hears of it now.
+    assert works(several)
+
+
+SAID_OF_WORKERS = "what is said of a worker is another text"
+
+
+@one_process(SAID_OF_WORKERS)
 @pytest.mark.parametrize("who", ["first", "last"])
 @pytest.mark.parametrize("made", [0, 1, 2])
 @pytest.mark.parametrize("size", [1, LARGE])
@@ -163,6 +203,7 @@ def test_returning_early_is_named(several, who, made, size):
     assert f"replica {early} returned after {made}" in str(error)
 
 
+@one_process(SAID_OF_WORKERS)
 def test_a_call_too_many_is_named(several):
     def step():
         meet()
@@ -174,6 +215,7 @@ def test_a_call_too_many_is_named(several):
     assert "float64[3]" in str(error)
 
 
+@one_process(SAID_OF_WORKERS)
 def test_a_skipped_call_does_not_pair_with_the_next(several):
     def step():
         if rank():
@@ -184,6 +226,7 @@ def test_a_skipped_call_does_not_pair_with_the_next(several):
     assert error.sequence == 1
 
 
+@one_process(SAID_OF_WORKERS)
 def test_calls_in_another_order_do_not_pair(several):
     def step():
         calls = [lambda: all_reduce(np.zeros(3)), lambda: context().merge_call(lambda _: None)]
@@ -193,6 +236,7 @@ def test_calls_in_another_order_do_not_pair(several):
     assert skips(several, step).sequence == 1
 
 
+@one_process("processes do not meet in a merge_call")
 @pytest.mark.parametrize("more", ["first", "last"])
 def test_unequal_numbers_of_merge_call(several, more):
     eager = 0 if more == "first" else several.num_replicas_in_sync - 1
@@ -212,7 +256,8 @@ def test_a_wrong_argument_on_one_replica_is_its_own_error(several):
         lambda: context().all_reduce("median", 1.0),
         lambda: context().all_gather(np.zeros(2), axis=3),
     ):
-        with pytest.raises(ValueError, match=r"median|axis") as caught:
+        with raised_in(several, 1, ValueError, r"median|axis") as caught:
             several.run(lambda wrong=wrong: wrong() if rank() == 1 else meet())
-        assert any("replica 1" in note for note in caught.value.__notes__)
+        if isinstance(caught.value, ValueError):
+            assert any("replica 1" in note for note in caught.value.__notes__)
         assert works(several)

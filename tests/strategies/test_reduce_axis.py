@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import mirrored, parts
+from tests.kinds import everyones, mirrored, parts
 
 OPS = {"SUM": np.sum, "MEAN": np.mean, "MIN": np.min, "MAX": np.max, "PROD": np.prod}
 
@@ -17,9 +17,18 @@ def pair():
         yield strategy
 
 
+def rows(i, dtype=np.float64):
+    """Return i+1 rows of three."""
+    return (np.arange(3 * (i + 1)).reshape(-1, 3) + 1 + i).astype(dtype)
+
+
 def ragged(strategy, dtype=np.float64):
-    """Give replica i i+1 rows of three."""
-    return parts(strategy, lambda i: (np.arange(3 * (i + 1)).reshape(-1, 3) + 1 + i).astype(dtype))
+    return parts(strategy, lambda i: rows(i, dtype))
+
+
+def joined(strategy):
+    """Return the rows of all replicas."""
+    return np.concatenate(everyones(strategy, rows))
 
 
 @pytest.mark.parametrize(
@@ -38,8 +47,7 @@ def test_mean_counts_a_short_last_batch(pair, first, second, mean):
 def test_every_op_agrees_with_numpy_on_the_joined_rows(strategy, op):
     for dtype in ("int16", "int64", "float32", "float64"):
         given = ragged(strategy, dtype)
-        joined = np.concatenate(given.values)
-        wanted = OPS[op](joined.astype(np.float64), axis=0)
+        wanted = OPS[op](joined(strategy), axis=0)
         result = strategy.reduce(op, given, axis=0)
         assert result.shape == (3,)
         assert result.dtype == ("float64" if op == "MEAN" and dtype[0] == "i" else dtype)
@@ -47,21 +55,24 @@ def test_every_op_agrees_with_numpy_on_the_joined_rows(strategy, op):
 
 
 def test_an_axis_is_a_number_a_tuple_or_a_list(strategy):
-    joined = np.concatenate(ragged(strategy).values)
+    total = joined(strategy).sum(axis=0)
     for axis in (0, -2, (0,), [0], np.int64(0), [-2]):
-        assert np.allclose(strategy.reduce("sum", ragged(strategy), axis=axis), joined.sum(axis=0))
+        assert np.allclose(strategy.reduce("sum", ragged(strategy), axis=axis), total)
 
 
 def test_several_axes_at_once(strategy):
-    joined = np.concatenate(ragged(strategy).values)
+    everything = joined(strategy)
     for axis in ((0, 1), [1, 0], (-1, -2), (0, -1)):
         for op, function in OPS.items():
-            assert np.isclose(strategy.reduce(op, ragged(strategy), axis=axis), function(joined))
+            assert np.isclose(strategy.reduce(op, ragged(strategy), axis=axis), function(everything))
 
 
 def test_a_later_axis_keeps_the_first(strategy):
-    given = parts(strategy, lambda i: np.arange(6.0).reshape(2, 3) + i)
-    stacked = np.stack(given.values)
+    def two_rows(i):
+        return np.arange(6.0).reshape(2, 3) + i
+
+    given = parts(strategy, two_rows)
+    stacked = np.stack(everyones(strategy, two_rows))
     assert np.allclose(strategy.reduce("mean", given, axis=1), stacked.mean(axis=(0, 2)))
     assert np.allclose(strategy.reduce("max", given, axis=-1), stacked.max(axis=(0, 2)))
 
@@ -126,7 +137,7 @@ def test_a_variable_is_reduced_along_its_axis(strategy):
 
 def test_nests_are_reduced_leaf_by_leaf(strategy):
     result = strategy.reduce("mean", {"x": ragged(strategy), "y": [np.array([1.0, 2.0])]}, axis=0)
-    assert np.allclose(result["x"], np.concatenate(ragged(strategy).values).mean(axis=0))
+    assert np.allclose(result["x"], joined(strategy).mean(axis=0))
     assert result["y"] == [1.5]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, context, mirrored
+from tests.kinds import DEADLINE, context, each, mirrored
 
 
 def draw(strategy):
@@ -18,13 +18,15 @@ def draw(strategy):
 
 def test_a_replica_has_a_numpy_generator(strategy):
     kinds = strategy.run(lambda: type(context().rng))
-    assert kinds.values == (np.random.Generator,) * strategy.num_replicas_in_sync
+    assert kinds.values == each(strategy, np.random.Generator)
 
 
 def test_replicas_draw_different_numbers(several):
     nd.set_seed(1)
     drawn = draw(several)
-    assert len(set(drawn)) == several.num_replicas_in_sync
+    assert len(set(several.gather(nd.PerReplica([[x] for x in drawn]), axis=0))) == (
+        several.num_replicas_in_sync
+    )
 
 
 def test_a_seed_decides_what_is_drawn(strategy):

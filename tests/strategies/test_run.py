@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, cpus, mirrored, parts, rank
+from tests.kinds import (
+    DEADLINE,
+    context,
+    cpus,
+    each,
+    mine,
+    mirrored,
+    one_process,
+    parts,
+    rank,
+)
 
 
 class Pair(NamedTuple):
@@ -28,15 +38,15 @@ def test_each_replica_knows_its_place(strategy):
     size = strategy.num_replicas_in_sync
 
     def step():
-        context = nd.get_replica_context()
-        assert context.strategy is strategy
-        assert context.device == strategy.devices[context.replica_id_in_sync_group]
-        assert type(context.replica_id_in_sync_group) is int
-        return context.replica_id_in_sync_group, context.num_replicas_in_sync
+        own = context()
+        assert own.strategy is strategy
+        assert own.device == strategy.devices[own.local_replica_id]
+        assert type(own.replica_id_in_sync_group) is int
+        return own.replica_id_in_sync_group, own.num_replicas_in_sync
 
     ids, sizes = strategy.run(step)
-    assert ids.values == tuple(range(size))
-    assert sizes.values == (size,) * size
+    assert ids.values == mine(strategy, range(size))
+    assert sizes.values == each(strategy, size)
 
 
 @pytest.mark.parametrize("args", [1.0, np.zeros(2), {"x": 1}, "ab", None, {1}])
@@ -84,7 +94,7 @@ def test_variables_pass_whole(strategy):
 
 @pytest.mark.parametrize("extra", [-1, 1])
 def test_a_wrong_number_of_components_is_refused(several, extra):
-    wrong = nd.PerReplica(range(several.num_replicas_in_sync + extra))
+    wrong = nd.PerReplica(range(len(several.devices) + extra or 2))
     calls = []
     for args, kwargs in (((wrong,), {}), (([{"a": wrong}],), {}), ((), {"x": wrong})):
         with pytest.raises(ValueError, match="PerReplica"):
@@ -93,17 +103,16 @@ def test_a_wrong_number_of_components_is_refused(several, extra):
 
 
 def test_the_result_has_the_structure_that_the_step_returned(strategy):
-    size = strategy.num_replicas_in_sync
     result = strategy.run(
         lambda: {"list": [rank(), (rank(),)], "pair": Pair(rank(), None), "batch": Batch(0, [])}
     )
-    each = tuple(range(size))
+    ids = mine(strategy, lambda i: i)
     assert list(result) == ["list", "pair", "batch"]
     assert type(result["pair"]) is Pair
-    assert [leaf.values for leaf in (result["list"][0], result["list"][1][0])] == [each, each]
-    assert result["pair"].left.values == each
+    assert [leaf.values for leaf in (result["list"][0], result["list"][1][0])] == [ids, ids]
+    assert result["pair"].left.values == ids
     assert result["pair"].right is None
-    assert result["batch"].x.values == (0,) * size
+    assert result["batch"].x.values == each(strategy, 0)
     assert result["batch"].y == []
 
 
@@ -111,7 +120,7 @@ def test_a_leaf_is_a_per_replica_even_of_one(strategy):
     for value in (1, "text", np.zeros(2), object()):
         result = strategy.run(lambda value=value: value)
         assert type(result) is nd.PerReplica
-        assert are_same(result.values, [value] * strategy.num_replicas_in_sync)
+        assert are_same(result.values, each(strategy, value))
 
 
 def test_none_on_every_replica_is_none(strategy):
@@ -119,11 +128,12 @@ def test_none_on_every_replica_is_none(strategy):
     assert strategy.run(lambda: (None, [None])) == (None, [None])
 
 
-def test_none_on_some_replicas_is_a_component(several):
-    result = several.run(lambda: None if rank() else "first")
-    assert result.values == ("first",) + (None,) * (several.num_replicas_in_sync - 1)
+def test_none_on_some_replicas_of_a_process_is_a_component(several):
+    result = several.run(lambda: None if context().local_replica_id else "first")
+    assert result.values == ("first",) + (None,) * (len(several.devices) - 1)
 
 
+@one_process("results are compared within a process alone")
 @pytest.mark.parametrize("odd", ["first", "last"])
 @pytest.mark.parametrize(
     ("usual", "strange"),
@@ -184,10 +194,10 @@ def test_the_old_name_is_an_alias(strategy):
 
 
 def test_a_strategy_shows_its_devices(strategy):
-    assert len(strategy.devices) == strategy.num_replicas_in_sync
     assert "cpu:0" in repr(strategy)
-    assert [str(device) for device in strategy.devices] == cpus(strategy.num_replicas_in_sync)
+    assert [str(device) for device in strategy.devices] == cpus(len(strategy.replica_contexts))
 
 
+@one_process("several processes have one")
 def test_a_strategy_of_one_process_has_no_cluster(strategy):
     assert strategy.cluster_resolver is None

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, LARGE, context, meet, pool_threads, rank, works
+from tests.kinds import (
+    DEADLINE,
+    LARGE,
+    context,
+    each,
+    meet,
+    one_process,
+    pool_threads,
+    rank,
+    works,
+)
 
 SOON = nd.CommunicationOptions(timeout_seconds=0.2)
 
@@ -53,6 +63,7 @@ def test_the_error_names_who_waited_for_whom(call):
             assert (error.rank, error.op, error.sequence) == (who, call.split()[0], 2)
 
 
+@one_process("the late replica waits for one in its process")
 def test_the_error_is_a_timeout_with_the_last_calls(several):
     error = late(several, 1, CALLS["all_reduce"])
     assert isinstance(error, TimeoutError)
@@ -88,7 +99,7 @@ def test_every_replica_is_told():
 def test_in_time_is_in_time(several):
     size = several.num_replicas_in_sync
     result = several.run(lambda: context().all_reduce("sum", 1, nd.CommunicationOptions(0, 5.0)))
-    assert result.values == (size,) * size
+    assert result.values == each(several, size)
 
 
 @pytest.mark.parametrize(

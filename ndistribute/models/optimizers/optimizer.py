@@ -7,7 +7,6 @@ gradients are final, and every copy is updated.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,15 +16,14 @@ import numpy as np
 from ndistribute import context
 from ndistribute.collective.buckets import blocks
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.device import Array, as_array, copy_to, device_of, is_gpu_array
+from ndistribute.device import Array, copy_to, device_of, is_gpu_array
 from ndistribute.models.optimizers.clipping import Clipping
+from ndistribute.models.optimizers.early import EarlyGradients
+from ndistribute.models.optimizers.pairs import checked_pairs, opened_arrays, trainable_kind
 from ndistribute.stream import working_on, write_to
-from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.variable import Variable
 
 __all__ = ["Optimizer"]
-
-_log = logging.getLogger("ndistribute")
 
 LearningRate = float | Callable[[int], float]
 
@@ -76,6 +74,7 @@ class Optimizer:
         self._slots: dict[int, tuple[Variable, ...]] = {}
         self._variables: list[Variable] = []
         self._iterations: Variable | None = None
+        self._early = EarlyGradients()
 
     def initial_slot(self, name: str) -> float:
         """Return the value with which a slot starts."""
@@ -121,7 +120,7 @@ class Optimizer:
             ValueError: no variable has a gradient, or a shape or dtype does not fit; nothing has
                 changed then.
         """
-        pairs = _checked(grads_and_vars)
+        pairs = checked_pairs(grads_and_vars)
         variables = [variable for _, variable in pairs]
         gradients = [self._dense_if_needed(gradient) for gradient, _ in pairs]
         replica = variables[0].replica("update")
@@ -134,6 +133,24 @@ class Optimizer:
             gradients = self._clipping.apply(replica.all_reduce("sum", gradients))
             skip_gradients_aggregation = True
         self._update_owned(variables, gradients, replica, skip_gradients_aggregation)
+
+    def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
+        """Compute the gradients of a loss and update variables by them.
+
+        The same as `apply_gradients` of the tape's gradients. Where the replicas are on several
+        hosts, the gradients of the last layers travel while those of the first are computed.
+
+        Args:
+            loss: computed inside the tape.
+            var_list: what to update.
+            tape: the `GradientTape`.
+        """
+        replica = var_list[0].replica("update") if var_list else None
+        if replica is None or self._clipping:
+            self.apply_gradients(zip(tape.gradient(loss, list(var_list)), var_list, strict=True))
+            return
+        gradients, summed = self._early.compute(loss, var_list, tape, replica.communicator)
+        self.apply_gradients(zip(gradients, var_list, strict=True), summed)
 
     def _dense_if_needed(self, gradient: Any) -> Any:
         if self.rows_alone or not isinstance(gradient, IndexedSlices):
@@ -172,12 +189,12 @@ class Optimizer:
     def _open(self, variables: Sequence[Variable]) -> _Targets:
         """Count the step and open everything it writes; runs once for all replicas."""
         step = self.iterations + 1
-        for counter in _arrays(self._iterations):
+        for counter in opened_arrays(self._iterations):
             write_to(counter, np.asarray(step))
         rate = self.learning_rate(step - 1) if callable(self.learning_rate) else self.learning_rate
         opened = []
         for variable in variables:
-            columns = [_arrays(v) for v in (variable, *self._slots[id(variable)])]
+            columns = [opened_arrays(v) for v in (variable, *self._slots[id(variable)])]
             opened.append(list(zip(*columns, strict=True)))
         return _Targets(opened, self.rates(step, float(rate)))
 
@@ -202,8 +219,8 @@ class Optimizer:
     ) -> None:
         """Update, together with the other replicas, the part that this one owns."""
         communicator = replica.communicator
-        rank = replica.replica_id_in_sync_group
-        homes = [_kind(variable).home_of(rank) for variable in variables]
+        rank = replica.local_replica_id
+        homes = [trainable_kind(variable).home_of(rank) for variable in variables]
         dense = [i for i, g in enumerate(gradients) if not isinstance(g, IndexedSlices)]
         sparse = [i for i, g in enumerate(gradients) if isinstance(g, IndexedSlices)]
         joined = [gradients[i] for i in sparse]
@@ -221,7 +238,11 @@ class Optimizer:
 
         # Gradients that are summed already still meet, but only the owner's own are used.
         targets = communicator.reduce_update(
-            "sum", [gradients[i] for i in dense], lambda: self._open(variables), update
+            "sum",
+            [gradients[i] for i in dense],
+            lambda: self._open(variables),
+            update,
+            everywhere=not aggregated,
         )
         if not sparse:
             return
@@ -253,42 +274,6 @@ class Optimizer:
             self.update(taken[0], values, taken[1:], rates)
             for array, part in zip(arrays, taken, strict=True):
                 array[rows.indices] = part
-
-
-def _checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]]:
-    pairs = list(grads_and_vars)
-    kept: list[tuple[Any, Variable]] = []
-    for given, variable in pairs:
-        if given is None:
-            _log.warning("no gradient for variable %r: it stays as it is", variable.name)
-            continue
-        gradient = given if isinstance(given, IndexedSlices) else as_array(given)
-        if gradient.shape != variable.shape or gradient.dtype.kind not in "fc":
-            raise ValueError(
-                f"the gradient of variable {variable.name!r} has shape {gradient.shape} and dtype "
-                f"{gradient.dtype}, the variable {variable.shape} and {variable.dtype}. Nothing "
-                "has changed."
-            )
-        kept.append((gradient, variable))
-    if not kept:
-        raise ValueError(
-            "no variable has a gradient: check that the loss is computed inside the tape, from "
-            f"the variables {[variable.name for _, variable in pairs]}."
-        )
-    return kept
-
-
-def _kind(variable: Any) -> MirroredVariable:
-    if not isinstance(variable, MirroredVariable):
-        raise ValueError(
-            f"variable {getattr(variable, 'name', variable)!r} is synchronized on read: its "
-            "replicas have values of their own, which an optimizer can not train."
-        )
-    return variable
-
-
-def _arrays(variable: Any) -> list[Array]:
-    return _kind(variable).begin_update()
 
 
 def _block_of(gradient: Array, start: int, stop: int, like: Array) -> Array:

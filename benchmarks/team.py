@@ -1,0 +1,245 @@
+"""Several worker processes that do one contender's work together, asked as if they were one.
+
+They are started as the workers of a job: with `TF_CONFIG` and, for ours, a listening socket that
+they inherit, or by `mpiexec`. Requests and answers go over a socket of our own, because `mpiexec`
+keeps standard input and output to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.workers import (
+    ANSWER_SECONDS,
+    END_SECONDS,
+    ROOT,
+    WorkerError,
+    on_cores,
+    pinned,
+    read_line,
+)
+
+__all__ = ["Team"]
+
+START_SECONDS = 30.0
+LISTENING = "NDISTRIBUTE_LISTEN_FD"
+
+
+class Team:
+    """The processes of one contender.
+
+    Args:
+        python: the interpreter.
+        size: how many processes.
+        wire: ``"inherited"`` for processes that meet by `TF_CONFIG` and inherit their listening
+            socket, ``"tcp"`` for those that listen themselves, ``"mpi"`` for those of `mpiexec`.
+        cores: all of them run on so many.
+        blas_threads: what the environment pins, for each.
+    """
+
+    def __init__(self, python: str, size: int, wire: str, cores: int, blas_threads: int) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="benchmark-")
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by close
+        self._lines: dict[int, socket.socket] = {}
+        self._buffers = [bytearray() for _ in range(size)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        door = f"{self._directory.name}/door"
+        environ = {
+            **os.environ,
+            **pinned(blas_threads),
+            "BENCHMARK_DOOR": door,
+            "BENCHMARK_SIZE": str(size),
+            "BENCHMARK_DIRECTORY": self._directory.name,
+        }
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(door)
+            listener.listen(size)
+            start = _STARTS[wire]
+            try:
+                with on_cores(cores):
+                    self._processes = start(python, size, environ, self._errors)
+                self._welcome(listener, size)
+            except BaseException:
+                self.kill()
+                self.close()
+                raise
+
+    def ask(self, timeout: float = ANSWER_SECONDS, **request: Any) -> dict[str, Any]:
+        """Send a request to all, and return what they answer together.
+
+        Raises:
+            WorkerError: one of them raised, ended, or did not answer in time.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            for line in self._lines.values():
+                line.sendall(json.dumps(request).encode() + b"\n")
+            answers = [
+                json.loads(read_line(line.fileno(), self._buffers[rank], deadline))
+                for rank, line in self._lines.items()
+            ]
+        except (OSError, EOFError) as error:
+            self.kill()
+            raise WorkerError(f"{request}: {error}\n{self._last_words()}") from None
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                raise WorkerError(f"{request}, rank {rank}:\n{answer['error']}")
+        return _together(answers)
+
+    def kill(self) -> None:
+        """End the processes at once, and what they started."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let the processes end, and kill those that do not."""
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+            line.close()
+        deadline = time.monotonic() + END_SECONDS
+        for process in self._processes:
+            try:
+                process.wait(max(0.01, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.kill()
+                process.wait(END_SECONDS)
+        self._errors.close()
+        self._directory.cleanup()
+
+    def _welcome(self, listener: socket.socket, size: int) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        listener.settimeout(0.2)
+        came: dict[int, socket.socket] = {}
+        while len(came) < size:
+            if any(process.poll() is not None for process in self._processes):
+                raise WorkerError(f"a process ended at once.\n{self._last_words()}")
+            if time.monotonic() > deadline:
+                raise WorkerError(f"{len(came)} of {size} processes came.\n{self._last_words()}")
+            with contextlib.suppress(TimeoutError):
+                line, _ = listener.accept()
+                line.setblocking(True)
+                hello = bytearray()
+                rank = json.loads(read_line(line.fileno(), hello, deadline))["rank"]
+                came[rank] = line
+        self._lines = {rank: came[rank] for rank in sorted(came)}
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")[-2000:]
+
+
+def _together(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one answer: the slowest's time, the worst check, everybody's cores."""
+    merged = dict(answers[0])
+    if "seconds" in merged:
+        own = sum(answer["own_cpu"] for answer in answers)
+        # Each counted the others' cores as somebody else's.
+        busy = max(answer["own_cpu"] + answer["others_cpu"] for answer in answers)
+        slowest = max(answer["seconds"] for answer in answers)
+        merged.update(seconds=slowest, own_cpu=own, others_cpu=max(0.0, busy - own))
+    checks = [answer["check"] for answer in answers if answer.get("check") is not None]
+    if checks:
+        merged["check"] = max(checks)
+    return merged
+
+
+def _by_inheritance(
+    python: str, size: int, environ: dict[str, str], errors: IO[bytes]
+) -> list[subprocess.Popen[bytes]]:
+    listeners, addresses = _free_addresses(size)
+    try:
+        return [
+            _start([python], environ | own | {LISTENING: str(door.fileno())}, errors, door.fileno())
+            for own, door in zip(_tf_configs(addresses), listeners, strict=True)
+        ]
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def _by_tf_config(
+    python: str, size: int, environ: dict[str, str], errors: IO[bytes]
+) -> list[subprocess.Popen[bytes]]:
+    listeners, addresses = _free_addresses(size)
+    # Somebody else may take a port now: then the processes fail, and get others the next time.
+    for listener in listeners:
+        listener.close()
+    return [_start([python], environ | own, errors) for own in _tf_configs(addresses)]
+
+
+def _free_addresses(size: int) -> tuple[list[socket.socket], list[str]]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+    return listeners, [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+
+
+def _tf_configs(addresses: Sequence[str]) -> Iterator[dict[str, str]]:
+    secret = secrets.token_hex(16)
+    for rank in range(len(addresses)):
+        task = {"type": "worker", "index": rank}
+        yield {
+            "TF_CONFIG": json.dumps({"cluster": {"worker": list(addresses)}, "task": task}),
+            "NDISTRIBUTE_SECRET": secret,
+            "BENCHMARK_RANK": str(rank),
+        }
+
+
+def _by_mpiexec(
+    python: str, size: int, environ: dict[str, str], errors: IO[bytes]
+) -> list[subprocess.Popen[bytes]]:
+    mpiexec = _mpiexec_of(python)
+    command = [mpiexec, "-n", str(size)]
+    own = {k: v for k, v in environ.items() if k not in ("TF_CONFIG", LISTENING)}
+    if "Open MPI" in _said([mpiexec, "--version"]):
+        # As many processes as asked for, on any core, also for the user of a container.
+        command += ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+        own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        own |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return [_start([*command, python], own, errors)]
+
+
+def _mpiexec_of(python: str) -> str:
+    beside = Path(python).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise WorkerError(f"no mpiexec beside {python}, nor on the path")
+    return found
+
+
+def _said(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout + done.stderr
+
+
+def _start(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    errors: IO[bytes],
+    *inherited: int,
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*command, "-m", "benchmarks.worker"],
+        env=environ,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=errors,
+        stderr=errors,
+        pass_fds=inherited,
+        start_new_session=True,  # So that all of it can be killed at once.
+    )
+
+
+_STARTS = {"inherited": _by_inheritance, "tcp": _by_tf_config, "mpi": _by_mpiexec}

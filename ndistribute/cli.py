@@ -1,0 +1,170 @@
+"""The `ndistribute` command: reads arguments and hands them to the part that does the work.
+
+The only file of the package that writes to the terminal. What a subcommand needs is imported when
+it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ndistribute.cluster.hosts import Host, assign, parse_hostfile, parse_hosts
+from ndistribute.cluster.plan import DEFAULT_PORT, JobOptions
+from ndistribute.errors import DistributeError
+
+__all__ = ["job_options", "main", "parser"]
+
+_USAGE_ERROR = 2
+_BENCHMARKS = ("all_reduce", "scaling", "mlp", "overhead", "input_pipeline")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: those after the command's name; the process's own by default.
+
+    Returns:
+        The exit code.
+    """
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.act(options))
+    except BrokenPipeError:
+        # Nobody reads on; the interpreter's own last flush must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (DistributeError, ValueError, OSError) as error:
+        sys.stderr.write(f"ndistribute: {error}\n")
+        return _USAGE_ERROR
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    top = argparse.ArgumentParser(
+        prog="ndistribute", description="Start, inspect, measure and trace distributed jobs."
+    )
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands.add_parser("run", help="start a script in several processes"))
+    doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
+    doctor.add_argument("--fast", action="store_true", help="measure nothing")
+    doctor.set_defaults(act=_doctor)
+    bench = commands.add_parser("bench", help="run a benchmark of the repository")
+    bench.add_argument("name", choices=_BENCHMARKS)
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")
+    bench.set_defaults(act=_bench)
+    trace = commands.add_parser("trace", help="read what NDISTRIBUTE_TRACE=DIR recorded")
+    trace.add_argument("what", choices=("merge", "report"))
+    trace.add_argument("directory", type=Path)
+    trace.set_defaults(act=_trace)
+    return top
+
+
+def job_options(options: argparse.Namespace) -> JobOptions:
+    """Return what ``run`` was asked for.
+
+    Raises:
+        ValueError: the options do not fit each other.
+    """
+    command = [*options.command]
+    if command[:1] == ["--"]:
+        del command[0]
+    if not command:
+        raise ValueError("no script was given: ndistribute run -n 2 script.py")
+    if options.max_restarts < 0:
+        raise ValueError(f"--max-restarts must be 0 or more, got {options.max_restarts}.")
+    if options.timeout is not None and options.timeout <= 0:
+        raise ValueError(f"--timeout must be more than 0 seconds, got {options.timeout}.")
+    return JobOptions(
+        command=tuple(command),
+        hosts=tuple(_hosts(options)),
+        module=options.module,
+        mpi=options.mpi,
+        port=options.port,
+        max_restarts=options.max_restarts,
+        log_dir=options.log_dir,
+        timeout=options.timeout,
+    )
+
+
+def _hosts(options: argparse.Namespace) -> list[Host]:
+    if options.hosts is not None:
+        return assign(parse_hosts(options.hosts), options.processes)
+    if options.hostfile is not None:
+        return assign(parse_hostfile(options.hostfile.read_text()), options.processes)
+    if options.processes is None:
+        raise ValueError("how many processes? Say -n 2, or where: --hosts a:2,b:2.")
+    return assign([Host("localhost", max(options.processes, 1))], options.processes)
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.description = (
+        "Start a script in several processes, show their output line by line with their rank, and "
+        "stop all of them when one fails. The exit code is that of the first that failed."
+    )
+    run.add_argument("-n", dest="processes", type=int, metavar="N", help="how many processes")
+    how = run.add_mutually_exclusive_group()
+    how.add_argument("--tcp", dest="mpi", action="store_false", help="without MPI (the default)")
+    how.add_argument("--mpi", dest="mpi", action="store_true", help="through mpiexec")
+    where = run.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="A:2,B:2", help="hosts and processes on each, by ssh")
+    where.add_argument("--hostfile", type=Path, metavar="FILE", help="one host a line: a slots=2")
+    run.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="the first port on each of several hosts"
+    )
+    run.add_argument("--max-restarts", type=int, default=0, metavar="K", help="after a failure")
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help="a file of output for each rank")
+    run.add_argument("--timeout", type=float, metavar="S", help="stop everything after S seconds")
+    run.add_argument("--dry-run", action="store_true", help="print what would be started")
+    run.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py ...")
+    run.set_defaults(act=_run, mpi=False)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from ndistribute.cluster.launch import dry_run, launch
+
+    job = job_options(options)
+    if options.dry_run:
+        sys.stdout.writelines(f"{line}\n" for line in dry_run(job))
+        return 0
+    return launch(job)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from ndistribute.cluster.doctor import examine
+
+    findings = examine(measure=not options.fast)
+    for finding in findings:
+        sys.stdout.write(f"{finding}\n")
+    lacking = sum(finding.state == "missing" for finding in findings)
+    sys.stdout.write(f"\n{lacking or 'nothing'} missing that `ndistribute run` needs\n")
+    return 1 if lacking else 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    root = Path(__file__).resolve().parents[1]
+    script = root / "benchmarks" / f"{options.name}.py"
+    if not script.is_file():
+        raise ValueError(
+            f"there is no {script}: the benchmarks come with the repository, not with the package. "
+            "Clone it and run this there."
+        )
+    command = [sys.executable, "-m", f"benchmarks.{options.name}", *options.arguments]
+    # No limit: how long a benchmark takes is the user's choice, and Ctrl-C reaches it.
+    return subprocess.call(command, cwd=root)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from ndistribute.trace_report import merge, report
+
+    if not options.directory.is_dir():
+        raise ValueError(f"{options.directory} is no directory; NDISTRIBUTE_TRACE names it.")
+    done = merge(options.directory) if options.what == "merge" else report(options.directory)
+    sys.stdout.write(f"{done}\n")
+    return 0

@@ -1,0 +1,222 @@
+"""What every resolver answers: who am I, who are the others, and how do we find each other.
+
+A resolver reads the environment once, when it is made, and is a plain value afterwards: it opens no
+connection and imports no MPI. The strategy asks only for what stands here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ndistribute.cluster.spec import ClusterSpec
+
+__all__ = ["Bootstrap", "ClusterResolver", "SimpleClusterResolver"]
+
+Bootstrap = Literal["tcp", "mpi"]
+
+# Those that take part in the collectives, in the order of their ranks.
+_COMPUTING = ("chief", "worker")
+_KNOWN = (*_COMPUTING, "ps", "evaluator")
+_ALONE = ("chief", "evaluator")
+
+
+class ClusterResolver:
+    """Say which task of a cluster this process is.
+
+    Args:
+        cluster: the cluster; empty for a process that works alone.
+        task_type: this process's job: chief, worker, ps or evaluator; None in an empty cluster.
+        task_id: its index within the job.
+        environment: a name for where the job runs, such as ``"slurm"``.
+
+    Raises:
+        ValueError: the cluster has no such task, or has a job that has no meaning here.
+
+    >>> me = ClusterResolver(ClusterSpec({"worker": ["a:1", "b:1"]}), "worker", 1)
+    >>> me.worker_addresses, me.worker_index, me.is_chief
+    (('a:1', 'b:1'), 1, False)
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+    ) -> None:
+        self._cluster = cluster
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environment = environment
+        _check_jobs(cluster)
+        _check_task(cluster, task_type, task_id)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the whole cluster."""
+        return self._cluster
+
+    @property
+    def task_type(self) -> str | None:
+        """Return this process's job, or None where it works alone."""
+        return self._task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """Return this process's index within its job, or None where it works alone."""
+        return self._task_id
+
+    @property
+    def environment(self) -> str:
+        """Return the name of where the job runs; it has no effect."""
+        return self._environment
+
+    @property
+    def bootstrap(self) -> Bootstrap:
+        """Return how the processes find each other: at these addresses, or through MPI."""
+        return "tcp"
+
+    @property
+    def worker_addresses(self) -> tuple[str, ...]:
+        """Return the addresses of those that compute, the chief first; empty under MPI."""
+        return tuple(self._cluster.task_address(*task) for task in self._workers())
+
+    @property
+    def worker_index(self) -> int | None:
+        """Return this process's place among them, its rank; None for an evaluator or server."""
+        if not self._cluster:
+            return 0
+        me = (self._task_type, self._task_id)
+        workers: list[tuple[str | None, int | None]] = [*self._workers()]
+        return workers.index(me) if me in workers else None
+
+    @property
+    def num_workers(self) -> int:
+        """Return how many processes compute; 1 for a process that works alone."""
+        return len(self._workers()) if self._cluster else 1
+
+    @property
+    def is_chief(self) -> bool:
+        """Say whether this process writes what is written once: the chief, else worker 0."""
+        return self.worker_index == 0
+
+    def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
+        """Return the address of a task, by default this process's own; empty if it has none.
+
+        Raises:
+            ValueError: there is no such task.
+        """
+        task_type = self._task_type if task_type is None else task_type
+        task_id = self._task_id if task_id is None else task_id
+        if not self._cluster or task_type is None or task_id is None:
+            return ""
+        if task_type == "evaluator" and task_type not in self._cluster.jobs:
+            return ""
+        return self._cluster.task_address(task_type, task_id)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """Return how many GPUs this process sees, as ``{"GPU": n}``.
+
+        Args:
+            task_type: not used: every process can only see its own.
+            task_id: not used.
+        """
+        from ndistribute.device import list_devices
+
+        return {"GPU": len(list_devices("gpu"))}
+
+    def _workers(self) -> list[tuple[str, int]]:
+        jobs = self._cluster.jobs
+        return [
+            (job, index)
+            for job in _COMPUTING
+            if job in jobs
+            for index in self._cluster.task_indices(job)
+        ]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._cluster!r}, {self._task_type!r}, {self._task_id!r})"
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """Say what the program itself knows about the cluster.
+
+    Args:
+        cluster_spec: the cluster, or what describes one.
+        master: the address that ``master()`` returns; empty for this task's own.
+        task_type: this process's job.
+        task_id: its index within the job.
+        environment: a name for where the job runs.
+        num_accelerators: what ``num_accelerators()`` returns; None looks at this machine.
+
+    Raises:
+        ValueError: the cluster has no such task.
+
+    >>> resolver = SimpleClusterResolver({"worker": ["a:1", "b:1"]}, task_type="worker", task_id=0)
+    >>> resolver.num_workers, resolver.is_chief, resolver.master()
+    (2, True, 'a:1')
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec | dict[str, list[str]],
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: dict[str, int] | None = None,
+    ) -> None:
+        super().__init__(ClusterSpec(cluster_spec), task_type, task_id, environment)
+        self._master = master
+        self._accelerators = num_accelerators
+
+    def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
+        """Return the address that was given, else that of a task."""
+        if self._master and task_type is None and task_id is None:
+            return self._master
+        return super().master(task_type, task_id)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """Return the accelerators that were given, else those of this machine."""
+        if self._accelerators is not None:
+            return dict(self._accelerators)
+        return super().num_accelerators(task_type, task_id)
+
+
+def _check_jobs(cluster: ClusterSpec) -> None:
+    for job in cluster.jobs:
+        if job not in _KNOWN:
+            raise ValueError(
+                f"The cluster has a job {job!r}; the known ones are {_listed(_KNOWN)}."
+            )
+        if job in _ALONE and cluster.num_tasks(job) > 1:
+            raise ValueError(f"There must be at most one {job!r}; got {cluster.num_tasks(job)}.")
+
+
+def _check_task(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
+    if not cluster:
+        return
+    if task_type is None or task_id is None:
+        raise ValueError(
+            f"The cluster has {_listed(cluster.jobs)}, but which of them this process is was not "
+            "said: give its task type and its index."
+        )
+    if task_type not in _KNOWN:
+        raise ValueError(f"The task type {task_type!r} is none of {_listed(_KNOWN)}.")
+    if task_type not in cluster.jobs:
+        # As in TensorFlow, an evaluator works beside the cluster and need not be listed.
+        if task_type == "evaluator":
+            return
+        raise ValueError(f"The task type {task_type!r} is none of {_listed(cluster.jobs)}.")
+    if task_id not in cluster.task_indices(task_type):
+        raise ValueError(
+            f"The job {task_type!r} has {cluster.num_tasks(task_type)} tasks, counted from 0, "
+            f"but this process is said to be number {task_id}."
+        )
+
+
+def _listed(names: object) -> str:
+    return ", ".join(repr(name) for name in names) if isinstance(names, list | tuple) else ""

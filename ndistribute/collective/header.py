@@ -1,0 +1,134 @@
+"""What a process says about a collective call before it sends a byte of it.
+
+Sixty-four bytes travel with the first message of every call, or lie beside the data in shared
+memory: enough for the others to see that they are doing the same, and to say so when they are not.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import struct
+from typing import NamedTuple
+
+from ndistribute.collective.backend import Call, Signature
+from ndistribute.errors import CollectiveMismatchError
+
+__all__ = ["HEADER_BYTES", "Header", "compare", "decode", "encode"]
+
+HEADER_BYTES = 64
+
+_MAGIC = b"NDC1"
+_NUMBERS = struct.Struct("<4sII")  # magic, number within the step, number on the wire
+_DETAILS = struct.Struct("<Q13s10s9sI")  # elements, kind, op, dtype, leaves; then a digest of all
+_DIGEST_BYTES = HEADER_BYTES - _NUMBERS.size - _DETAILS.size
+
+
+class Header(NamedTuple):
+    """Describe a call as another process made it."""
+
+    sequence: int
+    number: int
+    elements: int
+    kind: str
+    op: str
+    dtype: str
+    leaves: int
+
+    def __str__(self) -> str:
+        what = f"{self.elements} element(s) of {self.dtype} in {self.leaves} array(s)"
+        return f"{self.kind}({', '.join(filter(None, [self.op, what if self.leaves else '']))})"
+
+
+def encode(call: Call, count: int) -> bytes:
+    """Return the header of a call.
+
+    Args:
+        call: what the process is doing.
+        count: how many calls it has made on this wire, this one included.
+
+    >>> header = encode(Call(3, "all_reduce", "SUM"), count=12)
+    >>> len(header), str(decode(header))
+    (64, 'all_reduce(SUM)')
+    """
+    numbers = _NUMBERS.pack(_MAGIC, call.sequence, count & 0xFFFFFFFF)
+    return numbers + _details(call.kind, call.op, call.signature)
+
+
+def decode(header: bytes) -> Header:
+    """Read a header.
+
+    Raises:
+        ValueError: these bytes are none.
+    """
+    if len(header) != HEADER_BYTES or header[:4] != _MAGIC:
+        raise ValueError(f"not a collective's header: {header[:16]!r}")
+    _, sequence, count = _NUMBERS.unpack_from(header)
+    elements, kind, op, dtype, leaves = _DETAILS.unpack_from(header, _NUMBERS.size)
+    return Header(sequence, count, elements, _text(kind), _text(op), _text(dtype), leaves)
+
+
+def compare(mine: bytes, theirs: bytes, my_rank: int, their_rank: int) -> None:
+    """Check that two processes make the same call.
+
+    Raises:
+        CollectiveMismatchError: they do not; it says what each of them does.
+
+    >>> same = encode(Call(1, "broadcast", "root=0"), 1)
+    >>> compare(same, same, 0, 1)
+    """
+    if mine == theirs:
+        return
+    own = decode(mine)
+    try:
+        other = decode(theirs)
+    except ValueError:
+        raise CollectiveMismatchError(
+            f"{own.kind} #{own.sequence}: worker {their_rank} sent no collective's header to "
+            f"worker {my_rank}, which called {own}. Do both run the same version of ndistribute?",
+            rank=their_rank,
+            op=own.kind,
+            sequence=own.sequence,
+        ) from None
+    raise CollectiveMismatchError(
+        f"{own.kind} #{own.sequence}: worker {their_rank} called {other}{_number(own, other)}, "
+        f"worker {my_rank} called {own}. {_advice(own, other)}",
+        rank=their_rank,
+        op=own.kind,
+        sequence=own.sequence,
+    )
+
+
+def _number(own: Header, other: Header) -> str:
+    if (own.sequence, own.number) == (other.sequence, other.number):
+        return ""
+    return f" as its call {other.sequence} ({other.number} since the start, expected {own.number})"
+
+
+def _advice(own: Header, other: Header) -> str:
+    if own[:2] == other[:2] and (own.kind, own.op) == (other.kind, other.op):
+        return (
+            "Every replica must pass the same shapes and dtypes; pad the batch, or use all_gather."
+        )
+    return "Every replica must make the same calls in the same order."
+
+
+@functools.lru_cache(maxsize=1024)
+def _details(kind: str, op: str | None, signature: Signature) -> bytes:
+    dtypes = {dtype.name for dtype, _ in signature}
+    elements = sum(math.prod(n for n in shape if isinstance(n, int)) for _, shape in signature)
+    text = repr((kind, op, [(dtype.str, dtype.name, shape) for dtype, shape in signature]))
+    fields = _DETAILS.pack(
+        elements,
+        kind.encode(),
+        (op or "").encode(),
+        (dtypes.pop() if len(dtypes) == 1 else "mixed" if dtypes else "").encode(),
+        len(signature),
+    )
+    # The fields are for people; that all of kind, op, dtypes and shapes agree, the digest says.
+    return fields + hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode("ascii", "replace")

@@ -1,0 +1,61 @@
+"""The replicas of one process as those who run a step see them.
+
+A step is begun, left by each replica and ended; where there are other processes, they are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.rendezvous import Rendezvous
+from ndistribute.collective.workers import Workers
+from ndistribute.stream import Stream
+
+__all__ = ["ReplicaGroup"]
+
+
+class ReplicaGroup:
+    """Hold the communicators of the replicas of one process.
+
+    Args:
+        communicators: one for each replica, in order.
+        rendezvous: where they meet.
+        streams: the device and stream of each.
+        workers: the other processes, where there are any.
+    """
+
+    def __init__(
+        self,
+        communicators: Sequence[Communicator],
+        rendezvous: Rendezvous,
+        streams: Sequence[Stream],
+        workers: Workers | None = None,
+    ) -> None:
+        self.workers = workers
+        self.communicators = tuple(communicators)
+        self.streams = tuple(streams)
+        self._rendezvous = rendezvous
+
+    def begin(self) -> None:
+        """Start a step; every replica must be out of the last one."""
+        if self.workers is not None:
+            self.workers.enter()
+        self._rendezvous.reset()
+        for communicator in self.communicators:
+            communicator.begin()
+
+    def leave(self, rank: int) -> None:
+        """Say that a replica has returned from its step."""
+        self._rendezvous.leave(rank, self.communicators[rank].calls_made)
+
+    def end(self) -> None:
+        """End a step that was begun, when every replica is out of it."""
+        if self.workers is not None:
+            self.workers.leave()
+
+    def abort(self, cause: BaseException) -> None:
+        """Release every replica that waits, with the reason."""
+        if self.workers is not None:
+            self.workers.fail()
+        self.communicators[0].abort(cause)

@@ -1,0 +1,222 @@
+"""The thread that listens to the other processes of a group, and tells them that this one lives.
+
+It reads and writes control connections and keeps time; what a message means is for its owner to
+say. Nobody who posts a message ever waits for the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from ndistribute.collective.messages import Kind, Reader, encode_message
+
+__all__ = ["Watch"]
+
+_CHUNK = 64 * 1024
+_LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_HEARTBEAT = encode_message(Kind.HEARTBEAT)
+
+
+class _Line:
+    """The connection to one process: what has come, what is to go, when it was last heard."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        self.rank = rank
+        self.sock = sock
+        self.reader = Reader()
+        self.unsent = bytearray()
+        self.heard = time.monotonic()
+        self.forgotten = False
+
+
+class Watch:
+    """Serve the control connections of a process.
+
+    Args:
+        rank: which process this is.
+        connections: by rank of the other process, not blocking.
+        silence_seconds: after how long a silence a process counts as lost.
+        on_message: called with rank, kind and payload, on this thread.
+        on_silence: called with a rank and a reason when a process was lost, on this thread.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connections: Mapping[int, socket.socket],
+        silence_seconds: float,
+        on_message: Callable[[int, Kind, bytes], None],
+        on_silence: Callable[[int, str], None],
+    ) -> None:
+        self._lines = {other: _Line(other, sock) for other, sock in connections.items()}
+        self._silence = silence_seconds
+        self._interval = min(1.0, silence_seconds / 5)
+        self._on_message = on_message
+        self._on_silence = on_silence
+        self._mutex = threading.Lock()
+        self._ending = threading.Event()
+        self._end_by = float("inf")
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        for line in self._lines.values():
+            self._selector.register(line.sock, selectors.EVENT_READ, line)
+        self._thread = threading.Thread(
+            target=self._serve, name=f"ndistribute-watch-{rank}", daemon=True
+        )
+        self._thread.start()
+
+    def post(self, rank: int, message: bytes) -> None:
+        """Send a message, now or as soon as the connection takes it."""
+        line = self._lines.get(rank)
+        if line is None:
+            return
+        with self._mutex:
+            line.unsent += message
+            self._push(line)
+            waiting = bool(line.unsent)
+        if waiting:
+            self._wake()
+
+    def post_all(self, message: bytes) -> None:
+        """Send a message to every other process."""
+        for rank in list(self._lines):
+            self.post(rank, message)
+
+    def forget(self, rank: int) -> None:
+        """Take the end of a connection as no loss: the process has said good-bye."""
+        line = self._lines.get(rank)
+        if line is not None:
+            line.forgotten = True
+
+    def close(self, farewell: bytes, timeout: float) -> None:
+        """Send a last message to everyone, wait until they have it, and end the thread.
+
+        Args:
+            farewell: the message.
+            timeout: how long the others may take to close their ends, in seconds.
+        """
+        self.post_all(farewell)
+        self._end_by = time.monotonic() + timeout
+        self._ending.set()
+        self._wake()
+        self._thread.join(timeout=timeout + 5.0)
+
+    def _serve(self) -> None:
+        tick = time.monotonic()
+        try:
+            while not self._finished():
+                for key, mask in self._selector.select(timeout=self._pause(tick)):
+                    if key.data is None:
+                        self._swallow_wakes()
+                        continue
+                    if mask & selectors.EVENT_WRITE:
+                        with self._mutex:
+                            self._push(key.data)
+                    if mask & selectors.EVENT_READ:
+                        self._read(key.data)
+                self._want_writes()
+                now = time.monotonic()
+                if now - tick >= self._interval:
+                    self._beat(now, now - tick)
+                    tick = now
+        finally:
+            for line in list(self._lines.values()):
+                self._drop(line)
+            self._selector.close()
+            self._wake_reader.close()
+            self._wake_writer.close()
+
+    def _pause(self, tick: float) -> float:
+        pause = max(0.0, tick + self._interval - time.monotonic())
+        return min(pause, 0.05) if self._ending.is_set() else pause
+
+    def _finished(self) -> bool:
+        """Say whether it is time to end: everyone has our farewell, or they take too long."""
+        if not self._ending.is_set():
+            return False
+        for line in list(self._lines.values()):
+            if not line.unsent:
+                # The other end closes in answer; closing first could destroy what is under way.
+                # Under TLS the plain shutdown, for SSLSocket's own would end the reading as well.
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(line.sock, socket.SHUT_WR)
+        return not self._lines or time.monotonic() > self._end_by
+
+    def _read(self, line: _Line) -> None:
+        try:
+            data = line.sock.recv(_CHUNK)
+            while isinstance(line.sock, ssl.SSLSocket) and line.sock.pending():
+                data += line.sock.recv(line.sock.pending())  # No selector sees what TLS holds.
+        except _LATER:
+            return
+        except OSError as error:
+            self._lose(line, f"its connection broke ({error})")
+            return
+        if not data:
+            self._lose(line, "it closed its connection without a word, as a killed process does")
+            return
+        line.heard = time.monotonic()
+        try:
+            for kind, payload in line.reader.feed(data):
+                self._on_message(line.rank, kind, payload)
+        except (ValueError, KeyError, TypeError) as error:
+            self._lose(line, f"it sent what no worker sends ({error})")
+
+    def _push(self, line: _Line) -> None:
+        """Write what the connection takes; the mutex is held."""
+        while line.unsent:
+            try:
+                sent = line.sock.send(memoryview(line.unsent)[:_CHUNK])
+            except _LATER:
+                return
+            except OSError:
+                line.unsent.clear()  # The reading side tells why.
+                return
+            del line.unsent[:sent]
+
+    def _want_writes(self) -> None:
+        for line in self._lines.values():
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
+            if self._selector.get_key(line.sock).events != wanted:
+                self._selector.modify(line.sock, wanted, line)
+
+    def _beat(self, now: float, since_last: float) -> None:
+        """Say that this process lives, and look for those that do not say so."""
+        stopped = since_last > self._silence / 2
+        for line in list(self._lines.values()):
+            if stopped:
+                line.heard = now  # It was this process that did not run, or hardly.
+            if not self._ending.is_set():
+                self.post(line.rank, _HEARTBEAT)
+            if now - line.heard > self._silence:
+                self._lose(line, f"nothing was heard of it for {now - line.heard:.1f} s")
+
+    def _lose(self, line: _Line, why: str) -> None:
+        self._drop(line)
+        if not line.forgotten and not self._ending.is_set():
+            self._on_silence(line.rank, why)
+
+    def _drop(self, line: _Line) -> None:
+        with self._mutex:
+            self._lines.pop(line.rank, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(line.sock)
+        line.sock.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def _swallow_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass

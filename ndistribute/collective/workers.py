@@ -1,0 +1,151 @@
+"""The processes of a job as one of them sees them: who they are, and how they meet as processes.
+
+Replicas meet through their communicators. What is done once in each process, outside any replica,
+meets here: the first value of a variable, a reduction across replicas, the end of an input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from ndistribute.collective.backend import Backend
+from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.options import CommunicationOptions
+from ndistribute.collective.peers import Peers
+from ndistribute.device import Device
+
+__all__ = ["ProcessBackend", "Workers"]
+
+
+class ProcessBackend(Backend, Protocol):
+    """What carries bytes between processes: a backend that can be reset and closed."""
+
+    def reset(self) -> None:
+        """Forget every call; run when no process is inside one."""
+
+    def close(self) -> None:
+        """Give back what the backend holds."""
+
+
+class Workers:
+    """Meet the other processes of the job.
+
+    Args:
+        peers: the processes.
+        backend: how they meet.
+        devices: of the replicas of this process.
+        options: how long to wait.
+        reduces_early: whether gradients shall travel while others are computed.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        backend: ProcessBackend,
+        devices: Sequence[Device],
+        options: CommunicationOptions,
+        *,
+        reduces_early: bool = False,
+    ) -> None:
+        self.peers = peers
+        self.backend = backend
+        self.communicator = Communicator(backend, options)
+        self._timeout = options.timeout
+        self._depth = 0
+        self._failed = False
+        own = json.dumps([device.kind for device in devices]).encode()
+        self._kinds: list[list[str]] = [
+            json.loads(text) for text in peers.exchange("devices", own, self._timeout)
+        ]
+
+        # One replica meets the other processes by itself; several would need an order among them.
+        early = reduces_early and self.single_cpus
+        self.courier = ThreadPoolExecutor(1, "ndistribute-courier") if early else None
+
+    @property
+    def rank(self) -> int:
+        """Return which process this is."""
+        return self.peers.rank
+
+    @property
+    def size(self) -> int:
+        """Return how many processes there are."""
+        return self.peers.size
+
+    @property
+    def replica_counts(self) -> tuple[int, ...]:
+        """Return how many replicas each process has."""
+        return tuple(len(kinds) for kinds in self._kinds)
+
+    @property
+    def single_cpus(self) -> bool:
+        """Say whether every process has one replica, on a CPU."""
+        return all(kinds == ["cpu"] for kinds in self._kinds)
+
+    def enter(self) -> None:
+        """Start a step; after a failure, wait until all processes do so.
+
+        Raises:
+            WorkerLostError: a process failed since the last step, or is gone for good.
+        """
+        known = self._failed or self.peers.broken_and_known
+        if known and self.peers.cause is not None:
+            self.peers.recover(self.backend.reset, self._timeout)
+        self._failed = False
+        self.peers.enter()
+        self._depth += 1
+
+    def leave(self) -> None:
+        """End a step."""
+        self._depth -= 1
+        self.peers.leave()
+
+    def fail(self) -> None:
+        """Say that this process's own code raises, so that it need not hear what broke the group.
+
+        Another process may have failed first, in the same step.
+        """
+        self._failed = True
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[Communicator]:
+        """Make collectives among processes, as a step of their own unless one is going on."""
+        if self._depth:
+            yield self.communicator
+            return
+        self.enter()
+        try:
+            self.communicator.begin()
+            yield self.communicator
+        except BaseException as error:
+            self.fail()
+            self.peers.abort(error)
+            raise
+        finally:
+            self.leave()
+
+    def all_reduce(self, op: Any, value: Any) -> Any:
+        """Reduce a nest over processes."""
+        with self.meeting() as communicator:
+            return communicator.all_reduce(op, value)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Concatenate a nest over processes, in the order of their ranks."""
+        with self.meeting() as communicator:
+            return communicator.all_gather(value, axis)
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Return the nest that one process passed."""
+        with self.meeting() as communicator:
+            return communicator.broadcast(value, root)
+
+    def close(self) -> None:
+        """Say good-bye to the other processes."""
+        self.peers.close()
+        if self.courier is not None:
+            self.courier.shutdown()
+        self.backend.close()

@@ -1,0 +1,265 @@
+"""Who a process is, read from environments such as launchers make them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute.cluster import (
+    ClusterSpec,
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    resolve,
+)
+
+CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["p:1"], "evaluator": ["e:1"]}
+
+
+def tf_config(cluster=CLUSTER, job="worker", index=0, **more):
+    config = {"cluster": cluster, "task": {"type": job, "index": index}, **more}
+    return {"TF_CONFIG": json.dumps(config)}
+
+
+@pytest.mark.parametrize(
+    ("job", "index", "rank"),
+    [
+        ("chief", 0, 0),
+        ("worker", 0, 1),
+        ("worker", 1, 2),
+        ("ps", 0, None),
+        ("evaluator", 0, None),
+    ],
+)
+def test_the_chief_comes_first_and_servers_have_no_rank(job, index, rank):
+    me = TFConfigClusterResolver(environ=tf_config(job=job, index=index, environment="cloud"))
+    assert (me.task_type, me.task_id, me.environment) == (job, index, "cloud")
+    assert me.cluster_spec() == ClusterSpec(CLUSTER)
+    assert me.worker_addresses == ("c:1", "a:1", "b:1")
+    assert (me.worker_index, me.num_workers, me.bootstrap) == (rank, 3, "tcp")
+    assert me.is_chief is (job == "chief")
+    assert me.master() == CLUSTER[job][index]
+    assert me.master("worker", 1) == "b:1"
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "worker": st.lists(
+                st.from_regex(r"[a-z]{1,5}:[1-9][0-9]{0,3}", fullmatch=True), min_size=1
+            )
+        }
+    ),
+    st.data(),
+)
+def test_any_cluster_survives_the_variable(cluster, data):
+    index = data.draw(st.integers(0, len(cluster["worker"]) - 1))
+    me = TFConfigClusterResolver(environ=tf_config(cluster, index=index))
+    assert me.cluster_spec().as_dict() == cluster
+    assert (me.worker_index, me.is_chief) == (index, index == 0)
+
+
+def test_without_a_chief_worker_0_is_it():
+    cluster = {"worker": ["a:1", "b:1"]}
+    assert TFConfigClusterResolver(environ=tf_config(cluster)).is_chief
+    assert not TFConfigClusterResolver(environ=tf_config(cluster, index=1)).is_chief
+
+
+def test_an_evaluator_need_not_be_listed():
+    me = TFConfigClusterResolver(environ=tf_config({"worker": ["a:1"]}, "evaluator"))
+    assert (me.worker_index, me.num_workers, me.is_chief, me.master()) == (None, 1, False, "")
+
+
+def test_only_some_tasks_may_be_known_and_a_template_may_quote_numbers():
+    cluster = {"worker": {"1": "b:1", "3": "d:1"}}
+    me = TFConfigClusterResolver(environ=tf_config(cluster, index="3"))
+    assert (me.worker_addresses, me.worker_index) == (("b:1", "d:1"), 1)
+
+
+def test_the_task_may_be_given_by_the_program():
+    environ = {"TF_CONFIG": json.dumps({"cluster": CLUSTER})}
+    me = TFConfigClusterResolver("worker", 1, environ=environ)
+    assert me.worker_index == 2
+
+
+@pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": " "}, {"TF_CONFIG": "{}"}])
+def test_an_empty_variable_is_a_process_that_works_alone(environ):
+    me = TFConfigClusterResolver(environ=environ)
+    assert (me.task_type, me.task_id, me.master()) == (None, None, "")
+    assert (me.worker_addresses, me.worker_index, me.num_workers) == ((), 0, 1)
+    assert me.is_chief
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON: Expecting"),
+        ("[1]", "it is list, not an object"),
+        ('{"cluster": 3}', "'cluster' is int, not an object"),
+        ('{"cluster": {"worker": "a:1"}}', "'worker' must be a list"),
+        ('{"cluster": {"worker": {"x": "a:1"}}}', "'x', which is no number"),
+        ('{"cluster": {"worker": ["a"]}}', "task 0 of 'worker' has the address 'a'"),
+        ('{"cluster": {"worker": ["a:99999"]}}', "'a:99999', which is not HOST:PORT"),
+        ('{"cluster": {"worker": ["a:1"]}}', "which of them this process is was not said"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": 1}', "'task' is int"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": 1}}', "'type' in 'task' is 1"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}', "was not said"),
+        (
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1.5}}',
+            "'index' in 'task' is 1.5",
+        ),
+        (
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}',
+            "'worker' has 1 tasks, counted from 0, but this process is said to be number 1",
+        ),
+        (
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}',
+            "'ps' is none of 'worker'",
+        ),
+        (
+            '{"cluster": {"wroker": ["a:1"]}, "task": {"type": "wroker", "index": 0}}',
+            "a job 'wroker'; the known ones are 'chief', 'worker', 'ps', 'evaluator'",
+        ),
+        (
+            '{"cluster": {"chief": ["a:1", "b:1"]}, "task": {"type": "chief", "index": 0}}',
+            "at most one 'chief'",
+        ),
+    ],
+)
+def test_what_is_wrong_in_tf_config_is_named(text, message):
+    with pytest.raises(ValueError, match="TF_CONFIG is malformed") as caught:
+        TFConfigClusterResolver(environ={"TF_CONFIG": text})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PMI_RANK": "2", "PMI_SIZE": "3"},
+        {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "PMIX_RANK": "2"},
+        {"PMIX_RANK": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "8"},
+        {"PMIX_RANK": "2", "SLURM_NTASKS": "3"},
+    ],
+)
+def test_every_launcher_of_mpi_says_the_rank_in_its_own_way(environ):
+    for me in (MPIClusterResolver(environ=environ), resolve(environ)):
+        assert (me.worker_index, me.num_workers, me.is_chief) == (2, 3, False)
+        assert (me.worker_addresses, me.bootstrap, me.environment) == ((), "mpi", "mpi")
+        assert (me.task_type, me.task_id) == ("worker", 2)
+        assert me.cluster_spec().num_tasks("worker") == 3
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({}, "MPI did not start this process"),
+        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK='x' is no number"),
+        ({"PMI_RANK": "2", "PMI_SIZE": "2"}, "PMI_RANK=2 is not below PMI_SIZE=2"),
+    ],
+)
+def test_a_wrong_mpi_environment_is_named(environ, message):
+    with pytest.raises(ValueError, match=message):
+        MPIClusterResolver(environ=environ)
+
+
+STEP = {
+    "SLURM_STEP_NODELIST": "n[08-10]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "77",
+}
+
+
+def test_slurm_tasks_of_a_node_get_consecutive_ports():
+    me = SlurmClusterResolver(port_base=9000, environ=STEP)
+    addresses = ("n08:9000", "n08:9001", "n09:9000", "n09:9001", "n10:9000")
+    assert me.worker_addresses == addresses
+    assert (me.worker_index, me.num_workers, me.environment) == (3, 5, "slurm")
+    assert me.master() == "n09:9001"
+
+
+def test_every_slurm_task_sees_the_same_cluster_and_jobs_have_ports_of_their_own():
+    def addresses(**more):
+        return resolve({**STEP, "SLURM_NODEID": "0", **more}).worker_addresses
+
+    assert addresses(SLURM_PROCID="0") == addresses(SLURM_PROCID="1")
+    ports = [
+        {a.partition(":")[2] for a in addresses(SLURM_JOB_ID=j, SLURM_PROCID="0")} for j in "89"
+    ]
+    assert not ports[0] & ports[1]
+    reserved = addresses(SLURM_STEP_RESV_PORTS="12000-12001", SLURM_PROCID="0")
+    assert reserved[:2] == ("n08:12000", "n08:12001")
+
+
+def test_slurm_tasks_may_be_dealt_out_in_a_circle_or_to_several_jobs():
+    environ = {**STEP, "SLURM_DISTRIBUTION": "cyclic", "SLURM_NODEID": "0"}
+    me = SlurmClusterResolver({"chief": 1, "worker": 3, "ps": 1}, 9000, environ=environ)
+    assert me.worker_addresses == ("n08:9000", "n09:9000", "n10:9000", "n08:9001")
+    assert me.cluster_spec().as_dict()["ps"] == ["n09:9001"]
+    assert (me.task_type, me.task_id, me.worker_index) == ("worker", 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"SLURM_STEP_NODELIST": ""}, "Slurm did not start this process"),
+        ({"SLURM_STEP_NODELIST": "n1"}, "names 1 nodes, but tasks for 3"),
+        ({"SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is no number"),
+        ({"SLURM_NODEID": "2"}, "should be on node 1 but is on node 2"),
+        ({"SLURM_DISTRIBUTION": "plane=2"}, "--distribution=block"),
+    ],
+)
+def test_a_wrong_slurm_environment_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        SlurmClusterResolver(environ={**STEP, **change})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"jobs": {"worker": 4}}, "have 4 tasks, but Slurm started 5"),
+        ({"port_base": 65535}, "Port 65536 is out of range"),
+    ],
+)
+def test_slurm_options_that_do_not_fit_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SlurmClusterResolver(**arguments, environ=STEP)
+
+
+def test_the_simple_one_says_what_it_was_told():
+    me = SimpleClusterResolver(
+        {"worker": ["a:1", "b:1"]}, "m:1", "worker", 1, "lab", num_accelerators={"GPU": 3}
+    )
+    assert (me.master(), me.master("worker", 0), me.environment) == ("m:1", "a:1", "lab")
+    assert (me.num_accelerators(), me.worker_index) == ({"GPU": 3}, 1)
+    assert SimpleClusterResolver({}).num_accelerators().keys() == {"GPU"}
+    with pytest.raises(ValueError, match="is none of 'chief', 'worker'"):
+        SimpleClusterResolver({"worker": ["a:1"]}, task_type="boss", task_id=0)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
+        # A batch script may start tasks, but is none itself.
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "n1"},
+    ],
+)
+def test_a_process_on_its_own_has_no_resolver(environ):
+    assert resolve(environ) is None
+
+
+def test_what_was_written_for_this_process_comes_first():
+    mpi = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+    assert isinstance(resolve({**tf_config(), **mpi, **STEP}), TFConfigClusterResolver)
+    assert isinstance(resolve({**mpi, **STEP}), MPIClusterResolver)
+    assert isinstance(resolve(STEP), SlurmClusterResolver)

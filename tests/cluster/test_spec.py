@@ -1,0 +1,82 @@
+"""A cluster's description, as `tf.train.ClusterSpec` gives and refuses it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute.cluster import ClusterSpec
+
+ADDRESS = st.from_regex(r"[a-z]{1,8}:[1-9][0-9]{0,3}", fullmatch=True)
+TASKS = st.lists(ADDRESS) | st.dictionaries(st.integers(0, 50), ADDRESS)
+CLUSTERS = st.dictionaries(st.sampled_from(["chief", "worker", "ps", "evaluator"]), TASKS)
+
+
+@given(CLUSTERS)
+def test_what_describes_a_cluster_makes_an_equal_one(description):
+    cluster = ClusterSpec(description)
+    assert ClusterSpec(cluster.as_dict()) == cluster == ClusterSpec(cluster)
+    assert cluster.jobs == list(description)
+    assert bool(cluster) == bool(description)
+
+
+@given(CLUSTERS)
+def test_a_task_is_found_by_its_index_alone_or_among_all(description):
+    cluster = ClusterSpec(description)
+    for job in cluster.jobs:
+        tasks = cluster.job_tasks(job)
+        assert cluster.num_tasks(job) == len(description[job]) == sum(t is not None for t in tasks)
+        for index in cluster.task_indices(job):
+            assert cluster.task_address(job, index) == description[job][index] == tasks[index]
+
+
+def test_dense_tasks_are_a_list_and_sparse_ones_a_dictionary():
+    cluster = ClusterSpec({"worker": {1: "b:1", 0: "a:1"}, "ps": {2: "c:1"}, "chief": []})
+    assert cluster.as_dict() == {"worker": ["a:1", "b:1"], "ps": {2: "c:1"}, "chief": {}}
+    assert cluster.job_tasks("ps") == [None, None, "c:1"]
+    assert cluster.job_tasks("chief") == []
+    assert "ClusterSpec({'worker': ['a:1', 'b:1']" in repr(cluster)
+
+
+def test_bytes_are_text():
+    assert ClusterSpec({b"worker": [b"a:1"]}) == ClusterSpec({"worker": ["a:1"]})
+
+
+def test_a_change_of_what_described_it_does_not_change_it():
+    description = {"worker": {0: "a:1"}}
+    cluster = ClusterSpec(description)
+    description["worker"][1] = "b:1"
+    assert cluster.num_tasks("worker") == 1
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda c: c.num_tasks("ps"), "No such job in cluster: 'ps'"),
+        (lambda c: c.task_indices("ps"), "No such job in cluster: 'ps'"),
+        (lambda c: c.job_tasks("ps"), "No such job in cluster: 'ps'"),
+        (lambda c: c.task_address("ps", 0), "No such job in cluster: 'ps'"),
+        (lambda c: c.task_address("worker", 1), "No task with index 1 in job 'worker'"),
+    ],
+)
+def test_an_unknown_task_is_an_error(ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(ClusterSpec({"worker": ["a:1"]}))
+
+
+@pytest.mark.parametrize(
+    ("description", "error", "message"),
+    [
+        (["a:1"], TypeError, "must be a dictionary"),
+        ({"worker": "a:1"}, TypeError, "must be a list or a dictionary from integers"),
+        ({"worker": 2}, TypeError, "must be a list or a dictionary from integers"),
+        ({"worker": {"0": "a:1"}}, TypeError, "task keys must be integers"),
+        ({"worker": {-1: "a:1"}}, ValueError, "0 or more"),
+        ({"worker": [1]}, TypeError, "task addresses must be bytes or unicode"),
+        ({1: ["a:1"]}, TypeError, "job names must be bytes or unicode"),
+    ],
+)
+def test_another_form_is_refused(description, error, message):
+    with pytest.raises(error, match=message):
+        ClusterSpec(description)

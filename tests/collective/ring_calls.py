@@ -1,0 +1,248 @@
+"""What the processes of the ring's tests run; the tests beside it say what must come out."""
+
+from __future__ import annotations
+
+import functools
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.collective.backend import Call
+from ndistribute.collective.mpi import MpiTransport
+from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
+from ndistribute.collective.ring import RingBackend
+from ndistribute.collective.tcp import TcpTransport
+from tests.collective.joined import joined_peers
+
+TIMEOUT = 20.0
+SIZES = (0, 1, 2, 3, 1000, 16_385, 70_001)
+OPS = tuple(ReduceOp)
+
+
+@functools.cache
+def ring(
+    bytes_per_pack: int = 0, wire_dtype: str | None = None, ranks: tuple[int, ...] | None = None
+) -> RingBackend:
+    peers = joined_peers()
+    wire = TcpTransport(peers) if "TF_CONFIG" in os.environ else MpiTransport(peers)
+    return RingBackend(
+        peers, wire, ranks=ranks, bytes_per_pack=bytes_per_pack, wire_dtype=wire_dtype
+    )
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def small_numbers(rank: int, length: int, dtype: np.dtype[Any]) -> Any:
+    """Return numbers whose sums and products every dtype holds exactly."""
+    return ((np.arange(length) * 7 + rank * 3) % 4).astype(dtype)
+
+
+def noise(rank: int, length: int, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng([rank, length]).standard_normal(length).astype(dtype)
+
+
+def call_of(kind: str, op: str | None, arrays: Sequence[Any]) -> Call:
+    return Call(1, kind, op, tuple((a.dtype, a.shape) for a in arrays))
+
+
+def all_reduced(backend: RingBackend, arrays: Sequence[Any], op: ReduceOp) -> list[Any]:
+    outputs = [np.empty_like(a) for a in arrays]
+    backend.all_reduce(call_of("all_reduce", op.name, arrays), arrays, outputs, op, TIMEOUT)
+    return outputs
+
+
+def updated(backend: RingBackend, arrays: Sequence[Any], op: ReduceOp) -> list[Any]:
+    """Return what `reduce_update` hands out; spoil what was handed out."""
+    results = [np.empty_like(a) for a in arrays]
+
+    def update(prepared: str, leaf: int, start: int, stop: int, total: Any) -> None:
+        assert prepared == "ready"
+        assert total.dtype == results[leaf].dtype
+        results[leaf][start:stop] = total
+        total[...] = 0
+
+    call = call_of("reduce_update", op.name, arrays)
+    backend.reduce_update(call, arrays, op, lambda: "ready", update, TIMEOUT)
+    return results
+
+
+def digest(arrays: Sequence[Any]) -> int:
+    """Return a number that equals that of another rank exactly if all bits do."""
+    return zlib.crc32(b"".join(a.tobytes() for a in arrays))
+
+
+def every_op_and_size(rank: int, size: int, name: str) -> int:
+    dtype = dtype_named(name)
+    results = []
+    for op in OPS:
+        if op is ReduceOp.MEAN and dtype.kind in "iub":
+            continue  # The communicator passes such means as float64.
+        for length in SIZES:
+            everyone = [small_numbers(r, length, dtype) for r in range(size)]
+            everyone[rank].flags.writeable = False
+            (total,) = all_reduced(ring(), [everyone[rank]], op)
+            np.testing.assert_array_equal(total, reduce_arrays(op, everyone))
+            np.testing.assert_array_equal(everyone[rank], small_numbers(rank, length, dtype))
+            results.append(total)
+    return digest(results)
+
+
+def many_leaves(rank: int, size: int, bytes_per_pack: int, wire_dtype: str | None) -> int:
+    lengths = (5, 0, 70_000, 1, 300, 0, 400_000, 64, 2000, 0)
+    names = ("float32", "float64", "float32", "int32", "float16")
+    leaves = [
+        [small_numbers(r + i, n, dtype_named(names[i % 5])) for i, n in enumerate(lengths)]
+        for r in range(size)
+    ]
+    expected = [reduce_arrays(ReduceOp.SUM, parts) for parts in zip(*leaves, strict=True)]
+    backend = ring(bytes_per_pack, wire_dtype)
+    totals: list[Any] = []
+    for reduce in (all_reduced, updated, updated, all_reduced):
+        totals = reduce(backend, leaves[rank], ReduceOp.SUM)
+        for total, correct in zip(totals, expected, strict=True):
+            np.testing.assert_array_equal(total, correct)
+    return digest(totals)
+
+
+def noisy_sums(rank: int, size: int, wire_dtype: str | None) -> tuple[int, float]:
+    """Return a digest of sums, and the largest error relative to the largest sum."""
+    backend = ring(wire_dtype=wire_dtype)
+    worst = 0.0
+    results = []
+    for length in (1, 5, 1000, 70_001, 700_001):
+        exact = np.sum([noise(r, length, np.float64) for r in range(size)], axis=0)
+        for reduce in (all_reduced, updated):
+            once = reduce(backend, [noise(rank, length)], ReduceOp.SUM)
+            again = reduce(backend, [noise(rank, length)], ReduceOp.SUM)
+            assert digest(once) == digest(again)
+            results += once
+            worst = max(worst, float(abs(once[0] - exact).max() / abs(exact).max()))
+        (mean,) = all_reduced(backend, [noise(rank, length)], ReduceOp.MEAN)
+        worst = max(worst, float(abs(mean * size - exact).max() / abs(exact).max()))
+        results.append(mean)
+    return digest(results), worst
+
+
+def sums_in_rank_order(rank: int, size: int) -> None:
+    everyone = [noise(r, 1000) for r in range(size)]
+    (total,) = all_reduced(ring(), [everyone[rank]], ReduceOp.SUM)
+    np.testing.assert_array_equal(total, reduce_arrays(ReduceOp.SUM, everyone))
+
+
+def doubles_beside_a_wire_dtype(rank: int, size: int) -> None:
+    everyone = [noise(r, 5000, np.float64) for r in range(size)]
+    (total,) = all_reduced(ring(wire_dtype="float16"), [everyone[rank]], ReduceOp.SUM)
+    np.testing.assert_allclose(total, np.sum(everyone, axis=0), rtol=1e-12)
+
+
+def gathered(rank: int, size: int, shapes: Sequence[tuple[Sequence[int], int, str]]) -> None:
+    """Gather matrices; `shapes` give each rank's rows, the width and the dtype."""
+    everyone = [
+        [
+            small_numbers(r + 1, rows[r % len(rows)] * width, dtype_named(name)).reshape(-1, width)
+            if width
+            else np.empty((rows[r % len(rows)], 0), dtype_named(name))
+            for rows, width, name in shapes
+        ]
+        for r in range(size)
+    ]
+    signature = tuple((dtype_named(name), ("*", width)) for _, width, name in shapes)
+    call = Call(1, "all_gather", "axis=0", signature)
+    joined = ring().all_gather(call, everyone[rank], TIMEOUT)
+    assert len(joined) == len(shapes)
+    for whole, parts in zip(joined, zip(*everyone, strict=True), strict=True):
+        assert whole.dtype == parts[0].dtype
+        np.testing.assert_array_equal(whole, np.concatenate(parts))
+
+
+def copied_from_each(rank: int, size: int) -> None:
+    for root in range(size):
+        for length in (0, 1, 1000, 700_001):
+            correct = [noise(root, length), small_numbers(root, 3, np.dtype(np.int8))]
+            buffers = [np.zeros_like(a) if rank != root else a.copy() for a in correct]
+            call = call_of("broadcast", f"root={root}", buffers)
+            ring().broadcast(call, buffers, root, TIMEOUT)
+            for buffer, values in zip(buffers, correct, strict=True):
+                np.testing.assert_array_equal(buffer, values)
+
+
+def merged(rank: int, size: int) -> list[int]:
+    return ring().merge(Call(1, "meet"), rank, list, TIMEOUT)
+
+
+def among_some(rank: int, size: int, members: tuple[int, ...]) -> None:
+    if rank in members:
+        backend = ring(ranks=members)
+        assert (backend.rank, backend.size) == (members.index(rank), len(members))
+        for length in (10, 300_001):
+            everyone = [small_numbers(r, length, np.dtype(np.float32)) for r in members]
+            (total,) = all_reduced(backend, [everyone[backend.rank]], ReduceOp.SUM)
+            np.testing.assert_array_equal(total, reduce_arrays(ReduceOp.SUM, everyone))
+
+
+def differing_call(rank: int, size: int, odd: int, what: str, length: int) -> None:
+    """Make the same call as all others, but for one rank."""
+    backend = ring()
+    array = np.ones(length, np.float32)
+    op = ReduceOp.SUM
+    if rank == odd:
+        if what == "shape":
+            array = np.ones(length + 1, np.float32)
+        elif what == "dtype":
+            array = np.ones(length, np.int32)
+        elif what == "op":
+            op = ReduceOp.MAX
+        elif what == "kind":
+            updated(backend, [array], op)
+            return
+        elif what == "leaves":
+            all_reduced(backend, [array, array], op)
+            return
+        elif what == "broadcast":
+            backend.broadcast(call_of("broadcast", "root=0", [array]), [array], 0, TIMEOUT)
+            return
+    all_reduced(backend, [array], op)
+
+
+def differing_broadcast(rank: int, size: int, odd: int) -> None:
+    array = np.ones(10 + (rank == odd), np.float32)
+    ring().broadcast(call_of("broadcast", "root=0", [array]), [array], 0, TIMEOUT)
+
+
+def recovered_sum(rank: int, size: int) -> float:
+    """Make the group whole again, and use it."""
+    backend = ring()
+    joined_peers().recover(backend.reset, timeout=20.0)
+    (total,) = all_reduced(backend, [np.full(100_000, rank, np.float64)], ReduceOp.SUM)
+    return float(total[-1])
+
+
+def failing_update(rank: int, size: int, failing: int) -> None:
+    """Fail in the update on one rank; the others meet the failure in the next call."""
+
+    def prepare() -> None:
+        if rank == failing:
+            raise ValueError("no room")
+
+    array = np.ones(1000, np.float32)
+    call = call_of("reduce_update", "SUM", [array])
+    nothing = lambda *_: None  # noqa: E731
+    ring().reduce_update(call, [array], ReduceOp.SUM, prepare, nothing, TIMEOUT)
+    all_reduced(ring(), [array], ReduceOp.SUM)
+
+
+def late(rank: int, size: int, missing: int) -> None:
+    if rank == missing:
+        return
+    array = np.ones(10, np.float32)
+    call = call_of("all_reduce", "SUM", [array])
+    ring().all_reduce(call, [array], [np.empty_like(array)], ReduceOp.SUM, 0.5)

@@ -1,0 +1,181 @@
+"""What is MPI's alone: coming together over it, and ending when a process fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ndistribute.collective.mpi import exchange_over_mpi, mpi_rank_and_size
+from tests.processes import ROOT, Ranks, find_mpiexec
+
+pytest.importorskip("mpi4py")
+pytestmark = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec is installed")
+
+
+@pytest.fixture(autouse=True)
+def what_mpich_leaves() -> Iterator[None]:
+    """Remove the segment of MPICH's own that it forgets where a process is killed."""
+    segments = Path("/dev/shm")
+    before = set(segments.glob("mpich_shm_*"))
+    yield
+    for path in set(segments.glob("mpich_shm_*")) - before:
+        if not any(path.name in maps for maps in _mappings()):
+            path.unlink(missing_ok=True)
+
+
+def _mappings() -> Iterator[str]:
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            yield path.read_text()
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3, "mpi") as ranks:
+        yield ranks
+
+
+def exchanged(rank: int, size: int) -> tuple[list[bytes], tuple[int, int]]:
+    exchange_over_mpi(b"")
+    return exchange_over_mpi(f"rank {rank}".encode() * rank), mpi_rank_and_size()
+
+
+def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three: Ranks) -> None:
+    outcomes = [outcome.result() for outcome in three.run(exchanged)]
+    blobs = [b"", b"rank 1", b"rank 2rank 2"]
+    assert outcomes == [(blobs, (rank, 3)) for rank in range(3)]
+
+
+def run_script(tmp_path: Path, body: str, size: int = 2) -> tuple[int, str, float]:
+    """Run a script under mpiexec; return its exit code, its output, and how long it took."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(body))
+    command = [find_mpiexec() or "mpiexec", "-n", str(size), sys.executable, str(script)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ.pop("TF_CONFIG", None)
+    start = time.monotonic()
+    done = subprocess.run(
+        command,
+        env=environ,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+    return done.returncode, done.stdout, time.monotonic() - start
+
+
+START = """
+    import sys
+    import numpy as np
+    from tests.collective import ring_calls
+    from tests.collective.joined import joined_peers
+    from ndistribute.collective.reduce_op import ReduceOp
+
+    rank, size = joined_peers().rank, joined_peers().size
+
+    def total(length=1000):
+        ones = np.ones(length)
+        return ring_calls.all_reduced(ring_calls.ring(), [ones], ReduceOp.SUM)[0]
+
+    total()
+"""
+
+
+def test_a_script_that_ends_well_ends_at_once(tmp_path: Path) -> None:
+    code, output, seconds = run_script(tmp_path, START + "    print('sum', total()[0])\n")
+    assert (code, output.count("sum 2.0")) == (0, 2), output
+    assert seconds < 10
+
+
+def test_a_rank_that_raises_shows_its_traceback_and_so_do_the_others(tmp_path: Path) -> None:
+    body = """
+    if rank == 1:
+        error = ValueError("bad batch")
+        ring_calls.ring().abort(error)
+        raise error
+    while True:
+        total(200_000)
+    """
+    code, output, seconds = run_script(tmp_path, START + body)
+    assert code == 1, output
+    assert "ValueError: bad batch" in output
+    assert "WorkerLostError: worker 1 failed: ValueError: bad batch" in output
+    assert seconds < 10
+
+
+def test_the_job_ends_although_a_rank_computes_on_after_another_raised(tmp_path: Path) -> None:
+    body = """
+    import time
+    if rank == 1:
+        raise ValueError("bad batch")
+    time.sleep(100)  # It is not in a collective, and would not be for long.
+    """
+    code, output, seconds = run_script(tmp_path, START + body)
+    assert code != 0, output
+    assert "ValueError: bad batch" in output
+    assert seconds < 15
+
+
+def test_a_rank_that_exits_keeps_its_exit_code(tmp_path: Path) -> None:
+    body = """
+    if rank == 1:
+        sys.exit(5)
+    while True:
+        total()
+    """
+    code, output, seconds = run_script(tmp_path, START + body)
+    assert code == 5, output
+    assert "has finished, and worker 0 waits for it" in output
+    assert seconds < 10
+
+
+def test_a_rank_that_ends_early_leaves_the_others_in_peace(tmp_path: Path) -> None:
+    body = """
+    import time
+    if rank == 0:
+        time.sleep(0.5)  # It works on.
+        print("rank 0 is done")
+    """
+    code, output, _ = run_script(tmp_path, START + body)
+    assert (code, output.count("rank 0 is done")) == (0, 1), output
+
+
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    body = """
+    import os, signal
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        total(200_000)
+    """
+    code, _, seconds = run_script(tmp_path, START + body)
+    assert code != 0
+    assert seconds < 10
+
+
+def test_without_mpi4py_the_error_names_the_extra(tmp_path: Path) -> None:
+    body = """
+    import sys
+    sys.modules["mpi4py"] = None
+    from ndistribute.collective.mpi import mpi_rank_and_size
+    from ndistribute.errors import MissingDependencyError
+    try:
+        mpi_rank_and_size()
+    except MissingDependencyError as error:
+        print(error)
+    """
+    code, output, _ = run_script(tmp_path, body, size=1)
+    assert code == 0
+    assert "pip install 'ndistribute[mpi]'" in output

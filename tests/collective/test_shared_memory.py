@@ -1,0 +1,568 @@
+"""The shared-memory backend over real processes: right to the last bit, and what goes wrong."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute.collective import segment, windows
+from ndistribute.collective.backend import Call
+from ndistribute.collective.buckets import ALIGNMENT
+from ndistribute.collective.chunks import Piece, cut, share
+from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
+from ndistribute.collective.reducer import WHOLE_BYTES
+from ndistribute.collective.shared_memory import SharedMemoryBackend
+from ndistribute.collective.windows import WINDOW_BYTES
+from ndistribute.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistributeError,
+    WorkerLostError,
+)
+from tests.collective.joined import joined_peers
+from tests.processes import Ranks
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+TIMEOUT = 20.0
+DTYPES = "bool int8 uint16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
+# Around what is reduced whole, what fits a window, and what takes several.
+BYTES = (0, 1, 4096, WHOLE_BYTES, WHOLE_BYTES + 64, WINDOW_BYTES, WINDOW_BYTES + 64)
+LARGE = 2 * WINDOW_BYTES + 77 * 16
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as ranks:
+        yield ranks
+
+
+@functools.cache
+def backend() -> SharedMemoryBackend:
+    return SharedMemoryBackend(joined_peers())
+
+
+@functools.cache
+def normal(rank: int) -> Any:
+    # A prime number of them, so that what is shifted by blocks is not the same again.
+    return np.random.default_rng(rank).standard_normal(4099) * 3
+
+
+def noise(rank: int, count: int, dtype: Any = np.float32) -> Any:
+    values = normal(rank)
+    values = np.abs(values) if np.dtype(dtype).kind == "u" else values
+    return np.resize(values.astype(dtype), count)
+
+
+def signature(arrays: Any) -> Any:
+    return tuple((a.dtype, a.shape) for a in arrays)
+
+
+def all_reduced(arrays: Any, op: ReduceOp = ReduceOp.SUM, timeout: float = TIMEOUT) -> list[Any]:
+    outputs = [np.empty_like(a) for a in arrays]
+    call = Call(1, "all_reduce", op.name, signature(arrays))
+    backend().all_reduce(call, arrays, outputs, op, timeout)
+    return outputs
+
+
+def gathered(arrays: Any) -> list[Any]:
+    call = Call(1, "all_gather", "axis=0", tuple((a.dtype, ("*", *a.shape[1:])) for a in arrays))
+    return backend().all_gather(call, arrays, TIMEOUT)
+
+
+def broadcasted(buffers: Any, root: int) -> None:
+    call = Call(1, "broadcast", f"root={root}", signature(buffers))
+    backend().broadcast(call, buffers, root, TIMEOUT)
+
+
+def digest(arrays: Any) -> str:
+    return hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
+
+
+def agreed(ranks: Ranks, function: Any, *args: Any) -> Any:
+    """Run a function on all ranks and return what all of them returned."""
+    first, *others = [outcome.result() for outcome in ranks.run(function, *args)]
+    assert all(other == first for other in others)
+    return first
+
+
+def check_reductions(rank: int, size: int, dtype_name: str) -> str:
+    dtype, results = np.dtype(dtype_name), []
+    ops = [op for op in ReduceOp if op is not ReduceOp.MEAN or dtype.kind not in "biu"]
+    for count in [*(size // dtype.itemsize for size in BYTES), LARGE // 16 + 3]:
+        everyone = [noise(r, count, dtype) for r in range(size)]
+        mine = everyone[rank].copy()
+        for op in ops:  # Of integers the communicator takes the mean as floats.
+            (total,) = all_reduced([mine], op)
+            assert total.tobytes() == reduce_arrays(op, everyone).tobytes(), (op, count)
+            assert mine.tobytes() == everyone[rank].tobytes()
+            results.append(total)
+    return digest(results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.split())
+def test_every_op_and_size_gives_the_bits_of_a_local_reduction(ranks: Ranks, dtype: str) -> None:
+    agreed(ranks, check_reductions, dtype)
+
+
+def check_several_leaves(rank: int, size: int, large: bool) -> str:
+    counts = [3, 0, 700, 1, 65 if not large else WINDOW_BYTES // 3, 0, 129 * (1 + 900 * large), 0]
+    dtypes = "float32 float64 float16 int32 float64 int8 float32 complex128".split()
+    everyone = [
+        [noise(r, count, dtype) for count, dtype in zip(counts, dtypes, strict=True)]
+        for r in range(size)
+    ]
+    totals = all_reduced(everyone[rank], ReduceOp.SUM)
+    for total, *terms in zip(totals, *everyone, strict=True):
+        assert total.tobytes() == reduce_arrays(ReduceOp.SUM, terms).tobytes()
+    return digest(totals)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_leaves_of_several_dtypes_and_empty_ones_travel_together(ranks: Ranks, large: bool) -> None:
+    agreed(ranks, check_several_leaves, large)
+
+
+def check_no_leaves(rank: int, size: int) -> list[Any]:
+    return all_reduced([])
+
+
+def test_a_call_without_leaves_is_a_meeting(ranks: Ranks) -> None:
+    assert agreed(ranks, check_no_leaves) == []
+
+
+def check_in_place(rank: int, size: int) -> None:
+    for count in (100, LARGE // 4):
+        array = noise(rank, count)
+        call = Call(1, "all_reduce", "SUM", signature([array]))
+        backend().all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
+        expected = reduce_arrays(ReduceOp.SUM, [noise(r, count) for r in range(size)])
+        assert array.tobytes() == expected.tobytes()
+
+
+def test_input_and_output_may_be_one_array(ranks: Ranks) -> None:
+    agreed(ranks, check_in_place)
+
+
+def check_allocated(rank: int, size: int, shared_ranks: int) -> str:
+    """Reduce in place; only the first ranks use the memory that was allocated for it."""
+    leaves = [(np.dtype(t), n) for t, n in [("f4", LARGE // 4), ("i8", 0), ("f2", 70_000)]]
+    allocated = backend().allocate(leaves, TIMEOUT)
+    for op in (ReduceOp.SUM, ReduceOp.MAX):
+        everyone = [[noise(r, n, dtype) for dtype, n in leaves] for r in range(size)]
+        arrays = allocated if rank < shared_ranks else [np.empty(n, t) for t, n in leaves]
+        for array, values in zip(arrays, everyone[rank], strict=True):
+            array[...] = values
+        call = Call(1, "all_reduce", op.name, signature(arrays))
+        backend().all_reduce(call, arrays, arrays, op, TIMEOUT)
+        for total, *terms in zip(arrays, *everyone, strict=True):
+            assert total.tobytes() == reduce_arrays(op, terms).tobytes()
+    return digest(arrays)
+
+
+@pytest.mark.parametrize("shared_ranks", [0, 1, 3])
+def test_allocated_arrays_are_reduced_where_they_are(ranks: Ranks, shared_ranks: int) -> None:
+    agreed(ranks, check_allocated, shared_ranks)
+    agreed(ranks, check_in_place)
+
+
+def check_half_sums(rank: int, size: int) -> float:
+    (total,) = all_reduced([np.full(WHOLE_BYTES, 2048.0 if rank == 0 else 0.6, np.float16)])
+    return float(total[-1])
+
+
+def test_sixteen_bit_floats_are_added_in_thirty_two(ranks: Ranks) -> None:
+    added = np.float32(np.float16(0.6)) * (ranks.size - 1)
+    assert agreed(ranks, check_half_sums) == np.float16(np.float32(2048) + added)
+
+
+def check_update(rank: int, size: int, count: int) -> str:
+    variables = [np.zeros(count, np.float32), np.zeros(5, np.float64)]
+    events: list[str] = []
+
+    def prepare() -> str:
+        events.append("prepare")
+        return "ready"
+
+    def update(prepared: Any, leaf: int, start: int, stop: int, total: Any) -> None:
+        events.append("update")
+        assert prepared == "ready"
+        assert total.shape == (stop - start,)
+        variables[leaf][start:stop] += total
+        total[...] = np.nan  # It is the callee's.
+
+    for _ in range(2):
+        inputs = [noise(rank, count), noise(rank, 5, np.float64)]
+        call = Call(1, "reduce_update", "MEAN", signature(inputs))
+        mean = ReduceOp.MEAN
+        assert backend().reduce_update(call, inputs, mean, prepare, update, TIMEOUT) == "ready"
+        assert inputs[0].tobytes() == noise(rank, count).tobytes()
+    means = [
+        reduce_arrays(mean, [noise(r, v.size, v.dtype) for r in range(size)]) for v in variables
+    ]
+    for variable, expected in zip(variables, means, strict=True):
+        np.testing.assert_array_equal(variable, expected + expected)
+    assert events.count("prepare") == 2
+    assert events[0] == "prepare"
+    return digest(variables)
+
+
+@pytest.mark.parametrize("count", [100, LARGE // 4])
+def test_an_update_sees_every_element_of_the_total_once(ranks: Ranks, count: int) -> None:
+    agreed(ranks, check_update, count)
+
+
+def check_gather(rank: int, size: int, rows: list[int]) -> str:
+    def leaves(r: int) -> list[Any]:
+        return [
+            noise(r, rows[r] * 3, np.int16).reshape(rows[r], 3),
+            noise(r, rows[-1 - r]).reshape(rows[-1 - r], 1),
+            np.empty((rows[r], 0), np.float64),
+        ]
+
+    joined = gathered(leaves(rank))
+    for whole, *parts in zip(joined, *(leaves(r) for r in range(size)), strict=True):
+        np.testing.assert_array_equal(whole, np.concatenate(parts))
+        assert whole.dtype == parts[0].dtype
+    return digest(joined)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[1, 2, 3], [0, 5, 0], [0, 0, 0], [LARGE // 2, 1, 7], [9, 0, LARGE], [LARGE, 200_000, 5]],
+    ids=str,
+)
+def test_rows_are_joined_in_rank_order_however_many_each_has(ranks: Ranks, rows: list[int]) -> None:
+    agreed(ranks, check_gather, rows[: ranks.size])
+
+
+def check_text(rank: int, size: int) -> list[Any]:
+    def texts(r: int) -> Any:
+        return np.array([[f"{r}:{i:07d}"] for i in range(50_000 * r + 1)])
+
+    joined = gathered([noise(rank, 3, np.int8)[:, None], texts(rank)])
+    np.testing.assert_array_equal(joined[1], np.concatenate([texts(r) for r in range(size)]))
+    return joined[1][-1].tolist()
+
+
+def test_text_of_any_length_is_gathered(ranks: Ranks) -> None:
+    last = ranks.size - 1
+    assert agreed(ranks, check_text) == [f"{last}:{50_000 * last:07d}"]
+
+
+def share_objects(rank: int, size: int) -> None:
+    gathered([np.array([[object()]])])
+
+
+def test_objects_are_refused_on_every_rank(ranks: Ranks) -> None:
+    errors = [outcome.error for outcome in ranks.run(share_objects)]
+    assert "TypeError" in errors
+    assert set(errors) <= {"TypeError", "WorkerLostError"}
+    for outcome in ranks.run(recover):
+        outcome.result()
+
+
+def check_broadcast(rank: int, size: int, root: int) -> str:
+    def leaves(r: int) -> list[Any]:
+        return [noise(r, 7), noise(r, 0), noise(r, LARGE // 8, np.float64), noise(r, 2, np.int8)]
+
+    buffers = leaves(rank)
+    broadcasted(buffers, root)
+    assert digest(buffers) == digest(leaves(root))
+    return digest(buffers)
+
+
+def test_every_rank_can_be_the_root_of_a_broadcast(ranks: Ranks) -> None:
+    assert len({agreed(ranks, check_broadcast, root) for root in range(ranks.size)}) == ranks.size
+
+
+def check_two_hosts(rank: int, size: int) -> list[str]:
+    """Take ranks of even and odd numbers for two hosts; return what a mismatch says."""
+    here = [r for r in range(size) if r % 2 == rank % 2]
+    part = SharedMemoryBackend(joined_peers(), ranks=here)
+    assert (part.rank, part.size) == (here.index(rank), len(here))
+    for count in (100, LARGE // 4):
+        array = noise(rank, count)
+        call = Call(1, "all_reduce", "SUM", signature([array]))
+        part.all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
+        expected = reduce_arrays(ReduceOp.SUM, [noise(r, count) for r in here])
+        assert array.tobytes() == expected.tobytes()
+    said = []
+    if len(here) > 1:
+        array = noise(rank, 5 + rank)
+        call = Call(2, "all_reduce", "SUM", signature([array]))
+        with pytest.raises(CollectiveMismatchError) as caught:
+            part.all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
+        said.append(str(caught.value))
+    part.close()
+    return said
+
+
+def test_only_ranks_of_one_host_share_memory_and_errors_name_all_by_their_rank() -> None:
+    with Ranks(3) as ranks:
+        said = [outcome.result() for outcome in ranks.run(check_two_hosts)]
+    assert "worker 2 called all_reduce(SUM, 7 element(s)" in said[0][0]
+    assert "worker 0 called all_reduce(SUM, 5 element(s)" in said[2][0]
+    assert said[1] == []
+
+
+def check_merge(rank: int, size: int) -> int:
+    return backend().merge(Call(1, "merge"), rank, lambda values: values[0] + 1, TIMEOUT)
+
+
+def test_merge_stays_in_the_process(ranks: Ranks) -> None:
+    assert [o.result() for o in ranks.run(check_merge)] == list(range(1, ranks.size + 1))
+
+
+def check_fenced(rank: int, size: int) -> str:
+    native = windows.platform.machine
+    windows.platform.machine = lambda: "aarch64"
+    try:
+        weak = SharedMemoryBackend(joined_peers())
+    finally:
+        windows.platform.machine = native
+    outputs = []
+    for count in (100, LARGE // 4):
+        array = noise(rank, count)
+        outputs.append(np.empty_like(array))
+        call = Call(1, "all_reduce", "SUM", signature([array]))
+        weak.all_reduce(call, [array], outputs[-1:], ReduceOp.SUM, TIMEOUT)
+        expected = reduce_arrays(ReduceOp.SUM, [noise(r, count) for r in range(size)])
+        assert outputs[-1].tobytes() == expected.tobytes()
+    weak.close()
+    return digest(outputs)
+
+
+def test_processors_that_reorder_stores_are_fenced(ranks: Ranks) -> None:
+    agreed(ranks, check_fenced)
+
+
+def check_random_calls(rank: int, size: int, seed: int) -> str:
+    plan, own = random.Random(seed), random.Random(seed * 1000 + rank)
+    results = []
+    for _ in range(150):
+        count = int(2 ** plan.uniform(0, 19.5))
+        kind, root, op = plan.randrange(4), plan.randrange(size), plan.choice(list(ReduceOp))
+        if own.random() < 0.1:
+            time.sleep(own.uniform(0, 3e-3))  # Ranks come at different times.
+        everyone = [noise(r, count) for r in range(size)]
+        if kind < 2:
+            results += all_reduced([everyone[rank]], op)
+            expected = reduce_arrays(op, everyone)
+        elif kind == 2:
+            results += gathered([everyone[rank][rank:, None]])
+            expected = np.concatenate([part[r:, None] for r, part in enumerate(everyone)])
+        else:
+            results.append(everyone[rank])
+            broadcasted(results[-1:], root)
+            expected = noise(root, count)
+        assert results[-1].tobytes() == expected.tobytes()
+    return digest(results)
+
+
+def test_random_calls_at_random_moments_are_right(ranks: Ranks) -> None:
+    agreed(ranks, check_random_calls, 20)
+
+
+def differ(rank: int, size: int, how: str) -> None:
+    odd = rank == size - 1
+    array = noise(rank, 6 + (odd and how == "shape"), "f8" if odd and how == "dtype" else "f4")
+    if how == "large":
+        array = noise(rank, LARGE // 4 + odd)
+    if how == "kind" and odd:
+        broadcasted([array], 0)
+    elif how == "root":
+        broadcasted([array], int(odd))
+    else:
+        all_reduced([array], ReduceOp.MAX if odd and how == "op" else ReduceOp.SUM)
+
+
+def recover(rank: int, size: int) -> None:
+    joined_peers().recover(backend().reset, TIMEOUT)
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "op", "kind", "root", "large"])
+def test_calls_that_differ_are_an_error_on_every_rank(ranks: Ranks, how: str) -> None:
+    agreed(ranks, check_in_place)
+    outcomes = ranks.run(differ, how)
+    assert [o.error for o in outcomes] == [CollectiveMismatchError.__name__] * ranks.size
+    assert all(o.seconds < 1.0 for o in outcomes)
+    assert all("Every replica must" in o.text for o in outcomes)
+    for outcome in ranks.run(recover):
+        outcome.result()
+    agreed(ranks, check_in_place)
+
+
+def come_late(rank: int, size: int) -> None:
+    if rank != 1:
+        all_reduced([noise(rank, 3)], timeout=0.1)
+
+
+def test_who_waits_too_long_says_for_whom(ranks: Ranks) -> None:
+    outcomes = ranks.run(come_late)
+    assert outcomes[0].error == "CollectiveTimeoutError"
+    assert "waited 0.1 s for worker(s) 1" in outcomes[0].text
+    for outcome in ranks.run(recover):
+        outcome.result()
+    agreed(ranks, check_in_place)
+
+
+def wait_in_vain(rank: int, size: int) -> float:
+    start = time.thread_time()
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError):
+            all_reduced([noise(rank, 3)], timeout=0.5)
+    return time.thread_time() - start
+
+
+def test_who_waits_long_leaves_the_processor_to_others(ranks: Ranks) -> None:
+    assert ranks.run(wait_in_vain)[0].result() < 0.25
+    for outcome in ranks.run(recover):
+        outcome.result()
+
+
+def reduce_often(rank: int, size: int) -> str:
+    return digest([all_reduced([noise(rank, LARGE)])[0] for _ in range(8)])
+
+
+def test_a_rank_that_is_stopped_for_a_while_does_no_harm(ranks: Ranks) -> None:
+    expected = agreed(ranks, reduce_often)
+    ranks.start(reduce_often)
+    ranks.signal(1, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + 10.0
+        while Path(f"/proc/{ranks.pids[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline
+    finally:
+        ranks.signal(1, signal.SIGCONT)
+    assert [outcome.result() for outcome in ranks.collect()] == [expected] * ranks.size
+
+
+def fail_in_prepare(rank: int, size: int) -> None:
+    def prepare() -> None:
+        if rank == 0:
+            raise ZeroDivisionError("a bad day")
+
+    array = noise(rank, 10)
+    call = Call(1, "reduce_update", "SUM", signature([array]))
+    backend().reduce_update(call, [array], ReduceOp.SUM, prepare, lambda *_: None, TIMEOUT)
+    all_reduced([array])
+
+
+def test_an_exception_on_one_rank_reaches_the_others(ranks: Ranks) -> None:
+    outcomes = ranks.run(fail_in_prepare)
+    assert outcomes[0].error == "ZeroDivisionError"
+    for outcome in outcomes[1:]:
+        assert outcome.error == "WorkerLostError"
+        assert "a bad day" in outcome.text
+    for outcome in ranks.run(recover):
+        outcome.result()
+    agreed(ranks, check_in_place)
+
+
+def die_in_a_call(rank: int, size: int, point: str) -> tuple[str, str, float]:
+    all_reduced([noise(rank, 10)])
+    if rank == 1:
+        setattr(backend()._windows, point, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
+    try:
+        all_reduced([noise(rank, LARGE)])
+    except WorkerLostError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    raise AssertionError("the call ended as if nobody had died")
+
+
+@pytest.mark.parametrize(("size", "point"), [(3, "publish"), (2, "show"), (3, "drain_shown")])
+def test_a_rank_killed_inside_a_call_is_lost_to_the_others(size: int, point: str) -> None:
+    with Ranks(size) as mortals:
+        outcomes = mortals.run(die_in_a_call, point)
+    assert outcomes[1].error == "Lost"
+    for outcome in (outcomes[0], *outcomes[2:]):
+        name, text, seconds = outcome.result()
+        assert name == "WorkerLostError"
+        assert "worker 1" in text
+        assert seconds < 1.0
+
+
+def check_closing(rank: int, size: int) -> None:
+    def held() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), maps.count("/memfd:ndistribute")
+
+    backend()
+    before = held()
+    for _ in range(3):
+        another = SharedMemoryBackend(joined_peers())
+        array = np.ones(LARGE)
+        call = Call(1, "all_reduce", "SUM", signature([array]))
+        another.all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
+        assert held() > before
+        another.close()
+        another.close()
+        assert held() == before
+
+
+def test_closing_gives_memory_and_files_back(ranks: Ranks) -> None:
+    agreed(ranks, check_closing)
+
+
+def test_memory_that_is_not_the_peers_is_refused():
+    fd = os.memfd_create("stranger")
+    try:
+        os.ftruncate(fd, segment.size_of(4096, 4))
+        card = {"pid": os.getpid(), "fd": fd, "nonce": "ab" * 16, "window": 4096}
+        with pytest.raises(DistributeError, match=r"not what it shared.*NDISTRIBUTE_HOST_ID"):
+            segment._map(1, 0, card, 4096, 4)
+        with pytest.raises(DistributeError, match=r"worker 0 can not map .* of worker 1 \(pid"):
+            segment._map(1, 0, {**card, "fd": 1 << 20}, 4096, 4)
+        with pytest.raises(DistributeError, match="4096 bytes, expected 8192"):
+            segment._map(1, 0, card, 8192, 4)
+    finally:
+        os.close(fd)
+
+
+leaf_lists = st.lists(
+    st.tuples(st.sampled_from(["f2", "f4", "f8", "c16", "?"]).map(np.dtype), st.integers(0, 300)),
+    max_size=8,
+).map(tuple)
+
+
+def covered(pieces: Any) -> list[Any]:
+    return sorted((p.leaf, element) for p in pieces for element in range(p.start, p.stop))
+
+
+@given(leaf_lists, st.sampled_from([128, 256, 4096]), st.integers(0, 128), st.integers(1, 5))
+def test_chunks_and_shares_cover_every_element_once(
+    leaves: Any, window: int, head: int, owners: int
+) -> None:
+    chunks = cut(leaves, window, head)
+    elements = [(leaf, i) for leaf, (_, size) in enumerate(leaves) for i in range(size)]
+    assert covered(piece for chunk in chunks for piece in chunk) == elements
+    for number, chunk in enumerate(chunks):
+        shares = share(chunk, owners)
+        assert len(shares) == owners
+        assert covered(piece for part in shares for piece in part) == covered(chunk)
+        check_places(chunk, head if number == 0 else 0, window)
+        check_places([piece for part in shares for piece in part], 0, window, aligned=False)
+
+
+def check_places(pieces: Any, first: int, window: int, aligned: bool = True) -> None:
+    free = first
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        assert isinstance(piece, Piece)
+        assert piece.offset >= free
+        assert piece.offset % (ALIGNMENT if aligned else piece.dtype.itemsize) == 0
+        free = piece.offset + (piece.stop - piece.start) * piece.dtype.itemsize
+    assert free <= max(window, first)

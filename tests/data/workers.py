@@ -1,0 +1,75 @@
+"""Workers of a job, imitated by threads: each has a communicator, as processes would."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.collective.select import make_group
+from ndistribute.device import Device
+
+DEADLINE_SECONDS = 20
+
+
+def cpus(count: int) -> list[Device]:
+    return [Device(f"cpu:{i}") for i in range(count)]
+
+
+def on_workers(count: int, work: Callable[[Any], Any]) -> list[Any]:
+    """Return what each worker's ``work(communicator)`` returned, or the exception it raised."""
+    group = make_group(cpus(count))
+    results: list[Any] = [None] * count
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(group.communicators[rank])
+        except Exception as error:
+            results[rank] = error
+        finally:
+            group.leave(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), "a worker hangs"
+    return results
+
+
+def raised(results: Sequence[Any]) -> list[Any]:
+    """Return the results, once it is sure that none of them is an exception."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return list(results)
+
+
+def pieces_of(steps: Any) -> list[list[list[Any]]]:
+    return [[piece.tolist() for piece in step.values] for step in steps]
+
+
+def rows_of(shares: Sequence[list[list[list[Any]]]]) -> list[Any]:
+    """Return the rows of all replicas of all workers, step after step."""
+    return [
+        row
+        for joint in zip(*shares, strict=True)
+        for step in joint
+        for piece in step
+        for row in piece
+    ]
+
+
+def save_numbers(folder: Any, lengths: Sequence[int]) -> list[str]:
+    """Write files of the numbers from 0 on, so many to each."""
+    paths, first = [], 0
+    for index, length in enumerate(lengths):
+        paths.append(str(folder / f"part-{index:03}.npy"))
+        np.save(paths[-1], np.arange(first, first + length, dtype=np.int32))
+        first += length
+    return paths

@@ -1,0 +1,298 @@
+"""Runs functions on several real processes: starts them, collects results and tracebacks, kills.
+
+The processes stay, so that one start serves many tests. They are started like the workers of a job:
+over TCP with `TF_CONFIG` and a listening socket that they inherit, or by a real `mpiexec`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Outcome", "Ranks", "find_mpiexec"]
+
+ROOT = Path(__file__).parent.parent
+START_SECONDS = 60.0
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass
+class Outcome:
+    """What a function did on one process: returned, raised, or ended with the process."""
+
+    value: Any = None
+    error: str | None = None  # The name of the exception's class; "Lost" where the process ended.
+    text: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def result(self) -> Any:
+        """Return what the function returned; raise what it raised, with the remote traceback."""
+        if self.error is not None:
+            raise AssertionError(f"{self.error}: {self.text}\n{self.traceback}")
+        return self.value
+
+
+class Ranks:
+    """Keep some processes that run the same function together.
+
+    Args:
+        size: how many.
+        wire: ``"tcp"`` for `TF_CONFIG` and sockets, ``"mpi"`` for `mpiexec`.
+        environ: more environment variables; a list gives each rank its own.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        wire: str = "tcp",
+        environ: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        self.size = size
+        self._directory = tempfile.mkdtemp(prefix="ranks-")
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(f"{self._directory}/door")
+        self._door.listen(size)
+        self._lines: list[socket.socket] = []
+        self.pids: list[int] = []
+        each = [environ] * size if isinstance(environ, Mapping) else (list(environ) or [{}] * size)
+        base = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OPENBLAS_NUM_THREADS": "1",
+            "RANKS_DOOR": f"{self._directory}/door",
+        }
+        start = _start_over_tcp if wire == "tcp" else _start_over_mpi
+        self._processes = start(size, base, each)
+        try:
+            self._welcome()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        ranks: Sequence[int] | None = None,
+    ) -> list[Outcome]:
+        """Call ``function(rank, size, *args)`` on every process and return what each one did.
+
+        The function is found by its module's name and its own. A process that has no answer after
+        `timeout` seconds is killed, and with it the whole group.
+        """
+        self.start(function, *args, ranks=ranks)
+        return self.collect(timeout, ranks)
+
+    def start(
+        self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Begin what `collect` ends."""
+        order = pickle.dumps((function.__module__, function.__qualname__, args))
+        for rank in range(self.size) if ranks is None else ranks:
+            with contextlib.suppress(OSError):
+                _send(self._lines[rank], order)
+
+    def collect(self, timeout: float = 60.0, ranks: Sequence[int] | None = None) -> list[Outcome]:
+        """Return the outcomes of what was started."""
+        deadline = time.monotonic() + timeout
+        outcomes = []
+        for rank in range(self.size) if ranks is None else ranks:
+            line = self._lines[rank]
+            try:
+                line.settimeout(max(0.01, deadline - time.monotonic()))
+                outcomes.append(pickle.loads(_receive(line)))
+            except TimeoutError:
+                self.kill()
+                outcomes.append(Outcome(error="Hang", text=f"rank {rank}: {timeout:g} s are over"))
+            except (OSError, EOFError) as error:
+                outcomes.append(Outcome(error="Lost", text=str(error)))
+        return outcomes
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to one process."""
+        os.kill(self.pids[rank], number)
+
+    def kill(self) -> None:
+        """Kill every process."""
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End every process; kill those that do not end in time."""
+        for line in self._lines:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + 20.0
+        late = []
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(0.01, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late.append(process.pid)
+                self.kill()
+                process.kill()
+                process.wait(timeout=10.0)
+        for line in self._lines:
+            line.close()
+        self._door.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if late:
+            raise AssertionError(f"processes {late} did not end by themselves.")
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _welcome(self) -> None:
+        self._door.settimeout(START_SECONDS)
+        came: dict[int, tuple[int, socket.socket]] = {}
+        while len(came) < self.size:
+            line, _ = self._door.accept()
+            line.settimeout(START_SECONDS)
+            rank, pid = pickle.loads(_receive(line))
+            came[rank] = (pid, line)
+        self.pids = [came[rank][0] for rank in range(self.size)]
+        self._lines = [came[rank][1] for rank in range(self.size)]
+
+
+def find_mpiexec() -> str | None:
+    """Return the `mpiexec` beside this Python, or another one."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def _start_over_tcp(
+    size: int, base: Mapping[str, str], each: Sequence[Mapping[str, str]]
+) -> list[subprocess.Popen[bytes]]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+    addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    secret = secrets.token_hex(16)
+    processes = []
+    for rank, listener in enumerate(listeners):
+        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        environ = {
+            **base,
+            "TF_CONFIG": json.dumps(config),
+            "NDISTRIBUTE_LISTEN_FD": str(listener.fileno()),
+            "NDISTRIBUTE_SECRET": secret,
+            "RANKS_RANK": str(rank),
+            "RANKS_SIZE": str(size),
+            **each[rank],
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.processes"],
+                env=environ,
+                cwd=ROOT,
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        )
+    for listener in listeners:
+        listener.close()
+    return processes
+
+
+def _start_over_mpi(
+    size: int, base: Mapping[str, str], each: Sequence[Mapping[str, str]]
+) -> list[subprocess.Popen[bytes]]:
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise FileNotFoundError("no mpiexec: pip install 'ndistribute[mpi]'")
+    command = [mpiexec]
+    for rank in range(size):
+        extra = [part for name, value in each[rank].items() for part in ("-env", name, value)]
+        command += [":"] * (rank > 0) + ["-n", "1", *extra]
+        command += [sys.executable, "-m", "tests.processes"]
+    plain = {k: v for k, v in base.items() if k not in ("TF_CONFIG", "NDISTRIBUTE_LISTEN_FD")}
+    return [subprocess.Popen(command, env=plain, cwd=ROOT, stdin=subprocess.DEVNULL)]
+
+
+def _send(line: socket.socket, payload: bytes) -> None:
+    line.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
+def _receive(line: socket.socket) -> bytes:
+    (length,) = _LENGTH.unpack(_exactly(line, _LENGTH.size))
+    return _exactly(line, length)
+
+
+def _exactly(line: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = line.recv(count - len(data))
+        if not part:
+            raise EOFError("the process ended")
+        data += part
+    return bytes(data)
+
+
+def _rank_and_size() -> tuple[int, int]:
+    for rank, size in (("RANKS_RANK", "RANKS_SIZE"), ("PMI_RANK", "PMI_SIZE")):
+        if rank in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+
+
+def _serve() -> None:
+    """Run on a process: call what is asked for until nobody asks any more."""
+    rank, size = _rank_and_size()
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(os.environ["RANKS_DOOR"])
+        _send(line, pickle.dumps((rank, os.getpid())))
+        while True:
+            try:
+                module, name, args = pickle.loads(_receive(line))
+            except (EOFError, OSError):
+                return
+            _send(line, pickle.dumps(_outcome(module, name, rank, size, args)))
+
+
+def _outcome(module: str, name: str, rank: int, size: int, args: tuple[Any, ...]) -> Outcome:
+    start = time.monotonic()
+    try:
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        outcome = Outcome(value=function(rank, size, *args))
+    except BaseException as error:
+        outcome = Outcome(
+            error=type(error).__name__,
+            text=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            attributes={
+                name: getattr(error, name)
+                for name in ("rank", "op", "sequence")
+                if hasattr(error, name)
+            },
+        )
+    outcome.seconds = time.monotonic() - start
+    return outcome
+
+
+if __name__ == "__main__":
+    # Under its own name, so that what is pickled here is found there.
+    importlib.import_module("tests.processes")._serve()

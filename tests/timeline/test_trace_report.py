@@ -1,0 +1,213 @@
+"""What a report says about traces that were made up, so that the answer is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute import trace_report
+from ndistribute.trace_report import Event, Trace
+from ndistribute.trace_report.clocks import calls, offsets
+from ndistribute.trace_report.lateness import lateness
+from ndistribute.trace_report.merging import merged
+from ndistribute.trace_report.shares import UNTRACED, exclusive, shares
+
+STEP = 10_000.0
+
+
+def job(
+    computing: list[float], steps: int = 20, skews: list[float] | None = None, reducing: float = 1e3
+) -> list[Trace]:
+    """Return the traces of ranks that compute so long a step, wait for the last, and reduce."""
+    skews = skews or [0.0] * len(computing)
+    events: list[list[Event]] = [[] for _ in computing]
+    now = 0.0
+    for step in range(steps):
+        title = f"all_reduce #{step + 1}"
+        meet = now + max(computing)
+        for own, busy, skew in zip(events, computing, skews, strict=True):
+            start = now - skew
+            came, all_there = start + busy, meet - skew
+            own.append(Event("compute", "", start, came, 1))
+            own.append(Event("wait", title, came, all_there, 1))
+            own.append(Event("reduce", title, all_there, all_there + reducing, 1))
+        now = meet + reducing
+    return [
+        Trace(rank, len(computing), clock=f"of {rank}", wall=0.0, events=tuple(own))
+        for rank, own in enumerate(events)
+    ]
+
+
+def test_a_span_does_not_count_what_stands_in_it():
+    events = [
+        Event("update", "", 0, 100, 1),
+        Event("wait", "", 10, 40, 1),
+        Event("pack", "", 20, 30, 1),
+        Event("compute", "", 120, 130, 1),
+        Event("compute", "", 0, 50, 2),
+    ]
+    assert exclusive(events) == {
+        "update": 70,
+        "wait": 20,
+        "pack": 10,
+        UNTRACED: 20,
+        "compute": 60,
+    }
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["compute", "wait", "pack"]),
+            st.integers(0, 1000),
+            st.integers(0, 500),
+            st.integers(1, 3),
+        ),
+        min_size=1,
+    )
+)
+def test_shares_add_up_to_the_time_between_the_first_and_the_last_event(spans):
+    events = [Event(name, "", start, start + took, thread) for name, start, took, thread in spans]
+    whole = sum(
+        max(e.end for e in events if e.thread == thread)
+        - min(e.start for e in events if e.thread == thread)
+        for thread in {event.thread for event in events}
+    )
+    assert sum(exclusive(events).values()) == pytest.approx(whole)
+    assert sum(shares(events).values()) == pytest.approx(1 if whole else 0)
+
+
+@given(
+    st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_clocks_are_told_apart_to_within_the_jitter_of_leaving(skews, random):
+    traces = []
+    for trace in job([STEP] * len(skews), skews=skews):
+        jittered = [event._replace(end=event.end + random.uniform(0, 50)) for event in trace.events]
+        traces.append(Trace(trace.rank, trace.size, trace.clock, events=tuple(jittered)))
+    expected = [skew - skews[0] for skew in skews]
+    assert offsets(traces) == pytest.approx(expected, abs=50.1)
+
+
+def test_one_late_leave_in_three_does_not_move_a_clock():
+    first, second = job([STEP, STEP], steps=30, skews=[0, 5e6])
+    late = [
+        e._replace(end=e.end + 1e6) if e.name == "reduce" and i % 3 == 0 else e
+        for i, e in enumerate(second.events)
+    ]
+    second = Trace(1, 2, second.clock, events=tuple(late))
+    assert offsets([first, second]) == pytest.approx([0, 5e6], abs=1)
+
+
+def test_processes_of_one_clock_are_not_moved():
+    first, second = job([STEP, 3 * STEP])
+    second = Trace(1, 2, clock=first.clock, events=second.events)
+    first = Trace(0, 2, clock=first.clock, events=first.events[1:])
+    assert offsets([first, second]) == [0, 0]
+
+
+def test_clocks_without_a_common_call_are_those_on_the_wall():
+    events = (Event("compute", "", 0, 1, 1),)
+    first = Trace(0, 2, "a", wall=1000.0, events=events)
+    second = Trace(1, 2, "b", wall=1500.0, events=events)
+    assert offsets([first, second]) == [0, 500]
+
+
+def test_a_title_that_comes_back_after_a_restart_is_another_call():
+    spans = [Event("wait", f"all_reduce #{i % 400}", i, i + 0.5, 1) for i in range(800)]
+    found = calls(spans)
+    assert len(found) == 800
+    assert found["all_reduce #7", 1] == (407, 407.5)
+
+
+def test_the_late_rank_is_named_with_what_it_costs():
+    traces = job([STEP, STEP, STEP + 4000], skews=[0, 1e6, -3e6])
+    late = lateness(traces)[2]
+    assert (late.rank, late.calls, late.last) == (2, 20, 20)
+    assert late.behind == pytest.approx(4000, rel=1e-6)
+    assert late.cost == pytest.approx(20 * 4000, rel=1e-6)
+    said = trace_report.explain(traces)
+    assert "Rank 2 is late: it comes last to 100% of 20 calls, 4.0 ms after" in said
+    assert "computes 4.0 ms a call longer" in said
+
+
+def test_a_late_rank_that_does_something_untraced_is_told_to_look_at_its_input():
+    first, second = job([STEP, STEP + 4000])
+    idle = [e._replace(start=e.start + 4000) if e.name == "compute" else e for e in second.events]
+    second = Trace(1, 2, second.clock, events=tuple(idle))
+    said = trace_report.explain([first, second])
+    assert "Rank 1 is late" in said
+    assert "in no span" in said
+
+
+def test_ranks_in_step_are_not_blamed_and_the_wire_is():
+    said = trace_report.explain(job([STEP, STEP], reducing=0.0))
+    assert "No rank is late" in said
+    assert "Computing takes 100%" in said
+    slow = [
+        Trace(
+            t.rank,
+            t.size,
+            t.clock,
+            events=tuple(
+                e._replace(name="wait" if e.name == "reduce" else e.name) for e in t.events
+            ),
+        )
+        for t in job([STEP, STEP], reducing=STEP)
+    ]
+    assert "Waiting takes 50% and nobody is to blame" in trace_report.explain(slow)
+
+
+def test_merged_times_start_at_zero_and_put_a_call_of_all_ranks_at_one_place():
+    entries = merged(job([STEP, STEP / 2], skews=[0, 7e8]))["traceEvents"]
+    spans = [entry for entry in entries if entry["ph"] == "X"]
+    assert min(entry["ts"] for entry in spans) == 0
+    left = [
+        entry["ts"] + entry["dur"]
+        for entry in spans
+        if entry["name"] == "reduce" and entry["args"]["title"] == "all_reduce #3"
+    ]
+    assert left[0] == pytest.approx(left[1], abs=0.01)
+
+
+def test_a_directory_without_traces_says_how_to_get_some(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="NDISTRIBUTE_TRACE"):
+        trace_report.report(tmp_path)
+    (tmp_path / "trace-0.json").write_text("")
+    with pytest.raises(FileNotFoundError, match="no trace with events"):
+        trace_report.merge(tmp_path)
+
+
+def written(directory: Path, rank: int, size: int, wall: float, cut: int = 0) -> None:
+    about = {"rank": rank, "size": size, "process": 100 + rank, "host": "h", "clock": "c"}
+    head = json.dumps({"otherData": {**about, "wall_minus_clock_us": wall}, "traceEvents": []})
+    lines = [head[:-2]]
+    for number in range(3):
+        event = {"ph": "X", "name": "wait", "pid": rank, "tid": 1, "ts": number, "dur": 1.0}
+        lines.append(json.dumps(event) + ",")
+    text = "\n".join(lines)
+    (directory / f"trace-{rank}.json").write_text(text[: len(text) - cut])
+
+
+def test_a_file_cut_anywhere_is_read_up_to_there(tmp_path: Path):
+    seen = set()
+    for cut in range(0, 300, 7):
+        written(tmp_path, 0, 1, 0.0, cut)
+        try:
+            seen.add(len(trace_report.read(tmp_path)[0].events))
+        except FileNotFoundError:
+            seen.add(0)
+    assert seen == {0, 1, 2, 3}
+
+
+def test_ranks_of_an_earlier_larger_run_are_left_out(tmp_path: Path):
+    for rank in range(4):
+        written(tmp_path, rank, 4, wall=1e6)
+    for rank in range(2):
+        written(tmp_path, rank, 2, wall=9e6)
+    assert [trace.rank for trace in trace_report.read(tmp_path)] == [0, 1]
