@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+from ndistribute import timeline
 from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import Communicator
 from ndistribute.collective.options import CommunicationOptions
@@ -51,6 +52,7 @@ class Workers:
         *,
         reduces_early: bool = False,
     ) -> None:
+        timeline.identify(peers.rank, peers.size)
         self.peers = peers
         self.backend = backend
         self.communicator = Communicator(backend, options)

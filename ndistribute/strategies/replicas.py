@@ -20,6 +20,7 @@ from ndistribute.context import Frame, chosen, frame_stack
 from ndistribute.errors import WorkerLostError
 from ndistribute.replica_context import ReplicaContext
 from ndistribute.strategies.blas import limited_blas
+from ndistribute.timeline import span
 
 __all__ = ["ReplicaPool"]
 
@@ -178,6 +179,7 @@ class ReplicaPool:
         threads, self._threads = self._threads, []
         for thread in threads:
             thread.end()
+        self._group.close()
 
     def _replica(self, rank: int, step: Step, outcome: _Outcome) -> None:
         context, stream = self._contexts[rank], self._group.streams[rank]
@@ -185,13 +187,14 @@ class ReplicaPool:
         depth = len(frames)
         try:
             frames.append(Frame(chosen(context.strategy), context))
-            if stream.on_gpu:
-                with stream.use():
-                    stream.begin()
+            with span("compute"):
+                if stream.on_gpu:
+                    with stream.use():
+                        stream.begin()
+                        outcome.results[rank] = step(rank)
+                        stream.synchronize()
+                else:
                     outcome.results[rank] = step(rank)
-                    stream.synchronize()
-            else:
-                outcome.results[rank] = step(rank)
             self._group.leave(rank)
         except BaseException as error:
             outcome.errors.append((rank, error))
