@@ -57,7 +57,7 @@ $(VENV)/ready: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
 	@touch $@
 
 $(VENV)/ready-test: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
-	$(PIP) --editable '.[examples,test]'
+	$(PIP) --editable '.[examples,mpi,test]'
 	@touch $@
 
 $(VENV)/ready-bench: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
