@@ -130,6 +130,7 @@ class Benchmark:
         same_check: the relative difference up to which the checks of a group agree, else None.
         max_cores: how many cores the workers may use.
         conclude: returns what all entries of the JSON say together: rows of a table.
+        of_processes: returns the benchmark with so many processes, where their number is free.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Benchmark:
     same_check: float | None = None
     max_cores: int = 2
     conclude: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]] = lambda entries: []
+    of_processes: Callable[[int], Benchmark] | None = None
 
     def figure(self, seconds: float) -> float:
         """Turn the seconds for one unit into the figure that tables show."""

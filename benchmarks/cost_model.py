@@ -8,6 +8,7 @@ the error on them is shown.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -173,10 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     print(_tables(content))
     if options.out:
-        from benchmarks import plots
-
         write_json(content, options.out / "cost_model.json")
-        plots.draw_predictions(content, options.out / "cost_model.png")
+        if importlib.util.find_spec("matplotlib") is not None:
+            from benchmarks import plots
+
+            plots.draw_predictions(content, options.out / "cost_model.png")
 
 
 def _content(job: Job, options: argparse.Namespace) -> dict[str, Any]:
@@ -232,7 +234,8 @@ def _tables(content: Mapping[str, Any]) -> str:
         for row in content["predictions"]
     ]
     names = ["workers", "", "all-reduce ms", "weak ms", "efficiency", "strong ms", "speedup"]
-    parts = [markdown(head, rows), _NOTE, markdown(names, steps)]
+    unclear = any(not one["determined"] for one in content["fits"].values())
+    parts = [markdown(head, rows), *([_NOTE] if unclear else []), markdown(names, steps)]
     if content.get("scaling"):
         compared = [
             [

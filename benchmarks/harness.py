@@ -8,10 +8,10 @@ and left out, the others go on, and what is known is written after each group.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,21 +21,18 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.case import (
-    MPICH,
-    OPEN_MPI,
     OURS,
     PACKAGES,
-    PEER,
-    TORCH,
     Benchmark,
     Contender,
     Group,
     Result,
 )
 from benchmarks.machine import machine
+from benchmarks.options import add_options, parse, pythons
 from benchmarks.workers import WorkerError, Workers
 
-__all__ = ["Settings", "add_options", "main", "measure", "parse", "pythons"]
+__all__ = ["Settings", "main", "measure"]
 
 _log = logging.getLogger("benchmarks")
 
@@ -89,12 +86,18 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
         SystemExit: with status 1 where one of our own contenders failed.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # Whoever ends this process ends its workers as well.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parser = argparse.ArgumentParser(description=benchmark.title)
     parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     add_options(parser)
     parser.add_argument("--repetitions", type=int, help="of each contender; 9, quick 3")
     parser.add_argument("--only", default="", metavar="TEXT", help="groups whose name has this")
+    if benchmark.of_processes:
+        parser.add_argument("--processes", type=int, default=2, help="that meet; 2")
     options = parse(parser, arguments)
+    if benchmark.of_processes:
+        benchmark = benchmark.of_processes(options.processes)
     available = len(os.sched_getaffinity(0))
     settings = Settings(
         repetitions=options.repetitions or (3 if options.quick else 9),
@@ -117,39 +120,6 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
         plots.draw(written, (options.out or Path(benchmark.name)).with_suffix(".png"))
     if any(failure["side"] == OURS for failure in written["failures"]):
         sys.exit(1)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every script and run_all share."""
-    parser.add_argument("--plot", action="store_true", help="draw a PNG as well (matplotlib)")
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
-    parser.add_argument("--peers", action="store_true", help="alternate with what is installed")
-    parser.add_argument("--tf-python", default=sys.executable, help="interpreter with TensorFlow")
-    parser.add_argument("--torch-python", default=sys.executable, help="one with PyTorch")
-    parser.add_argument("--mpi-python", default=sys.executable, help="one with mpi4py and MPICH")
-    parser.add_argument("--ompi-python", help="one with mpi4py and Open MPI")
-    parser.add_argument("--cores", type=int, help="cores for all workers; 2, or 4 for all_reduce")
-
-
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line, and refuse now what would fail after minutes."""
-    options = parser.parse_args(arguments)
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install '.[bench]'")
-    return options
-
-
-def pythons(options: argparse.Namespace) -> dict[str, str]:
-    """Return the interpreter of each side that is asked for."""
-    peers = {
-        PEER: options.tf_python,
-        TORCH: options.torch_python,
-        MPICH: options.mpi_python,
-        OPEN_MPI: options.ompi_python,
-    }
-    chosen = {side: python for side, python in peers.items() if options.peers and python}
-    # A worker runs in the repository, the path was given relative to where we are.
-    return {OURS: sys.executable, **{s: os.path.abspath(p) for s, p in chosen.items()}}
 
 
 def measure(

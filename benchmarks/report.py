@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.case import Benchmark, Result
 
-__all__ = ["as_json", "markdown", "ratio", "shown", "summary", "table", "write_json"]
+__all__ = ["as_json", "conclusions", "markdown", "ratio", "shown", "summary", "table", "write_json"]
 
 
 def summary(figures: Sequence[float]) -> dict[str, Any]:
@@ -88,13 +88,19 @@ def table(written: dict[str, Any]) -> str:
     lines = [*notes, "", markdown(head, rows)]
     if any(_star(entry) for entry in entries):
         lines += ["", "\\* more replicas than cores: for correctness, not for comparison"]
+    if written["conclusions"] or written["failures"]:
+        lines += ["", conclusions(written)]
+    return "\n".join(lines)
+
+
+def conclusions(written: dict[str, Any]) -> str:
+    """Return what the figures say together as a markdown table, and who failed."""
     rows = [[_plain(cell) for cell in row.values()] for row in written["conclusions"]]
-    if rows:
-        lines += ["", markdown(list(written["conclusions"][0]), rows)]
+    parts = [markdown(list(written["conclusions"][0]), rows)] if rows else []
     for failure in written["failures"]:
         last = failure["error"].strip().splitlines()[-1]
-        lines += ["", f"FAILED: {failure['group']}, {failure['side']}: {failure['name']}: {last}"]
-    return "\n".join(lines)
+        parts.append(f"FAILED: {failure['group']}, {failure['side']}: {failure['name']}: {last}")
+    return "\n\n".join(parts)
 
 
 def _star(entry: dict[str, Any]) -> str:

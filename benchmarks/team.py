@@ -76,6 +76,11 @@ class Team:
                 self.close()
                 raise
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Return what was started: the processes, or the one `mpiexec`."""
+        return tuple(process.pid for process in self._processes)
+
     def ask(self, timeout: float = ANSWER_SECONDS, **request: Any) -> dict[str, Any]:
         """Send a request to all, and return what they answer together.
 

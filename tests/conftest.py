@@ -16,6 +16,13 @@ from tests.leaks import Snapshot, leaks_since
 
 _FAILED = pytest.StashKey[bool]()
 
+# Open MPI refuses what tests do: root, as in containers, and more processes than cores.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
 hypothesis.settings.register_profile(
     "ndistribute",
     deadline=None,
@@ -28,6 +35,8 @@ hypothesis.settings.register_profile(
 def pytest_configure(config: pytest.Config) -> None:
     """Load the profile, and the leak check for tests and docstrings alike."""
     hypothesis.settings.load_profile("ndistribute")
+    for name, value in OPEN_MPI.items():
+        os.environ.setdefault(name, value)
     config.pluginmanager.register(LeakCheck(), "ndistribute-leaks")
 
 

@@ -224,8 +224,9 @@ def _start_over_mpi(
         raise FileNotFoundError("no mpiexec: pip install 'ndistribute[mpi]'")
     command = [mpiexec]
     for rank in range(size):
-        extra = [part for name, value in each[rank].items() for part in ("-env", name, value)]
-        command += [":"] * (rank > 0) + ["-n", "1", *extra]
+        # By env, for each MPI has a flag of its own for this.
+        extra = ["env", *(f"{name}={value}" for name, value in each[rank].items())]
+        command += [":"] * (rank > 0) + ["-n", "1", *(extra if each[rank] else [])]
         command += [sys.executable, "-m", "tests.processes"]
     plain = {k: v for k, v in base.items() if k not in ("TF_CONFIG", "NDISTRIBUTE_LISTEN_FD")}
     return [subprocess.Popen(command, env=plain, cwd=ROOT, stdin=subprocess.DEVNULL)]

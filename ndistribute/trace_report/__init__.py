@@ -4,8 +4,9 @@
 that were killed while writing; what follows is pure functions over their events.
 """
 
+from ndistribute.trace_report.lateness import Lateness, lateness
 from ndistribute.trace_report.merging import merge
 from ndistribute.trace_report.reading import Event, Trace, read
 from ndistribute.trace_report.report import explain, report
 
-__all__ = ["Event", "Trace", "explain", "merge", "read", "report"]
+__all__ = ["Event", "Lateness", "Trace", "explain", "lateness", "merge", "read", "report"]

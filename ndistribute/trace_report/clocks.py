@@ -8,6 +8,7 @@ clocks.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -17,11 +18,8 @@ from ndistribute.trace_report.reading import Event, Trace
 
 __all__ = ["Call", "Key", "calls", "common", "offsets"]
 
-# A title comes back when a group starts over and counts from 1. It is another call then: titles
-# that many events apart can not be in flight together.
-_SAME_CALL_EVENTS = 256
-
-Key = tuple[str, int]  # A title, and how often it was seen before.
+# A title, the step that it stands in or behind, and how often it was seen there before.
+Key = tuple[str, int, int]
 
 _NUMBERED = re.compile(r"#\d+")
 
@@ -36,25 +34,49 @@ class Call(NamedTuple):
 def calls(events: Sequence[Event], shift: float = 0.0) -> dict[Key, Call]:
     """Return the collectives of one rank, those whose title has a number.
 
+    Numbers start again with each step, which is a span named ``compute``; so a call is told by its
+    title and its step. Steps have odd numbers, and what stands between two of them an even one.
+    There, a title that comes back after another one is another call.
+
     Args:
         events: what it recorded; what it computed does not count.
         shift: is added to the times.
     """
+    steps = _steps(events)
     found: dict[Key, Call] = {}
-    occurrence: dict[str, int] = {}
-    last: dict[str, int] = {}
+    repeats: dict[tuple[str, int], int] = {}
+    latest: dict[int, str] = {}
     chosen = [e for e in events if e.name != "compute" and _NUMBERED.search(e.title)]
-    for index, event in enumerate(sorted(chosen, key=lambda e: e.start)):
-        if event.title not in last:
-            occurrence[event.title] = 0
-        elif index - last[event.title] > _SAME_CALL_EVENTS:
-            occurrence[event.title] += 1
-        last[event.title] = index
-        key = (event.title, occurrence[event.title])
+    for event in sorted(chosen, key=lambda e: e.start):
+        step = _step_of(event, steps)
+        place = (event.title, step)
+        if place in repeats and step % 2 == 0 and latest[step] != event.title:
+            repeats[place] += 1
+        latest[step] = event.title
+        key = (*place, repeats.setdefault(place, 0))
         start, end = event.start + shift, event.end + shift
         known = found.get(key, Call(start, end))
         found[key] = Call(min(known.came, start), max(known.left, end))
     return found
+
+
+def _steps(events: Sequence[Event]) -> dict[int, list[tuple[float, float]]]:
+    """Return when the steps of each thread began and ended."""
+    steps: dict[int, list[tuple[float, float]]] = {}
+    for event in sorted(events, key=lambda e: (e.start, -e.end)):
+        if event.name == "compute":
+            own = steps.setdefault(event.thread, [])
+            if not own or event.start >= own[-1][1]:
+                own.append((event.start, event.end))
+    return steps
+
+
+def _step_of(event: Event, steps: Mapping[int, Sequence[tuple[float, float]]]) -> int:
+    # A thread that runs no steps of its own works for those of the first that does.
+    own = steps.get(event.thread) or (steps[min(steps)] if steps else ())
+    begun = bisect_right(own, event.start, key=lambda step: step[0])
+    inside = begun > 0 and event.start < own[begun - 1][1]
+    return 2 * begun - inside
 
 
 def common(of_ranks: Sequence[Mapping[Key, Call]]) -> list[Key]:

@@ -19,6 +19,7 @@ class Lateness:
     Args:
         rank: which.
         calls: how many there are.
+        steps: to how many steps they belong.
         last: to how many it came last.
         behind: by how many microseconds after the one before it, in the median of those.
         cost: for how many microseconds the others waited for nobody but it, in all calls.
@@ -26,6 +27,7 @@ class Lateness:
 
     rank: int
     calls: int
+    steps: int
     last: int
     behind: float
     cost: float
@@ -41,7 +43,8 @@ def lateness(traces: Sequence[Trace]) -> list[Lateness]:
         came = [own[key].came for own in seen]
         *_, second, last = sorted(came)
         gaps[came.index(last)].append(last - second)
+    steps = len({step for _, step, _ in keys})
     return [
-        Lateness(trace.rank, len(keys), len(own), median(own) if own else 0.0, sum(own))
+        Lateness(trace.rank, len(keys), steps, len(own), median(own) if own else 0.0, sum(own))
         for trace, own in zip(traces, gaps, strict=True)
     ]

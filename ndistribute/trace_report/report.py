@@ -11,9 +11,10 @@ from ndistribute.trace_report.shares import KINDS, UNTRACED, exclusive, shares
 
 __all__ = ["explain", "report"]
 
-# A rank is called late where it comes last this much more often than its turn, and the others lose
-# more of their time to it than the second figure; below, chance is as good an explanation.
-_LAST_MORE_OFTEN = 1.3
+# A rank is called late where the others lose clearly more to it than to each other, so far from its
+# fair share towards everything, and more than the second figure of the run. Below, chance is as
+# good an explanation.
+_MORE_THAN_SHARE = 0.3
 _LATE_COST = 0.02
 _LARGE = {"wait": 0.2, "pack": 0.15, "reduce": 0.2, "update": 0.25, UNTRACED: 0.3}
 
@@ -92,8 +93,10 @@ def _latest(late: Sequence[Lateness], traces: Sequence[Trace]) -> Lateness | Non
     """Return who makes the others wait, where it is more than chance and worth a word."""
     worst = max(late, key=lambda one: one.cost)
     seconds = max(_seconds(trace) for trace in traces)
-    often = worst.last * len(late) > _LAST_MORE_OFTEN * worst.calls
-    return worst if often and worst.cost > _LATE_COST * seconds * 1e6 else None
+    share = 1 / len(late)
+    most = share + _MORE_THAN_SHARE * (1 - share)
+    stands_out = worst.cost > most * sum(one.cost for one in late)
+    return worst if stands_out and worst.cost > _LATE_COST * seconds * 1e6 else None
 
 
 def _who_is_late(late: Sequence[Lateness], traces: Sequence[Trace]) -> str:
@@ -103,12 +106,12 @@ def _who_is_late(late: Sequence[Lateness], traces: Sequence[Trace]) -> str:
         return "The ranks share no collective, so it can not be said who waits for whom."
     worst = _latest(late, traces)
     if worst is None:
-        return f"No rank is late: over {late[0].calls} calls they come last in turn."
+        return f"No rank is late: over {late[0].calls} calls they wait for each other in turn."
     seconds = max(_seconds(trace) for trace in traces)
     return (
         f"Rank {worst.rank} is late: it comes last to {worst.last / worst.calls:.0%} of "
         f"{worst.calls} calls, {_time(worst.behind)} after the others in the median. Each of them "
-        f"loses {_time(worst.cost / worst.calls)} a call, {worst.cost / 1e6 / seconds:.0%} of the "
+        f"loses {_time(worst.cost / worst.steps)} a step, {worst.cost / 1e6 / seconds:.0%} of the "
         "run, to waiting for it."
     )
 
@@ -134,19 +137,19 @@ def _why_late(worst: Lateness, traces: Sequence[Trace]) -> str:
     more = {kind: own.get(kind, 0.0) - others.get(kind, 0.0) for kind in kinds}
     kind = max(kinds, key=lambda name: more[name], default=UNTRACED)
     host = next(trace.host for trace in traces if trace.rank == worst.rank)
-    per_call = _time(max(0.0, more.get(kind, 0.0)) / worst.calls)
+    per_step = _time(max(0.0, more.get(kind, 0.0)) / worst.steps)
     if kind == "compute":
         return (
-            f"It computes {per_call} a call longer than the others: look at what else runs on "
+            f"It computes {per_step} a step longer than the others: look at what else runs on "
             f"{host or 'its host'}, at its cores and BLAS threads (`ndistribute doctor`), or give "
             "it a smaller part of the batch."
         )
     if kind == UNTRACED:
         return (
-            f"It spends {per_call} a call more than the others in no span: its input, its logging "
+            f"It spends {per_step} a step more than the others in no span: its input, its logging "
             "or its checkpoints. Prefetch the input, or do the rest on all ranks less often."
         )
-    return f"It spends {per_call} a call more than the others in `{kind}`."
+    return f"It spends {per_step} a step more than the others in `{kind}`."
 
 
 def _mean(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -50,13 +50,16 @@ def noise(rank: int, length: int, dtype: Any = np.float32) -> Any:
     return np.random.default_rng([rank, length]).standard_normal(length).astype(dtype)
 
 
-def call_of(kind: str, op: str | None, arrays: Sequence[Any]) -> Call:
-    return Call(1, kind, op, tuple((a.dtype, a.shape) for a in arrays))
+def call_of(kind: str, op: str | None, arrays: Sequence[Any], sequence: int = 1) -> Call:
+    return Call(sequence, kind, op, tuple((a.dtype, a.shape) for a in arrays))
 
 
-def all_reduced(backend: RingBackend, arrays: Sequence[Any], op: ReduceOp) -> list[Any]:
+def all_reduced(
+    backend: RingBackend, arrays: Sequence[Any], op: ReduceOp, sequence: int = 1
+) -> list[Any]:
     outputs = [np.empty_like(a) for a in arrays]
-    backend.all_reduce(call_of("all_reduce", op.name, arrays), arrays, outputs, op, TIMEOUT)
+    call = call_of("all_reduce", op.name, arrays, sequence)
+    backend.all_reduce(call, arrays, outputs, op, TIMEOUT)
     return outputs
 
 

@@ -77,6 +77,7 @@ def run_script(tmp_path: Path, body: str, size: int = 2) -> tuple[int, str, floa
 
 
 START = """
+    import itertools
     import sys
     import numpy as np
     from tests.collective import ring_calls
@@ -85,9 +86,11 @@ START = """
 
     rank, size = joined_peers().rank, joined_peers().size
 
+    calls = itertools.count(1)
+
     def total(length=1000):
         ones = np.ones(length)
-        return ring_calls.all_reduced(ring_calls.ring(), [ones], ReduceOp.SUM)[0]
+        return ring_calls.all_reduced(ring_calls.ring(), [ones], ReduceOp.SUM, next(calls))[0]
 
     total()
 """

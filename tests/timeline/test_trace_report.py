@@ -118,11 +118,24 @@ def test_clocks_without_a_common_call_are_those_on_the_wall():
     assert offsets([first, second]) == [0, 500]
 
 
-def test_a_title_that_comes_back_after_a_restart_is_another_call():
-    spans = [Event("wait", f"all_reduce #{i % 400}", i, i + 0.5, 1) for i in range(800)]
+def test_titles_that_come_back_in_each_step_are_told_apart():
+    spans = []
+    for step in range(3):
+        start = 100 * step
+        spans.append(Event("compute", "", start, start + 50, 1))
+        # In a step two calls may be under way together; behind it, others do the same again.
+        for name, at in (("pack", 10), ("wait", 20), ("reduce", 30)):
+            spans.append(Event(name, "all_reduce #1", start + at, start + at + 5, 1))
+            spans.append(Event(name, "all_reduce #2", start + at + 2, start + at + 8, 2))
+        spans.append(Event("wait", "broadcast #1", start + 60, start + 65, 1))
+        spans.append(Event("wait", "all_gather #1", start + 70, start + 75, 1))
+        spans.append(Event("wait", "broadcast #1", start + 80, start + 85, 1))
     found = calls(spans)
-    assert len(found) == 800
-    assert found["all_reduce #7", 1] == (407, 407.5)
+    assert len(found) == 3 * 5
+    assert found["all_reduce #1", 3, 0] == (110, 135)
+    assert found["all_reduce #2", 3, 0] == (112, 138)
+    assert found["broadcast #1", 4, 0] == (160, 165)
+    assert found["broadcast #1", 4, 1] == (180, 185)
 
 
 def test_the_late_rank_is_named_with_what_it_costs():
@@ -133,7 +146,7 @@ def test_the_late_rank_is_named_with_what_it_costs():
     assert late.cost == pytest.approx(20 * 4000, rel=1e-6)
     said = trace_report.explain(traces)
     assert "Rank 2 is late: it comes last to 100% of 20 calls, 4.0 ms after" in said
-    assert "computes 4.0 ms a call longer" in said
+    assert "computes 4.0 ms a step longer" in said
 
 
 def test_a_late_rank_that_does_something_untraced_is_told_to_look_at_its_input():
@@ -143,6 +156,34 @@ def test_a_late_rank_that_does_something_untraced_is_told_to_look_at_its_input()
     said = trace_report.explain([first, second])
     assert "Rank 1 is late" in said
     assert "in no span" in said
+
+
+def test_a_late_rank_is_found_also_where_others_come_last_to_small_calls():
+    ranks = []
+    for rank, trace in enumerate(job([STEP, STEP + 4000])):
+        more = []
+        for event in trace.events:
+            if event.name == "reduce":
+                start = event.end + (20 if rank == 0 else 0)
+                more.append(Event("wait", f"small {event.title}", start, event.end + 30, 1))
+        ranks.append(Trace(rank, 2, trace.clock, events=(*trace.events, *more)))
+    assert [one.last for one in lateness(ranks)] == [20, 20]
+    assert "Rank 1 is late: it comes last to 50% of 40 calls" in trace_report.explain(ranks)
+
+
+def test_ranks_that_are_late_in_turn_are_not_blamed():
+    first, second = job([STEP, STEP + 3000], steps=10), job([STEP + 3000, STEP], steps=10)
+    shift = max(event.end for event in first[0].events)
+    ranks = []
+    for early, late in zip(first, second, strict=True):
+        moved = [
+            e._replace(
+                start=e.start + shift, end=e.end + shift, title=e.title and f"again {e.title}"
+            )
+            for e in late.events
+        ]
+        ranks.append(Trace(early.rank, 2, early.clock, events=(*early.events, *moved)))
+    assert "No rank is late: over 20 calls" in trace_report.explain(ranks)
 
 
 def test_ranks_in_step_are_not_blamed_and_the_wire_is():
