@@ -19,6 +19,7 @@ from ndistribute.collective.early import EarlyReduction
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.leaves import flattened, reducible, rows_first, signature
 from ndistribute.collective.options import CommunicationOptions
+from ndistribute.collective.outputs import Outputs
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.sparse import reduce_rows
 from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
@@ -61,10 +62,12 @@ class Communicator:
     ) -> None:
         self._options = options
         self._courier = courier
+        self._outputs = Outputs()
         self._local = local or backend
         self.rank = backend.rank
         self.size = backend.size
         self._backend = backend
+        self.purpose: str | None = None  # What the next calls are for, compared like all else.
         self._on_gpu = backend.device.kind == "gpu"
         self._sequence = 0
         self._history: deque[Call] = deque(maxlen=_HISTORY)
@@ -100,7 +103,7 @@ class Communicator:
         if self.size == 1:
             outputs = [flat.copy() for flat in inputs]
         else:
-            outputs = [array_namespace(flat).empty(flat.size, flat.dtype) for flat in inputs]
+            outputs = self._outputs.like(inputs)
             call = self._call("all_reduce", op.name, signature(arrays))
             self._run(self._backend.all_reduce, call, inputs, outputs, op, options=options)
         results = [out.reshape(a.shape)[()] for out, a in zip(outputs, arrays, strict=True)]
@@ -251,6 +254,8 @@ class Communicator:
 
     def _call(self, kind: str, op: str | None, signature: Signature) -> Call:
         self._sequence += 1
+        if self.purpose is not None:
+            op = f"{op} for {self.purpose}"
         call = Call(self._sequence, kind, op, signature)
         self._history.append(call)
         return call
