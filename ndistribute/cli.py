@@ -20,7 +20,16 @@ from ndistribute.errors import DistributeError
 __all__ = ["job_options", "main", "parser"]
 
 _USAGE_ERROR = 2
-_BENCHMARKS = ("all_reduce", "scaling", "mlp", "overhead", "input_pipeline")
+_BENCHMARKS = (
+    "all_reduce",
+    "cost_model",
+    "faults",
+    "input_pipeline",
+    "mlp",
+    "overhead",
+    "overlap",
+    "scaling",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -166,15 +166,38 @@ def raised_in(
 
     Where all replicas raise (None), a process may hear of another's failure before its own.
     """
-    everywhere = replica is None and not inside_worker()
-    if everywhere or replica in replica_ids(strategy):
-        with pytest.raises(kind, match=match) as caught:
-            yield caught
-        return
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    lost = (*kinds, nd.WorkerLostError) if replica is None else nd.WorkerLostError
-    with pytest.raises(lost) as caught:
+    if inside_worker() and replica is None:
+        kinds, match = (*kinds, nd.WorkerLostError), None
+    elif inside_worker() and replica not in replica_ids(strategy):
+        kinds, match = (nd.WorkerLostError,), None
+    with pytest.raises(kinds, match=match) as caught, _meeting_first(strategy):
         yield caught
+
+
+@contextmanager
+def _meeting_first(strategy: nd.Strategy) -> Iterator[None]:
+    """Let steps begin with a meeting of the workers, where there are any.
+
+    When all have come, nobody is in an earlier call any more, which a failure could break off.
+    """
+    if not inside_worker():
+        yield
+        return
+    run = strategy.run
+
+    def meet_and_run(fn: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            meet()
+            return fn(*args, **kwargs)
+
+        return run(step, *arguments, **named)
+
+    vars(strategy)["run"] = meet_and_run
+    try:
+        yield
+    finally:
+        del vars(strategy)["run"]
 
 
 def works(strategy: nd.Strategy) -> bool:

@@ -2,11 +2,13 @@
 
 k steps on N replicas with a global batch of B are compared with k steps of the plain step on the
 whole batch, in float64, for every strategy and optimizer, with dense and sparse gradients and a
-last batch that leaves some replicas with little or nothing.
+last batch that leaves some replicas with little or nothing. `test_over_processes.py` runs the same
+with the replicas spread over processes.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,9 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
+from tests.kinds import LARGE, parts, rank, several, strategy
+
+__all__ = ["several", "strategy"]
 
 EXAMPLES, BATCH, FEATURES, WORDS, WIDTH, CLASSES, EPOCHS = 37, 8, 5, 11, 4, 3, 2
 
@@ -27,11 +32,6 @@ OPTIMIZERS: dict[str, Callable[[], nd.optimizers.Optimizer]] = {
     "global_clipnorm": lambda: nd.optimizers.Adagrad(0.1, global_clipnorm=0.05),
     "clipvalue": lambda: nd.optimizers.Adam(0.01, clipvalue=0.01),
     "schedule": lambda: nd.optimizers.SGD(lambda step: 0.2 / (1 + step)),
-}
-
-STRATEGIES: dict[str, Callable[[int], nd.Strategy]] = {
-    "mirrored": lambda n: nd.MirroredStrategy([f"cpu:{i}" for i in range(n)]),
-    "central": lambda n: nd.CentralStorageStrategy([f"cpu:{i}" for i in range(n)]),
 }
 
 
@@ -91,29 +91,55 @@ def train(strategy: nd.Strategy, optimizer: nd.optimizers.Optimizer) -> tuple[An
     return np.array(losses), [v.numpy() for v in [*model.variables, *optimizer.variables]]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", STRATEGIES)
+def bits(strategy: nd.Strategy, values: list[Any]) -> list[int]:
+    """Return a digest of values as each replica holds them."""
+    digest = zlib.crc32(b"".join(np.asarray(value).tobytes() for value in values))
+    own = parts(strategy, lambda _: np.array([digest], np.int64))
+    return [int(one) for one in strategy.gather(own, axis=0)]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_on_n_replicas_equal_steps_on_one(name: str, kind: str, replicas: int) -> None:
+def test_steps_on_n_replicas_equal_steps_on_one(name: str, strategy: nd.Strategy) -> None:
     expected_losses, expected = train(nd.get_strategy(), OPTIMIZERS[name]())
     assert len(expected_losses) == EPOCHS * 5
-    with STRATEGIES[kind](replicas) as strategy:
-        losses, values = train(strategy, OPTIMIZERS[name]())
+    losses, values = train(strategy, OPTIMIZERS[name]())
+    assert len(set(bits(strategy, [losses, *values]))) == 1, "replicas hold different bits"
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-12, atol=1e-12)
     for value, wanted in zip(values, expected, strict=True):
         np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("name", ["momentum", "adam"])
-def test_two_runs_hold_the_same_bits(name: str, kind: str) -> None:
-    runs = []
-    for _ in range(2):
-        with STRATEGIES[kind](3) as strategy:
-            runs.append(train(strategy, OPTIMIZERS[name]()))
+def test_two_runs_hold_the_same_bits(name: str, several: nd.Strategy) -> None:
+    runs = [train(several, OPTIMIZERS[name]()) for _ in range(2)]
     np.testing.assert_array_equal(runs[0][0], runs[1][0])
     for first, second in zip(runs[0][1], runs[1][1], strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_large_variables_are_updated_as_by_one_replica(name: str, strategy: nd.Strategy) -> None:
+    def after_steps(
+        where: nd.Strategy, gradient: Callable[[], Any], optimizer: nd.optimizers.Optimizer
+    ) -> list[Any]:
+        with where.scope():
+            variables = [nd.Variable(np.ones(size)) for size in (3, LARGE, 5)]
+
+        def step() -> None:
+            gradients = [np.linspace(-1, 1, v.size) * gradient() for v in variables]
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        for _ in range(3):
+            where.run(step)
+        return [v.numpy() for v in [*variables, *optimizer.variables]]
+
+    replicas = strategy.num_replicas_in_sync
+    whole = replicas * (replicas + 1) / 2
+    expected = after_steps(nd.get_strategy(), lambda: whole, OPTIMIZERS[name]())
+    values = after_steps(strategy, lambda: rank() + 1.0, OPTIMIZERS[name]())
+    assert len(set(bits(strategy, values))) == 1
+    for value, wanted in zip(values, expected, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_training_moves_every_variable_and_lowers_the_loss() -> None:

@@ -35,12 +35,14 @@ class Call(NamedTuple):
         kind: the method's name.
         op: the reduction's name, or None.
         signature: dtype and shape of each leaf.
+        purpose: what it is made for, such as a write to a variable; empty for a call by itself.
     """
 
     sequence: int
     kind: str
     op: str | None = None
     signature: Signature = ()
+    purpose: str = ""
 
     @property
     def title(self) -> str:
@@ -50,7 +52,8 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         shapes = [f"{dtype.name}[{','.join(map(str, shape))}]" for dtype, shape in self.signature]
         shown = shapes if len(shapes) <= 6 else [*shapes[:5], f"... {len(shapes)} leaves"]
-        return f"{self.kind}({', '.join(filter(None, [self.op, *shown]))})"
+        what = f"{self.kind}({', '.join(filter(None, [self.op, *shown]))})"
+        return f"{what} for {self.purpose}" if self.purpose else what
 
 
 class Backend(Protocol):

@@ -67,7 +67,7 @@ class Communicator:
         self.rank = backend.rank
         self.size = backend.size
         self._backend = backend
-        self.purpose: str | None = None  # What the next calls are for, compared like all else.
+        self.purpose = ""  # What the next calls are for, compared like all else.
         self._on_gpu = backend.device.kind == "gpu"
         self._sequence = 0
         self._history: deque[Call] = deque(maxlen=_HISTORY)
@@ -254,9 +254,7 @@ class Communicator:
 
     def _call(self, kind: str, op: str | None, signature: Signature) -> Call:
         self._sequence += 1
-        if self.purpose is not None:
-            op = f"{op} for {self.purpose}"
-        call = Call(self._sequence, kind, op, signature)
+        call = Call(self._sequence, kind, op, signature, self.purpose)
         self._history.append(call)
         return call
 

@@ -20,14 +20,15 @@ __all__ = ["HEADER_BYTES", "Header", "compare", "decode", "encode"]
 HEADER_BYTES = 64
 
 _MAGIC = b"NDC1"
-_NUMBERS = struct.Struct("<4sII")  # magic, number within the step, number on the wire
-_DETAILS = struct.Struct("<Q13s10s9sI")  # elements, kind, op, dtype, leaves; then a digest of all
+_NUMBERS = struct.Struct("<4sIII")  # magic, step, number within the step, number on the wire
+_DETAILS = struct.Struct("<Q13s8s8sI")  # elements, kind, op, dtype, leaves; then a digest of all
 _DIGEST_BYTES = HEADER_BYTES - _NUMBERS.size - _DETAILS.size
 
 
 class Header(NamedTuple):
     """Describe a call as another process made it."""
 
+    step: int
     sequence: int
     number: int
     elements: int
@@ -41,19 +42,21 @@ class Header(NamedTuple):
         return f"{self.kind}({', '.join(filter(None, [self.op, what if self.leaves else '']))})"
 
 
-def encode(call: Call, count: int) -> bytes:
+def encode(call: Call, count: int, step: int = 0) -> bytes:
     """Return the header of a call.
 
     Args:
         call: what the process is doing.
         count: how many calls it has made on this wire, this one included.
+        step: in which step the process is, or 0 outside steps. A call that was left out in one
+            step must not be made up for by the same call in the next.
 
     >>> header = encode(Call(3, "all_reduce", "SUM"), count=12)
     >>> len(header), str(decode(header))
     (64, 'all_reduce(SUM)')
     """
-    numbers = _NUMBERS.pack(_MAGIC, call.sequence, count & 0xFFFFFFFF)
-    return numbers + _details(call.kind, call.op, call.signature)
+    numbers = _NUMBERS.pack(_MAGIC, step & 0xFFFFFFFF, call.sequence, count & 0xFFFFFFFF)
+    return numbers + _details(call.kind, call.op, call.signature, call.purpose)
 
 
 def decode(header: bytes) -> Header:
@@ -64,9 +67,10 @@ def decode(header: bytes) -> Header:
     """
     if len(header) != HEADER_BYTES or header[:4] != _MAGIC:
         raise ValueError(f"not a collective's header: {header[:16]!r}")
-    _, sequence, count = _NUMBERS.unpack_from(header)
+    _, step, sequence, number = _NUMBERS.unpack_from(header)
     elements, kind, op, dtype, leaves = _DETAILS.unpack_from(header, _NUMBERS.size)
-    return Header(sequence, count, elements, _text(kind), _text(op), _text(dtype), leaves)
+    shown = _text(kind), _text(op), _text(dtype)
+    return Header(step, sequence, number, elements, *shown, leaves)
 
 
 def compare(mine: bytes, theirs: bytes, my_rank: int, their_rank: int) -> None:
@@ -101,13 +105,15 @@ def compare(mine: bytes, theirs: bytes, my_rank: int, their_rank: int) -> None:
 
 
 def _number(own: Header, other: Header) -> str:
-    if (own.sequence, own.number) == (other.sequence, other.number):
-        return ""
+    if own[:3] == other[:3]:
+        return "" if own != other else " with other shapes, or for something else"
+    if own.step != other.step:
+        return f" in its step {(other.step + 1) // 2}, expected step {(own.step + 1) // 2}"
     return f" as its call {other.sequence} ({other.number} since the start, expected {own.number})"
 
 
 def _advice(own: Header, other: Header) -> str:
-    if own[:2] == other[:2] and (own.kind, own.op) == (other.kind, other.op):
+    if own[:3] == other[:3] and (own.kind, own.op) == (other.kind, other.op):
         return (
             "Every replica must pass the same shapes and dtypes; pad the batch, or use all_gather."
         )
@@ -115,10 +121,11 @@ def _advice(own: Header, other: Header) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _details(kind: str, op: str | None, signature: Signature) -> bytes:
+def _details(kind: str, op: str | None, signature: Signature, purpose: str) -> bytes:
     dtypes = {dtype.name for dtype, _ in signature}
     elements = sum(math.prod(n for n in shape if isinstance(n, int)) for _, shape in signature)
-    text = repr((kind, op, [(dtype.str, dtype.name, shape) for dtype, shape in signature]))
+    shapes = [(dtype.str, dtype.name, shape) for dtype, shape in signature]
+    text = repr((kind, op, shapes, purpose))
     fields = _DETAILS.pack(
         elements,
         kind.encode(),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ndistribute.collective.backend import Backend, Call, Update
+from ndistribute.collective.backend import Call, Update
 from ndistribute.collective.buckets import blocks, owned_ranges
 from ndistribute.collective.reduce_op import (
     ReduceOp,
@@ -22,10 +22,11 @@ from ndistribute.collective.reduce_op import (
     result_dtype,
 )
 from ndistribute.collective.threads import ThreadBackend
+from ndistribute.collective.workers import Workers
 from ndistribute.device import Array, copy_to, to_host
 from ndistribute.stream import write_to
 
-__all__ = ["Buckets", "HierarchicalBackend"]
+__all__ = ["HierarchicalBackend", "make_hierarchical_backends"]
 
 T = TypeVar("T")
 
@@ -35,7 +36,20 @@ BLOCK_ELEMENTS = 64 * 1024
 _owned_ranges = functools.lru_cache(maxsize=256)(owned_ranges)
 
 
-class Buckets:
+def make_hierarchical_backends(
+    local: Sequence[ThreadBackend], workers: Workers
+) -> list[HierarchicalBackend]:
+    """Make the backends of this process's replicas.
+
+    Args:
+        local: how they meet in this process.
+        workers: the processes.
+    """
+    buckets = _Buckets()
+    return [HierarchicalBackend(threads, workers, buckets) for threads in local]
+
+
+class _Buckets:
     """Keep the arrays in which the replicas of a process add their parts, one for each leaf.
 
     They are shared by the replicas, and used again by the next call of the same shapes.
@@ -58,34 +72,24 @@ class HierarchicalBackend:
 
     Args:
         threads: how the replicas of this process meet.
-        outer: how the processes meet; shared by the replicas of this process.
-        counts: how many replicas each process has.
+        workers: how the processes meet.
         buckets: shared by the replicas of this process.
-        direct: whether every process has one replica, on a CPU, so that there is nothing to join;
-            the same on all processes, for they must make the same calls.
-        abort: tells the other processes of a failure.
     """
 
-    def __init__(
-        self,
-        threads: ThreadBackend,
-        outer: Backend,
-        counts: Sequence[int],
-        buckets: Buckets,
-        direct: bool,
-        abort: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, threads: ThreadBackend, workers: Workers, buckets: _Buckets) -> None:
         self._threads = threads
-        self.rank = sum(counts[: outer.rank]) + threads.rank
-        self.size = sum(counts)
+        self._outer = workers.backend
+        self._counts = workers.replica_counts
+        self._buckets = buckets
+        self._abort_workers = workers.peers.abort
+        # Where every process has one replica, on a CPU, there is nothing to join. All processes
+        # find the same, for they must make the same calls.
+        self._direct = workers.single_cpus
+        self.rank = sum(self._counts[: workers.rank]) + threads.rank
+        self.size = sum(self._counts)
         self.device = threads.device
         self.owner = threads.owner
         self.owners = threads.owners
-        self._outer = outer
-        self._counts = tuple(counts)
-        self._buckets = buckets
-        self._abort = abort
-        self._direct = direct
 
     def merge(
         self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
@@ -152,6 +156,9 @@ class HierarchicalBackend:
         def send(everyone: Sequence[Sequence[Array]]) -> Sequence[Array]:
             chosen = everyone[replica if process == self._outer.rank else 0]
             self._outer.broadcast(call, chosen, process, timeout)
+            # Who sends hears nothing of who receives: none goes on before all made this call.
+            token = [np.zeros(1)]
+            self._outer.all_reduce(call, token, token, ReduceOp.SUM, timeout)
             return chosen
 
         received = self._threads.merge(call, own, send, timeout)
@@ -161,7 +168,7 @@ class HierarchicalBackend:
     def abort(self, cause: BaseException) -> None:
         """Release the replicas of this process and the other processes."""
         self._threads.abort(cause)
-        self._abort(cause)
+        self._abort_workers(cause)
 
     def _reduce(
         self,

@@ -114,14 +114,15 @@ class HostsBackend:
         ]
 
     def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
-        """Copy on the root's host, to the other leaders, and on their hosts."""
+        """Copy to the root's leader, to the other leaders, and on all hosts."""
         home = next(i for i, group in enumerate(self._groups) if root in group)
-        if self._host == home:
-            self._inside.broadcast(call, buffers, self._groups[home].index(root), timeout)
+        place = self._groups[home].index(root)
+        if self._host == home and place:
+            self._inside.broadcast(call, buffers, place, timeout)
         if self._leaders is not None:
             self._leaders.broadcast(call, buffers, home, timeout)
-        if self._host != home:
-            self._inside.broadcast(call, buffers, 0, timeout)
+        # On the root's host too: who leaves the call may believe that all made the same one.
+        self._inside.broadcast(call, buffers, 0, timeout)
 
     def abort(self, cause: BaseException) -> None:
         """Release whoever waits on this host or between hosts."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ndistribute.collective.address import split_address
 from ndistribute.collective.gate import listen
 from ndistribute.collective.secret import find_secret
 from ndistribute.collective.tls import TlsFiles, tls_files
@@ -60,14 +61,17 @@ def membership_from_addresses(
         AuthenticationError: the job has no secret, and not all addresses are loopback.
         OSError: this process can not listen at its address.
     """
+    # The port comes last: nothing is left open where a setting is wrong.
+    secret, tls = find_secret(addresses, environ), tls_files(environ)
+    heartbeat = _heartbeat_seconds(environ)
     return Membership(
         rank,
         tuple(addresses),
-        _inherited_listener(environ) or listen(addresses[rank]),
-        find_secret(addresses, environ),
+        _inherited_listener(addresses[rank], environ) or listen(addresses[rank]),
+        secret,
         host_identity(environ),
-        tls_files(environ),
-        _heartbeat_seconds(environ),
+        tls,
+        heartbeat,
     )
 
 
@@ -119,19 +123,27 @@ def host_identity(environ: Mapping[str, str] = os.environ) -> str:
     return "/".join(parts)
 
 
-def _inherited_listener(environ: Mapping[str, str]) -> socket.socket | None:
+def _inherited_listener(address: str, environ: Mapping[str, str]) -> socket.socket | None:
     """Return the socket that the launcher bound for this process, so that no port could be lost."""
     number = environ.get("NDISTRIBUTE_LISTEN_FD")
     if not number:
         return None
     try:
         # A duplicate: a second strategy of this process finds the original.
-        return socket.socket(fileno=os.dup(int(number)))
+        listener = socket.socket(fileno=os.dup(int(number)))
     except (OSError, ValueError) as error:
         raise OSError(
             f"NDISTRIBUTE_LISTEN_FD={number} is no open socket of this process. The launcher sets "
             "it for the processes that it starts; unset it where you start them yourself."
         ) from error
+    port = listener.getsockname()[1]
+    if port == split_address(address)[1]:
+        return listener
+    listener.close()
+    raise OSError(
+        f"NDISTRIBUTE_LISTEN_FD={number} listens on port {port}, but the cluster has {address} for "
+        "this process. Is its index in TF_CONFIG its own?"
+    )
 
 
 def _outward_address() -> str:

@@ -10,9 +10,11 @@ import itertools
 import json
 import logging
 import os
+import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ndistribute.collective.address import split_address
@@ -27,7 +29,10 @@ _log = logging.getLogger("ndistribute")
 
 _RETRY_SECONDS = 0.05
 _ATTEMPT_SECONDS = 10.0
+_CHECK_SECONDS = 0.1
 _WELCOME = b"+"
+_REFUSED = b"-"  # A reason follows.
+_REASON_BYTES = 1000
 
 # Counts the groups of this process: a process that is ahead of another, in the next group already,
 # must not be taken for a member of the last.
@@ -50,6 +55,8 @@ class Mesh:
         self._arrived: dict[tuple[str, int, int], socket.socket] = {}
         self._changed = threading.Condition()
         self._closed = False
+        self._refusal = ""
+        self._latest: dict[int, socket.socket] = {}
         self._gate = Gate(
             membership.listener,
             membership.secret,
@@ -58,15 +65,23 @@ class Mesh:
             tls=membership.tls,
         )
 
-    def connect(self, purpose: str, generation: int, timeout: float) -> dict[int, socket.socket]:
+    def connect(
+        self,
+        purpose: str,
+        generation: int,
+        timeout: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> dict[int, socket.socket]:
         """Return a connection to each other process.
 
         Args:
             purpose: ``"control"`` or ``"data"``; the processes must ask for the same in turn.
             generation: which of several sets of connections for this purpose.
             timeout: seconds to wait for all processes together.
+            check: called now and then; raises where waiting has become vain.
 
         Raises:
+            DistributeError: another process was started for another cluster, or as this one.
             CollectiveTimeoutError: some did not come; it names them.
             AuthenticationError: a process does not know the job's secret.
         """
@@ -74,9 +89,9 @@ class Mesh:
         made: dict[int, socket.socket] = {}
         try:
             for rank in range(self.rank):
-                made[rank] = self._call(rank, purpose, generation, deadline, timeout)
+                made[rank] = self._call(rank, purpose, generation, deadline, timeout, check)
             for rank in range(self.rank + 1, self.size):
-                made[rank] = self._await(rank, purpose, generation, deadline, timeout)
+                made[rank] = self._await(rank, purpose, generation, deadline, timeout, check)
         except BaseException:
             for sock in made.values():
                 sock.close()
@@ -117,15 +132,12 @@ class Mesh:
         except (ValueError, KeyError, TypeError):
             sock.close()
             return
-        if size != self.size or not self.rank < rank < size:
-            _log.warning(
-                "worker %d of %d was refused: this is worker %d of %d. Every process needs the "
-                "same cluster, and an index of its own.",
-                rank,
-                size,
-                self.rank,
-                self.size,
-            )
+        refusal = self._refusal_of(rank, size, fields)
+        if refusal:
+            self._refusal = f" It refused one: {refusal}."
+            _log.warning("worker %d refused a worker: %s", self.rank, refusal)
+            sock.settimeout(_ATTEMPT_SECONDS)
+            sock.sendall(_REFUSED + refusal.encode()[:_REASON_BYTES])
             sock.close()
             return
         with self._changed:
@@ -138,29 +150,59 @@ class Mesh:
             sock.settimeout(_ATTEMPT_SECONDS)
             sock.sendall(_WELCOME)
             self.hellos[rank] = fields
-            self._arrived[key] = sock
+            self._arrived[key] = self._latest[rank] = sock
             self._changed.notify_all()
 
+    def _refusal_of(self, rank: int, size: int, fields: dict[str, Any]) -> str:
+        """Return what is wrong with a process that says which one it is, if anything is."""
+        if size != self.size or not self.rank < rank < size:
+            return (
+                f"it is worker {rank} of {size}, here is worker {self.rank} of {self.size}; "
+                "every process needs the same cluster, and an index of its own"
+            )
+        known = self.hellos.get(rank)
+        same = known is not None and all(known[key] == fields.get(key) for key in ("name", "pid"))
+        if known is None or same or _has_ended(self._latest[rank]):
+            return ""
+        return (
+            f"two processes are worker {rank}, pid {known['pid']} on {known['name']} and pid "
+            f"{fields.get('pid')} on {fields.get('name')}; every process needs an index of its own"
+        )
+
     def _await(
-        self, rank: int, purpose: str, generation: int, deadline: float, timeout: float
+        self,
+        rank: int,
+        purpose: str,
+        generation: int,
+        deadline: float,
+        timeout: float,
+        check: Callable[[], None],
     ) -> socket.socket:
         key = (purpose, generation, rank)
         with self._changed:
             while key not in self._arrived:
+                check()
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self._absent(rank, timeout, "it did not connect")
-                self._changed.wait(timeout=min(left, 1.0))
+                self._changed.wait(timeout=min(left, _CHECK_SECONDS))
             return self._arrived.pop(key)
 
     def _call(
-        self, rank: int, purpose: str, generation: int, deadline: float, timeout: float
+        self,
+        rank: int,
+        purpose: str,
+        generation: int,
+        deadline: float,
+        timeout: float,
+        check: Callable[[], None],
     ) -> socket.socket:
         """Connect to a process of a lower rank, which may not have started yet."""
         hello = json.dumps(self._hello(purpose, generation)).encode()
         reason: Exception = TimeoutError("there was no time to try")
         pause = threading.Event()
         while (left := deadline - time.monotonic()) > 0:
+            check()
             try:
                 return self._attempt(rank, hello, time.monotonic() + min(left, _ATTEMPT_SECONDS))
             except AuthenticationError:
@@ -181,28 +223,50 @@ class Mesh:
                 sock, membership.secret, hello, server=False, deadline=deadline, tls=membership.tls
             )
             fields = json.loads(answer)
+            if (fields["rank"], fields["size"]) != (rank, self.size):
+                raise DistributeError(
+                    f"{membership.addresses[rank]} answered as worker {fields['rank']} of "
+                    f"{fields['size']}, expected worker {rank} of {self.size}. Every process needs "
+                    "the same cluster, and an index of its own.",
+                    rank=rank,
+                )
             sock.settimeout(max(0.001, deadline - time.monotonic()))
-            if sock.recv(1) != _WELCOME:
-                raise ConnectionResetError("it is not ready for this group of processes")
+            self._read_verdict(sock, rank)
         except BaseException:
             sock.close()
             raise
-        if (fields["rank"], fields["size"]) != (rank, self.size):
-            sock.close()
-            raise DistributeError(
-                f"{membership.addresses[rank]} answered as worker {fields['rank']} of "
-                f"{fields['size']}, expected worker {rank} of {self.size}. Every process needs the "
-                "same cluster, and an index of its own.",
-                rank=rank,
-            )
         self.hellos[rank] = fields
         return sock
+
+    def _read_verdict(self, sock: socket.socket, rank: int) -> None:
+        verdict = sock.recv(1)
+        if verdict == _REFUSED:
+            reason = b"".join(iter(lambda: sock.recv(_REASON_BYTES), b""))
+            raise DistributeError(
+                f"worker {rank} at {self._membership.addresses[rank]} refused this process: "
+                f"{reason.decode(errors='replace')}.",
+                rank=rank,
+            )
+        if verdict != _WELCOME:
+            raise ConnectionResetError("it is not ready for this group of processes")
 
     def _absent(self, rank: int, timeout: float, why: str) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
             f"worker {self.rank} waited {timeout:g} s for worker {rank} at "
-            f"{self._membership.addresses[rank]} to start: {why}. Were all {self.size} processes "
-            "started, and is that address reachable from here?",
+            f"{self._membership.addresses[rank]} to start: {why}.{self._refusal} Were all "
+            f"{self.size} processes started, with the same secret, and is that address reachable "
+            "from here?",
             rank=rank,
             op="start",
         )
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Say whether the other end of a connection has closed it, as when a process starts anew."""
+    try:
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        # Not by way of TLS, which has no such look.
+        return bool(poll.poll(0)) and not socket.socket.recv(sock, 1, socket.MSG_PEEK)
+    except (OSError, ValueError):
+        return True  # It is closed on this side.

@@ -10,7 +10,7 @@ import enum
 import json
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from ndistribute.errors import (
     CollectiveMismatchError,
@@ -19,9 +19,18 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 
-__all__ = ["Kind", "Reader", "describe_error", "encode_json", "encode_message", "restore_error"]
+__all__ = [
+    "Kind",
+    "Reader",
+    "describe_error",
+    "encode_json",
+    "encode_message",
+    "raise_again",
+    "restore_error",
+]
 
 MOST_BYTES = 16 * 1024 * 1024
+_MOST_CHARACTERS = 4000
 _HEAD = struct.Struct(">BI")
 
 
@@ -33,6 +42,8 @@ class Kind(enum.IntEnum):
     ASK = 3
     EXCHANGE = 4
     GOODBYE = 5
+    SKIPPED = 6
+    REACHED = 7
 
 
 def encode_message(kind: Kind, payload: bytes = b"") -> bytes:
@@ -84,14 +95,19 @@ def describe_error(error: BaseException, worker: int) -> dict[str, Any]:
     if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError | WorkerLostError):
         return {
             "type": type(error).__name__,
-            "text": str(error),
-            "rank": error.rank,
-            "op": error.op,
-            "sequence": error.sequence,
+            "text": str(error)[:_MOST_CHARACTERS],
+            "rank": None if error.rank is None else int(error.rank),
+            "op": None if error.op is None else str(error.op),
+            "sequence": None if error.sequence is None else int(error.sequence),
         }
-    text = f"worker {worker} failed: {type(error).__name__}: {error}"
+    try:
+        told = str(error)
+    except Exception as failure:  # The class is the user's, and this must not fail.
+        told = f"(its text can not be had: {type(failure).__name__})"
+    text = f"worker {worker} failed: {type(error).__name__}: {told}"
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
-    return {"type": "WorkerLostError", "text": "; ".join([text, *notes])[:4000], "rank": worker}
+    shown = "; ".join([text, *notes])[:_MOST_CHARACTERS]
+    return {"type": "WorkerLostError", "text": shown, "rank": worker}
 
 
 def restore_error(fields: dict[str, Any]) -> DistributeError:
@@ -106,3 +122,9 @@ def restore_error(fields: dict[str, Any]) -> DistributeError:
         op=fields.get("op"),
         sequence=fields.get("sequence"),
     )
+
+
+def raise_again(cause: DistributeError) -> NoReturn:
+    """Raise a copy of an exception: one that is raised twice loses its traceback."""
+    error = type(cause)(str(cause), rank=cause.rank, op=cause.op, sequence=cause.sequence)
+    raise error from cause.__cause__

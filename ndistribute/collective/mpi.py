@@ -67,6 +67,7 @@ class MpiTransport:
         self._epoch = here.exchanges
         self._links: dict[int, _Link] = {}
         self._pending: list[_Transfer] = []
+        self._lent: list[Array] = []
         self._header = b""
         self._patience: Patience | None = None
         self._together = False
@@ -96,9 +97,7 @@ class MpiTransport:
             self._greet(peer)
         if not array.size and link.greeted is not None:
             return link.greeted
-        return self._begun(
-            _Transfer(peer, self._data.Isend([array.view(np.uint8), self._byte], peer, self._tag))
-        )
+        return self._begun(_Transfer(peer, self._send(array.view(np.uint8), peer)))
 
     def irecv(self, peer: int, array: Array) -> Handle:
         """Begin to receive into an array."""
@@ -115,8 +114,7 @@ class MpiTransport:
                 data[:] = link.incoming[HEADER_BYTES : HEADER_BYTES + data.size]
 
             return self._begun(_Transfer(peer, None, header, copy, receives=True))
-        request = self._data.Irecv([data, self._byte], peer, self._tag)
-        return self._begun(_Transfer(peer, request, header, receives=True))
+        return self._begun(_Transfer(peer, self._receive(data, peer), header, receives=True))
 
     def wait(self, handle: Handle) -> None:
         """Wait until a message is done, and push all others on meanwhile."""
@@ -126,9 +124,12 @@ class MpiTransport:
         """Wait until all messages of the call are done."""
         self._wait(self._pending)
         self._pending.clear()
+        self._lent.clear()
 
     def reset(self) -> None:
         """Forget every message: what still comes of the failed calls has another tag."""
+        world().lent += self._lent
+        self._lent.clear()
         orphans = world().orphans
         orphans += self._pending
         orphans[:] = [transfer for transfer in orphans if not transfer.is_given_up()]
@@ -142,8 +143,9 @@ class MpiTransport:
         self.reset()
 
     def _next_tag(self) -> int:
-        """Return a tag for this group's generation; MPI promises tags up to 32767."""
-        return self._epoch % 256 * 128 + self._peers.generation % 128
+        """Return a tag for this group's generation, which no message of an earlier one has."""
+        highest = self._data.Get_attr(mpi().TAG_UB)
+        return int((self._epoch * 128 + self._peers.generation % 128) % (highest + 1))
 
     def _link(self, peer: int) -> _Link:
         link = self._links.get(peer)
@@ -159,8 +161,7 @@ class MpiTransport:
         if data is not None:
             stop += data.size
             link.outgoing[HEADER_BYTES:stop] = data
-        request = self._data.Isend([link.outgoing[:stop], self._byte], peer, self._tag)
-        link.greeted = self._begun(_Transfer(peer, request))
+        link.greeted = self._begun(_Transfer(peer, self._send(link.outgoing[:stop], peer)))
         return link.greeted
 
     def _expect(self, peer: int) -> _Transfer:
@@ -175,9 +176,19 @@ class MpiTransport:
             theirs = link.incoming[:HEADER_BYTES].tobytes()
             compare(header, theirs, self._peers.rank, peer)
 
-        request = self._data.Irecv([link.incoming, self._byte], peer, self._tag)
+        request = self._receive(link.incoming, peer)
         link.expected = self._begun(_Transfer(peer, request, None, check, receives=True))
         return link.expected
+
+    # Memory is noted before MPI is told of it: an interrupt in between loses the request alone.
+
+    def _send(self, data: Array, peer: int) -> Any:
+        self._lent.append(data)
+        return self._data.Isend([data, self._byte], peer, self._tag)
+
+    def _receive(self, data: Array, peer: int) -> Any:
+        self._lent.append(data)
+        return self._data.Irecv([data, self._byte], peer, self._tag)
 
     def _begun(self, transfer: _Transfer) -> _Transfer:
         self._pending.append(transfer)

@@ -64,6 +64,7 @@ class World:
         self.exchanges = 0
         self.groups: weakref.WeakSet[Peers] = weakref.WeakSet()
         self.orphans: list[Any] = []  # MPI may still read their buffers.
+        self.lent: list[Any] = []  # And these, of requests that may have been lost.
         self.control = self._duplicate()
         self.data = self._duplicate()
         self.data.Set_errhandler(mpi().ERRORS_RETURN)

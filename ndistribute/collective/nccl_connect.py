@@ -7,6 +7,7 @@ what is connected too late is ended again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -66,19 +67,24 @@ give each worker its own by devices=[...] or CUDA_VISIBLE_DEVICES'
                     "nvidia-nccl-cu13, whichever CUDA its CuPy is for"
                 )
             other = owners.setdefault((host, place), worker)
-            if other != worker or devices.count(device) > 1:
-                both = f"workers {other} and {worker} share" if other != worker else "two replicas"
-                verb = "" if other != worker else f" of worker {worker} share"
-                return (
-                    f"{both}{verb} the GPU {place} of a host, and NCCL needs a GPU for each "
-                    "replica: give each worker its own by devices=[...] or CUDA_VISIBLE_DEVICES"
-                )
+            if other != worker:
+                return _shared(f"workers {other} and {worker}", place)
+            if devices.count(device) > 1:
+                return _shared(f"two replicas of worker {worker}", place)
     return None
+
+
+def _shared(who: str, place: str) -> str:
+    return (
+        f"{who} share the GPU {place} of a host, and NCCL needs a GPU for each replica: give each "
+        "worker its own by devices=[...] or CUDA_VISIBLE_DEVICES"
+    )
 
 
 def make_unique_id() -> list[int]:
     """Return what processes need to know to connect; one makes it, and tells the others."""
-    return list(nccl.nccl_library().get_unique_id())
+    with nccl.failures_named():
+        return list(nccl.nccl_library().get_unique_id())
 
 
 def connected(
@@ -122,7 +128,10 @@ def connected(
 
 def abort_in_time(comms: list[Any]) -> None:
     """Abort communicators, but do not wait for ever; the list is empty afterwards."""
-    ending, comms[:] = list(comms), []
+    ending: list[Any] = []
+    with contextlib.suppress(IndexError):  # Of two that abort at once, each gets what it pops.
+        while True:
+            ending.append(comms.pop(0))
     if not ending:
         return
     thread = threading.Thread(
@@ -168,12 +177,16 @@ class _Connection(threading.Thread):
 
     def _connect(self) -> list[Any]:
         library = nccl.nccl_library()
-        comms = []
-        library.groupStart()  # Each waits for all others, so one after the other would never end.
+        comms: list[Any] = []
         try:
-            for rank, stream in enumerate(self._streams, self._first):
-                with stream.use():
-                    comms.append(library.NcclCommunicator(self._size, self._unique_id, rank))
-        finally:
-            library.groupEnd()
+            library.groupStart()  # Each waits for all others, so they can not come one by one.
+            try:
+                for rank, stream in enumerate(self._streams, self._first):
+                    with stream.use():
+                        comms.append(library.NcclCommunicator(self._size, self._unique_id, rank))
+            finally:
+                library.groupEnd()
+        except BaseException:
+            nccl.end_each(comms, "abort")
+            raise
         return comms

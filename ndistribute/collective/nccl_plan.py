@@ -8,6 +8,7 @@ from NumPy's. What it is asked to do is decided here, as plain data that names i
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,17 @@ import numpy as np
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
 from ndistribute.device import Array, array_namespace
 
-__all__ = ["Launch", "Leaf", "Wire", "address", "gather_launches", "reduction_wire", "stage"]
+__all__ = [
+    "Launch",
+    "Leaf",
+    "Wire",
+    "address",
+    "broadcast_launches",
+    "gather_launches",
+    "reduction_wire",
+    "rows_launches",
+    "stage",
+]
 
 _ELEMENTS = {
     "int8": "NCCL_INT8",
@@ -156,6 +167,22 @@ Launch(method='broadcast', args=(500, 108, 4, 'NCCL_UINT8', 2))]
         Launch("broadcast", (source if root == rank else start, start, count, "NCCL_UINT8", root))
         for root, (start, count) in enumerate(zip(starts, nbytes, strict=False))
         if count
+    ]
+
+
+def rows_launches(own: Array, whole: Array, rows: Sequence[int], rank: int) -> list[Launch]:
+    """Plan one rank's part of an all-gather of matrices, of which each rank has some rows."""
+    row_bytes = own.dtype.itemsize * math.prod(own.shape[1:])
+    sizes = [count * row_bytes for count in rows]
+    return gather_launches(sizes, rank, address(own), address(whole))
+
+
+def broadcast_launches(buffers: Sequence[Array], root: int) -> list[Launch]:
+    """Plan one rank's part of copying buffers from the root's, in place."""
+    return [
+        Launch("broadcast", (address(b), address(b), b.nbytes, "NCCL_UINT8", root))
+        for b in buffers
+        if b.size
     ]
 
 

@@ -49,24 +49,34 @@ class Patience:
             CollectiveMismatchError: a process skipped the call.
             CollectiveTimeoutError: the time is up.
         """
-        self._peers.check()
+        peers = self._peers
+        peers.check()
         now = time.monotonic()
-        if now < self._ask_at and not self._peers.departed:
+        if now < min(self._ask_at, self._deadline) and not peers.where.anyone_gone:
             return
+        # First who has gone and then who is missing: what came before a good-bye has come.
+        gone = peers.where.gone(self._call)
         absent = missing()
-        self._peers.refuse_departed(self._call, absent)
+        for rank in absent:
+            if rank in gone:
+                error = peers.given_up(self._call, rank)
+                peers.abort(error)
+                raise error
         if now >= self._deadline:
             raise self._too_late(absent)
         if now >= self._ask_at:
             self._ask_at = now + ASK_SECONDS
-            self._peers.ask(self._call, absent)
+            peers.ask(self._call)
 
     def _too_late(self, absent: Sequence[int]) -> CollectiveTimeoutError:
+        peers = self._peers
+        others = [rank for rank in range(peers.size) if rank != peers.rank]
+        late = peers.where.late(self._call, absent, others)
         return CollectiveTimeoutError(
-            f"{self._call.title}: worker {self._peers.rank} waited {self._timeout:g} s for "
-            f"worker(s) {', '.join(map(str, absent)) or 'that answer, but send no data'}. Work "
-            "that takes longer needs CommunicationOptions(timeout_seconds=...).",
-            rank=absent[0] if absent else None,
+            f"{self._call.title}: worker {peers.rank} waited {self._timeout:g} s for worker(s) "
+            f"{', '.join(map(str, late))}. Work that takes longer needs "
+            "CommunicationOptions(timeout_seconds=...).",
+            rank=late[0] if late else None,
             op=self._call.kind,
             sequence=self._call.sequence,
         )

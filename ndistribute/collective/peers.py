@@ -7,15 +7,14 @@ fails or leaves is known to all others at once, and everyone who waits in a coll
 from __future__ import annotations
 
 import json
+import os
 import socket
-import sys
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ndistribute.collective.backend import Call
+from ndistribute.collective.exchanges import Exchanges
 from ndistribute.collective.membership import Membership
 from ndistribute.collective.mesh import Mesh
 from ndistribute.collective.messages import (
@@ -23,16 +22,13 @@ from ndistribute.collective.messages import (
     describe_error,
     encode_json,
     encode_message,
+    raise_again,
     restore_error,
 )
 from ndistribute.collective.patience import Patience
 from ndistribute.collective.watch import Watch
-from ndistribute.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    DistributeError,
-    WorkerLostError,
-)
+from ndistribute.collective.whereabouts import Whereabouts
+from ndistribute.errors import DistributeError, WorkerLostError
 
 __all__ = ["Peers"]
 
@@ -55,18 +51,18 @@ class Peers:
         self.size = membership.size
         self.generation = 0
         self.cause: DistributeError | None = None
-        self.position = 0
-        self.departed: dict[int, str] = {}
+        self.where = Whereabouts()
         self._lost: set[int] = set()
+        self._early: dict[int, DistributeError] = {}  # by generation, what broke it
         self._reported = False
         self._closed = False
+        self._process = os.getpid()
         self._changed = threading.Condition()
-        self._received: dict[str, dict[int, bytes]] = defaultdict(dict)
-        self._exchanges: dict[str, int] = defaultdict(int)
+        self._exchanges = Exchanges(self.rank, self.size, self._changed)
+        self._data: dict[int, socket.socket] = {}
         self._mesh = Mesh(membership)
         try:
             control = self._mesh.connect("control", 0, timeout)
-            self._data = self._mesh.connect("data", 0, timeout)
         except BaseException:
             self._mesh.close()
             raise
@@ -75,6 +71,13 @@ class Peers:
         self._watch = Watch(
             self.rank, control, membership.heartbeat_seconds, self._on_message, self._on_silence
         )
+        self._watch.start()
+        try:
+            self._data = self._mesh.connect("data", 0, timeout, self.check)
+        except BaseException as error:
+            self.abort(error)
+            self.close()
+            raise
 
     @property
     def broken_and_known(self) -> bool:
@@ -83,12 +86,20 @@ class Peers:
 
     def check(self) -> None:
         """Raise what broke the group, if anything did."""
-        if self.cause is not None:
+        cause = self.cause
+        if cause is not None:
             self._reported = True
-            raise _again(self.cause)
+            raise_again(cause)
+        if self._closed:
+            raise WorkerLostError(f"worker {self.rank} has left its group.", rank=self.rank)
 
     def patience(self, call: Call, timeout: float) -> Patience:
-        """Return what watches over a wait."""
+        """Return what watches over a wait.
+
+        A backend whose data may still be under way when its sender has left the step asks for it
+        in every call: that is how the sender knows that it has not skipped the call.
+        """
+        self.where.made = self.where.place_of(call)
         return Patience(self, call, timeout)
 
     def data_socket(self, rank: int) -> socket.socket:
@@ -104,13 +115,19 @@ class Peers:
 
         Raises:
             WorkerLostError: another process failed since the last step.
+            RuntimeError: this process is a fork of the one that joined the group.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this process was forked from worker {self.rank}, whose place among the workers "
+                "is its own: run steps there, or start processes by 'spawn'."
+            )
         self.check()
-        self.position += 1
+        self.where.begin_step()
 
     def leave(self) -> None:
         """End a step: a call that it did not make, it will not make."""
-        self.position += 1
+        self.where.position += 1
 
     def abort(self, cause: BaseException, *, seen: bool = True) -> None:
         """Break the group off, on every process; the first cause holds.
@@ -122,70 +139,28 @@ class Peers:
         fields = describe_error(cause, self.rank)
         error = restore_error(fields)
         error.__cause__ = cause
-        if self._break(error, seen=seen):
-            self._watch.post_all(encode_json(Kind.ABORT, generation=self.generation, error=fields))
+        generation = self._break(error, seen=seen)
+        if generation is not None:
+            self._watch.post_all(encode_json(Kind.ABORT, generation=generation, error=fields))
 
-    def ask(self, call: Call, ranks: Sequence[int]) -> None:
-        """Ask processes whether they have left the step in which this one waits for them."""
-        question = encode_json(
-            Kind.ASK, generation=self.generation, position=self.position, title=call.title
-        )
-        for rank in ranks:
-            if rank != self.rank:
-                self._watch.post(rank, question)
+    def ask(self, call: Call) -> None:
+        """Ask all other processes whether they have made or skipped a call of the current step."""
+        place = self.where.place_of(call)
+        self._watch.post_all(encode_json(Kind.ASK, generation=self.generation, place=place))
 
-    def refuse_departed(self, call: Call, ranks: Sequence[int]) -> None:
-        """Raise if a process that is waited for has gone.
+    def given_up(self, call: Call, rank: int) -> DistributeError:
+        """Return the error for a wait for a process that has gone."""
+        return self.where.given_up(call, self.rank, rank, self.name_of(rank))
 
-        Raises:
-            WorkerLostError: it has.
-        """
-        for rank in ranks:
-            if rank in self.departed:
-                raise WorkerLostError(
-                    f"{call.title}: {self.name_of(rank)} {self.departed[rank]}, and worker "
-                    f"{self.rank} waits for it. Every worker must run the same number of steps.",
-                    rank=rank,
-                    op=call.kind,
-                    sequence=call.sequence,
-                )
-
-    def exchange(
-        self, kind: str, blob: bytes, timeout: float, *, while_broken: bool = False
-    ) -> list[bytes]:
+    def exchange(self, kind: str, blob: bytes, timeout: float) -> list[bytes]:
         """Return what every process passed, in rank order; for set-up, not for data.
 
         Args:
             kind: what is exchanged; the processes' exchanges of one kind meet in turn.
             blob: what this process passes.
             timeout: how long to wait, in seconds.
-            while_broken: whether a broken group may exchange all the same.
         """
-        self._exchanges[kind] += 1
-        key = f"{kind}:{self._exchanges[kind]}"
-        self._watch.post_all(encode_message(Kind.EXCHANGE, key.encode() + b"\n" + blob))
-        deadline = time.monotonic() + timeout
-        call = Call(self._exchanges[kind], kind)
-        with self._changed:
-            self._received[key][self.rank] = blob
-            while len(self._received[key]) < self.size:
-                if not while_broken:
-                    self.check()
-                missing = [r for r in range(self.size) if r not in self._received[key]]
-                self.refuse_departed(call, missing)
-                self._refuse_lost(call, missing)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise CollectiveTimeoutError(
-                        f"{call.title}: worker {self.rank} waited {timeout:g} s for worker(s) "
-                        f"{', '.join(map(str, missing))}.",
-                        rank=missing[0],
-                        op=kind,
-                        sequence=call.sequence,
-                    )
-                self._changed.wait(timeout=min(left, 1.0))
-            received = self._received.pop(key)
-        return [received[rank] for rank in range(self.size)]
+        return self._meet(self._exchanges.begin(self.generation, kind), blob, timeout)
 
     def recover(self, reset: Callable[[], None], timeout: float) -> None:
         """Make a broken group whole again: every process must call it.
@@ -198,99 +173,126 @@ class Peers:
         Raises:
             WorkerLostError: a process is gone for good.
         """
-        self.exchange("recover", b"", timeout, while_broken=True)
+        # By generation, not counted: who has waited in vain meets the others when it tries again.
+        self._meet(f"{self.generation}:recover", b"", timeout, while_broken=True)
         for sock in self._data.values():
             sock.close()
         with self._changed:
             self.generation += 1
-            self.cause = None
+            self.cause = self._early.pop(self.generation, None)
             self._reported = False
-        self._data = self._mesh.connect("data", self.generation, timeout)
-        reset()
-        self.exchange("ready", b"", timeout)
+            self.where.start_over()
+            self._exchanges.start_over(self.generation)
+        try:
+            self._refuse_gone(Call(0, "recover"), range(self.size))
+            self._data = self._mesh.connect("data", self.generation, timeout, self.check)
+            reset()
+            self._meet(f"{self.generation}:ready", b"", timeout)
+        except BaseException as error:
+            self.abort(error)
+            raise
 
     def close(self) -> None:
         """Say good-bye, and close every connection."""
         if self._closed:
             return
         self._closed = True
-        failure = getattr(sys, "last_value", None)
-        reason = "has finished"
-        if isinstance(failure, BaseException):
-            reason = f"ended with {type(failure).__name__}: {failure}"
-        self._watch.close(
-            encode_json(Kind.GOODBYE, reason=reason[:2000], failed=reason != "has finished"),
-            _FAREWELL_SECONDS,
-        )
+        if os.getpid() != self._process:
+            return  # A fork: the connections are those of the process that joined.
+        if threading.current_thread().name.startswith("ndistribute"):
+            # Garbage is collected on any thread, but none can wait for its own end.
+            threading.Thread(target=self._part, name="ndistribute farewell", daemon=True).start()
+        else:
+            self._part()
+
+    def _part(self) -> None:
+        farewell = encode_json(Kind.GOODBYE, **self.where.farewell())
+        self._watch.close(farewell, _FAREWELL_SECONDS)
         self._mesh.close()
         for sock in self._data.values():
             sock.close()
 
-    def _refuse_lost(self, call: Call, ranks: Sequence[int]) -> None:
+    def _meet(
+        self, key: str, blob: bytes, timeout: float, *, while_broken: bool = False
+    ) -> list[bytes]:
+        """Return what every process passed under a key; a broken group may do so as well."""
+        call = Call(0, key.split(":")[1])
+
+        def refuse(missing: Sequence[int]) -> None:
+            if not while_broken:
+                self.check()
+            self._refuse_gone(call, missing)
+
+        self._watch.post_all(encode_message(Kind.EXCHANGE, key.encode() + b"\n" + blob))
+        return self._exchanges.meet(key, blob, timeout, refuse, keep=while_broken)
+
+    def _refuse_gone(self, call: Call, ranks: Sequence[int]) -> None:
         for rank in ranks:
+            if rank in self.where.departed:
+                raise self.given_up(call, rank)
             if rank in self._lost:
                 raise WorkerLostError(
-                    f"{call.title}: {self.name_of(rank)} was lost, so the group can not go on. "
-                    "Start the job again.",
-                    rank=rank,
-                    op=call.kind,
-                    sequence=call.sequence,
+                    f"{call.kind}: {self.name_of(rank)} was lost: start the job again.", rank=rank
                 )
 
     def _on_message(self, rank: int, kind: Kind, payload: bytes) -> None:
         """Take a message in, on the watching thread."""
         if kind is Kind.EXCHANGE:
             key, _, blob = payload.partition(b"\n")
-            with self._changed:
-                self._received[key.decode()][rank] = blob
-                self._changed.notify_all()
-            return
-        if kind is Kind.HEARTBEAT:
+            self._exchanges.put(key.decode(), rank, blob)
+        if kind in (Kind.EXCHANGE, Kind.HEARTBEAT):
             return
         fields: dict[str, Any] = json.loads(payload)
-        if kind is Kind.ABORT and fields["generation"] == self.generation:
-            self._break(restore_error(fields["error"]))
-        elif kind is Kind.ASK and fields["generation"] == self.generation:
-            if self.position > fields["position"]:
-                self.abort(self._skipped(rank, fields["title"]), seen=False)
-        elif kind is Kind.GOODBYE:
-            self._watch.forget(rank)
-            with self._changed:
-                self.departed[rank] = fields["reason"]
-                self._changed.notify_all()
-            if fields["failed"]:
-                self._break(WorkerLostError(f"{self.name_of(rank)} {fields['reason']}", rank=rank))
+        if kind is Kind.GOODBYE:
+            self._take_leave(rank, fields)
+        elif kind is Kind.ABORT:
+            self._break(restore_error(fields["error"]), generation=fields["generation"])
+        else:
+            self._compare_places(rank, kind, fields)
+
+    def _compare_places(self, rank: int, kind: Kind, fields: dict[str, Any]) -> None:
+        with self._changed:
+            if fields["generation"] != self.generation:
+                return
+            place = tuple(fields["place"])
+            if kind is Kind.SKIPPED:
+                self.where.note_skipped(rank, place)
+            elif kind is Kind.REACHED:
+                self.where.note_reached(rank, place)
+            elif self.where.has_reached(place):
+                self._watch.post(rank, encode_json(Kind.REACHED, **fields))
+            elif self.where.has_skipped(place):
+                self._watch.post(rank, encode_json(Kind.SKIPPED, **fields))
+
+    def _take_leave(self, rank: int, fields: dict[str, Any]) -> None:
+        self._watch.forget(rank)
+        with self._changed:
+            self.where.note_departed(rank, fields["reason"], tuple(fields["made"]))
+            self._changed.notify_all()
+        if fields["failed"]:
+            self._break(WorkerLostError(f"{self.name_of(rank)} {fields['reason']}", rank=rank))
 
     def _on_silence(self, rank: int, why: str) -> None:
         """Take in that a process was lost, on the watching thread."""
-        if rank in self.departed or self._closed:
+        if rank in self.where.departed or self._closed:
             return
         with self._changed:
             self._lost.add(rank)
+            self._changed.notify_all()
         error = WorkerLostError(f"{self.name_of(rank)} was lost: {why}", rank=rank)
         self.abort(error, seen=False)
 
-    def _break(self, cause: DistributeError, *, seen: bool = False) -> bool:
-        """Keep a cause, and say whether it is the first."""
+    def _break(
+        self, cause: DistributeError, *, seen: bool = False, generation: int | None = None
+    ) -> int | None:
+        """Keep a cause, and return the generation that it broke; None if it was broken before."""
         with self._changed:
-            first = self.cause is None
-            if first:
-                self.cause = cause
-                self._reported = seen
+            now = self.generation
+            if generation is not None and generation > now:
+                self._early.setdefault(generation, cause)  # They were quicker than this process.
+            if self.cause is not None or generation not in (None, now):
+                return None
+            self.cause = cause
+            self._reported = seen
             self._changed.notify_all()
-        return first
-
-    def _skipped(self, rank: int, title: str) -> CollectiveMismatchError:
-        return CollectiveMismatchError(
-            f"{title}: {self.name_of(self.rank)} has left the step in which worker {rank} made "
-            "this call. Every replica must make the same calls in the same order.",
-            rank=self.rank,
-            op=title.partition(" ")[0],
-        )
-
-
-def _again(cause: DistributeError) -> DistributeError:
-    """Return the cause for another raise: an exception that is raised twice loses its traceback."""
-    error = type(cause)(str(cause), rank=cause.rank, op=cause.op, sequence=cause.sequence)
-    error.__cause__ = cause.__cause__
-    return error
+            return now

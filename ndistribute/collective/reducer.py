@@ -94,7 +94,7 @@ class Reducer:
                 if plan.ufunc is None:
                     reduce_arrays(op, views, out=outputs[leaf])
                     continue
-                plan.ufunc(*views, outputs[leaf])
+                plan.ufunc(*views, out=outputs[leaf])
                 if op is ReduceOp.MEAN:
                     finish(op, outputs[leaf], self._size)
 

@@ -54,6 +54,10 @@ class ReplicaGroup:
         if self.workers is not None:
             self.workers.leave()
 
+    def close(self) -> None:
+        """Forget how the last step failed: its traceback holds the arrays that replicas saw."""
+        self._rendezvous.reset()
+
     def abort(self, cause: BaseException) -> None:
         """Release every replica that waits, with the reason."""
         if self.workers is not None:

@@ -196,7 +196,8 @@ class RingBackend:
         ring = self._neighbour(-1), self._neighbour(1)
         patience = self._peers.patience(call, timeout)
         first = ring[1] if sends_to is None else sends_to
-        self._wire.begin(encode(call, self.count), patience, first, ring)
+        header = encode(call, self.count, self._peers.where.position)
+        self._wire.begin(header, patience, first, ring)
 
     def _run(
         self,

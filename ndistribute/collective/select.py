@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
+from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import Communicator
-from ndistribute.collective.hierarchical import Buckets, HierarchicalBackend
+from ndistribute.collective.hierarchical import make_hierarchical_backends
 from ndistribute.collective.hosts import HostsBackend, host_groups
 from ndistribute.collective.membership import membership_from_addresses, membership_from_exchange
+from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.nccl import make_nccl_backends, nccl_available
+from ndistribute.collective.nccl_connect import nccl_obstacle
+from ndistribute.collective.nccl_workers import make_nccl_worker_backends
 from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
 from ndistribute.collective.peers import Peers
 from ndistribute.collective.rendezvous import Rendezvous
@@ -127,18 +130,17 @@ def make_worker_group(
     rendezvous = Rendezvous(len(devices))
     streams = [Stream(device) for device in devices]
     spaces = [device.memory_space for device in devices]
-    buckets = Buckets()
-    communicators = []
-    for threads in _thread_backends(rendezvous, streams, spaces, one_device=False):
-        backend = HierarchicalBackend(
-            threads,
-            workers.backend,
-            workers.replica_counts,
-            buckets,
-            workers.single_cpus,
-            workers.peers.abort,
-        )
-        communicators.append(Communicator(backend, options, threads, workers.courier))
+    local = _thread_backends(rendezvous, streams, spaces, one_device=False)
+    nccl = _workers_want_nccl(workers, options)
+    backends: Sequence[Backend] = (
+        make_nccl_worker_backends(rendezvous, streams, workers)
+        if nccl
+        else list(make_hierarchical_backends(local, workers))
+    )
+    communicators = [
+        Communicator(backend, options, threads, workers.courier)
+        for backend, threads in zip(backends, local, strict=True)
+    ]
     return ReplicaGroup(communicators, rendezvous, streams, workers)
 
 
@@ -162,8 +164,6 @@ def join_workers(
     """
     over_mpi = not addresses
     if over_mpi:
-        from ndistribute.collective.mpi import exchange_over_mpi
-
         membership = membership_from_exchange(exchange_over_mpi, rank)
     else:
         membership = membership_from_addresses(addresses, rank)
@@ -187,7 +187,7 @@ def _process_backend(peers: Peers, options: CommunicationOptions, over_mpi: bool
             "mpiexec, or implementation='auto'."
         )
     groups = host_groups(peers.hosts)
-    if wish is not CommunicationImplementation.AUTO:
+    if wish in (CommunicationImplementation.RING, CommunicationImplementation.MPI):
         return _ring(peers, options, over_mpi, range(peers.size))
     if len(groups) == 1:
         return SharedMemoryBackend(peers)
@@ -201,14 +201,9 @@ def _process_backend(peers: Peers, options: CommunicationOptions, over_mpi: bool
 def _ring(
     peers: Peers, options: CommunicationOptions, over_mpi: bool, ranks: Sequence[int]
 ) -> RingBackend:
-    transport: Any = TcpTransport(peers)
-    if over_mpi:
-        from ndistribute.collective.mpi import MpiTransport
-
-        transport = MpiTransport(peers)
     return RingBackend(
         peers,
-        transport,
+        MpiTransport(peers) if over_mpi else TcpTransport(peers),
         ranks=ranks,
         bytes_per_pack=options.bytes_per_pack,
         wire_dtype=options.wire_dtype,
@@ -229,6 +224,15 @@ def _thread_backends(
         )
         for rank in range(len(streams))
     ]
+
+
+def _workers_want_nccl(workers: Workers, options: CommunicationOptions) -> bool:
+    """Say whether the GPUs of all workers meet through NCCL; every worker finds the same."""
+    obstacle = nccl_obstacle(workers.identities, workers.peers.hosts)
+    if obstacle is not None and options.implementation is CommunicationImplementation.NCCL:
+        raise ValueError(f"implementation='nccl': {obstacle}; or pass implementation='auto'.")
+    wishes = (CommunicationImplementation.AUTO, CommunicationImplementation.NCCL)
+    return obstacle is None and options.implementation in wishes
 
 
 def _wants_nccl(devices: Sequence[Device], wish: CrossDeviceOps | None) -> bool:

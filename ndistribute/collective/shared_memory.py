@@ -43,6 +43,7 @@ def _aborting(
     @functools.wraps(method)
     def told(self: SharedMemoryBackend, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
+            self._peers.check()  # Else who comes late might complete a call of a broken group.
             return method(self, *args, **kwargs)
         except BaseException as error:
             self.abort(error)

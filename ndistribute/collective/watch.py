@@ -1,17 +1,20 @@
 """The thread that listens to the other processes of a group, and tells them that this one lives.
 
-It reads and writes control connections and keeps time; what a message means is for its owner to
-say. Nobody who posts a message ever waits for the network.
+It alone reads and writes control connections, and it keeps time; what a message means is for its
+owner to say. Nobody who posts a message ever waits for the network.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import ssl
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from ndistribute.collective.messages import Kind, Reader, encode_message
@@ -21,6 +24,7 @@ __all__ = ["Watch"]
 _CHUNK = 64 * 1024
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _HEARTBEAT = encode_message(Kind.HEARTBEAT)
+_BEATS = 20  # in the time after which a silent process counts as lost
 
 
 class _Line:
@@ -30,9 +34,24 @@ class _Line:
         self.rank = rank
         self.sock = sock
         self.reader = Reader()
+        self.posted: deque[bytes] = deque()
         self.unsent = bytearray()
         self.heard = time.monotonic()
         self.forgotten = False
+
+    def push(self) -> None:
+        """Write what the connection takes; called on the watching thread only."""
+        while self.posted:
+            self.unsent += self.posted.popleft()
+        while self.unsent:
+            try:
+                sent = self.sock.send(memoryview(self.unsent)[:_CHUNK])
+            except _LATER:
+                return
+            except OSError:
+                self.unsent.clear()  # The reading side tells why.
+                return
+            del self.unsent[:sent]
 
 
 class Watch:
@@ -56,10 +75,9 @@ class Watch:
     ) -> None:
         self._lines = {other: _Line(other, sock) for other, sock in connections.items()}
         self._silence = silence_seconds
-        self._interval = min(1.0, silence_seconds / 5)
+        self._interval = min(1.0, silence_seconds / _BEATS)
         self._on_message = on_message
         self._on_silence = on_silence
-        self._mutex = threading.Lock()
         self._ending = threading.Event()
         self._end_by = float("inf")
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -70,20 +88,20 @@ class Watch:
         for line in self._lines.values():
             self._selector.register(line.sock, selectors.EVENT_READ, line)
         self._thread = threading.Thread(
-            target=self._serve, name=f"ndistribute-watch-{rank}", daemon=True
+            target=self._run, name=f"ndistribute-watch-{rank}", daemon=True
         )
+        _watches.add(self)
+
+    def start(self) -> None:
+        """Begin; from now on the owner is called."""
         self._thread.start()
 
     def post(self, rank: int, message: bytes) -> None:
-        """Send a message, now or as soon as the connection takes it."""
+        """Send a message as soon as the connection takes it."""
         line = self._lines.get(rank)
-        if line is None:
-            return
-        with self._mutex:
-            line.unsent += message
-            self._push(line)
-            waiting = bool(line.unsent)
-        if waiting:
+        if line is not None:
+            # Left to the thread: an interrupt in the middle of a write would tear the stream.
+            line.posted.append(message)
             self._wake()
 
     def post_all(self, message: bytes) -> None:
@@ -110,30 +128,38 @@ class Watch:
         self._wake()
         self._thread.join(timeout=timeout + 5.0)
 
-    def _serve(self) -> None:
-        tick = time.monotonic()
+    def let_go(self) -> None:
+        """Close the connections without a word, where they are another process's."""
+        for line in list(self._lines.values()):
+            with contextlib.suppress(OSError):
+                line.sock.close()
+
+    def _run(self) -> None:
         try:
-            while not self._finished():
-                for key, mask in self._selector.select(timeout=self._pause(tick)):
-                    if key.data is None:
-                        self._swallow_wakes()
-                        continue
-                    if mask & selectors.EVENT_WRITE:
-                        with self._mutex:
-                            self._push(key.data)
-                    if mask & selectors.EVENT_READ:
-                        self._read(key.data)
-                self._want_writes()
-                now = time.monotonic()
-                if now - tick >= self._interval:
-                    self._beat(now, now - tick)
-                    tick = now
+            self._serve()
+        except Exception as error:
+            for rank in list(self._lines):
+                self._on_silence(rank, f"this process can not listen to it any more: {error!r}")
         finally:
             for line in list(self._lines.values()):
                 self._drop(line)
             self._selector.close()
             self._wake_reader.close()
             self._wake_writer.close()
+
+    def _serve(self) -> None:
+        tick = time.monotonic()
+        while not self._finished():
+            for key, mask in self._selector.select(timeout=self._pause(tick)):
+                if key.data is None:
+                    self._swallow_wakes()
+                elif mask & selectors.EVENT_READ:
+                    self._read(key.data)
+            self._write()
+            now = time.monotonic()
+            if now - tick >= self._interval:
+                self._beat(now, now - tick)
+                tick = now
 
     def _pause(self, tick: float) -> float:
         pause = max(0.0, tick + self._interval - time.monotonic())
@@ -144,7 +170,7 @@ class Watch:
         if not self._ending.is_set():
             return False
         for line in list(self._lines.values()):
-            if not line.unsent:
+            if not line.unsent and not line.posted:
                 # The other end closes in answer; closing first could destroy what is under way.
                 # Under TLS the plain shutdown, for SSLSocket's own would end the reading as well.
                 with contextlib.suppress(OSError):
@@ -168,23 +194,13 @@ class Watch:
         try:
             for kind, payload in line.reader.feed(data):
                 self._on_message(line.rank, kind, payload)
-        except (ValueError, KeyError, TypeError) as error:
-            self._lose(line, f"it sent what no worker sends ({error})")
+        except Exception as error:  # Whatever it is, this thread has others to listen to.
+            self._lose(line, f"it sent what no worker sends ({error!r})")
 
-    def _push(self, line: _Line) -> None:
-        """Write what the connection takes; the mutex is held."""
-        while line.unsent:
-            try:
-                sent = line.sock.send(memoryview(line.unsent)[:_CHUNK])
-            except _LATER:
-                return
-            except OSError:
-                line.unsent.clear()  # The reading side tells why.
-                return
-            del line.unsent[:sent]
-
-    def _want_writes(self) -> None:
-        for line in self._lines.values():
+    def _write(self) -> None:
+        """Push what is to go, and ask to be told when a connection takes more."""
+        for line in list(self._lines.values()):
+            line.push()
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
             if self._selector.get_key(line.sock).events != wanted:
                 self._selector.modify(line.sock, wanted, line)
@@ -197,17 +213,18 @@ class Watch:
                 line.heard = now  # It was this process that did not run, or hardly.
             if not self._ending.is_set():
                 self.post(line.rank, _HEARTBEAT)
-            if now - line.heard > self._silence:
+            # It may have been silent for an interval before it was heard last.
+            if now - line.heard > self._silence - self._interval:
                 self._lose(line, f"nothing was heard of it for {now - line.heard:.1f} s")
 
     def _lose(self, line: _Line, why: str) -> None:
-        self._drop(line)
         if not line.forgotten and not self._ending.is_set():
             self._on_silence(line.rank, why)
+            line.push()  # If it is only asleep, it finds there what became of it.
+        self._drop(line)
 
     def _drop(self, line: _Line) -> None:
-        with self._mutex:
-            self._lines.pop(line.rank, None)
+        self._lines.pop(line.rank, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(line.sock)
         line.sock.close()
@@ -220,3 +237,15 @@ class Watch:
         with contextlib.suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 pass
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    """Close a fork's copies, which would hide from the others that the process itself has died."""
+    for watch in list(_watches):
+        watch.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)

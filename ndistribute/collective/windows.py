@@ -57,12 +57,13 @@ class Windows:
         self._filled = [segment.filled for segment in self._segments]
         self._shown = [segment.reduced for segment in self._segments]
         self._spin = Spin(peers, ranks)
+        self._where = peers.where
         self._fence = _make_fence()
 
     def begin(self, call: Call) -> bytes:
         """Count a call, and return the header that goes with its first step."""
         self._count += 1
-        return encode(call, self._count)
+        return encode(call, self._count, self._where.position)
 
     def views(self, step: int, dtype: np.dtype[Any], offset: int, count: int) -> list[Array]:
         """Return the same elements of everybody's window, in the order of ranks."""

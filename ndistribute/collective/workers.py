@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from ndistribute import timeline
 from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.nccl_connect import device_identity
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.peers import Peers
 from ndistribute.device import Device
@@ -57,10 +58,10 @@ class Workers:
         self.backend = backend
         self.communicator = Communicator(backend, options)
         self._timeout = options.timeout
-        self._depth = 0
+        self._inside = False
         self._failed = False
-        own = json.dumps([device.kind for device in devices]).encode()
-        self._kinds: list[list[str]] = [
+        own = json.dumps([device_identity(device) for device in devices]).encode()
+        self.identities: list[list[str]] = [
             json.loads(text) for text in peers.exchange("devices", own, self._timeout)
         ]
 
@@ -81,12 +82,12 @@ class Workers:
     @property
     def replica_counts(self) -> tuple[int, ...]:
         """Return how many replicas each process has."""
-        return tuple(len(kinds) for kinds in self._kinds)
+        return tuple(map(len, self.identities))
 
     @property
     def single_cpus(self) -> bool:
         """Say whether every process has one replica, on a CPU."""
-        return all(kinds == ["cpu"] for kinds in self._kinds)
+        return all(devices == ["cpu"] for devices in self.identities)
 
     def enter(self) -> None:
         """Start a step; after a failure, wait until all processes do so.
@@ -99,11 +100,11 @@ class Workers:
             self.peers.recover(self.backend.reset, self._timeout)
         self._failed = False
         self.peers.enter()
-        self._depth += 1
+        self._inside = True
 
     def leave(self) -> None:
         """End a step."""
-        self._depth -= 1
+        self._inside = False
         self.peers.leave()
 
     def fail(self) -> None:
@@ -116,7 +117,7 @@ class Workers:
     @contextlib.contextmanager
     def meeting(self) -> Iterator[Communicator]:
         """Make collectives among processes, as a step of their own unless one is going on."""
-        if self._depth:
+        if self._inside:
             yield self.communicator
             return
         self.enter()
@@ -144,6 +145,22 @@ class Workers:
         """Return the nest that one process passed."""
         with self.meeting() as communicator:
             return communicator.broadcast(value, root)
+
+    def agree(self, value: Any, purpose: str) -> Any:
+        """Return the nest that the first process passed, once all have passed one alike.
+
+        Args:
+            value: a nest of the same shapes and dtypes on all processes.
+            purpose: what it is for, the same on all processes.
+        """
+        with self.meeting() as communicator:
+            communicator.purpose = purpose
+            try:
+                agreed = communicator.broadcast(value)
+                communicator.all_reduce("sum", 0)  # Who sends hears nothing of who receives.
+            finally:
+                communicator.purpose = ""
+        return agreed
 
     def close(self) -> None:
         """Say good-bye to the other processes."""

@@ -73,8 +73,13 @@ class Strategy:
         """Return a nest with the components of all processes' replicas in each `PerReplica`."""
         return value
 
-    def agree_on(self, initial_value: Any) -> Any:
-        """Return the array with which a new variable starts, the same on all processes."""
+    def agree_on(self, initial_value: Any, what: str) -> Any:
+        """Return the array with which a new variable starts, the same on all processes.
+
+        Args:
+            initial_value: this process's.
+            what: the variable, as all processes describe it.
+        """
         return initial_value
 
     # What users call.

@@ -80,11 +80,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Return a nest with the components of all workers' replicas in each `PerReplica`."""
         return value if self._workers is None else gather_components(value, self._workers)
 
-    def agree_on(self, initial_value: Any) -> Any:
-        """Return the chief's initial value of a variable."""
+    def agree_on(self, initial_value: Any, what: str) -> Any:
+        """Return the chief's initial value of a variable, which is the same one on all workers."""
         if self._workers is None:
             return initial_value
-        chiefs = self._workers.broadcast(np.asarray(to_host(initial_value)))
+        chiefs = self._workers.agree(np.asarray(to_host(initial_value)), what)
         return copy_to(np.asarray(chiefs), device_of(initial_value))
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:

@@ -146,11 +146,17 @@ class ReplicaPool:
         """
         size = len(self._contexts)
         outcome = _Outcome(size)
-        self._group.begin()
+        begun = False
         try:
+            self._group.begin()
+            begun = True
             self._run_all(step, outcome, size)
+        except BaseException as interrupt:
+            self._group.abort(interrupt)  # Other processes may be in the step already.
+            raise
         finally:
-            self._group.end()
+            if begun:
+                self._group.end()
         if outcome.errors:
             self._raise_first(outcome)
         return outcome.results

@@ -81,7 +81,8 @@ class Request:
         return self._array
 
     def create(self, strategy: Any) -> Any:
-        array = strategy.agree_on(self.array())
+        what = f"variable {self.name!r}, {self.synchronization.name}, {self.aggregation.name}"
+        array = strategy.agree_on(self.array(), what)
         check_aggregation(self.aggregation, array.dtype)
         policy = VariablePolicy(
             trainable=self.trainable,

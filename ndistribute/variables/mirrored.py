@@ -69,7 +69,11 @@ class MirroredVariable(Variable):
             self._apply(write)
             return
         communicator = replica.communicator
-        combined = aggregate(self, communicator, write)
+        communicator.purpose = f"{write.how} to {self.name!r}"
+        try:
+            combined = aggregate(self, communicator, write)
+        finally:
+            communicator.purpose = ""
 
         def apply_once(writes: Sequence[tuple[MirroredVariable, Write]]) -> None:
             for rank, (variable, _) in enumerate(writes):

@@ -93,10 +93,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     """Put the imitation in the place of NCCL."""
     world = FakeNccl()
-    monkeypatch.setattr(nccl, "_nccl", lambda: world)
+    monkeypatch.setattr(nccl, "nccl_library", lambda: world)
     monkeypatch.setattr(nccl, "_is_done", lambda stream: True)
-    for module in (nccl, nccl_plan):
-        monkeypatch.setattr(module, "address", lambda array: array.ctypes.data)
+    monkeypatch.setattr(nccl_plan, "address", lambda array: array.ctypes.data)
     return world
 
 
@@ -327,7 +326,7 @@ def test_connecting_says_what_failed(fake: FakeNccl, monkeypatch: pytest.MonkeyP
 def test_without_cupy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    monkeypatch.setattr(nccl, "_nccl", nccl._nccl.__wrapped__)
+    monkeypatch.setattr(nccl, "nccl_library", nccl.nccl_library.__wrapped__)
     assert not nccl.nccl_available()
     with pytest.raises(MissingDependencyError, match=r"ndistribute\[cuda12\]"):
         nccl.make_nccl_backends(Rendezvous(1), [Stream(Device("cpu:0"))])

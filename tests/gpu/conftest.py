@@ -20,7 +20,7 @@ from tests.gpu.imitation.clock import set_world
 from tests.gpu.imitation.module import modules
 from tests.gpu.placing import need
 
-CACHES = (device.cupy_module, device._gpu_count, device._is_gpu_type, nccl._nccl)
+CACHES = (device.cupy_module, device._gpu_count, device._is_gpu_type, nccl.nccl_library)
 
 TWICE, TWO, BACK = ["gpu:0"] * 2, ["gpu:0", "gpu:1"], ["gpu:1", "gpu:0"]
 

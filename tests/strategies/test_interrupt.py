@@ -21,11 +21,14 @@ from tests.kinds import (
     context,
     meet,
     mirrored,
+    one_process,
     pool_threads,
     rank,
     wait_until_in,
     works,
 )
+
+pytestmark = one_process("an interrupt reaches one of them")
 
 delivered = threading.Event()
 

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, in_thread, meet, mirrored, rank, works
+from tests.kinds import DEADLINE, in_thread, meet, mirrored, one_process, rank, works
+
+pytestmark = one_process("an interrupt reaches one of them")
 
 FILES = (str(Path(nd.__file__).parent), contextlib.__file__)
 

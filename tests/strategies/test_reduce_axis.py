@@ -61,10 +61,10 @@ def test_an_axis_is_a_number_a_tuple_or_a_list(strategy):
 
 
 def test_several_axes_at_once(strategy):
-    everything = joined(strategy)
+    whole = joined(strategy)
     for axis in ((0, 1), [1, 0], (-1, -2), (0, -1)):
         for op, function in OPS.items():
-            assert np.isclose(strategy.reduce(op, ragged(strategy), axis=axis), function(everything))
+            assert np.isclose(strategy.reduce(op, ragged(strategy), axis=axis), function(whole))
 
 
 def test_a_later_axis_keeps_the_first(strategy):

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import context, mirrored, parts, rank, wait_until_in
+from tests.kinds import (
+    context,
+    mirrored,
+    one_process,
+    parts,
+    raised_in,
+    rank,
+    wait_until_in,
+)
 
 
 def make(strategy, *args, **kwargs):
@@ -148,7 +156,7 @@ def test_an_unknown_policy_or_no_synchronization_is_refused(strategy, where):
         {"aggregation": "median"},
         {"synchronization": 3},
     ):
-        with pytest.raises(ValueError, match=r"synchronization|aggregation"):
+        with raised_in(strategy, None, ValueError, r"synchronization|aggregation"):
             MAKE[where](strategy, policy)
 
 
@@ -214,6 +222,7 @@ def _draw():
     return context().rng.random()
 
 
+@one_process("a variable is one for the replicas of a process")
 @pytest.mark.parametrize(
     "make_one",
     [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import central, closing, context, cpus, mirrored, parts, works
+from tests.kinds import central, closing, context, cpus, each, mirrored, parts, raised_in, works
 
 WRITES = {"assign": lambda old, x: x, "assign_add": np.add, "assign_sub": np.subtract}
 
@@ -55,7 +55,7 @@ def test_the_value_is_copied(strategy):
 def test_a_per_replica_is_refused(strategy, method, how):
     v = make(strategy, 1.0, synchronization=how, aggregation="sum")
     for kind in (nd.PerReplica, nd.Mirrored):
-        given = kind([1.0] * strategy.num_replicas_in_sync)
+        given = kind(each(strategy, 1.0))
         with pytest.raises(ValueError, match=kind.__name__):
             getattr(v, method)(given)
     assert np.isclose(float(v), 1.0 * (strategy.num_replicas_in_sync if how == "on_read" else 1))
@@ -135,8 +135,8 @@ def test_a_variable_without_a_strategy_is_read_everywhere_and_written_outside_re
     with several.scope():
         assert float(v) == 1
         v.assign(2.0)
-    assert several.run(lambda: float(v)).values == (2.0,) * several.num_replicas_in_sync
-    with pytest.raises(RuntimeError, match="scope"):
+    assert several.run(lambda: float(v)).values == each(several, 2.0)
+    with raised_in(several, None, RuntimeError, "scope"):
         several.run(lambda: v.assign_add(1.0))
     assert float(v) == 2
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import meet, mirrored, parts, rank
+from tests.kinds import each, meet, mine, mirrored, parts, rank
 
 AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
 
@@ -32,10 +32,9 @@ def test_a_replica_reads_and_writes_its_own_component(strategy, aggregation):
         return first, float(v)
 
     first, second = strategy.run(step)
-    size = strategy.num_replicas_in_sync
-    assert first.values == tuple(11.0 + i for i in range(size))
-    assert second.values == tuple(2 * (10.0 + i) for i in range(size))
-    assert components(strategy, v) == [2 * (10.0 + i) for i in range(size)]
+    assert first.values == mine(strategy, lambda i: 11.0 + i)
+    assert second.values == mine(strategy, lambda i: 2 * (10.0 + i))
+    assert components(strategy, v) == [*second.values]
 
 
 def test_replicas_need_not_write_alike(several):
@@ -46,7 +45,7 @@ def test_replicas_need_not_write_alike(several):
             v.assign_add(1.0)
 
     several.run(step)
-    assert components(several, v) == list(range(several.num_replicas_in_sync))
+    assert components(several, v) == [*mine(several, float)]
 
 
 @pytest.mark.parametrize(
@@ -73,13 +72,13 @@ def test_without_an_aggregation_a_cross_replica_read_is_refused(several):
         with pytest.raises(ValueError, match="aggregation"):
             read()
     assert "Variable" in repr(v)
-    assert components(several, v) == [1.0] * several.num_replicas_in_sync
+    assert components(several, v) == [*each(several, 1.0)]
 
 
 def test_the_initial_value_is_every_components(strategy):
     v = make(strategy, 3.0, "sum")
     size = strategy.num_replicas_in_sync
-    assert components(strategy, v) == [3.0] * size
+    assert components(strategy, v) == [*each(strategy, 3.0)]
     assert float(v) == 3 * size
 
 
@@ -87,7 +86,7 @@ def test_the_initial_value_is_every_components(strategy):
 def test_an_assigned_integer_goes_to_the_first_with_sum(strategy, dtype):
     v = make(strategy, np.array(5, dtype))
     v.assign(7)
-    assert components(strategy, v) == [7] + [0] * (strategy.num_replicas_in_sync - 1)
+    assert components(strategy, v) == [*mine(strategy, lambda i: 0 if i else 7)]
     assert int(v) == 7
 
 
@@ -96,7 +95,7 @@ def test_an_assigned_float_is_shared_out_with_sum(strategy, dtype):
     v = make(strategy, np.array(5, dtype))
     size = strategy.num_replicas_in_sync
     v.assign(12.0)
-    assert components(strategy, v) == [12.0 / size] * size
+    assert components(strategy, v) == [*each(strategy, 12.0 / size)]
     assert v.numpy() == 12
     v.assign(1.0)
     assert np.allclose(v.numpy(), 1)
@@ -107,17 +106,16 @@ def test_an_assigned_float_is_shared_out_with_sum(strategy, dtype):
 def test_otherwise_an_assigned_value_goes_to_each(strategy, aggregation):
     v = make(strategy, 5.0, aggregation)
     v.assign(12.0)
-    assert components(strategy, v) == [12.0] * strategy.num_replicas_in_sync
+    assert components(strategy, v) == [*each(strategy, 12.0)]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int64"])
 def test_added_values_go_to_the_first_with_sum(strategy, dtype):
     v = make(strategy, np.array(1, dtype))
     v.assign_add(5)
-    rest = [1] * (strategy.num_replicas_in_sync - 1)
-    assert components(strategy, v) == [6, *rest]
+    assert components(strategy, v) == [*mine(strategy, lambda i: 1 if i else 6)]
     v.assign_sub(2)
-    assert components(strategy, v) == [4, *rest]
+    assert components(strategy, v) == [*mine(strategy, lambda i: 1 if i else 4)]
     assert v.numpy() == strategy.num_replicas_in_sync + 3
 
 
@@ -125,7 +123,7 @@ def test_added_values_go_to_the_first_with_sum(strategy, dtype):
 def test_otherwise_added_values_go_to_each(strategy, aggregation):
     v = make(strategy, 1.0, aggregation)
     v.assign_add(5.0).assign_sub(2.0)
-    assert components(strategy, v) == [4.0] * strategy.num_replicas_in_sync
+    assert components(strategy, v) == [*each(strategy, 4.0)]
 
 
 def test_a_count_survives_being_written_back(strategy):

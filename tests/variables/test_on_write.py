@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import LARGE, context, meet, mirrored, parts, rank, works
+from tests.kinds import (
+    LARGE,
+    context,
+    each,
+    meet,
+    mirrored,
+    one_process,
+    parts,
+    raised_in,
+    rank,
+    works,
+)
 
 METHODS = ["assign", "assign_add", "assign_sub"]
 AGGREGATIONS = ["sum", "mean", "only_first_replica"]
@@ -73,7 +84,7 @@ def test_a_literal_is_a_value_like_any_other():
 @pytest.mark.parametrize("method", METHODS)
 def test_without_an_aggregation_a_write_is_refused(several, method):
     v = make(several)
-    with pytest.raises(ValueError, match="aggregation"):
+    with raised_in(several, None, ValueError, "aggregation"):
         several.run(lambda: getattr(v, method)(1.0))
     assert float(v) == 10
     assert works(several)
@@ -105,8 +116,8 @@ def test_every_replica_reads_what_was_written(strategy):
 
     size = strategy.num_replicas_in_sync
     first, second = strategy.run(step)
-    assert first.values == (10 + size,) * size
-    assert second.values == (10 + 2 * size,) * size
+    assert first.values == each(strategy, 10 + size)
+    assert second.values == each(strategy, 10 + 2 * size)
 
 
 def test_half_precision_is_summed_in_single():
@@ -120,7 +131,7 @@ def test_half_precision_is_summed_in_single():
 def test_a_wrong_value_on_one_replica_changes_nothing(several):
     for wrong in (np.zeros(3), 1j, "text", parts(several, float)):
         v = make(several, aggregation="sum")
-        with pytest.raises((ValueError, TypeError)):
+        with raised_in(several, 1, (ValueError, TypeError)):
             several.run(lambda v=v, wrong=wrong: v.assign(wrong if rank() == 1 else 1.0))
         assert [float(part) for part in several.local_results(v)] == [10.0] * len(
             several.local_results(v)
@@ -128,6 +139,7 @@ def test_a_wrong_value_on_one_replica_changes_nothing(several):
         assert works(several)
 
 
+@one_process("a worker alone with it hears of it in its next step")
 def test_a_write_that_a_replica_skips_is_an_error_and_changes_nothing(several):
     v = make(several, aggregation="sum")
     with pytest.raises(nd.CollectiveMismatchError):
@@ -139,7 +151,7 @@ def test_a_write_that_a_replica_skips_is_an_error_and_changes_nothing(several):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_writes_of_different_kinds_do_not_pair(several, aggregation):
     v = make(several, aggregation=aggregation)
-    with pytest.raises(nd.CollectiveMismatchError):
+    with raised_in(several, None, nd.CollectiveMismatchError):
         several.run(lambda: v.assign(1.0) if rank() == 1 else v.assign_add(1.0))
     assert float(v) == 10
     assert works(several)
@@ -148,7 +160,7 @@ def test_writes_of_different_kinds_do_not_pair(several, aggregation):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_writes_to_different_variables_do_not_pair(several, aggregation):
     v, w = (make(several, aggregation=aggregation, name=name) for name in "vw")
-    with pytest.raises(nd.CollectiveMismatchError, match=r"'w'.*'v'"):
+    with raised_in(several, None, nd.CollectiveMismatchError, r"'w'.*'v'"):
         several.run(lambda: (w if rank() == 1 else v).assign(1.0))
     assert (float(v), float(w)) == (10, 10)
     assert works(several)
@@ -162,7 +174,7 @@ def test_a_merge_call_writes_across_replicas(strategy):
         return float(v)
 
     size = strategy.num_replicas_in_sync
-    assert strategy.run(step).values == (10 + size,) * size
+    assert strategy.run(step).values == each(strategy, 10 + size)
 
 
 def test_a_read_in_a_replica_is_the_value(strategy):
@@ -174,4 +186,4 @@ def test_a_read_in_a_replica_is_the_value(strategy):
         return float(np.sum(v) * meet())
 
     size = strategy.num_replicas_in_sync
-    assert strategy.run(step, args=(v,)).values == (3.0 * size,) * size
+    assert strategy.run(step, args=(v,)).values == each(strategy, 3.0 * size)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import mirrored, parts, rank, works
+from tests.kinds import mirrored, parts, raised_in, rank, replica_ids, works
 
 OPS = ["scatter_add", "scatter_sub", "scatter_update"]
 
@@ -138,7 +138,7 @@ def test_integer_rows_are_summed(several):
 def test_without_an_aggregation_rows_are_refused_in_replicas(several, method):
     v = make(several)
     before = v.numpy()
-    with pytest.raises(ValueError, match="aggregation"):
+    with raised_in(several, None, ValueError, "aggregation"):
         several.run(lambda: getattr(v, method)([0], [[1.0, 1.0]]))
     assert np.array_equal(v, before)
     assert works(several)
@@ -147,7 +147,7 @@ def test_without_an_aggregation_rows_are_refused_in_replicas(several, method):
 def test_an_index_out_of_range_on_one_replica_changes_nothing(several):
     v = make(several, aggregation="sum")
     before = v.numpy()
-    with pytest.raises(ValueError, match="index 7"):
+    with raised_in(several, 1, ValueError, "index 7"):
         several.run(lambda: v.scatter_add([7 * (rank() == 1)], [[1.0, 1.0]]))
     for part in several.local_results(v):
         assert np.array_equal(part, before)
@@ -158,7 +158,7 @@ def test_a_replica_scatters_into_its_own_component(several):
     v = make(several, np.zeros(5), synchronization="on_read", aggregation="sum")
     several.run(lambda: v.scatter_add([rank()], [1.0]))
     size = several.num_replicas_in_sync
-    for i, part in enumerate(several.local_results(v)):
+    for i, part in zip(replica_ids(several), several.local_results(v), strict=True):
         assert part.tolist() == np.eye(5)[i].tolist()
     assert v.numpy().tolist() == [1.0] * size + [0.0] * (5 - size)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import mirrored, rank
+from tests.kinds import each, mirrored, rank
 
 UPDATES = {
     "assign": lambda v: v.assign(np.full(v.shape, 9.0)),
@@ -154,7 +154,7 @@ def test_reads_that_a_step_returns_are_snapshots(several):
     v = make(several, [1.0, 2.0], aggregation="sum")
     first = several.run(v.read_value)
     several.run(lambda: v.assign_add([1.0, 1.0]))
-    assert [part.tolist() for part in first.values] == [[1, 2]] * several.num_replicas_in_sync
+    assert tuple(part.tolist() for part in first.values) == each(several, [1, 2])
 
 
 def test_replicas_read_what_was_there_before_a_step_of_others(several):

@@ -14,6 +14,10 @@ class Device:
         self.id = current_world().device if device is None else int(device)
         self._before: list[int] = []
 
+    @property
+    def pci_bus_id(self) -> str:
+        return f"0000:{0x3B + self.id:02x}:00.0"
+
     def synchronize(self) -> None:
         current_world().wait_for_device(self.id)
 

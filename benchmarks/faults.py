@@ -1,0 +1,258 @@
+"""How soon all workers know of a fault in one of them, and what the checks cost without any.
+
+Every figure is of real processes of this machine, over shared memory and over the TCP ring. A
+detection time runs from the fault to the exception in the step of the last of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faulty import DEADLY, FAULTS
+from benchmarks.machine import machine
+from benchmarks.report import markdown, shown, write_json
+from benchmarks.workers import ROOT, WorkerError, read_line
+
+__all__ = ["main"]
+
+SIZES = {"shared": 2, "ring": 3}
+_ANSWER_SECONDS = 120.0
+_log = logging.getLogger("benchmarks")
+
+
+class Job:
+    """The workers of one job.
+
+    Args:
+        wire: ``"shared"`` or ``"ring"``.
+        size: how many workers.
+        heartbeat: after how many seconds of silence one counts as lost.
+    """
+
+    def __init__(self, wire: str, size: int, heartbeat: float) -> None:
+        doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+        addresses = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
+        secret = secrets.token_hex(16)
+        self._buffers = [bytearray() for _ in range(size)]
+        self.processes = []
+        for rank, door in enumerate(doors):
+            task = {"type": "worker", "index": rank}
+            environ = {
+                **os.environ,
+                "OPENBLAS_NUM_THREADS": "1",
+                "FAULTS_WIRE": "ring" if wire == "ring" else "auto",
+                "NDISTRIBUTE_HEARTBEAT_SECONDS": str(heartbeat),
+                "NDISTRIBUTE_SECRET": secret,
+                "NDISTRIBUTE_LISTEN_FD": str(door.fileno()),
+                "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
+            }
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks.faulty"],
+                    env=environ,
+                    cwd=ROOT,
+                    pass_fds=[door.fileno()],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    # What a process says when it fails is shown; a lost one's peers fail as well.
+                    stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+                    bufsize=0,
+                )
+            )
+            door.close()
+        for rank in range(size):
+            self.answer(rank)
+
+    def ask(self, **request: Any) -> None:
+        """Send a request to all workers."""
+        for process in self.processes:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    def answer(self, rank: int) -> dict[str, Any]:
+        """Return the next answer of a worker."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        pipe = self.processes[rank].stdout.fileno()
+        try:
+            return dict(json.loads(read_line(pipe, self._buffers[rank], deadline)))
+        except (OSError, EOFError) as error:
+            raise WorkerError(f"worker {rank}: {error}") from None
+
+    def close(self) -> None:
+        """End the workers."""
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGCONT)
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10.0)
+            process.stdout.close()
+
+
+@contextlib.contextmanager
+def _job(wire: str, heartbeat: float, size: int | None = None) -> Iterator[Job]:
+    made = Job(wire, size or SIZES[wire], heartbeat)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def detection(wire: str, fault: str, repetitions: int, heartbeat: float) -> dict[str, Any]:
+    """Return after how many seconds the last of the others knew of a fault, each time."""
+    seconds: list[float] = []
+    errors: set[str] = set()
+    while len(seconds) < repetitions:
+        left = repetitions - len(seconds)
+        with _job(wire, heartbeat) as job:
+            for _ in range(1 if fault in DEADLY else left):
+                number = len(seconds)
+                took, names = _strike(job, fault, number % SIZES[wire], 1 + number % 3)
+                seconds.append(took)
+                errors |= names
+    return {
+        "wire": wire,
+        "fault": fault,
+        "workers": SIZES[wire],
+        "median": statistics.median(seconds),
+        "max": max(seconds),
+        "all": seconds,
+        "errors": sorted(errors),
+    }
+
+
+def _strike(job: Job, fault: str, who: int, steps: int) -> tuple[float, set[str]]:
+    job.ask(do="fault", fault=fault, who=who, steps=steps)
+    struck = job.answer(who)["struck"]
+    others = [rank for rank in range(len(job.processes)) if rank != who]
+    answers = [job.answer(rank) for rank in others]
+    if fault not in DEADLY:
+        for rank in range(len(job.processes)):
+            job.answer(rank)  # That all are whole again.
+    return max(a["when"] for a in answers) - struck, {a["error"] for a in answers}
+
+
+def cost(wire: str, sizes: Sequence[int], repetitions: int) -> list[dict[str, Any]]:
+    """Return what comparing the calls costs an all-reduce of each size, in percent."""
+    rows = []
+    with _job(wire, 10.0, size=2) as job:
+        for size in sizes:
+            # About a hundredth of a second, so that many turns fit in a mood of the machine.
+            calls = max(1, min(200, (4 << 20) // size))
+            job.ask(do="cost", bytes=size, repetitions=repetitions, calls=calls)
+            answers = [job.answer(rank) for rank in range(2)]
+            on, off = (
+                [max(pair) for pair in zip(*(a[way] for a in answers), strict=True)]
+                for way in ("on", "off")
+            )
+            extra = [100 * (a / b - 1) for a, b in zip(on, off, strict=True)]
+            quartiles = statistics.quantiles(extra, n=4)
+            rows.append(
+                {
+                    "wire": wire,
+                    "bytes": size,
+                    "on": statistics.median(on),
+                    "off": statistics.median(off),
+                    "percent": statistics.median(extra),
+                    "percent_quartiles": [quartiles[0], quartiles[2]],
+                    "seconds": {"on": on, "off": off},
+                }
+            )
+    return rows
+
+
+def tables(written: dict[str, Any]) -> str:
+    """Return the figures as markdown."""
+    note = " (quick: the figures mean nothing)" if written["quick"] else ""
+    found = [
+        [
+            row["wire"],
+            row["fault"],
+            ", ".join(row["errors"]),
+            str(len(row["all"])),
+            shown(1e3 * row["median"]),
+            shown(1e3 * row["max"]),
+        ]
+        for row in written["detection"]
+    ]
+    costs = [
+        [
+            row["wire"],
+            f"{row['bytes'] // 1024:,}",
+            shown(1e6 * row["on"]),
+            shown(1e6 * row["off"]),
+            f"{row['percent']:+.1f}",
+            " to ".join(f"{quartile:+.1f}" for quartile in row["percent_quartiles"]),
+        ]
+        for row in written["cost"]
+    ]
+    return "\n".join(
+        [
+            f"How soon the others know; heartbeat timeout {written['heartbeat']:g} s{note}",
+            "",
+            markdown(
+                ["wire", "a worker", "the others raise", "times", "median ms", "max ms"], found
+            ),
+            "",
+            f"What comparing the calls costs an all-reduce of 2 workers{note}",
+            "",
+            markdown(["wire", "KiB", "us with", "us without", "% more", "quartiles"], costs),
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure from the command line, print tables and write what was asked for."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
+    parser.add_argument("--repetitions", type=int, help="of each fault; 20, quick 1")
+    parser.add_argument("--turns", type=int, help="of each all-reduce; 60, quick 2")
+    parser.add_argument("--heartbeat", type=float, default=2.0, help="timeout in seconds")
+    parser.add_argument("--only", choices=["detection", "cost"])
+    options = parser.parse_args(arguments)
+    repetitions = options.repetitions or (1 if options.quick else 20)
+    turns = options.turns or (2 if options.quick else 60)
+    heartbeat = min(options.heartbeat, 0.5) if options.quick else options.heartbeat
+    top = 14 if options.quick else 26
+    sizes = [1 << power for power in range(12, top + 1, 2)]
+    written: dict[str, Any] = {
+        "benchmark": "faults",
+        "quick": options.quick,
+        "heartbeat": heartbeat,
+        "machine": machine(),
+        "detection": [],
+        "cost": [],
+    }
+    for wire in SIZES:
+        for fault in FAULTS if options.only != "cost" else ():
+            _log.info("faults, %s: %s", wire, fault)
+            written["detection"].append(detection(wire, fault, repetitions, heartbeat))
+        if options.only != "detection":
+            _log.info("faults, %s: cost", wire)
+            written["cost"] += cost(wire, sizes, turns)
+    print(tables(written))
+    if options.out:
+        write_json(written, options.out)
+
+
+if __name__ == "__main__":
+    main()

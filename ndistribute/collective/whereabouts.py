@@ -1,0 +1,140 @@
+"""Where a process is in its steps and calls, and which others will not come to where it waits.
+
+The messages that tell it may overtake data, so that who has left a step, or the job, counts as
+missing only where it had not made the call before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ndistribute.collective.backend import Call
+from ndistribute.errors import CollectiveMismatchError, DistributeError, WorkerLostError
+
+__all__ = ["Place", "Whereabouts"]
+
+Place = tuple[int, int]
+"""A step, as a position that rises when one begins and when it ends, and a call's number in it."""
+
+_BEFORE_ALL: Place = (0, 0)
+_REASON_CHARACTERS = 2000
+
+
+class Whereabouts:
+    """Know where this process is, and what the others have said of themselves.
+
+    Attributes:
+        position: how many steps have begun and ended, odd inside a step.
+        made: the last call of which it is known that this process has made it.
+        departed: why, for each process that has said good-bye.
+
+    >>> where = Whereabouts()
+    >>> where.position = 2
+    >>> where.has_skipped((1, 1))
+    True
+    """
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.made = _BEFORE_ALL
+        self.departed: dict[int, str] = {}
+        self._skipped: dict[int, Place] = {}
+        self._last_made: dict[int, Place] = {}
+        self._reached: dict[int, Place] = {}
+
+    @property
+    def anyone_gone(self) -> bool:
+        """Say whether any process has said good-bye, or has left the current step."""
+        return bool(self.departed or self._skipped)
+
+    def begin_step(self) -> None:
+        """Go on to the next step: who has left the last one early does not matter any more."""
+        self._skipped.clear()
+        self.position += 1
+
+    def place_of(self, call: Call) -> Place:
+        """Return the place of a call of the current step."""
+        return self.position, call.sequence
+
+    def has_skipped(self, place: Place) -> bool:
+        """Say whether this process has left that step without being known to have made the call."""
+        # In this order: what it makes in a step is noted before it leaves the step.
+        return self.position > place[0] and self.made < place
+
+    def note_skipped(self, rank: int, place: Place) -> None:
+        """Take in that a process has skipped a call."""
+        self._skipped[rank] = place
+
+    def has_reached(self, place: Place) -> bool:
+        """Say whether this process is known to have made the call."""
+        return self.made >= place
+
+    def note_reached(self, rank: int, place: Place) -> None:
+        """Take in that a process has made a call."""
+        self._reached[rank] = place
+
+    def late(self, call: Call, absent: Sequence[int], others: Sequence[int]) -> list[int]:
+        """Return whom a call waits for in the end.
+
+        Args:
+            call: of the current step.
+            absent: whom this process misses; they may themselves wait for somebody.
+            others: all other processes.
+        """
+        place = self.place_of(call)
+        silent = [rank for rank in others if self._reached.get(rank, _BEFORE_ALL) < place]
+        return [rank for rank in absent if rank in silent] or silent or list(absent)
+
+    def note_departed(self, rank: int, reason: str, made: Place) -> None:
+        """Take in that a process has left the job, and the last call that it has surely made."""
+        self._last_made[rank] = made
+        self.departed[rank] = reason
+
+    def farewell(self) -> dict[str, Any]:
+        """Return what the others are told when this process leaves the job."""
+        failure = getattr(sys, "last_value", None)
+        # In an interactive session the last error did not end anything.
+        failed = isinstance(failure, BaseException) and not hasattr(sys, "ps1")
+        reason = f"ended with {type(failure).__name__}: {failure}" if failed else "has finished"
+        return {"reason": reason[:_REASON_CHARACTERS], "failed": failed, "made": self.made}
+
+    def gone(self, call: Call) -> frozenset[int]:
+        """Return who will not come to a call of the current step, if its data is not here now."""
+        place = self.place_of(call)
+        left = {rank for rank, skipped in list(self._skipped.items()) if skipped >= place}
+        departed = {r for r in list(self.departed) if self._last_made.get(r, _BEFORE_ALL) < place}
+        return frozenset(left | departed)
+
+    def start_over(self) -> None:
+        """Count steps from the beginning, as all processes do after a failure."""
+        self.position, self.made = 0, _BEFORE_ALL
+        self._skipped.clear()
+        self._last_made.clear()
+        self._reached.clear()
+
+    def given_up(self, call: Call, own: int, rank: int, name: str) -> DistributeError:
+        """Return the error for a wait for a process that has gone.
+
+        Args:
+            call: what is waited in.
+            own: the rank that waits.
+            rank: the one that has gone.
+            name: how messages call that one.
+        """
+        if rank in self.departed:
+            return WorkerLostError(
+                f"{call.title}: {name} {self.departed[rank]}, and worker {own} waits for it. "
+                "Every worker must run the same number of steps.",
+                rank=rank,
+                op=call.kind,
+                sequence=call.sequence,
+            )
+        return CollectiveMismatchError(
+            f"{call.title}: {name} has left the step in which worker {own} made this call. Every "
+            "replica must make the same calls in the same order.",
+            rank=rank,
+            op=call.kind,
+            sequence=call.sequence,
+        )

@@ -1,0 +1,347 @@
+"""What the processes of the fault tests run, over the strategy; the tests say what must come out.
+
+The victim of a fault strikes itself, from a thread that looks where the main one is: so a fault
+hits a process inside a collective, and not most of the time.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ndistribute as nd
+
+DEADLINE = 20.0
+SMALL, LARGE = 100, 300_000
+_COLLECTIVE_FILES = ("shared_memory.py", "ring.py")
+
+
+@functools.cache
+def strategy() -> nd.MultiWorkerMirroredStrategy:
+    """Return this process's strategy, made by the first call on all processes."""
+    options = nd.CommunicationOptions(
+        implementation=os.environ.get("FAULTS_WIRE", "auto"), timeout_seconds=DEADLINE
+    )
+    return nd.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def peers() -> Any:
+    return strategy()._workers.peers
+
+
+def context() -> nd.ReplicaContext:
+    found = nd.get_replica_context()
+    assert found is not None
+    return found
+
+
+def total(number: int = 1, length: int = SMALL, timeout: float = DEADLINE) -> None:
+    """Make a sum over all replicas and check each element of it."""
+    options = nd.CommunicationOptions(timeout_seconds=timeout)
+    here = context()
+    size = here.num_replicas_in_sync
+    own = np.arange(length) + (here.replica_id_in_sync_group + 1) * number
+    expected = size * np.arange(length) + size * (size + 1) // 2 * number
+    if not np.array_equal(here.all_reduce("sum", own, options), expected):
+        raise ArithmeticError(f"worker {here.replica_id_in_sync_group} got a wrong sum")
+
+
+def worked(rank: int, size: int, steps: int = 3) -> bool:
+    """Say that correct steps give correct sums."""
+    for number in range(steps):
+        strategy().run(total, args=(number,))
+        strategy().run(total, args=(number, LARGE))
+    return True
+
+
+def worked_again(rank: int, size: int) -> bool:
+    """Say the same after a failure of which this process may not have heard yet."""
+    try:
+        return worked(rank, size)
+    except nd.DistributeError:
+        return worked(rank, size)
+
+
+def until_told(rank: int, size: int, length: int = SMALL, timeout: float = DEADLINE) -> None:
+    """Run steps until one raises, as one of them must."""
+    deadline = time.monotonic() + DEADLINE
+    number = 0
+    while time.monotonic() < deadline:
+        number += 1
+        strategy().run(total, args=(number, length, timeout))
+    raise TimeoutError(f"worker {rank} was told nothing")
+
+
+def broken() -> None:
+    """Wait until this process knows that the group is broken."""
+    pause = threading.Event()
+    deadline = time.monotonic() + DEADLINE
+    while peers().cause is None and time.monotonic() < deadline:
+        pause.wait(0.001)
+
+
+def in_collective() -> bool:
+    """Say whether the main thread is inside a collective."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COLLECTIVE_FILES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def struck_inside(action: Callable[[], None]) -> Iterator[None]:
+    """Do something as soon as the main thread is in a collective."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.0002):
+            if in_collective():
+                action()
+                return
+
+    thread = threading.Thread(target=look, name="striking", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(5.0)
+
+
+def strike(number: int, note: str) -> None:
+    """Note the time, and send this process a signal."""
+    Path(note).write_text(str(time.monotonic()))
+    os.kill(os.getpid(), number)
+
+
+def alone_inside(number: int, note: str) -> None:
+    """Go into a collective to which nobody else comes, and be struck there."""
+    with struck_inside(lambda: strike(number, note)):
+        strategy().run(total, args=(1, LARGE))
+
+
+def struck(rank: int, size: int, who: int, moment: str, number: int, note: str) -> float | None:
+    """Let one process be struck, and return when the others raised.
+
+    The moments: ``"inside"`` a collective where the victim waits for the others, who come when it
+    is struck; ``"amid"`` a collective that all are in; ``"outside"`` of any step.
+    """
+    strategy()
+    if rank == who:
+        if moment == "outside":
+            strike(number, note)
+            until_told(rank, size, LARGE)
+        elif moment == "inside":
+            alone_inside(number, note)
+        else:
+            with struck_inside(lambda: strike(number, note)):
+                until_told(rank, size, LARGE)
+        return None
+    if moment == "inside":
+        _wait_for(note)
+    try:
+        until_told(rank, size, LARGE)
+    except nd.WorkerLostError as error:
+        if error.rank == who:
+            return time.monotonic()
+        raise
+    return None
+
+
+def _wait_for(note: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    pause = threading.Event()
+    while not (Path(note).exists() and Path(note).read_text()):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the victim was not struck")
+        pause.wait(0.001)
+
+
+def failed(rank: int, size: int, who: int, moment: str) -> None:
+    """Let one process raise before, between or after collectives."""
+
+    def step() -> None:
+        for place in ("before", "between"):
+            if rank == who and place == moment:
+                raise ValueError("boom")
+            total()
+        if rank == who:
+            raise ValueError("boom")
+
+    while True:
+        strategy().run(step)
+
+
+def _of_shape(small: int) -> Callable[[nd.ReplicaContext, bool], Any]:
+    return lambda here, odd: here.all_reduce("sum", np.ones(small + odd))
+
+
+def _other_kind(here: nd.ReplicaContext, odd: bool) -> Any:
+    return here.all_gather(np.ones(4), 0) if odd else here.all_reduce("sum", np.ones(4))
+
+
+def _other_order(here: nd.ReplicaContext, odd: bool) -> None:
+    for op in ("max", "sum") if odd else ("sum", "max"):
+        here.all_reduce(op, np.ones(4))
+
+
+def _skipped(here: nd.ReplicaContext, odd: bool) -> None:
+    if not odd:
+        here.all_reduce("sum", np.ones(4))
+
+
+def _skipped_in_the_middle(here: nd.ReplicaContext, odd: bool) -> None:
+    _skipped(here, odd)
+    here.all_reduce("sum", np.ones(4))
+
+
+DIFFERENCES: dict[str, Callable[[nd.ReplicaContext, bool], Any]] = {
+    "shape": _of_shape(4),
+    "large shape": _of_shape(LARGE),
+    "dtype": lambda here, odd: here.all_reduce("sum", np.ones(4, "f4" if odd else "f8")),
+    "op": lambda here, odd: here.all_reduce("mean" if odd else "sum", np.ones(4)),
+    "kind": _other_kind,
+    "order": _other_order,
+    "skipped": _skipped,
+    "skipped in the middle": _skipped_in_the_middle,
+}
+
+
+def differed(rank: int, size: int, who: int, how: str) -> None:
+    """Let one process make another call than the others."""
+
+    def step() -> None:
+        total()
+        DIFFERENCES[how](context(), rank == who)
+
+    strategy().run(step)
+    broken()  # Who skipped the last call has nothing to do.
+    strategy().run(total)
+
+
+def late(rank: int, size: int, who: int) -> None:
+    """Let one process come too late."""
+
+    def step() -> None:
+        total()
+        if rank == who:
+            broken()
+        options = nd.CommunicationOptions(timeout_seconds=0.5)
+        context().all_reduce("sum", np.ones(4), options=options)
+
+    strategy().run(step)
+    strategy().run(total)  # The late one may have found all that it needed.
+
+
+def interrupted(rank: int, size: int, who: int) -> None:
+    """Let one process be interrupted from the keyboard, in a collective."""
+    if rank == who:
+        with struck_inside(lambda: os.kill(os.getpid(), signal.SIGINT)):
+            until_told(rank, size, LARGE)
+    until_told(rank, size, LARGE)
+
+
+def finished_early(rank: int, size: int, who: int) -> None:
+    """Let one process close its strategy while the others go on."""
+    worked(rank, size, 1)
+    if rank == who:
+        strategy().close()
+        return
+    until_told(rank, size)
+
+
+def tardy(rank: int, size: int, who: int) -> None:
+    """Let one process come just when the others ask where it is, and leave at once."""
+    strategy().run(total)
+    for number in range(12):
+        if rank == who:
+            # The others ask 0.2 s after they came.
+            threading.Event().wait(0.2 + number * 0.0005)
+        strategy().run(total)
+
+
+def disturbed(
+    rank: int, size: int, who: int, fault: str, after: int, length: int, inside: bool
+) -> None:
+    """Let a fault hit one process when it has made some steps, inside a collective or not."""
+    if fault == "pause":
+        worked(rank, size, 15)
+        return
+    for number in range(after):
+        strategy().run(total, args=(number, length))
+    if rank != who:
+        until_told(rank, size, length, timeout=0.5 if fault == "late" else DEADLINE)
+    elif fault in _STRIKES and inside:
+        with struck_inside(_STRIKES[fault]):
+            until_told(rank, size, length)
+    elif fault in _STRIKES:
+        _STRIKES[fault]()
+        until_told(rank, size, length)
+    else:
+        _disturb_from_inside(fault, after, length)
+
+
+_STRIKES: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit": lambda: os._exit(3),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+}
+
+
+def _disturb_from_inside(fault: str, after: int, length: int) -> None:
+    def step() -> None:
+        for _ in range(0 if fault == "skip" else after % 3):
+            total(length=length)
+        if fault == "raise":
+            raise ValueError("boom")
+        if fault == "late":
+            broken()
+        if fault == "differ":
+            context().all_reduce("max", np.ones(7))
+
+    strategy().run(step)
+    broken()
+    strategy().run(total)
+
+
+def failed_alone(rank: int, size: int, who: int) -> None:
+    """Fail on one process in a step, while the others are in none and hear of it in the next."""
+    if rank != who:
+        broken()
+    strategy().run(_boom if rank == who else total)
+
+
+def _boom() -> None:
+    raise ValueError("boom")
+
+
+def asked_for(rank: int, size: int, who: int) -> None:
+    """Let one process come so late that the others ask where it is."""
+    if rank == who:
+        threading.Event().wait(0.3)
+    strategy().run(total)
+
+
+def closed_by_another_thread(rank: int, size: int) -> str:
+    """Close the group while the main thread waits in a collective that nobody else makes."""
+    strategy().run(total)
+    if rank == 0:
+        try:
+            with struck_inside(strategy()._workers.peers.close):
+                strategy().run(total)
+        except nd.WorkerLostError as error:
+            return str(error)
+    return ""

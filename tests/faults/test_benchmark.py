@@ -1,0 +1,33 @@
+"""The benchmark of faults runs from end to end; what it measures is no test's business."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_every_fault_is_measured_and_so_is_the_cost_of_the_checks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.faults", "--quick", "--out", str(tmp_path / "f.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| shared | killed " in done.stdout
+    written = json.loads((tmp_path / "f.json").read_text())
+    found = {(row["wire"], row["fault"]): row["errors"] for row in written["detection"]}
+    assert found["shared", "raises"] == ["WorkerLostError"]
+    assert found["ring", "skips a call"] == ["CollectiveMismatchError"]
+    assert found["ring", "late"] == ["CollectiveTimeoutError"]
+    assert {row["wire"] for row in written["cost"]} == {"shared", "ring"}

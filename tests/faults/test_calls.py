@@ -1,0 +1,106 @@
+"""A process that raises, differs, skips, is late or leaves: what all others are told, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults import steps
+from tests.faults.jobs import WIRES
+from tests.processes import Ranks
+
+
+@pytest.fixture(scope="module", params=WIRES)
+def job(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """A job on each wire, which goes on after each fault."""
+    with WIRES[request.param]() as ranks:
+        for outcome in ranks.run(steps.worked, 1):
+            outcome.result()
+        yield ranks
+
+
+def goes_on(job: Ranks) -> bool:
+    return [o.result() for o in job.run(steps.worked_again)] == [True] * job.size
+
+
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_an_exception_is_named_to_all_others_with_the_rank_that_raised_it(
+    job: Ranks, moment: str
+) -> None:
+    for who in range(job.size):
+        outcomes = job.run(steps.failed, who, moment)
+        assert (outcomes[who].error, outcomes[who].text) == ("ValueError", "boom")
+        for rank in set(range(job.size)) - {who}:
+            assert outcomes[rank].error == "WorkerLostError", outcomes[rank].traceback
+            assert f"worker {who} failed: ValueError: boom" in outcomes[rank].text
+            assert outcomes[rank].attributes["rank"] == who
+            assert outcomes[rank].seconds < 1.0
+        assert goes_on(job)
+
+
+@pytest.mark.parametrize("how", steps.DIFFERENCES)
+def test_calls_that_differ_are_a_mismatch_on_all_ranks_within_a_second(
+    job: Ranks, how: str
+) -> None:
+    for who in (0, job.size - 1):
+        for outcome in job.run(steps.differed, who, how):
+            assert outcome.error == "CollectiveMismatchError", outcome.traceback
+            assert "the same" in outcome.text
+            assert outcome.seconds < 1.0
+        assert goes_on(job)
+
+
+def test_a_late_rank_is_named_with_who_waited_and_what_was_called_before(job: Ranks) -> None:
+    for who in range(job.size):
+        for rank, outcome in enumerate(job.run(steps.late, who)):
+            assert outcome.error == "CollectiveTimeoutError", outcome.traceback
+            assert "all_reduce #2: worker " in outcome.text
+            assert f"waited 0.5 s for worker(s) {who}" in outcome.text
+            assert outcome.seconds < 2.0
+            if rank != who:
+                assert outcome.attributes["rank"] == who
+                earlier = f"the last calls of replica {rank}: #1 all_reduce(SUM, int64[100]), #2 "
+                assert earlier in outcome.traceback
+        assert goes_on(job)
+
+
+@pytest.mark.parametrize("wire", ["shared", "ring"])
+def test_a_late_rank_that_comes_after_it_was_asked_for_is_no_mismatch(wire: str) -> None:
+    with WIRES[wire]() as job:
+        for outcome in job.run(steps.tardy, 0):
+            outcome.result()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_rank_that_finishes_early_is_named_and_every_step_before_counts(wire: str) -> None:
+    with WIRES[wire]() as job:
+        outcomes = job.run(steps.finished_early, job.size - 1)
+        assert outcomes[-1].error is None, outcomes[-1].traceback
+        for outcome in outcomes[:-1]:
+            assert outcome.error == "WorkerLostError", outcome.traceback
+            assert f"worker {job.size - 1} " in outcome.text
+            assert "has finished" in outcome.text
+            assert "the same number of steps" in outcome.text
+
+
+@pytest.mark.parametrize("wire", ["shared", "ring"])
+def test_processes_that_failed_in_different_numbers_of_steps_agree_again(wire: str) -> None:
+    with WIRES[wire]() as job:
+        assert goes_on(job)
+        for who in range(job.size):
+            for _ in range(2):
+                outcomes = job.run(steps.failed_alone, who)
+                assert all(outcome.error is not None for outcome in outcomes)
+            assert goes_on(job)
+            for other in range(job.size):
+                for outcome in job.run(steps.asked_for, other):
+                    outcome.result()
+
+
+@pytest.mark.parametrize("wire", ["shared", "ring"])
+def test_whoever_waits_is_released_when_its_own_process_closes_the_group(wire: str) -> None:
+    with WIRES[wire]() as job:
+        outcome = job.run(steps.closed_by_another_thread)[0]
+        assert outcome.result() == "worker 0 has left its group."
+        assert outcome.seconds < 5.0

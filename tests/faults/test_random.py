@@ -1,0 +1,97 @@
+"""Faults at random moments: nobody hangs, no sum is wrong, and where all live the job goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults import steps
+from tests.faults.jobs import WIRES
+from tests.processes import Outcome, Ranks
+
+# More of them where the environment says so, as before a release.
+RUNS = int(os.environ.get("FAULTS_RUNS", "50"))
+SEED = int(os.environ.get("FAULTS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
+
+GENTLE = ["raise", "interrupt", "pause", "skip", "differ", "late"]
+DEADLY = ["kill", "stop", "exit"]
+TOLD = {"WorkerLostError", "CollectiveMismatchError", "CollectiveTimeoutError"}
+
+
+class Jobs:
+    """One job on each wire, started again when a fault has ended one of its processes."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Ranks] = {}
+
+    def on(self, wire: str) -> Ranks:
+        if wire not in self._running:
+            job = self._running[wire] = WIRES[wire]()
+            for outcome in job.run(steps.worked, 1):
+                outcome.result()
+        return self._running[wire]
+
+    def end(self, wire: str) -> None:
+        self._running.pop(wire).close()
+
+    def close(self) -> None:
+        for wire in list(self._running):
+            self.end(wire)
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    made = Jobs()
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(max(120, RUNS * 6))
+def test_random_faults_at_random_moments_hang_nobody_and_spoil_no_sum(jobs: Jobs) -> None:
+    print(f"FAULTS_SEED={SEED}")
+    rng = random.Random(SEED)
+    for number in range(RUNS):
+        wire = rng.choice([wire for wire in WIRES if wire != "mpi"])
+        # Every fifth ends a process, and a job that has lost one is started anew.
+        fault = rng.choice(DEADLY if number % 5 == 4 else GENTLE)
+        job = jobs.on(wire)
+        who = rng.randrange(job.size)
+        about = f"FAULTS_SEED={SEED}: run {number}, {fault} on worker {who}, {wire}"
+        outcomes = strike(job, who, fault, rng)
+        for rank, outcome in enumerate(outcomes):
+            what = f"{about}: worker {rank}: {outcome.error}: {outcome.text}\n{outcome.traceback}"
+            assert outcome.error not in ("Hang", "ArithmeticError", "TimeoutError"), what
+            assert rank == who or fault == "pause" or outcome.error in TOLD, what
+        if fault in DEADLY:
+            jobs.end(wire)
+        else:
+            again = job.run(steps.worked_again, timeout=20.0)
+            assert [o.value for o in again] == [True] * job.size, f"{about}: {again}"
+
+
+def strike(job: Ranks, who: int, fault: str, rng: random.Random) -> list[Outcome]:
+    """Start steps on all processes, and let a fault hit one of them after some of them."""
+    after, length = rng.randrange(30), rng.choice([steps.SMALL, steps.LARGE])
+    # Who is interrupted outside of a step, and lives on, has told nobody.
+    inside = fault == "interrupt" or rng.random() < 0.5
+    job.start(steps.disturbed, who, fault, after, length, inside)
+    if fault == "stop":
+        others = [rank for rank in range(job.size) if rank != who]
+        found = dict(zip(others, job.collect(20.0, others), strict=True))
+        job.signal(who, signal.SIGCONT)
+        found[who] = job.collect(20.0, [who])[0]
+        return [found[rank] for rank in range(job.size)]
+    if fault == "pause":
+        pause = threading.Event()
+        for _ in range(3):
+            pause.wait(rng.random() / 10)
+            job.signal(who, signal.SIGSTOP)
+            pause.wait(rng.random() / 4)
+            job.signal(who, signal.SIGCONT)
+    return job.collect(20.0)

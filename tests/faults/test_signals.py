@@ -1,0 +1,104 @@
+"""A process that is killed, stopped or interrupted: the others know it in time; nobody hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults import steps
+from tests.faults.jobs import HEARTBEAT, SIZES, WIRES
+from tests.processes import Outcome, Ranks
+
+# MPI's own launcher ends the whole job when it sees a process killed; see test_mpi.
+KILLABLE = [wire for wire in WIRES if wire != "mpi"]
+
+
+@contextlib.contextmanager
+def one_job_for_each_victim(wire: str) -> Iterator[list[Ranks]]:
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(WIRES[wire]()) for _ in range(SIZES[wire])]
+        for job in jobs:
+            job.start(steps.worked, 1)
+        for job in jobs:
+            assert [o.result() for o in job.collect()] == [True] * job.size
+        yield jobs
+
+
+def strike_all(jobs: list[Ranks], moment: str, number: int, folder: Path) -> list[list[float]]:
+    """Strike another rank in each job, and return after how long each of the others knew."""
+    for who, job in enumerate(jobs):
+        job.start(steps.struck, who, moment, number, str(folder / f"struck{who}"))
+    delays = []
+    for who, job in enumerate(jobs):
+        others = [rank for rank in range(job.size) if rank != who]
+        outcomes: list[Outcome] = job.collect(ranks=others)
+        when = float((folder / f"struck{who}").read_text())
+        delays.append([outcome.result() - when for outcome in outcomes])
+    return delays
+
+
+@pytest.mark.parametrize("moment", ["inside", "amid", "outside"])
+@pytest.mark.parametrize("wire", KILLABLE)
+def test_a_killed_rank_is_named_to_all_others_within_a_second(
+    wire: str, moment: str, tmp_path: Path
+) -> None:
+    with one_job_for_each_victim(wire) as jobs:
+        delays = strike_all(jobs, moment, signal.SIGKILL, tmp_path)
+        assert all(delay < 1.0 for job in delays for delay in job), delays
+        for who, job in enumerate(jobs):
+            for outcome in job.run(steps.worked, ranks=[r for r in range(job.size) if r != who]):
+                assert outcome.error == "WorkerLostError", outcome.traceback
+                assert "was lost: start the job again" in outcome.text
+                assert outcome.seconds < 2.0
+
+
+@pytest.mark.parametrize("moment", ["inside", "outside"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_stopped_rank_is_named_within_the_heartbeat_timeout(
+    wire: str, moment: str, tmp_path: Path
+) -> None:
+    with one_job_for_each_victim(wire) as jobs:
+        try:
+            delays = strike_all(jobs, moment, signal.SIGSTOP, tmp_path)
+        finally:
+            for who, job in enumerate(jobs):
+                job.signal(who, signal.SIGCONT)
+        assert all(delay > HEARTBEAT / 2 for job in delays for delay in job), delays
+        assert all(delay < HEARTBEAT + 0.5 for job in delays for delay in job), delays
+        for who, job in enumerate(jobs):  # Who wakes up learns that the others gave it up.
+            told = job.collect(ranks=[who])[0]
+            assert told.error == "WorkerLostError"
+            assert f"worker {who} " in told.text or "closed its connection" in told.text
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_stop_that_is_shorter_than_the_timeout_does_no_harm(wire: str, tmp_path: Path) -> None:
+    with WIRES[wire]() as job:
+        job.run(steps.worked, 1)
+        for who in range(job.size):
+            job.start(steps.worked, 40)
+            pause = threading.Event()
+            for _ in range(4):
+                job.signal(who, signal.SIGSTOP)
+                pause.wait(HEARTBEAT / 10)
+                job.signal(who, signal.SIGCONT)
+            assert [o.result() for o in job.collect()] == [True] * job.size
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_interrupted_rank_raises_so_do_the_others_and_all_go_on(wire: str) -> None:
+    with WIRES[wire]() as job:
+        job.run(steps.worked, 1)
+        for who in range(job.size):
+            outcomes = job.run(steps.interrupted, who)
+            for rank, outcome in enumerate(outcomes):
+                expected = "KeyboardInterrupt" if rank == who else "WorkerLostError"
+                assert outcome.error == expected, outcome.traceback
+                if rank != who:
+                    assert f"worker {who} failed: KeyboardInterrupt" in outcome.text
+            assert [o.result() for o in job.run(steps.worked_again)] == [True] * job.size

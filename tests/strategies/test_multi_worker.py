@@ -1,0 +1,152 @@
+"""`MultiWorkerMirroredStrategy` in real processes: what is one for all workers, and what is not.
+
+Where a result depends on the number of replicas alone, it is that of as many replicas in one
+process. `tests/test_over_processes.py` runs the other contract tests over workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests import worker_steps
+from tests.kinds import context, mirrored
+from tests.processes import Ranks
+
+WORKERS, COUNTS, REPLICAS = 3, (1, 2, 1), 4
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Ranks]:
+    with Ranks(WORKERS) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module", params=["shared memory", "ring", "hosts"])
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Any]]]:
+    """Return what runs a step on all workers and collects what each returned."""
+    hosts = "aba" if request.param == "hosts" else "aaa"
+    how = "ring" if request.param == "ring" else "auto"
+    with Ranks(WORKERS, environ=[{"NDISTRIBUTE_HOST_ID": host} for host in hosts]) as ranks:
+
+        def collect(step: Callable[..., Any]) -> list[Any]:
+            outcomes = ranks.run(step, how, COUNTS, timeout=40)
+            return [outcome.result() for outcome in outcomes]
+
+        yield collect
+
+
+def test_variables_start_from_the_chiefs_value(run):
+    first, *others = run(worker_steps.first_values)
+    assert others == [first] * (WORKERS - 1)
+    assert first["array"] == [[1.0] * 3] * 2
+    assert first["callable"] == np.random.default_rng(0).normal(size=5).tolist()
+    assert first["on_read"] == REPLICAS
+    assert first["bool"] == [True, False]
+    assert first["uint8"] == first["float16"] == first["complex64"] == [1, 0]
+    assert first["empty"] == []
+    nd.set_seed(0)
+    assert first["in run"] == context().rng.random()
+
+
+def test_workers_that_create_different_variables_are_all_told(run):
+    assert run(worker_steps.disagreeing) == [["CollectiveMismatchError"] * 5] * WORKERS
+
+
+def test_writes_and_reads_are_aggregated_over_all_replicas_of_all_workers(run):
+    with mirrored(REPLICAS) as strategy:
+        expected = worker_steps.aggregate_over(strategy)
+    for seen in run(worker_steps.aggregated):
+        assert seen.keys() == expected.keys()
+        for name, value in seen.items():
+            assert np.allclose(value, expected[name]), name
+    assert np.isclose(expected["on_write only_first_replica"][1], 11)
+    assert np.isclose(expected["on_read sum"][2], 50 - 0.5)
+
+
+def test_reduce_and_gather_over_workers_equal_those_of_one_process(run):
+    with mirrored(REPLICAS) as strategy:
+        expected = worker_steps.reduce_over(strategy)
+    for seen in run(worker_steps.reduced):
+        assert seen == expected
+
+
+def test_collectives_over_workers_equal_those_of_one_process(run):
+    with mirrored(REPLICAS) as strategy:
+        expected = worker_steps.meet_over(strategy)
+    for seen in run(worker_steps.met):
+        assert seen.keys() == expected.keys()
+        for name, value in seen.items():
+            wanted = expected[name]
+            assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape), name
+            np.testing.assert_allclose(value, wanted, rtol=1e-6, err_msg=name)
+
+
+def test_what_one_worker_may_not_pass_is_an_error_on_all_and_they_go_on(run):
+    for worker, (count, kind, total) in enumerate(run(worker_steps.refused)):
+        assert count.startswith("ValueError: worker 0")
+        assert "component" in count
+        assert kind.startswith("TypeError: worker 0")
+        assert "object" in kind
+        assert float(total) == sum(range(REPLICAS)), worker
+
+
+def test_replicas_of_all_workers_draw_streams_of_their_own(run):
+    drawn = [numbers for (numbers,) in run(worker_steps.draws)]
+    everything = [number for numbers in drawn for number in numbers]
+    assert len(set(everything)) == 2 * REPLICAS
+    nd.set_seed(7)
+    with mirrored(REPLICAS) as strategy:
+        steps = [strategy.run(lambda: context().rng.integers(2**62)).values for _ in range(2)]
+    place = 0
+    for count, numbers in zip(COUNTS, drawn, strict=True):
+        assert numbers == [int(x) for step in steps for x in step[place : place + count]]
+        place += count
+
+
+def test_each_worker_has_its_place(run):
+    place = 0
+    for worker, (count, seen) in enumerate(zip(COUNTS, run(worker_steps.places), strict=True)):
+        ids = tuple(range(place, place + count))
+        place += count
+        assert seen["made"] == [ids, (REPLICAS,) * count]
+        assert seen["own"] == [ids, tuple(range(count)), (True,) * count]
+        assert (seen["ids"], seen["devices"]) == ([*ids], count)
+        assert seen["chief"] == (worker == 0)
+        assert seen["task"] == ("worker", worker)
+        assert f"worker {worker} of {WORKERS}" in seen["repr"]
+
+
+def test_a_chief_leads_an_evaluator_works_alone_and_a_parameter_server_takes_no_part():
+    jobs = [("worker", 0), ("evaluator", 0), ("chief", 0), ("ps", 0)]
+    with Ranks(len(jobs)) as job:
+        *outcomes, server = job.run(worker_steps.roles, jobs)
+    worker, evaluator, chief = (outcome.result() for outcome in outcomes)
+    assert chief == {"ids": [0], "replicas": 2, "chief": True, "value": 4.0}
+    assert worker == {"ids": [1], "replicas": 2, "chief": False, "value": 4.0}
+    assert (evaluator["ids"], evaluator["replicas"], evaluator["value"]) == ([0], 1, 2.0)
+    assert (server.error, "ps" in server.text) == ("ValueError", True)
+
+
+def test_one_script_runs_on_many_workers_and_on_one(workers):
+    expected = {"total": [66.0, 66.0], "replicas": WORKERS, "workers": WORKERS}
+    for worker, outcome in enumerate(workers.run(worker_steps.one_script)):
+        assert outcome.result() == {**expected, "chief": worker == 0}
+    with Ranks(1) as alone:
+        (seen,) = alone.run(worker_steps.one_script)
+    assert seen.result() == {**expected, "replicas": 1, "workers": 1, "chief": True}
+
+
+def test_a_process_that_nothing_says_is_one_of_several_works_alone():
+    with Ranks(1, environ={"TF_CONFIG": ""}) as alone:
+        (seen,) = alone.run(worker_steps.one_script)
+    assert (seen.result()["replicas"], seen.result()["total"]) == (1, [66.0, 66.0])
+
+
+def test_strategies_follow_each_other_in_one_job(workers):
+    for outcome in workers.run(worker_steps.one_after_the_other):
+        assert outcome.result() == [0.0 + 3, 1.0 + 4, 2.0 + 4, 3.0 + 3]

@@ -1,0 +1,84 @@
+"""What holds for the local strategies holds with the replicas spread over processes.
+
+The contract tests of strategies and variables, and those of equivalence, run inside real workers,
+over each way in which these can meet; `tests/kinds.py` offers them strategies of all workers there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.lockstep import Lockstep, run_pytest
+from tests.processes import Ranks, find_mpiexec
+
+SECONDS = 100
+STRATEGIES, VARIABLES = "tests/strategies", "tests/variables"
+EQUIVALENCE = "tests/test_equivalence.py"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How workers meet.
+
+    Args:
+        kinds: the implementation, and layouts of devices on the workers; see `worker_kinds.py`.
+        hosts: a letter for each worker: equal ones share memory.
+        wire: how they are started.
+    """
+
+    kinds: str
+    hosts: str
+    wire: str = "tcp"
+
+
+MEETINGS = {
+    "shared memory": Meeting("auto 1,1 2,2 2,1", "aa"),
+    "ring": Meeting("ring 1,1,1 2,1,1", "aaa"),
+    "hosts": Meeting("auto 1,1,1 1,2,1", "aba"),
+    "mpi": Meeting("mpi 1,1 1,2", "aa", "mpi"),
+}
+
+# All of it over shared memory; over the others what moves data in each way there is.
+FAILING = [f"{STRATEGIES}/test_faults.py", f"{STRATEGIES}/test_mismatch.py"]
+WRITING = [f"{VARIABLES}/test_on_write.py", f"{VARIABLES}/test_scatter.py"]
+SUITES = {
+    "strategies": ("shared memory", [STRATEGIES]),
+    "variables": ("shared memory", [VARIABLES]),
+    "equivalence": ("shared memory", [EQUIVALENCE]),
+    "ring": ("ring", [EQUIVALENCE, *FAILING, *WRITING]),
+    "hosts": ("hosts", [EQUIVALENCE, *FAILING, *WRITING]),
+    "mpi": ("mpi", [EQUIVALENCE, *FAILING]),
+}
+
+
+@pytest.fixture(scope="module")
+def workers(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    meeting = MEETINGS[request.param]
+    if meeting.wire == "mpi" and not (importlib.util.find_spec("mpi4py") and find_mpiexec()):
+        pytest.skip("needs mpi4py and mpiexec: pip install 'ndistribute[mpi]'")
+    # The seed of property tests is fixed, so that all workers draw the same examples.
+    environ = {"CONTRACT_KINDS": meeting.kinds, "CI": "1"}
+    each = [{**environ, "NDISTRIBUTE_HOST_ID": host} for host in meeting.hosts]
+    with Ranks(len(each), meeting.wire, each) as ranks:
+        yield ranks
+
+
+@pytest.mark.timeout(SECONDS + 20)
+@pytest.mark.parametrize(("workers", "suite"), SUITES.values(), ids=SUITES, indirect=["workers"])
+def test_the_contracts_hold(workers: Ranks, suite: list[str]) -> None:
+    seen: list[Lockstep] = [
+        outcome.result() for outcome in workers.run(run_pytest, suite, timeout=SECONDS)
+    ]
+    failures = [
+        f"worker {rank}: {name}\n{text}"
+        for rank, one in enumerate(seen)
+        for name, text in one.failures.items()
+    ]
+    assert not failures, "\n\n".join(failures[:10])
+    assert [one.code for one in seen] == [0] * len(seen), seen[0].output
+    assert all(one.passed == seen[0].passed for one in seen), "not the same tests on all workers"
+    assert len(seen[0].passed) > 30

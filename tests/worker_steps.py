@@ -1,0 +1,288 @@
+"""What the workers of `tests/strategies/test_multi_worker.py` do; each returns what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import ndistribute as nd
+from ndistribute.cluster import ClusterSpec, SimpleClusterResolver, resolve
+from tests.kinds import LARGE, context, parts, rank, replica_ids
+from tests.worker_kinds import TIMEOUT_SECONDS, join
+
+Counts = tuple[int, ...]
+OPTIONS = nd.CommunicationOptions(timeout_seconds=TIMEOUT_SECONDS)
+AGGREGATIONS = ("sum", "mean", "only_first_replica")
+
+
+def first_values(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
+    """Create variables of which each worker passes another value."""
+    nd.set_seed(worker)  # Also what is drawn differs from worker to worker.
+    drawn = np.random.default_rng(worker).normal(size=5)
+    with join(how, counts) as strategy:
+        with strategy.scope():
+            made = {
+                "array": nd.Variable(np.full((2, 3), worker + 1.0)),
+                "callable": nd.Variable(lambda: drawn),
+                "on_read": nd.Variable(worker + 1, synchronization="on_read", aggregation="sum"),
+                **{
+                    name: nd.Variable(np.array([worker + 1, worker]).astype(name))
+                    for name in ("bool", "uint8", "float16", "complex64")
+                },
+                "empty": nd.Variable(np.zeros((0, 2))),
+            }
+        made["in run"] = strategy.run(lambda: nd.Variable(lambda: rank() + context().rng.random()))
+        return {name: v.numpy().tolist() for name, v in made.items()}
+
+
+def disagreeing(worker: int, size: int, how: str, counts: Counts) -> list[str]:
+    """Create variables that are others on the last worker, and then the same."""
+    odd = worker == size - 1
+    told = []
+    with join(how, counts) as strategy, strategy.scope():
+        for make in (
+            lambda: nd.Variable(np.zeros(3 if odd else 2)),
+            lambda: nd.Variable(np.zeros(2, "f4" if odd else "f8")),
+            lambda: nd.Variable(0.0, aggregation="sum" if odd else "mean"),
+            lambda: nd.Variable(0.0, synchronization="on_read" if odd else "on_write"),
+            lambda: nd.Variable(0.0, name="odd" if odd else "even"),
+        ):
+            try:
+                make()
+            except nd.CollectiveMismatchError as error:
+                told.append(type(error).__name__)
+        nd.Variable(0.0, name="same")
+    return told
+
+
+def aggregated(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
+    """Write to variables of each synchronization and aggregation in every replica."""
+    with join(how, counts) as strategy:
+        return aggregate_over(strategy)
+
+
+def aggregate_over(strategy: nd.Strategy) -> dict[str, Any]:
+    with strategy.scope():
+        made = {
+            (synchronization, aggregation): nd.Variable(
+                np.full(3, 10.0), synchronization=synchronization, aggregation=aggregation
+            )
+            for synchronization in ("on_write", "on_read")
+            for aggregation in AGGREGATIONS
+        }
+
+    def step() -> None:
+        for variable in made.values():
+            variable.assign_add(np.full(3, rank() + 1.0))
+            variable.scatter_sub([rank() % 3], [0.5])
+
+    strategy.run(step)
+    seen = {" ".join(key): v.numpy().tolist() for key, v in made.items()}
+    for (synchronization, aggregation), variable in made.items():
+        if synchronization == "on_read":
+            variable.assign(np.full(3, 6.0))
+            variable.assign_add(np.full(3, 3.0))
+            seen[f"{aggregation} assigned"] = variable.numpy().tolist()
+    return seen
+
+
+def reduced(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
+    """Reduce and gather what this worker's replicas hold."""
+    with join(how, counts) as strategy:
+        return reduce_over(strategy)
+
+
+def reduce_over(strategy: nd.Strategy) -> dict[str, Any]:
+    """Return results that depend on the number of replicas alone, as plain lists."""
+
+    def rows(i: int) -> Any:
+        return np.arange(3.0 * i).reshape(-1, 3) + i
+
+    def slices(i: int) -> Any:
+        return nd.IndexedSlices(np.full((2, 2), i + 1.0), np.array([i, 7]), (8, 2))
+
+    nest = {
+        "b": [parts(strategy, lambda i: 0.1 * i), 2.0],
+        "a": (parts(strategy, lambda i: np.int32([i, -i])),),
+    }
+    ragged = parts(strategy, rows)
+    half = parts(strategy, lambda i: np.float16(1 if i else 2048))
+    summed = strategy.reduce("sum", {"rows": [parts(strategy, slices)]})["rows"][0]
+    with strategy.scope():
+        local = nd.Variable(np.zeros(1), synchronization="on_read")
+    strategy.run(lambda: local.assign([rank() + 1.0]))
+    seen: dict[str, Any] = {
+        f"{op} of a nest": strategy.reduce(op, nest) for op in ("sum", "mean", "min", "max", "prod")
+    }
+    seen |= {
+        "sum along an axis": strategy.reduce("sum", ragged, axis=0),
+        "mean by true counts": strategy.reduce("mean", {"x": ragged}, axis=0)["x"],
+        "mean of all": strategy.reduce("mean", ragged, axis=(0, 1)),
+        "half precision": strategy.reduce("sum", half),
+        "indices": summed.indices,
+        "values": summed.values,
+        "gathered": strategy.gather(ragged, axis=0),
+        "gathered nest": strategy.gather({"x": [ragged], "y": np.arange(2)}, axis=0),
+        "texts": strategy.gather(parts(strategy, lambda i: [f"replica {i}"]), axis=0),
+        "variable": [strategy.reduce("max", local), strategy.gather(local, axis=0)],
+        "in a merge call": strategy.run(
+            lambda: context().merge_call(lambda s, x: s.reduce("sum", x), args=(rank(),))
+        ).values[0],
+    }
+    return {name: _plain(value) for name, value in seen.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return (str(np.asarray(value).dtype), np.asarray(value).tolist())
+
+
+def met(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
+    """Make each collective in every replica."""
+    with join(how, counts) as strategy:
+        return meet_over(strategy)
+
+
+def meet_over(strategy: nd.Strategy) -> dict[str, Any]:
+    """Return what the first replica of this process got, as arrays."""
+    dtypes = "bool int8 uint8 int32 int64 float16 float32 float64 complex64".split()
+    shapes: list[tuple[int, ...]] = [(), (0,), (2, 3), (LARGE,)]
+
+    def reduce_all(op: str) -> Any:
+        given = {
+            f"{op} {dtype} {shape}": np.full(shape, 1 + rank() % 3).astype(dtype)
+            for dtype in dtypes
+            for shape in shapes
+            if dtype != "complex64" or op in ("sum", "mean", "prod")
+        }
+        return context().all_reduce(op, given)
+
+    def step() -> dict[str, Any]:
+        own = context()
+        rows = np.arange(6.0 * rank()).reshape(-1, 2, 3)
+        slices = nd.IndexedSlices(np.ones((2, 2)) * rank(), np.array([rank(), 5]), (6, 2))
+        with nd.GradientTape() as tape:
+            x = tape.watch(np.arange(3.0) + rank())
+            y = np.sum(own.all_reduce("mean", x * x) * (1.0 + rank()))
+        return {
+            **{
+                k: v
+                for op in ("sum", "mean", "min", "max", "prod")
+                for k, v in reduce_all(op).items()
+            },
+            "rows": own.all_gather(rows, axis=0),
+            "later axis": own.all_gather(rows.reshape(2, 3, -1), axis=-1),
+            "slices": own.all_reduce("mean", slices).to_dense(),
+            "gradient": own.all_gather(tape.gradient(y, x), axis=0),
+        }
+
+    results = strategy.local_results(strategy.run(step))
+    return {name: np.asarray(value) for name, value in results[0].items()}
+
+
+def refused(worker: int, size: int, how: str, counts: Counts) -> list[str]:
+    """Pass what only the first worker may not pass; all must hear of it, and go on."""
+    wrong = [nd.PerReplica([1.0] * 7), nd.PerReplica([object()] * counts[worker])]
+    told = []
+    with join(how, counts) as strategy:
+        for value in wrong:
+            good = parts(strategy, float)
+            try:
+                strategy.reduce("sum", good if worker else value)
+            except (ValueError, TypeError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+        total = strategy.reduce("sum", parts(strategy, float))
+    return [*told, str(float(total))]
+
+
+def draws(worker: int, size: int, how: str, counts: Counts) -> list[list[int]]:
+    """Draw twice by one seed, with two strategies one after the other."""
+    seen = []
+    for _ in range(2):
+        nd.set_seed(7)
+        with join(how, counts) as strategy:
+            drawn = [strategy.run(lambda: [context().rng.integers(2**62)])[0] for _ in range(2)]
+            seen.append([int(x) for step in drawn for x in strategy.local_results(step)])
+    assert seen[0] == seen[1], "a seed gives other numbers in the next strategy"
+    return [seen[0]]
+
+
+def places(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
+    """Return what the replicas and value functions are told of their places."""
+    with join(how, counts) as strategy:
+        made = strategy.distribute_values_from_function(
+            lambda c: (c.replica_id_in_sync_group, c.num_replicas_in_sync)
+        )
+        own = strategy.run(
+            lambda given: (rank(), context().local_replica_id, given[0] == rank()), args=(made,)
+        )
+        resolver = strategy.cluster_resolver
+        assert resolver is not None
+        return {
+            "made": [leaf.values for leaf in made],
+            "own": [leaf.values for leaf in own],
+            "ids": replica_ids(strategy),
+            "devices": len(strategy.devices),
+            "chief": strategy.is_chief,
+            "task": (resolver.task_type, resolver.task_id),
+            "repr": repr(strategy),
+        }
+
+
+def roles(worker: int, size: int, jobs: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """Take the role that stands at this worker's place, in a cluster of all of them."""
+    addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+    cluster: dict[str, list[str]] = {}
+    for (job, _), address in zip(jobs, addresses, strict=True):
+        cluster.setdefault(job, []).append(address)
+    job, index = jobs[worker]
+    resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type=job, task_id=index)
+    with nd.MultiWorkerMirroredStrategy(resolver, OPTIONS) as strategy:
+        assert strategy.cluster_resolver is resolver
+        with strategy.scope():
+            v = nd.Variable(float(worker), aggregation="sum")
+        strategy.run(lambda: v.assign_add(1.0))
+        return {
+            "ids": replica_ids(strategy),
+            "replicas": strategy.num_replicas_in_sync,
+            "chief": strategy.is_chief,
+            "value": float(v),
+        }
+
+
+def one_script(worker: int, size: int) -> dict[str, Any]:
+    """Do what a user's script does, which does not know how many workers there are."""
+    with nd.MultiWorkerMirroredStrategy(communication_options=OPTIONS) as strategy:
+        with strategy.scope():
+            v = nd.Variable(np.zeros(2), aggregation="mean")
+        dataset = nd.Dataset.range(12).batch(6)
+        for batch in strategy.distribute_dataset(dataset):
+            strategy.run(lambda x: v.assign_add(np.full(2, np.sum(x, dtype=float))), args=(batch,))
+        total = v.numpy() * strategy.num_replicas_in_sync
+        resolver = resolve()
+        return {
+            "total": total.tolist(),
+            "replicas": strategy.num_replicas_in_sync,
+            "workers": 1 if resolver is None else resolver.num_workers,
+            "chief": strategy.is_chief,
+        }
+
+
+def one_after_the_other(worker: int, size: int) -> list[float]:
+    """Use several strategies in turn, each meeting in another way and with other devices."""
+    seen = []
+    for turn, (how, most) in enumerate([("auto", 1), ("ring", 2), ("auto", 2), ("ring", 1)]):
+        counts = tuple(1 + other % most for other in range(size))
+        with join(how, counts) as strategy:
+            with strategy.scope():
+                v = nd.Variable(turn + worker, aggregation="sum", dtype="f8")
+            strategy.run(lambda v=v: v.assign_add(1.0))
+        seen.append(float(v))  # It stays readable when its strategy is closed.
+    return seen
