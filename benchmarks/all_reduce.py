@@ -44,6 +44,9 @@ class Reach:
 
 
 REACH = {
+    ("shared memory, in place", MPICH): Reach(mean=3.0),
+    ("shared memory, in place", TORCH): Reach(mean=8.0),
+    ("shared memory, in place", PEER): Reach(mean=50.0),
     ("shared memory, reduce_update", MPICH): Reach(mean=3.0, small=1.5),
     ("shared memory, reduce_update", TORCH): Reach(mean=8.0),
     ("shared memory, reduce_update", PEER): Reach(mean=50.0),
@@ -62,6 +65,7 @@ _OURS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
         "",
         "shared_memory",
     ),
+    ("shared memory, in place", "in_place", {}, "inherited", "", ""),
     ("ring over tcp", "all_reduce", {"way": "tcp"}, "inherited", "", "ring"),
     ("ring over mpi", "all_reduce", {"way": "mpi"}, "mpi", "mpi4py", "ring"),
     ("ctx.all_reduce", "context_all_reduce", {}, "inherited", "", ""),

@@ -16,7 +16,7 @@ from benchmarks.case import Prepared
 from benchmarks.operands import contribution, error_of
 from benchmarks.ours import TIMEOUT, backend, multi_worker
 
-__all__ = ["all_reduce", "context_all_reduce", "local", "reduce_update"]
+__all__ = ["all_reduce", "context_all_reduce", "in_place", "local", "reduce_update"]
 
 
 def _call(kind: str, mine: Any) -> Any:
@@ -40,6 +40,26 @@ def all_reduce(size: int, way: str) -> Iterator[Prepared]:
 
     step()
     yield Prepared(step, error_of(total, chosen.size))
+
+
+@contextmanager
+def in_place(size: int) -> Iterator[Prepared]:
+    """Sum where the processes see each other's arrays, as several replicas in a process do."""
+    from ndistribute.collective.reduce_op import ReduceOp
+
+    chosen = backend("shared")
+    mine = contribution(chosen.rank, size // 4)
+    call = _call("all_reduce", mine)
+    arrays = chosen.allocate([(mine.dtype, mine.size)], TIMEOUT)
+
+    def step() -> None:
+        chosen.all_reduce(call, arrays, arrays, ReduceOp.SUM, TIMEOUT)
+
+    arrays[0][...] = mine
+    step()
+    error = error_of(arrays[0], chosen.size)
+    arrays[0][...] = 0.0  # What is not filled again would grow with each sum, without end.
+    yield Prepared(step, error)
 
 
 @contextmanager

@@ -33,6 +33,12 @@ T = TypeVar("T")
 # As large as a core's second-level cache likes it; see the thread backend for why not smaller.
 BLOCK_ELEMENTS = 64 * 1024
 
+# Shared memory stays until the group is closed: only for what is worth it, and not for ever more.
+SHARED_BYTES = 256 * 1024
+MOST_SHARED = 4
+
+_Key = tuple[tuple[np.dtype[Any], int], ...]
+
 _owned_ranges = functools.lru_cache(maxsize=256)(owned_ranges)
 
 
@@ -45,25 +51,44 @@ def make_hierarchical_backends(
         local: how they meet in this process.
         workers: the processes.
     """
-    buckets = _Buckets()
+    buckets = _Buckets(workers)
     return [HierarchicalBackend(threads, workers, buckets) for threads in local]
 
 
 class _Buckets:
     """Keep the arrays in which the replicas of a process add their parts, one for each leaf.
 
-    They are shared by the replicas, and used again by the next call of the same shapes.
+    They are shared by the replicas, and used again by the next call of the same shapes. Large ones
+    that every step needs lie where the other processes of the host see them, where that is offered.
+
+    Args:
+        workers: the processes; all of them make the same calls, and so the same choices.
     """
 
-    def __init__(self) -> None:
-        self._made: dict[Any, list[Array]] = {}
+    def __init__(self, workers: Workers) -> None:
+        self._peers = workers.peers
+        self._allocate = getattr(workers.backend, "allocate", None)
+        self._made: dict[_Key, list[Array]] = {}
+        self._shared: dict[_Key, list[Array]] = {}
+        self._generation = 0
 
-    def of(self, inputs: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def of(self, inputs: Sequence[Array], op: ReduceOp, timeout: float) -> list[Array]:
         """Return host arrays of the sizes of these, in the dtype in which they are added up."""
-        key = tuple((array.size, accumulation_dtype(op, array.dtype)) for array in inputs)
-        if key not in self._made:
-            self._made.clear()  # One step's gradients after the other, not all that ever were.
-            self._made[key] = [np.zeros(size, dtype) for size, dtype in key]
+        key = tuple((accumulation_dtype(op, array.dtype), array.size) for array in inputs)
+        if self._generation != self._peers.generation:
+            # A failure may have come while one process had made an array and another had not.
+            self._generation = self._peers.generation
+            self._shared.clear()
+        if key in self._shared:
+            return self._shared[key]
+        if key in self._made:
+            return self._made[key]
+        large = sum(dtype.itemsize * size for dtype, size in key) >= SHARED_BYTES
+        if large and self._allocate is not None and len(self._shared) < MOST_SHARED:
+            self._shared[key] = self._allocate(key, timeout)
+            return self._shared[key]
+        self._made.clear()  # One step's gradients after the other, not all that ever were.
+        self._made[key] = [np.zeros(size, dtype) for dtype, size in key]
         return self._made[key]
 
 
@@ -183,7 +208,7 @@ class HierarchicalBackend:
         own = [to_host(array) for array in inputs]
 
         def open_buckets(everyone: Sequence[Any]) -> tuple[Sequence[Any], list[Array]]:
-            return everyone, self._buckets.of(own, op)
+            return everyone, self._buckets.of(own, op, timeout)
 
         everyone, buckets = self._threads.merge(call, own, open_buckets, timeout)
         sizes = tuple(array.size for array in own)
