@@ -20,7 +20,17 @@ PACKAGE = Path(__file__).parents[1] / "ndistribute"
 # From the ground up. A unit is a module or a folder of the package. It may import units of lower
 # layers, and itself; units of one layer do not know each other, but for those on the ground.
 LAYERS = (
-    {"errors", "values", "tree", "device", "stream", "timeline", "trace_report"},
+    {
+        "errors",
+        "values",
+        "tree",
+        "device",
+        "stream",
+        "timeline",
+        "trace_report",
+        "trust",
+        "update_rules",
+    },
     {"context"},
     {"replica_context"},
     {"collective", "cluster"},

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ndistribute.collective.address import split_address
-from ndistribute.collective.gate import Gate
-from ndistribute.collective.handshake import authenticate
+from ndistribute.trust.address import split_address
+from ndistribute.trust.gate import Gate
+from ndistribute.trust.handshake import authenticate
 from ndistribute.collective.membership import Membership
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, DistributeError
 

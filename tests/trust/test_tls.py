@@ -8,10 +8,10 @@ import subprocess
 
 import pytest
 
-from ndistribute.collective.gate import Gate, listen
-from ndistribute.collective.handshake import TlsFiles, tls_files
+from ndistribute.trust.gate import Gate, listen
+from ndistribute.trust.handshake import TlsFiles, tls_files
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
-from tests.collective.handshakes import (
+from tests.trust.handshakes import (
     SECRET,
     WRONG_SECRET,
     at_once,

@@ -26,8 +26,8 @@ import socket
 import struct
 from collections.abc import Callable
 
-from ndistribute.collective.line import Line
-from ndistribute.collective.tls import TlsFiles, tls_files
+from ndistribute.trust.line import Line
+from ndistribute.trust.tls import TlsFiles, tls_files
 from ndistribute.errors import AuthenticationError
 
 __all__ = ["MAXIMUM_HELLO_BYTES", "TlsFiles", "authenticate", "tls_files"]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ndistribute.collective.handshake import TlsFiles, authenticate
+from ndistribute.trust.handshake import TlsFiles, authenticate
 
 __all__ = ["MAXIMUM_HANDSHAKES", "Admission", "RefusalLog"]
 

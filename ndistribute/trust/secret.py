@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ndistribute.collective.address import is_loopback, split_address
+from ndistribute.trust.address import is_loopback, split_address
 from ndistribute.errors import AuthenticationError
 
 __all__ = ["MINIMUM_SECRET_LENGTH", "find_secret", "split_address"]

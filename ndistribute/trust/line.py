@@ -12,8 +12,8 @@ import ssl
 import time
 from collections.abc import Iterator
 
-from ndistribute.collective.address import name_of_peer
-from ndistribute.collective.tls import TlsFiles, tls_context
+from ndistribute.trust.address import name_of_peer
+from ndistribute.trust.tls import TlsFiles, tls_context
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 
 __all__ = ["Line"]
