@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ndistribute.collective.membership import Membership
+from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, DistributeError
 from ndistribute.trust.address import split_address
 from ndistribute.trust.gate import Gate
 from ndistribute.trust.handshake import authenticate
-from ndistribute.collective.membership import Membership
-from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, DistributeError
 
 __all__ = ["Mesh"]
 

@@ -26,9 +26,9 @@ import socket
 import struct
 from collections.abc import Callable
 
+from ndistribute.errors import AuthenticationError
 from ndistribute.trust.line import Line
 from ndistribute.trust.tls import TlsFiles, tls_files
-from ndistribute.errors import AuthenticationError
 
 __all__ = ["MAXIMUM_HELLO_BYTES", "TlsFiles", "authenticate", "tls_files"]
 

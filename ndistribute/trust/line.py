@@ -12,9 +12,9 @@ import ssl
 import time
 from collections.abc import Iterator
 
+from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 from ndistribute.trust.address import name_of_peer
 from ndistribute.trust.tls import TlsFiles, tls_context
-from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 
 __all__ = ["Line"]
 

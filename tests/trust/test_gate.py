@@ -19,10 +19,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from ndistribute.errors import AuthenticationError
 from ndistribute.trust.admission import MAXIMUM_HANDSHAKES
 from ndistribute.trust.gate import MAXIMUM_STRANGERS, Gate, listen
 from ndistribute.trust.handshake import authenticate
-from ndistribute.errors import AuthenticationError
 from tests.trust.handshakes import SECRET, WRONG_SECRET, at_once, outcome, receive
 
 GREETING = b"NDST" + struct.pack("!Hc32s", 1, b"C", bytes(32))

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.trust.handshake import MAXIMUM_HELLO_BYTES, authenticate
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
+from ndistribute.trust.handshake import MAXIMUM_HELLO_BYTES, authenticate
 from tests.trust.handshakes import (
     GREETING_BYTES,
     SECRET,

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ndistribute.errors import AuthenticationError
 from ndistribute.trust.address import is_loopback, split_address
 from ndistribute.trust.secret import find_secret
-from ndistribute.errors import AuthenticationError
 
 LOCAL = ["localhost:1", "127.0.0.2:2", "[::1]:3"]
 AWAY = ["localhost:1", "node1:2"]

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
+from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 from ndistribute.trust.gate import Gate, listen
 from ndistribute.trust.handshake import TlsFiles, tls_files
-from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 from tests.trust.handshakes import (
     SECRET,
     WRONG_SECRET,
