@@ -67,12 +67,14 @@ class _Buckets:
 
     def __init__(self, workers: Workers) -> None:
         self._peers = workers.peers
+        self._backend = workers.backend
         self._allocate = getattr(workers.backend, "allocate", None)
         self._made: dict[_Key, list[Array]] = {}
         self._shared: dict[_Key, list[Array]] = {}
         self._generation = 0
+        workers.at_close(self._shared.clear)
 
-    def of(self, inputs: Sequence[Array], op: ReduceOp, timeout: float) -> list[Array]:
+    def of(self, call: Call, inputs: Sequence[Array], op: ReduceOp, timeout: float) -> list[Array]:
         """Return host arrays of the sizes of these, in the dtype in which they are added up."""
         key = tuple((accumulation_dtype(op, array.dtype), array.size) for array in inputs)
         if self._generation != self._peers.generation:
@@ -85,6 +87,9 @@ class _Buckets:
             return self._made[key]
         large = sum(dtype.itemsize * size for dtype, size in key) >= SHARED_BYTES
         if large and self._allocate is not None and len(self._shared) < MOST_SHARED:
+            # Only once it is known that the others do the same: making it compares no calls.
+            agreed = np.zeros(1)
+            self._backend.all_reduce(call, [agreed], [agreed], ReduceOp.SUM, timeout)
             self._shared[key] = self._allocate(key, timeout)
             return self._shared[key]
         self._made.clear()  # One step's gradients after the other, not all that ever were.
@@ -208,7 +213,7 @@ class HierarchicalBackend:
         own = [to_host(array) for array in inputs]
 
         def open_buckets(everyone: Sequence[Any]) -> tuple[Sequence[Any], list[Array]]:
-            return everyone, self._buckets.of(own, op, timeout)
+            return everyone, self._buckets.of(call, own, op, timeout)
 
         everyone, buckets = self._threads.merge(call, own, open_buckets, timeout)
         sizes = tuple(array.size for array in own)

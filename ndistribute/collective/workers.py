@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -60,6 +60,7 @@ class Workers:
         self._timeout = options.timeout
         self._inside = False
         self._failed = False
+        self._forget: list[Callable[[], None]] = []
         own = json.dumps([device_identity(device) for device in devices]).encode()
         self.identities: list[list[str]] = [
             json.loads(text) for text in peers.exchange("devices", own, self._timeout)
@@ -162,9 +163,15 @@ class Workers:
                 communicator.purpose = ""
         return agreed
 
+    def at_close(self, forget: Callable[[], None]) -> None:
+        """Call a function when the group is closed, to let go of what lies in shared memory."""
+        self._forget.append(forget)
+
     def close(self) -> None:
         """Say good-bye to the other processes."""
         self.peers.close()
+        for forget in self._forget:
+            forget()
         if self.courier is not None:
             self.courier.shutdown()
         self.backend.close()
