@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from ndistribute.device import Array, array_namespace
+from ndistribute import update_rules
+from ndistribute.device import Array
 from ndistribute.models.optimizers.optimizer import LearningRate, Optimizer
 
 __all__ = ["Adagrad"]
@@ -29,8 +30,8 @@ class Adagrad(Optimizer):
     array([0.5])
     """
 
-    slot_names: ClassVar[tuple[str, ...]] = ("accumulator",)
-    rows_alone: ClassVar[bool] = True
+    slot_names: ClassVar[tuple[str, ...]] = update_rules.Adagrad.slot_names
+    rows_alone: ClassVar[bool] = update_rules.Adagrad.rows_alone
 
     def __init__(
         self,
@@ -42,31 +43,18 @@ class Adagrad(Optimizer):
         global_clipnorm: float | None = None,
         clipvalue: float | None = None,
     ) -> None:
+        self.rule = update_rules.Adagrad(initial_accumulator_value, epsilon)
         super().__init__(
             learning_rate,
             clipnorm=clipnorm,
             global_clipnorm=global_clipnorm,
             clipvalue=clipvalue,
         )
-        if initial_accumulator_value < 0:
-            raise ValueError(
-                f"initial_accumulator_value must be 0 or more, got {initial_accumulator_value}."
-            )
-        self.initial_accumulator_value = initial_accumulator_value
-        self.epsilon = epsilon
 
     def initial_slot(self, name: str) -> float:
         """Return where the sum of squares starts."""
-        return self.initial_accumulator_value
+        return self.rule.initial_slot(name)
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
         """Step down the scaled gradient, in place."""
-        (accumulator,) = slots
-        xp = array_namespace(gradient)
-        scratch = xp.square(gradient)
-        accumulator += scratch
-        xp.add(accumulator, self.epsilon, out=scratch)
-        xp.sqrt(scratch, out=scratch)
-        gradient /= scratch
-        gradient *= rates
-        variable -= gradient
+        self.rule.update(variable, gradient, slots, rates)

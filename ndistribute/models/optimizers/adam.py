@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from ndistribute.device import Array, array_namespace
+from ndistribute import update_rules
+from ndistribute.device import Array
 from ndistribute.models.optimizers.optimizer import LearningRate, Optimizer
 
 __all__ = ["Adam"]
@@ -35,7 +35,7 @@ class Adam(Optimizer):
     0.5
     """
 
-    slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
+    slot_names: ClassVar[tuple[str, ...]] = update_rules.Adam.slot_names
 
     def __init__(
         self,
@@ -48,36 +48,18 @@ class Adam(Optimizer):
         global_clipnorm: float | None = None,
         clipvalue: float | None = None,
     ) -> None:
+        self.rule = update_rules.Adam(beta_1, beta_2, epsilon)
         super().__init__(
             learning_rate,
             clipnorm=clipnorm,
             global_clipnorm=global_clipnorm,
             clipvalue=clipvalue,
         )
-        for name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
-            if not 0 <= beta < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {beta}.")
-        self.beta_1 = beta_1
-        self.beta_2 = beta_2
-        self.epsilon = epsilon
 
     def rates(self, step: int, learning_rate: float) -> float:
         """Return the learning rate with the correction for means that started at zero."""
-        return learning_rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
+        return self.rule.rate(step, learning_rate)
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
         """Step by the mean gradient over its root mean square, in place."""
-        mean, square = slots
-        xp = array_namespace(gradient)
-        scratch = gradient - mean
-        scratch *= 1 - self.beta_1
-        mean += scratch
-        gradient *= gradient
-        gradient -= square
-        gradient *= 1 - self.beta_2
-        square += gradient
-        xp.sqrt(square, out=gradient)
-        gradient += self.epsilon
-        xp.divide(mean, gradient, out=gradient)
-        gradient *= rates
-        variable -= gradient
+        self.rule.update(variable, gradient, slots, rates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ndistribute import update_rules
 from ndistribute.device import Array
 from ndistribute.models.optimizers.optimizer import LearningRate, Optimizer
 
@@ -44,34 +45,16 @@ class SGD(Optimizer):
         global_clipnorm: float | None = None,
         clipvalue: float | None = None,
     ) -> None:
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum must be in [0, 1], got {momentum}.")
-        if nesterov and momentum == 0:
-            raise ValueError("nesterov needs a momentum above 0, for example momentum=0.9.")
+        self.rule = update_rules.Sgd(momentum, nesterov)
         super().__init__(
             learning_rate,
             clipnorm=clipnorm,
             global_clipnorm=global_clipnorm,
             clipvalue=clipvalue,
         )
-        self.momentum = momentum
-        self.nesterov = nesterov
-        if momentum:
-            self.slot_names = ("momentum",)  # type: ignore[misc]
-        # With momentum every row moves on in every step.
-        self.rows_alone = not momentum  # type: ignore[misc]
+        self.slot_names = self.rule.slot_names  # type: ignore[misc]
+        self.rows_alone = self.rule.rows_alone  # type: ignore[misc]
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
         """Step down the gradient, in place."""
-        gradient *= rates
-        if not slots:
-            variable -= gradient
-            return
-        velocity = slots[0]
-        velocity *= self.momentum
-        velocity -= gradient
-        if self.nesterov:
-            variable -= gradient
-            variable += self.momentum * velocity
-        else:
-            variable += velocity
+        self.rule.update(variable, gradient, slots, rates)

@@ -1,0 +1,119 @@
+"""A server in this very process, without sockets: the same calls, carried by function calls."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from types import TracebackType
+from typing import Self
+
+from ndistribute.cluster.client import Client
+from ndistribute.cluster.desk import StoreDesk
+from ndistribute.cluster.guard import Guard
+from ndistribute.cluster.service import Service
+from ndistribute.cluster.store import Store
+from ndistribute.cluster.transfers import Limits
+from ndistribute.cluster.transport import UnreachableError
+
+__all__ = ["LocalServer", "LocalTransport", "connect_local"]
+
+
+class LocalServer:
+    """Serve a store to clients of this process.
+
+    Args:
+        store: what holds the variables; None: a new one.
+        limits: what clients can make the server hold.
+
+    >>> from ndistribute.cluster.requests import ReadStep
+    >>> with LocalServer() as server, server.connect("worker:0") as client:
+    ...     client.request(ReadStep())
+    Step(value=0)
+    """
+
+    def __init__(self, store: Store | None = None, limits: Limits | None = None) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._limits = limits or Limits()
+        desk = StoreDesk(store or Store(), self._limits.message_bytes)
+        self._service = Service(Guard(self._secret), desk, self._limits)
+
+    def connect(self, name: str, timeout: float = 60.0) -> Client:
+        """Return a client, under a name that no other client has."""
+        transport = LocalTransport(self._service)
+        return Client(transport, self._secret, name, timeout=timeout, limits=self._limits)
+
+    def close(self) -> None:
+        """Send away who waits; a second call does nothing."""
+        self._service.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def connect_local(store: Store | None = None, name: str = "local") -> Client:
+    """Return the only client of a store in this process.
+
+    Args:
+        store: what holds the variables; None: a new one.
+        name: the client's.
+    """
+    secret = secrets.token_bytes(32)
+    service = Service(Guard(secret), StoreDesk(store or Store()))
+    return Client(LocalTransport(service, owned=True), secret, name)
+
+
+class LocalTransport:
+    """Carry calls to a service of this process.
+
+    Args:
+        service: what answers.
+        owned: whether to close it at the end.
+    """
+
+    def __init__(self, service: Service, *, owned: bool = False) -> None:
+        self.address = "this process"
+        self._service = service
+        self._owned = owned
+        self._closed = threading.Event()
+
+    def call(self, method: str, token: bytes, body: bytes, timeout: float) -> bytes:
+        """Make a call."""
+        return self.start(method, token, body, timeout).result(timeout)
+
+    def start(self, method: str, token: bytes, body: bytes, timeout: float) -> _Answered:
+        """Make a call, and keep its outcome."""
+        if self._closed.is_set():
+            return _Answered(error=UnreachableError("The transport is closed."))
+        try:
+            return _Answered(self._service.admit(method, token)(body, timeout))
+        except Exception as error:
+            return _Answered(error=error)
+
+    def close(self) -> None:
+        """Carry nothing any more."""
+        self._closed.set()
+        if self._owned:
+            self._service.close()
+
+
+class _Answered:
+    """Hold the outcome of a call."""
+
+    def __init__(self, body: bytes = b"", error: Exception | None = None) -> None:
+        self._body, self._error = body, error
+
+    def result(self, timeout: float) -> bytes:
+        if self._error is not None:
+            raise self._error
+        return self._body
+
+    def cancel(self) -> None:
+        pass

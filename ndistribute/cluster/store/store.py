@@ -1,0 +1,251 @@
+"""`Store`: what a parameter server does with each request.
+
+A machine without sockets, threads, clocks or chance: the same requests in the same order give the
+same answers and the same state, so whatever a network does to them can be tried without one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ndistribute.cluster.replies import (
+    Batched,
+    Created,
+    Done,
+    Plain,
+    Reply,
+    Step,
+    Value,
+)
+from ndistribute.cluster.requests import (
+    Abandon,
+    Accumulate,
+    Acknowledge,
+    Batch,
+    Change,
+    Commit,
+    Create,
+    Enqueue,
+    Join,
+    Leave,
+    Read,
+    ReadStep,
+    Request,
+    Single,
+    Waiting,
+)
+from ndistribute.cluster.store.answer import Answer
+from ndistribute.cluster.store.cell import Cell, owned
+from ndistribute.cluster.store.groups import Groups
+from ndistribute.cluster.store.limits import Limits
+from ndistribute.cluster.store.once import Once
+from ndistribute.cluster.store.origins import Windows
+from ndistribute.cluster.store.refusal import Refused
+from ndistribute.cluster.store.snapshot import Parts, restored, taken
+from ndistribute.cluster.store.stages import Stages
+from ndistribute.cluster.store.state import State
+from ndistribute.cluster.store.waiting import Wait, WaitingRoom
+from ndistribute.cluster.tensors import DTYPES, Array
+
+__all__ = ["Store"]
+
+
+class Store:
+    """Hold variables and what else a server keeps; answer requests one after the other.
+
+    Not safe for threads: a transport calls it under one lock, but may encode replies outside of
+    it, since arrays in replies never change. It keeps arrays of requests, so these must not either.
+
+    Args:
+        limits: what clients can make it hold beside variables.
+
+    >>> import numpy as np
+    >>> store = Store()
+    >>> answers = store.handle("worker", 1, Create("weights", np.zeros(2)))
+    >>> answers += store.handle("worker", 2, Read("weights"))
+    >>> answers[0].reply, answers[1].reply.array
+    (Created(new=True, version=1, shape=(2,), dtype='float64'), array([0., 0.]))
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._state = State()
+        self._groups = Groups()
+        self._windows = Windows(self._limits)
+        self._stages = Stages(self._limits)
+        self._gone: dict[str, None] = {}
+        self._room = WaitingRoom(self._state, self._groups)
+        self._once = Once(self._state, self._windows, self._stages, self._limits)
+        self._late: list[Answer] = []
+
+    def handle(self, client: str, ticket: int, request: Request) -> list[Answer]:
+        """Do what a request asks.
+
+        Args:
+            client: who calls; after a restart it calls itself otherwise.
+            ticket: the transport's number of the call, each used once for a client.
+            request: what is asked.
+
+        Returns:
+            The answers that are known now: to this call, unless it waits, and to calls that waited.
+        """
+        try:
+            self._check_known(client, request)
+            reply = self._reply(client, ticket, request)
+        except Refused as refused:
+            reply = refused.failure
+        late, self._late = self._late, []
+        return late if reply is None else [Answer(client, ticket, reply), *late]
+
+    def snapshot(self) -> tuple[Any, list[Array]]:
+        """Return the state as what JSON can hold and arrays that never change.
+
+        Everything is in it but calls that wait: who made them asks again.
+        """
+        return taken(self._parts())
+
+    @classmethod
+    def restore(
+        cls, head: Any, tensors: list[Array], limits: Limits | None = None, epoch: int = 0
+    ) -> Store:
+        """Return a store in the state of a snapshot.
+
+        Args:
+            head: from `snapshot`.
+            tensors: from `snapshot`, copied.
+            limits: as of a new store.
+            epoch: a number that rises with every start of a server, for example the seconds since
+                1970. Versions go on far above those of earlier starts, so clients that read what
+                the snapshot does not have read again.
+
+        Raises:
+            MalformedError: it is no snapshot.
+        """
+        store = cls(limits)
+        restored(store._parts(), head, tensors, epoch)
+        return store
+
+    def _parts(self) -> Parts:
+        return Parts(self._state, self._windows, self._stages, self._groups, self._gone)
+
+    def _check_known(self, client: str, request: Request) -> None:
+        """Check that neither a client nor the series of its request has left."""
+        origin = getattr(request, "origin", None)
+        series = origin.series if origin is not None else getattr(request, "series", client)
+        for who in (client, series):
+            if who in self._gone and not isinstance(request, Leave):
+                raise Refused(
+                    "left", f"{who!r} left, or was given up; join again under another name."
+                )
+
+    def _reply(self, client: str, ticket: int, request: Request) -> Reply | None:
+        if isinstance(request, Waiting):
+            return self._wait(client, ticket, request)
+        if isinstance(request, Commit):
+            reply, changes = self._once.commit(request, self._room.count(request.origin.series))
+            self._serve(changes)
+            return reply
+        if isinstance(request, Batch):
+            return Batched(tuple(self._in_batch(client, single) for single in request.requests))
+        return self._single(client, request)
+
+    def _in_batch(self, client: str, request: Single) -> Plain:
+        try:
+            if not isinstance(request, Single):
+                raise Refused("mismatch", f"a {type(request).__name__} has no place in a batch.")
+            self._check_known(client, request)
+            reply = self._single(client, request)
+            if not isinstance(reply, Plain):
+                raise Refused("mismatch", "the number was used for something else.")
+        except Refused as refused:
+            return refused.failure
+        return reply
+
+    def _single(self, client: str, request: Single) -> Reply:
+        match request:
+            case Create():
+                return self._create(request)
+            case Read():
+                return self._read(request)
+            case ReadStep():
+                return Step(self._state.step)
+            case Abandon(origin):
+                if self._windows.answer_to(origin) is None:
+                    self._stages.abandon(origin)
+            case Acknowledge(series, number):
+                self._windows.acknowledge(series, number)
+                self._stages.forget_up_to(series, number)
+                self._answer(self._room.dismiss_up_to(series, number))
+            case Join(group):
+                self._groups.join(group, client)
+            case Leave(who):
+                self._leave(who)
+            case _ if request.origin.part is not None:
+                return self._once.stage(client, request, request.origin.part)
+            case _:
+                reply = self._once.change(request, self._room.count(request.origin.series))
+                self._serve([request])
+                return reply
+        return Done()
+
+    def _create(self, request: Create) -> Created:
+        initial, held = request.initial, self._state.variables.get(request.name)
+        if initial.dtype.name not in DTYPES:
+            raise Refused("mismatch", f"a variable can not have dtype {initial.dtype}.")
+        new = held is None
+        if held is None:
+            held = self._state.variables[request.name] = Cell(owned(initial))
+        array = held.array
+        if (array.shape, array.dtype) != (initial.shape, initial.dtype):
+            raise Refused(
+                "mismatch",
+                f"variable {request.name!r} is here with shape {array.shape} and dtype "
+                f"{array.dtype}; it can not be made with {initial.shape} and {initial.dtype}.",
+            )
+        return Created(new, held.version, array.shape, array.dtype.name)
+
+    def _read(self, request: Read) -> Value:
+        cell = self._state.variable(request.name)
+        newer = request.newer_than is None or cell.version > request.newer_than
+        return Value(cell.version, cell.lend() if newer else None)
+
+    def _leave(self, who: str) -> None:
+        self._gone[who] = None
+        self._windows.close(who)
+        self._stages.leave(who)
+        self._groups.leave(who)
+        self._answer(self._room.dismiss(who))
+        self._answer(self._room.serve_all(), final=True)
+
+    def _wait(self, client: str, ticket: int, request: Waiting) -> Reply | None:
+        origin = request.origin
+        answered = self._windows.answer_to(origin)
+        if answered is not None:
+            return answered
+        again = self._room.ask_again(client, ticket, request)
+        if again is not None:
+            self._answer(again)
+            return None
+        self._windows.check_room(origin, self._room.count(origin.series))
+        try:
+            served = self._room.arrive(client, ticket, request)
+        except Refused as refused:
+            self._windows.remember(origin, refused.failure)
+            raise
+        self._answer(served, final=True)
+        return None
+
+    def _serve(self, changes: list[Change]) -> None:
+        """Answer those who waited for what was changed."""
+        for change in changes:
+            if isinstance(change, Accumulate):
+                self._answer(self._room.serve(("accumulator", change.name)), final=True)
+            elif isinstance(change, Enqueue):
+                self._answer(self._room.serve(("queue", change.name)), final=True)
+
+    def _answer(self, served: list[tuple[Wait, Reply]], final: bool = False) -> None:
+        """Answer calls that waited; what is not final may be asked for again."""
+        for wait, reply in served:
+            if final:
+                self._windows.remember(wait.request.origin, reply)
+            self._late.append(Answer(wait.client, wait.ticket, reply))
