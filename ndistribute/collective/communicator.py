@@ -62,6 +62,7 @@ class Communicator:
     ) -> None:
         self._options = options
         self._courier = courier
+        self._early: dict[tuple[LeafSpec, ...], EarlyReduction] = {}
         self._outputs = Outputs()
         self._local = local or backend
         self.rank = backend.rank
@@ -183,14 +184,19 @@ class Communicator:
         backend = self._backend if everywhere else self._local
         return self._run(backend.reduce_update, call, inputs, op, prepare, update, options=options)
 
-    def early_reduction(self, leaves: Sequence[LeafSpec]) -> EarlyReduction | None:
-        """Return what sums these leaves while the replica computes; None where it does not pay."""
+    def early_reduction(self, leaves: tuple[LeafSpec, ...]) -> EarlyReduction | None:
+        """Return what sums these leaves while the replica computes; None where it does not pay.
+
+        Whoever asks for the same leaves again gets the same one, with its buckets.
+        """
         if self._courier is None:
             return None
-        bytes_per_pack = self._options.bytes_per_pack or EARLY_BYTES
-        return EarlyReduction(
-            self._sum_in_place, self._courier, leaves, bytes_per_pack, self._options.timeout
-        )
+        if leaves not in self._early:
+            bytes_per_pack = self._options.bytes_per_pack or EARLY_BYTES
+            self._early[leaves] = EarlyReduction(
+                self._sum_in_place, self._courier, leaves, bytes_per_pack, self._options.timeout
+            )
+        return self._early[leaves]
 
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates for the replicas of its memory."""

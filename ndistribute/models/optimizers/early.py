@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ndistribute.collective.buckets import LeafSpec
-from ndistribute.collective.early import EarlyReduction
 from ndistribute.variables.variable import Variable
 
 __all__ = ["EarlyGradients"]
@@ -23,20 +22,24 @@ class EarlyGradients:
     """
 
     def __init__(self) -> None:
-        self._reductions: dict[Any, EarlyReduction | None] = {}
+        # By the identities of the variables, which the optimizer keeps.
+        self._shown_dense: dict[tuple[int, ...], bool] = {}
 
     def compute(
         self, loss: Any, variables: Sequence[Variable], tape: Any, communicator: Any
     ) -> tuple[list[Any], bool]:
         """Return the gradients, and whether they are summed over replicas already."""
-        key = (id(communicator), *(id(variable) for variable in variables))
-        early = None if tape.records_collectives else self._reductions.get(key)
-        if early is None:
+        key = tuple(id(variable) for variable in variables)
+        reduction = None
+        if self._shown_dense.get(key) and not tape.records_collectives:
+            reduction = communicator.early_reduction(
+                tuple(LeafSpec(np.dtype(variable.dtype), variable.size) for variable in variables)
+            )
+        if reduction is None:
             gradients = tape.gradient(loss, list(variables))
-            if key not in self._reductions:
-                self._reductions[key] = _reduction_of(gradients, variables, communicator)
+            dense = all(isinstance(gradient, np.ndarray) for gradient in gradients)
+            self._shown_dense.setdefault(key, dense)
             return gradients, False
-        reduction = early
         reduction.begin()
 
         def on_ready(leaf: int, gradient: Any) -> None:
@@ -47,17 +50,6 @@ class EarlyGradients:
         return [
             total.reshape(variable.shape) for total, variable in zip(totals, variables, strict=True)
         ], True
-
-
-def _reduction_of(
-    gradients: Sequence[Any], variables: Sequence[Variable], communicator: Any
-) -> EarlyReduction | None:
-    if not all(isinstance(gradient, np.ndarray) for gradient in gradients):
-        return None
-    reduction: EarlyReduction | None = communicator.early_reduction(
-        [LeafSpec(np.dtype(variable.dtype), variable.size) for variable in variables]
-    )
-    return reduction
 
 
 def _dense(gradient: Any, variable: Variable) -> Any:
