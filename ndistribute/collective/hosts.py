@@ -12,16 +12,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ndistribute.collective.backend import Call, Update
-from ndistribute.collective.buckets import blocks
-from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
+from ndistribute.collective.hand_over import update_in_blocks
+from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish
 from ndistribute.collective.workers import ProcessBackend
 from ndistribute.device import Array, Device
 
 __all__ = ["HostsBackend", "host_groups"]
 
 T = TypeVar("T")
-
-BLOCK_ELEMENTS = 64 * 1024
 
 
 def host_groups(hosts: Sequence[str]) -> list[list[int]]:
@@ -92,12 +90,7 @@ class HostsBackend:
     ) -> Any:
         """Reduce everything, then update block by block."""
         totals = self._reduce(call, inputs, op, timeout)
-        prepared = prepare()
-        for leaf, total in enumerate(totals):
-            narrow = total.astype(result_dtype(op, inputs[leaf].dtype), copy=False)
-            for start, stop in blocks(0, total.size, BLOCK_ELEMENTS):
-                update(prepared, leaf, start, stop, narrow[start:stop])
-        return prepared
+        return update_in_blocks(call, inputs, totals, prepare, update)
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
         """Join the rows of each host, then those of all hosts, in the order of ranks."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from ndistribute import timeline
 from ndistribute.collective.backend import Call, Update
-from ndistribute.collective.buckets import blocks
+from ndistribute.collective.hand_over import update_in_blocks
 from ndistribute.collective.header import encode
 from ndistribute.collective.moves import Move, Tuning, plan_broadcast, plan_gather
 from ndistribute.collective.packing import Packing, Settings
@@ -30,8 +30,6 @@ __all__ = ["RingBackend"]
 
 T = TypeVar("T")
 
-# A block that an optimizer updates: with its state it stays in the cache of one core.
-UPDATE_ELEMENTS = 64 * 1024
 
 _PACKINGS = 16
 _NOTHING = np.empty(0, np.uint8)
@@ -112,14 +110,8 @@ class RingBackend:
             packing = self._packing(op, inputs)
             buckets = packing.buckets(inputs, None)
             self._communicate(call, packing.moves, buckets, op, timeout)
-            with timeline.span("update", call.title):
-                prepared = prepare()
-                for leaf, array in enumerate(inputs):
-                    total = packing.total(leaf, buckets)
-                    for start, stop in blocks(0, total.size, UPDATE_ELEMENTS):
-                        part = total[start:stop].astype(array.dtype, copy=False)
-                        update(prepared, leaf, start, stop, part)
-        return prepared
+            totals = [packing.total(leaf, buckets) for leaf in range(len(inputs))]
+            return update_in_blocks(call, inputs, totals, prepare, update)
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
         """Tell each other how many rows there are, then pass them round the ring."""

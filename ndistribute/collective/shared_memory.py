@@ -15,8 +15,8 @@ import numpy as np
 
 from ndistribute.collective.arena import Arena
 from ndistribute.collective.backend import Call, Update
-from ndistribute.collective.buckets import blocks
 from ndistribute.collective.chunks import Chunk, LeafKey, aligned, cut, leaf_keys
+from ndistribute.collective.hand_over import update_in_blocks
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.reducer import Reducer
 from ndistribute.collective.windows import WINDOW_BYTES, Windows
@@ -31,7 +31,6 @@ __all__ = ["SharedMemoryBackend"]
 T = TypeVar("T")
 P = ParamSpec("P")
 
-UPDATE_ELEMENTS = 64 * 1024  # half of a window: the total and the variable stay in the cache
 _ROWS = np.dtype(np.int64)
 
 
@@ -112,12 +111,7 @@ class SharedMemoryBackend:
             self._totals = (key, [np.empty(size, dtype) for dtype, size in key])
         totals = self._totals[1]
         self._reducer.run(call, inputs, totals, op, timeout)
-        prepared = prepare()
-        with span("update", call.title):
-            for leaf, total in enumerate(totals):
-                for start, stop in blocks(0, total.size, UPDATE_ELEMENTS):
-                    update(prepared, leaf, start, stop, total[start:stop])
-        return prepared
+        return update_in_blocks(call, inputs, totals, prepare, update)
 
     @_aborting
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
