@@ -115,18 +115,24 @@ def _job(wire: str, heartbeat: float, size: int | None = None) -> Iterator[Job]:
         made.close()
 
 
-def detection(wire: str, fault: str, repetitions: int, heartbeat: float) -> dict[str, Any]:
-    """Return after how many seconds the last of the others knew of a fault, each time."""
-    seconds: list[float] = []
-    errors: set[str] = set()
-    while len(seconds) < repetitions:
-        left = repetitions - len(seconds)
-        with _job(wire, heartbeat) as job:
-            for _ in range(1 if fault in DEADLY else left):
-                number = len(seconds)
-                took, names = _strike(job, fault, number % SIZES[wire], 1 + number % 3)
-                seconds.append(took)
-                errors |= names
+def detections(wire: str, repetitions: int, heartbeat: float) -> Iterator[dict[str, Any]]:
+    """Yield for each fault after how many seconds the last of the others knew of it, each time."""
+    with _job(wire, heartbeat) as job:
+        for fault in FAULTS:
+            if fault not in DEADLY:
+                struck = [_strike(job, fault, number) for number in range(repetitions)]
+                yield _detection(wire, fault, struck)
+    for fault in DEADLY:
+        struck = []
+        for number in range(repetitions):
+            with _job(wire, heartbeat) as job:
+                struck.append(_strike(job, fault, number))
+        yield _detection(wire, fault, struck)
+
+
+def _detection(wire: str, fault: str, struck: list[tuple[float, set[str]]]) -> dict[str, Any]:
+    _log.info("faults, %s: %s", wire, fault)
+    seconds = [took for took, _ in struck]
     return {
         "wire": wire,
         "fault": fault,
@@ -134,12 +140,14 @@ def detection(wire: str, fault: str, repetitions: int, heartbeat: float) -> dict
         "median": statistics.median(seconds),
         "max": max(seconds),
         "all": seconds,
-        "errors": sorted(errors),
+        "errors": sorted(set().union(*(names for _, names in struck))),
     }
 
 
-def _strike(job: Job, fault: str, who: int, steps: int) -> tuple[float, set[str]]:
-    job.ask(do="fault", fault=fault, who=who, steps=steps)
+def _strike(job: Job, fault: str, number: int) -> tuple[float, set[str]]:
+    """Let a fault hit another worker after more steps each time."""
+    who = number % len(job.processes)
+    job.ask(do="fault", fault=fault, who=who, steps=1 + number % 3)
     struck = job.answer(who)["struck"]
     others = [rank for rank in range(len(job.processes)) if rank != who]
     answers = [job.answer(rank) for rank in others]
@@ -243,9 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "cost": [],
     }
     for wire in SIZES:
-        for fault in FAULTS if options.only != "cost" else ():
-            _log.info("faults, %s: %s", wire, fault)
-            written["detection"].append(detection(wire, fault, repetitions, heartbeat))
+        if options.only != "cost":
+            written["detection"] += detections(wire, repetitions, heartbeat)
         if options.only != "detection":
             _log.info("faults, %s: cost", wire)
             written["cost"] += cost(wire, sizes, turns)

@@ -7,11 +7,12 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["busy_seconds", "libraries", "machine"]
+__all__ = ["busy_seconds", "libraries", "machine", "own_seconds"]
 
 _BLAS_FACTS = ("internal_api", "version", "architecture", "num_threads")
 
@@ -66,6 +67,23 @@ def busy_seconds() -> float:
     ticks = [int(count) for count in _read("/proc/stat").partition("\n")[0].split()[1:9]]
     # user, nice, system, idle, iowait, irq, softirq, steal
     return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """Return how long this process and those that it started have computed."""
+    found, waiting = time.process_time(), _children(os.getpid())
+    while waiting:
+        child = waiting.pop()
+        fields = _read(f"/proc/{child}/stat").rpartition(")")[2].split()
+        if fields:
+            found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            waiting += _children(child)
+    return found
+
+
+def _children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for task in tasks for child in _read(str(task)).split()]
 
 
 def _version(package: str) -> str | None:

@@ -9,7 +9,14 @@ import os
 from types import ModuleType
 from typing import Any
 
-__all__ = ["mirrored", "multi_worker", "tensorflow", "torch_group"]
+__all__ = [
+    "mirrored",
+    "multi_worker",
+    "parameter_server",
+    "server",
+    "tensorflow",
+    "torch_group",
+]
 
 # Logical devices are fixed when TensorFlow starts, so a worker has as many as any group needs.
 # They share one pool of threads: a single device computes as fast beside idle ones as alone.
@@ -44,16 +51,27 @@ def mirrored(replicas: int) -> Any:
 @functools.cache
 def multi_worker() -> tuple[ModuleType, Any]:
     """Return TensorFlow and a team's MultiWorkerMirroredStrategy, whose processes make a ring."""
-    import tensorflow as tf
-
-    threads = _threads()
-    tf.config.threading.set_intra_op_parallelism_threads(threads)
-    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    tf = _single_device()
     communication = tf.distribute.experimental.CommunicationImplementation.RING
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=communication, timeout_seconds=60.0
     )
     return tf, tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+@functools.cache
+def parameter_server() -> tuple[ModuleType, Any, Any]:
+    """Return TensorFlow, and the strategy and coordinator of a chief of parameter servers."""
+    tf = _single_device()
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    return tf, strategy, tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+
+def server(cluster: dict[str, list[str]], job: str, index: int) -> Any:
+    """Return a running server of TensorFlow for a task of a cluster."""
+    tf = _single_device()
+    return tf.distribute.Server(tf.train.ClusterSpec(cluster), job, index, protocol="grpc")
 
 
 @functools.cache
@@ -73,6 +91,15 @@ def torch_group() -> tuple[ModuleType, int]:
     )
     atexit.register(torch.distributed.destroy_process_group)
     return torch, size
+
+
+def _single_device() -> ModuleType:
+    """Return TensorFlow with as many threads as this process has for BLAS."""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(_threads())
+    tf.config.threading.set_inter_op_parallelism_threads(_threads())
+    return tf
 
 
 def _threads() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.case import OURS
 
-__all__ = ["draw", "draw_predictions"]
+__all__ = ["draw", "draw_predictions", "draw_staleness"]
 
 Entry = dict[str, Any]
 
@@ -128,5 +128,27 @@ def draw_predictions(content: dict[str, Any], path: Path) -> None:
         f"{job['network']}, {job['per_host']} workers a host",
         fontsize=11,
     )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_staleness(paces: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draw how many updates were how stale, one panel for each pace."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(paces), figsize=(3.2 * len(paces), 3.2), sharey=True, layout="constrained"
+    )
+    for axis, (name, one) in zip(axes, paces.items(), strict=True):
+        counts = {int(staleness): count for staleness, count in one["staleness"].items()}
+        axis.bar(list(counts), list(counts.values()), color=_OURS[0])
+        axis.set_title(f"{name}\n{one['examples_per_second']:,.0f} examples/s", fontsize=9)
+        axis.set_xlabel("staleness, updates")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("updates of two workers")
     figure.savefig(path, dpi=150)
     plt.close(figure)

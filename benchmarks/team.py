@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from benchmarks.case import OURS
 from benchmarks.workers import (
     ANSWER_SECONDS,
     END_SECONDS,
@@ -44,7 +45,8 @@ class Team:
         python: the interpreter.
         size: how many processes.
         wire: ``"inherited"`` for processes that meet by `TF_CONFIG` and inherit their listening
-            socket, ``"tcp"`` for those that listen themselves, ``"mpi"`` for those of `mpiexec`.
+            socket, ``"tcp"`` for those that listen themselves, ``"mpi"`` for those of `mpiexec`,
+            ``"servers-2"`` for those that keep their variables on two parameter servers.
         cores: all of them run on so many.
         blas_threads: what the environment pins, for each.
     """
@@ -66,10 +68,9 @@ class Team:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(door)
             listener.listen(size)
-            start = _STARTS[wire]
             try:
                 with on_cores(cores):
-                    self._processes = start(python, size, environ, self._errors)
+                    self._processes = _started(wire, python, size, environ, self._errors)
                 self._welcome(listener, size)
             except BaseException:
                 self.kill()
@@ -186,6 +187,23 @@ def _by_tf_config(
     return [_start([python], environ | own, errors) for own in _tf_configs(addresses)]
 
 
+def _beside_servers(
+    python: str, size: int, environ: dict[str, str], errors: IO[bytes], servers: int
+) -> list[subprocess.Popen[bytes]]:
+    listeners, addresses = _free_addresses(size + servers)
+    for listener in listeners:
+        listener.close()
+    cluster = {"worker": addresses[:size], "ps": addresses[size:]}
+    own = environ | {"NDISTRIBUTE_SECRET": secrets.token_hex(16)}
+    processes = []
+    for job, command in (("ps", ["benchmarks.task", OURS]), ("worker", ["benchmarks.worker"])):
+        for index in range(len(cluster[job])):
+            config = {"cluster": cluster, "task": {"type": job, "index": index}}
+            task = {"TF_CONFIG": json.dumps(config), "BENCHMARK_RANK": str(index)}
+            processes.append(_start([python], own | task, errors, module=command))
+    return processes
+
+
 def _free_addresses(size: int) -> tuple[list[socket.socket], list[str]]:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
     return listeners, [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
@@ -234,9 +252,10 @@ def _start(
     environ: Mapping[str, str],
     errors: IO[bytes],
     *inherited: int,
+    module: Sequence[str] = ("benchmarks.worker",),
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*command, "-m", "benchmarks.worker"],
+        [*command, "-m", *module],
         env=environ,
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
@@ -245,6 +264,15 @@ def _start(
         pass_fds=inherited,
         start_new_session=True,  # So that all of it can be killed at once.
     )
+
+
+def _started(
+    wire: str, python: str, size: int, environ: dict[str, str], errors: IO[bytes]
+) -> list[subprocess.Popen[bytes]]:
+    way, _, count = wire.partition("-")
+    if way == "servers":
+        return _beside_servers(python, size, environ, errors, int(count))
+    return _STARTS[wire](python, size, environ, errors)
 
 
 _STARTS = {"inherited": _by_inheritance, "tcp": _by_tf_config, "mpi": _by_mpiexec}

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from benchmarks.machine import busy_seconds, libraries
+from benchmarks.machine import busy_seconds, libraries, own_seconds
 
 __all__ = ["main", "rank"]
 
@@ -36,11 +36,11 @@ class _Case:
         """Do the work, and return the seconds of wall clock, of our cores, and of others'."""
         step = self._step
         gc.collect()
-        all_cores, own, start = busy_seconds(), time.process_time(), time.perf_counter()
+        all_cores, own, start = busy_seconds(), own_seconds(), time.perf_counter()
         for _ in range(steps):
             step()
         seconds = time.perf_counter() - start
-        own = time.process_time() - own
+        own = own_seconds() - own
         others = max(0.0, busy_seconds() - all_cores - own)
         return {"seconds": seconds, "own_cpu": own, "others_cpu": others}
 

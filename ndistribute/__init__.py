@@ -3,8 +3,10 @@
 from ndistribute import cluster, errors, models
 from ndistribute.autodiff import GradientTape, custom_gradient
 from ndistribute.cluster import (
+    ClusterCoordinator,
     ClusterSpec,
     MPIClusterResolver,
+    Server,
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
@@ -50,10 +52,16 @@ from ndistribute.strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
+    ParameterServerStrategy,
     Strategy,
 )
 from ndistribute.values import DistributedValues, Mirrored, PerReplica
-from ndistribute.variables import Variable, VariableAggregation, VariableSynchronization
+from ndistribute.variables import (
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    partitioners,
+)
 
 __version__ = "0.1.0"
 
@@ -62,6 +70,7 @@ __all__ = [
     "AutoShardPolicy",
     "CentralStorageStrategy",
     "CheckpointCorruptError",
+    "ClusterCoordinator",
     "ClusterSpec",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
@@ -84,11 +93,13 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RingAllReduce",
+    "Server",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "Strategy",
@@ -107,6 +118,7 @@ __all__ = [
     "list_devices",
     "models",
     "optimizers",
+    "partitioners",
     "set_seed",
     "set_strategy",
 ]

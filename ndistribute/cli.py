@@ -89,16 +89,54 @@ def job_options(options: argparse.Namespace) -> JobOptions:
         raise ValueError(f"--max-restarts must be 0 or more, got {options.max_restarts}.")
     if options.timeout is not None and options.timeout <= 0:
         raise ValueError(f"--timeout must be more than 0 seconds, got {options.timeout}.")
+    _check_servers(options)
     return JobOptions(
         command=tuple(command),
         hosts=tuple(_hosts(options)),
+        servers=options.servers or 0,
+        chief=options.chief,
         module=options.module,
         mpi=options.mpi,
         port=options.port,
         max_restarts=options.max_restarts,
         log_dir=options.log_dir,
         timeout=options.timeout,
+        snapshot_dir=options.snapshot_dir,
+        snapshot_seconds=options.snapshot_seconds,
     )
+
+
+def _check_servers(options: argparse.Namespace) -> None:
+    """Check what is asked for with and without parameter servers.
+
+    Raises:
+        ValueError: it does not fit together.
+    """
+    needs_servers = {
+        "--workers": options.workers,
+        "--chief": options.chief or None,
+        "--snapshot-dir": options.snapshot_dir,
+        "--snapshot-seconds": options.snapshot_seconds,
+    }
+    given = [name for name, value in needs_servers.items() if value is not None]
+    if options.servers is None:
+        if given:
+            raise ValueError(
+                f"{given[0]} is for jobs with parameter servers: say how many, --ps 1. Workers "
+                "without servers are started by -n."
+            )
+        return
+    if options.workers is None:
+        raise ValueError("--ps needs workers beside the servers: --workers 2 --ps 1.")
+    if options.hosts is not None or options.hostfile is not None or options.mpi:
+        raise ValueError(
+            "--ps starts its tasks on this machine and without MPI. On several hosts start each "
+            "of them by hand, with a TF_CONFIG of its own: docs/launching.md shows the lines."
+        )
+    numbers = {"--workers": options.workers, "--ps": options.servers}
+    for name, value in {**numbers, "--snapshot-seconds": options.snapshot_seconds}.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be more than 0, got {value}.")
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:
@@ -106,6 +144,8 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
         return assign(parse_hosts(options.hosts), options.processes)
     if options.hostfile is not None:
         return assign(parse_hostfile(options.hostfile.read_text()), options.processes)
+    if options.servers is not None:
+        return [Host("localhost", options.workers)]
     if options.processes is None:
         raise ValueError("how many processes? Say -n 2, or where: --hosts a:2,b:2.")
     return assign([Host("localhost", max(options.processes, 1))], options.processes)
@@ -114,9 +154,16 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
 def _add_run(run: argparse.ArgumentParser) -> None:
     run.description = (
         "Start a script in several processes, show their output line by line with their rank, and "
-        "stop all of them when one fails. The exit code is that of the first that failed."
+        "stop all of them when one fails. The exit code is that of the first that failed. With "
+        "--workers and --ps they are the tasks of a cluster with parameter servers."
     )
-    run.add_argument("-n", dest="processes", type=int, metavar="N", help="how many processes")
+    count = run.add_mutually_exclusive_group()
+    count.add_argument("-n", dest="processes", type=int, metavar="N", help="how many processes")
+    count.add_argument("--workers", type=int, metavar="W", help="workers beside --ps servers")
+    run.add_argument("--ps", dest="servers", type=int, metavar="P", help="parameter servers")
+    run.add_argument("--chief", action="store_true", help="a chief beside workers and servers")
+    run.add_argument("--snapshot-dir", type=Path, metavar="D", help="servers keep snapshots here")
+    run.add_argument("--snapshot-seconds", type=float, metavar="S", help="how often they do so")
     how = run.add_mutually_exclusive_group()
     how.add_argument("--tcp", dest="mpi", action="store_false", help="without MPI (the default)")
     how.add_argument("--mpi", dest="mpi", action="store_true", help="through mpiexec")
@@ -126,8 +173,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="the first port on each of several hosts"
     )
-    run.add_argument("--max-restarts", type=int, default=0, metavar="K", help="after a failure")
-    run.add_argument("--log-dir", type=Path, metavar="DIR", help="a file of output for each rank")
+    run.add_argument("--max-restarts", type=int, default=0, metavar="K", help="after failures")
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help="a file of output for each")
     run.add_argument("--timeout", type=float, metavar="S", help="stop everything after S seconds")
     run.add_argument("--dry-run", action="store_true", help="print what would be started")
     run.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")

@@ -47,6 +47,9 @@ class Recorder(Protocol):
     def read(self, variable: Any, value: Any) -> Any:
         """Return a variable's value, tracked where the tape watches the variable."""
 
+    def read_part(self, variable: Any, index: Any, value: Any) -> Any:
+        """Return ``variable[index]``, read without the rest, tracked like a whole value."""
+
     def all_reduce(self, communicator: Communicator, op: Any, value: Any, options: Any) -> Any:
         """Reduce over replicas so that gradients flow back through the reduction."""
 

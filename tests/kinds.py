@@ -41,6 +41,7 @@ __all__ = [
     "raised_in",
     "rank",
     "replica_ids",
+    "served",
     "several",
     "strategy",
     "wait_until_in",
@@ -66,17 +67,22 @@ def central(count: int) -> nd.CentralStorageStrategy:
     return nd.CentralStorageStrategy(cpus(count))
 
 
+def served(count: int) -> nd.ParameterServerStrategy:
+    return nd.ParameterServerStrategy(devices=cpus(count))
+
+
 LOCAL: dict[str, Callable[[], nd.Strategy]] = {
     f"{make.__name__}-{count}": lambda make=make, count=count: make(count)  # type: ignore[misc]
     for make in (mirrored, central)
     for count in (2, 3, 4)
-}
+} | {"served-2": lambda: served(2)}
 
 ALONE: dict[str, Callable[[], nd.Strategy]] = {
     "default": nd.get_strategy,
     "one-device": lambda: nd.OneDeviceStrategy("cpu:0"),
     "mirrored-1": lambda: mirrored(1),
     "central-1": lambda: central(1),
+    "served-1": lambda: served(1),
 }
 
 # Inside a worker the same tests run over strategies of all workers: see `tests/lockstep.py`.

@@ -1,7 +1,9 @@
 """Runs functions on several real processes: starts them, collects results and tracebacks, kills.
 
 The processes stay, so that one start serves many tests. They are started like the workers of a job:
-over TCP with `TF_CONFIG` and a listening socket that they inherit, or by a real `mpiexec`.
+over TCP with `TF_CONFIG` and a listening socket that they inherit, or by a real `mpiexec`. Where a
+test needs many of them they are forked from one that has imported the package: a start is then a
+matter of milliseconds.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ __all__ = ["Outcome", "Ranks", "find_mpiexec"]
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 60.0
 _LENGTH = struct.Struct("<Q")
+# The environments of the processes that one is to fork.
+_FORKS = "RANKS_FORKS"
 
 
 @dataclass
@@ -56,7 +60,8 @@ class Ranks:
 
     Args:
         size: how many.
-        wire: ``"tcp"`` for `TF_CONFIG` and sockets, ``"mpi"`` for `mpiexec`.
+        wire: ``"tcp"`` for `TF_CONFIG` and sockets, ``"fork"`` for the same in processes that are
+            forked, ``"mpi"`` for `mpiexec`.
         environ: more environment variables; a list gives each rank its own.
     """
 
@@ -80,8 +85,7 @@ class Ranks:
             "OPENBLAS_NUM_THREADS": "1",
             "RANKS_DOOR": f"{self._directory}/door",
         }
-        start = _start_over_tcp if wire == "tcp" else _start_over_mpi
-        self._processes = start(size, base, each)
+        self._processes = _STARTS[wire](size, base, each)
         try:
             self._welcome()
         except BaseException:
@@ -151,7 +155,8 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 late.append(process.pid)
                 self.kill()
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait(timeout=10.0)
         for line in self._lines:
             line.close()
@@ -187,33 +192,54 @@ def find_mpiexec() -> str | None:
 def _start_over_tcp(
     size: int, base: Mapping[str, str], each: Sequence[Mapping[str, str]]
 ) -> list[subprocess.Popen[bytes]]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
-    addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    with contextlib.ExitStack() as stack:
+        doors, environs = _doors(stack, size, each)
+        return [
+            _python({**base, **environ}, [door.fileno()])
+            for door, environ in zip(doors, environs, strict=True)
+        ]
+
+
+def _start_by_forks(
+    size: int, base: Mapping[str, str], each: Sequence[Mapping[str, str]]
+) -> list[subprocess.Popen[bytes]]:
+    with contextlib.ExitStack() as stack:
+        doors, environs = _doors(stack, size, each)
+        return [_python({**base, _FORKS: json.dumps(environs)}, [door.fileno() for door in doors])]
+
+
+def _doors(
+    stack: contextlib.ExitStack, size: int, each: Sequence[Mapping[str, str]]
+) -> tuple[list[socket.socket], list[dict[str, str]]]:
+    """Listen for every rank, and return what its environment says of it."""
+    doors = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(size)]
+    addresses = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
     secret = secrets.token_hex(16)
-    processes = []
-    for rank, listener in enumerate(listeners):
+    environs = []
+    for rank, door in enumerate(doors):
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
-        environ = {
-            **base,
-            "TF_CONFIG": json.dumps(config),
-            "NDISTRIBUTE_LISTEN_FD": str(listener.fileno()),
-            "NDISTRIBUTE_SECRET": secret,
-            "RANKS_RANK": str(rank),
-            "RANKS_SIZE": str(size),
-            **each[rank],
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.processes"],
-                env=environ,
-                cwd=ROOT,
-                pass_fds=[listener.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
+        environs.append(
+            {
+                "TF_CONFIG": json.dumps(config),
+                "NDISTRIBUTE_LISTEN_FD": str(door.fileno()),
+                "NDISTRIBUTE_SECRET": secret,
+                "RANKS_RANK": str(rank),
+                "RANKS_SIZE": str(size),
+                **each[rank],
+            }
         )
-    for listener in listeners:
-        listener.close()
-    return processes
+    return doors, environs
+
+
+def _python(environ: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.processes"],
+        env=environ,
+        cwd=ROOT,
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+    )
 
 
 def _start_over_mpi(
@@ -229,7 +255,12 @@ def _start_over_mpi(
         command += [":"] * (rank > 0) + ["-n", "1", *(extra if each[rank] else [])]
         command += [sys.executable, "-m", "tests.processes"]
     plain = {k: v for k, v in base.items() if k not in ("TF_CONFIG", "NDISTRIBUTE_LISTEN_FD")}
-    return [subprocess.Popen(command, env=plain, cwd=ROOT, stdin=subprocess.DEVNULL)]
+    return [
+        subprocess.Popen(command, env=plain, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0)
+    ]
+
+
+_STARTS = {"tcp": _start_over_tcp, "fork": _start_by_forks, "mpi": _start_over_mpi}
 
 
 def _send(line: socket.socket, payload: bytes) -> None:
@@ -294,6 +325,25 @@ def _outcome(module: str, name: str, rank: int, size: int, args: tuple[Any, ...]
     return outcome
 
 
+def _fork(environs: list[dict[str, str]]) -> bool:
+    """Fork a process for each environment, and wait for their ends; return true in one of them."""
+    importlib.import_module("ndistribute")
+    for environ in environs:
+        if os.fork() == 0:
+            os.environ.update(environ)
+            for other in environs:
+                if other is not environ:
+                    os.close(int(other["NDISTRIBUTE_LISTEN_FD"]))
+            return True
+    for environ in environs:
+        os.close(int(environ["NDISTRIBUTE_LISTEN_FD"]))
+    for _ in environs:
+        os.wait()
+    return False
+
+
 if __name__ == "__main__":
     # Under its own name, so that what is pickled here is found there.
-    importlib.import_module("tests.processes")._serve()
+    processes = importlib.import_module("tests.processes")
+    if _FORKS not in os.environ or processes._fork(json.loads(os.environ.pop(_FORKS))):
+        processes._serve()

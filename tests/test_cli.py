@@ -34,6 +34,13 @@ def test_without_hosts_all_is_on_this_machine():
     assert options("-n", "2", "--", "x.py").command == ("x.py",)
 
 
+def test_a_cluster_with_servers():
+    job = options(*"--workers 2 --ps 3 --chief --snapshot-dir d --snapshot-seconds 5 x.py".split())
+    assert (job.hosts, job.servers, job.chief) == ((Host("localhost", 2),), 3, True)
+    assert (job.processes, job.is_local) == (6, True)
+    assert (job.snapshot_dir, job.snapshot_seconds) == (Path("d"), 5.0)
+
+
 def test_hosts_come_from_a_file(tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb\n")
     assert options("--hostfile", str(tmp_path / "hosts"), "x.py").processes == 3
@@ -48,6 +55,16 @@ def test_hosts_come_from_a_file(tmp_path):
         ("-n 3 --hosts a:2 x.py", "-n 3 is more than the 2"),
         ("-n 1 --timeout 0 x.py", "--timeout must be more than 0"),
         ("-n 1 --max-restarts -1 x.py", "--max-restarts must be 0 or more"),
+        ("--workers 2 x.py", "--workers is for jobs with parameter servers"),
+        ("-n 2 --chief x.py", "--chief is for jobs with parameter servers"),
+        ("-n 2 --snapshot-dir d x.py", "--snapshot-dir is for jobs with parameter servers"),
+        ("--ps 2 x.py", "--workers 2 --ps 1"),
+        ("-n 2 --ps 2 x.py", "--workers 2 --ps 1"),
+        ("--workers 2 --ps 0 x.py", "--ps must be more than 0"),
+        ("--workers 0 --ps 2 x.py", "--workers must be more than 0"),
+        ("--workers 2 --ps 1 --snapshot-seconds 0 x.py", "--snapshot-seconds must be more than 0"),
+        ("--workers 2 --ps 1 --hosts a,b x.py", "start each of them by hand"),
+        ("--workers 2 --ps 1 --mpi x.py", "without MPI"),
         ("--hosts a: x.py", "is not HOST or HOST:PROCESSES"),
         ("--hostfile /dev/null x.py", "names no host"),
         ("--hostfile /no/such/file x.py", "No such file"),
@@ -62,7 +79,10 @@ def test_what_does_not_fit_is_said_and_nothing_started(capfd, arguments, message
     assert message in said.err
 
 
-@pytest.mark.parametrize("arguments", ["", "fly", "run --mpi --tcp -n 1 x.py", "trace fly ."])
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "fly", "run --mpi --tcp -n 1 x.py", "run -n 1 --workers 1 x.py", "trace fly ."],
+)
 def test_an_unknown_command_is_refused(capfd, arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments.split())

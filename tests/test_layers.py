@@ -48,6 +48,7 @@ REQUIRED = {"numpy", "threadpoolctl"}
 OPTIONAL: dict[str, set[str]] = {
     "cupy": {"device.py", "collective/nccl.py"},
     "autograd": set(),
+    "cloudpickle": set(),
     "grpc": set(),
     "matplotlib": set(),
     "mpi4py": set(),

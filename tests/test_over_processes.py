@@ -7,6 +7,7 @@ over each way in which these can meet; `tests/kinds.py` offers them strategies o
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -42,15 +43,21 @@ MEETINGS = {
     "mpi": Meeting("mpi 1,1 1,2", "aa", "mpi"),
 }
 
-# All of it over shared memory; over the others what moves data in each way there is.
+# All of it over shared memory; over the others what moves data in each way there is. The arithmetic
+# is compared for every layout; the rest leaves one out that is much like another: two and two
+# replicas beside two and one, and one on each of three workers, which the fault tests have. Before
+# a release, CONTRACT_LAYOUTS=all takes all.
+ALL_LAYOUTS = os.environ.get("CONTRACT_LAYOUTS") == "all"
+OF_TWO = [] if ALL_LAYOUTS else ["-k", "not auto-2-2"]
+OF_THREE = [] if ALL_LAYOUTS else ["-k", "equivalence or ring-2 or auto-1-2"]
 FAILING = [f"{STRATEGIES}/test_faults.py", f"{STRATEGIES}/test_mismatch.py"]
 WRITING = [f"{VARIABLES}/test_on_write.py", f"{VARIABLES}/test_scatter.py"]
 SUITES = {
-    "strategies": ("shared memory", [STRATEGIES]),
-    "variables": ("shared memory", [VARIABLES]),
+    "strategies": ("shared memory", [STRATEGIES, *OF_TWO]),
+    "variables": ("shared memory", [VARIABLES, *OF_TWO]),
     "equivalence": ("shared memory", [EQUIVALENCE]),
-    "ring": ("ring", [EQUIVALENCE, *FAILING, *WRITING]),
-    "hosts": ("hosts", [EQUIVALENCE, *FAILING, *WRITING]),
+    "ring": ("ring", [EQUIVALENCE, *FAILING, *WRITING, *OF_THREE]),
+    "hosts": ("hosts", [EQUIVALENCE, *FAILING, *WRITING, *OF_THREE]),
     "mpi": ("mpi", [EQUIVALENCE, *FAILING]),
 }
 

@@ -15,6 +15,7 @@ from ndistribute import tree
 from ndistribute.autodiff.backward import Component, Entry
 from ndistribute.autodiff.collectives import all_gather, all_reduce
 from ndistribute.autodiff.dispatch import is_differentiable
+from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.autodiff.tracked import Tracked
 from ndistribute.context import current_frame
 
@@ -102,16 +103,15 @@ class Graph:
 
     def read(self, variable: Any, value: Any) -> Any:
         """Return a variable's value, tracked if a tape that records watches the variable."""
-        known = self.leaves.get(id(variable))
-        if known is None:
-            for tape in self._recording:
-                if tape.watches(variable) and is_differentiable(value):
-                    break
-            else:
-                return value
-            known = self.leaves[id(variable)] = (variable, len(self.entries))
-            self.entries.append(None)
-        return Tracked(value, self, known[1])
+        place = self._place_of(variable, value)
+        return value if place is None else Tracked(value, self, place)
+
+    def read_part(self, variable: Any, index: Any, value: Any) -> Any:
+        """Return ``variable[index]``, read without the rest, tracked like a whole value."""
+        place = self._place_of(variable, value)
+        if place is None:
+            return value
+        return self.record(value, (place,), (index_rule(variable, index),))
 
     def all_reduce(self, communicator: Communicator, op: Any, value: Any, options: Any) -> Any:
         """Reduce over replicas, and record that."""
@@ -155,6 +155,19 @@ class Graph:
         self._open -= 1
         if not self._open:
             self.entries, self.leaves = [], {}
+
+    def _place_of(self, variable: Any, value: Any) -> int | None:
+        """Return where a variable's leaf stands, None if no tape that records watches it."""
+        known = self.leaves.get(id(variable))
+        if known is None:
+            for tape in self._recording:
+                if tape.watches(variable) and is_differentiable(value):
+                    break
+            else:
+                return None
+            known = self.leaves[id(variable)] = (variable, len(self.entries))
+            self.entries.append(None)
+        return known[1]
 
     def _frames(self) -> tuple[Frame, Frame]:
         """Return the frame of the first tape, and that of a scope entered since, if any."""

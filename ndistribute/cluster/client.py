@@ -7,6 +7,7 @@ deadline that each call has.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import threading
@@ -15,14 +16,17 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from ndistribute.cluster.connection import Connection
 from ndistribute.cluster.conversation import Conversation
 from ndistribute.cluster.guard import UnknownSessionError
+from ndistribute.cluster.near import near_wanted
+from ndistribute.cluster.pieces import Pieces
 from ndistribute.cluster.replies import Reply, decode_reply
 from ndistribute.cluster.requests import Request, encode_request
 from ndistribute.cluster.rpc import GrpcTransport
 from ndistribute.cluster.service import covered_bytes
 from ndistribute.cluster.tensors import Buffer, MalformedError
-from ndistribute.cluster.transfers import Limits, Pieces
+from ndistribute.cluster.transfers import Limits
 from ndistribute.cluster.transport import (
     NoRoomError,
     TransferLostError,
@@ -61,7 +65,8 @@ def connect(
             process that is started again is another client.
         audience: which server it should be, such as ``"ps:0"``; empty: any of the job.
         timeout: seconds that a call may take, unless it has its own.
-        environ: where the secret and the TLS files are named.
+        environ: where the secret and the TLS files are named, and whether a server of this host
+            is reached by a socket of the host (``NDISTRIBUTE_NEAR=0``: it is not).
 
     Raises:
         AuthenticationError: there is no secret.
@@ -77,6 +82,7 @@ def connect(
         audience=audience,
         timeout=timeout,
         beat_seconds=beat,
+        near=near_wanted(environ),
     )
 
 
@@ -91,6 +97,7 @@ class Client:
         timeout: seconds that a call may take, unless it has its own.
         beat_seconds: how often the server hears that this client lives.
         limits: the longest message.
+        near: whether to go by a socket of this host where the server is here.
     """
 
     def __init__(
@@ -103,28 +110,33 @@ class Client:
         timeout: float = 60.0,
         beat_seconds: float = 2.5,
         limits: Limits | None = None,
+        near: bool = True,
     ) -> None:
         self.name = name
         self.address = transport.address
-        self._transport = transport
         self._audience = audience
         self._timeout = timeout
         self._beat = beat_seconds
         self._limits = limits or Limits()
-        most = self._limits.message_bytes
-        self._conversation = Conversation(transport, secret, name, audience, most)
-        self._closing = threading.Event()
+        self._closing, self._wake = threading.Event(), threading.Event()
+        self._connection = Connection(transport, secret, name, audience, near, self._wake.set)
+        self._conversation = Conversation(self._connection, self._limits.message_bytes)
         self._heart = threading.Thread(target=self._live, name=f"ndistribute {name}", daemon=True)
         self._heart.start()
 
     @property
     def server(self) -> bytes:
-        """Return the incarnation of the server last spoken to, empty before the first call.
+        """Return the incarnation of the server; empty without a session with it.
 
-        A server that was started again is another incarnation.
+        A server that was started again is another incarnation. Of one on this host that is gone
+        there is none from that moment on, whether or not this client calls it.
         """
-        session = self._conversation.session
-        return session.server if session else b""
+        return self._connection.server
+
+    @property
+    def is_near(self) -> bool:
+        """Say whether calls go by a socket of this host."""
+        return self._connection.is_near
 
     def request(self, request: Request, timeout: float | None = None) -> Reply:
         """Return what the server replies; it may be a ``Failure``.
@@ -141,8 +153,16 @@ class Client:
         """
         return decode_reply(self.call(encode_request(request), timeout), self._limits.message_bytes)
 
-    def call(self, message: Sequence[Buffer], timeout: float | None = None) -> memoryview:
-        """Return what the server answers to a message; see ``request``."""
+    def call(
+        self, message: Sequence[Buffer], timeout: float | None = None, patience: float = math.inf
+    ) -> memoryview:
+        """Return what the server answers to a message; see ``request``.
+
+        Args:
+            message: in pieces.
+            timeout: seconds that it may take.
+            patience: for how many of them a server that is not reached is looked for.
+        """
         pieces, start = Pieces(message), time.monotonic()
         if not 0 < len(pieces) <= self._limits.message_bytes:
             raise ValueError(
@@ -152,34 +172,73 @@ class Client:
         deadline = start + (self._timeout if timeout is None else timeout)
         pauses = iter(_PAUSES)
         problem: Exception | None = None
+        missed = math.inf  # Since when the server is not reached.
         while True:
             try:
                 answer = self._conversation.ask(pieces, covered, deadline)
                 if answer is not None:
                     return answer
-                problem, pause = None, _PAUSES[0]
+                problem, pause, missed = None, _PAUSES[0], math.inf
             except (*_PASSING, TimeoutError) as error:
                 # That time ran out while it tried once more says less than why it tried again.
-                if not (isinstance(error, TimeoutError) and isinstance(problem, UnreachableError)):
+                if not (isinstance(error, TimeoutError) and isinstance(problem, _PASSING)):
                     problem = error
                 pause = next(pauses, _PAUSES[-1])
-            pause = min(pause, deadline - time.monotonic())
+                away = isinstance(error, UnreachableError)
+                missed = min(missed, time.monotonic()) if away else math.inf
+            pause = min(pause, min(deadline, missed + patience) - time.monotonic())
             if pause <= 0 or self._closing.wait(timeout=pause):
                 raise self._gave_up(problem, time.monotonic() - start) from problem
+
+    def probe(self, timeout: float) -> bool:
+        """Say whether the very incarnation of the server last spoken to is there and answers.
+
+        Args:
+            timeout: seconds that it has.
+        """
+        known, deadline = self._connection.last_server, time.monotonic() + timeout
+        for _ in range(3):  # By the socket of the host, by the network, in a new session.
+            try:
+                self._connection.tell("Ping", deadline)
+            except (UnreachableError, UnknownSessionError):
+                continue
+            except (DistributeError, MalformedError, TimeoutError):
+                return False
+            return known == self.server != b""
+        return False
+
+    def shared_file(self, timeout: float | None = None) -> int | None:
+        """Return a new descriptor of the server's shared memory, which is the caller's to close.
+
+        Args:
+            timeout: seconds that it may take.
+
+        Returns:
+            None where the server has none, is not on this host, or does not answer.
+
+        Raises:
+            AuthenticationError: client and server do not belong to one job.
+        """
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        try:
+            return self._connection.shared_file(deadline)
+        except (*_PASSING, TimeoutError):
+            return None
 
     def close(self) -> None:
         """Say good-bye to the server, and hold nothing any more; a second call does nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
+        self._wake.set()
         self._heart.join(timeout=_FAREWELL_SECONDS)
         try:
-            if self._conversation.session is not None:
-                self._conversation.tell("Leave", time.monotonic() + _FAREWELL_SECONDS)
+            if self._connection.is_open:
+                self._connection.tell("Leave", time.monotonic() + _FAREWELL_SECONDS)
         except (DistributeError, MalformedError, TimeoutError):
             pass  # The server is gone, and so it needs no good-bye.
         finally:
-            self._transport.close()
+            self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,11 +252,15 @@ class Client:
         self.close()
 
     def _live(self) -> None:
-        while not self._closing.wait(timeout=self._beat):
-            if self._conversation.session is not None:
-                deadline = time.monotonic() + max(self._beat, _FAREWELL_SECONDS)
+        """Let the server hear of this client, in time and whenever it may believe it dead."""
+        while not self._closing.is_set():
+            if self._wake.wait(timeout=self._beat):
+                self._wake.clear()
+                # A server that ends lifelines at once does not keep this thread busy.
+                self._closing.wait(timeout=_PAUSES[0])
+            if self._connection.last_server and not self._closing.is_set():
                 try:
-                    self._conversation.tell("Ping", deadline)
+                    self._connection.tend(time.monotonic() + max(self._beat, _FAREWELL_SECONDS))
                 except (DistributeError, MalformedError, TimeoutError):
                     continue  # The next call of this client says what is wrong.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ndistribute.cluster.replies import Failure, Reply, encode_reply
 from ndistribute.cluster.requests import Leave, Request, decode_request
 from ndistribute.cluster.store import Store
 from ndistribute.cluster.tensors import Buffer
+from ndistribute.cluster.waiting_room import Replies
 
 __all__ = ["EmptyDesk", "StoreDesk"]
 
@@ -27,6 +28,9 @@ class StoreDesk:
         self.store = store
         self._limit = limit_bytes
 
+    def bind(self, deliver: Callable[[Replies], None]) -> None:
+        """Take what late answers are given to: a store needs nothing of the kind."""
+
     def read(self, message: memoryview) -> Request:
         """Return the request that a message holds."""
         return decode_request(message, self._limit)
@@ -36,13 +40,23 @@ class StoreDesk:
         answers = self.store.handle(client, ticket, request)
         return [(answer.ticket, answer.reply) for answer in answers]
 
-    def leave(self, client: str) -> list[tuple[int, Reply]]:
-        """Tell the store that a client left or died."""
+    def leave(self, client: str, died: bool) -> list[tuple[int, Reply]]:
+        """Tell the store that a client left or died; to it that is the same."""
         return self.handle(_NOBODY, _NO_TICKET, Leave(client))
 
     def write(self, reply: Reply) -> Sequence[Buffer]:
         """Return a reply as buffers; a part of a store's array goes out as it is."""
         return encode_reply(reply)
+
+    def shared_file(self) -> int | None:
+        """Return the file that clients of this host may read, where there is one."""
+        shelf = self.store.shelf
+        return None if shelf is None else shelf.shared_file()
+
+    def close(self) -> None:
+        """Let go of what the desk holds; a second call does nothing."""
+        if self.store.shelf is not None:
+            self.store.shelf.close()
 
 
 class EmptyDesk(StoreDesk):

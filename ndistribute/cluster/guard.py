@@ -33,7 +33,10 @@ from ndistribute.cluster.session import (
 )
 from ndistribute.errors import AuthenticationError
 
-__all__ = ["CHALLENGE_SECONDS", "Guard", "UnknownSessionError"]
+__all__ = ["CHALLENGE_SECONDS", "INTRODUCTIONS", "Guard", "UnknownSessionError"]
+
+INTRODUCTIONS = ("Greet", "Prove")
+"""The calls that need no session, since they lead to one; they have no body."""
 
 CHALLENGE_SECONDS = 10.0
 MAXIMUM_SESSIONS = 4096
@@ -99,6 +102,10 @@ class Guard:
         self._keep(session, challenge)
         return self._incarnation + welcome_of(self._key, transcript, self._incarnation)
 
+    def introduce(self, method: str, token: bytes) -> bytes:
+        """Return the answer to a call that leads to a session, see ``greet`` and ``prove``."""
+        return self.greet(token) if method == "Greet" else self.prove(token)
+
     def admit(self, method: str, token: bytes) -> tuple[Session, int]:
         """Return the session that a call belongs to, and the call's number.
 
@@ -121,6 +128,14 @@ class Guard:
             if last:
                 del self._clients[session.client]
             return last
+
+    def knows(self, session: Session) -> bool:
+        """Say whether a session is open, and its client has no newer one."""
+        return self._clients.get(session.client) is session
+
+    def has(self, client: str) -> bool:
+        """Say whether a client has a session."""
+        return client in self._clients
 
     def silent(self, seconds: float) -> list[Session]:
         """Return the sessions of which nothing was heard for so long."""

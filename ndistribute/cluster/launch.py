@@ -30,15 +30,15 @@ from ndistribute.cluster.mpiexec import (
     redirection,
     require_mpi4py,
 )
-from ndistribute.cluster.output import MPIEXEC, Console, last_report
+from ndistribute.cluster.output import MPIEXEC, Console, ending, last_report
 from ndistribute.cluster.plan import (
     HIDDEN,
     SECRET,
     JobOptions,
-    Rank,
+    Task,
     addresses_of,
     local_count,
-    plan_ranks,
+    plan_tasks,
 )
 from ndistribute.cluster.processes import Start
 from ndistribute.cluster.ssh import remote_script, ssh_command
@@ -54,7 +54,10 @@ _OURS = ("TF_CONFIG", _LISTEN_FD, guardian.MARK)
 def launch(
     options: JobOptions, stdout: BinaryIO | None = None, stderr: BinaryIO | None = None
 ) -> int:
-    """Run a job to its end, starting it again where it fails and that was asked for.
+    """Run a job to its end, starting again what fails where that was asked for.
+
+    Workers that compute together lose each other when one fails, so all of them start again. A
+    server or worker of a job with servers is started again alone.
 
     Args:
         options: what to run, and where.
@@ -62,8 +65,8 @@ def launch(
         stderr: where their errors and the launcher's own messages go.
 
     Returns:
-        0, or the exit code of the rank that failed first, 128 plus the number for a signal; 124
-        for a timeout.
+        0, or the exit code of the rank or task that failed first, 128 plus the number for a
+        signal; 124 for a timeout.
 
     Raises:
         MissingDependencyError: MPI was asked for and is not installed.
@@ -72,14 +75,11 @@ def launch(
     stdout, stderr = stdout or sys.stdout.buffer, stderr or sys.stderr.buffer
     mpi = _mpi() if options.mpi else None
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
-    for attempt in range(options.max_restarts + 1):
+    again = 0 if options.servers else options.max_restarts
+    for attempt in range(again + 1):
         with contextlib.closing(Console(stdout, stderr, options.log_dir, attempt)) as console:
             outcome = _attempt(options, mpi, console, deadline)
-            left = options.max_restarts - attempt
-            for line in _message(options, outcome, console, left):
-                with contextlib.suppress(BrokenPipeError):
-                    stderr.write(line + b"\n")
-                    stderr.flush()
+            _report(options, outcome, console, again - attempt)
         if outcome.reason != "failed":
             break
     return outcome.code
@@ -101,13 +101,14 @@ def dry_run(options: JobOptions, environ: Mapping[str, str] = os.environ) -> Ite
     local = options.is_local
     count = range(options.processes)
     addresses = [f"127.0.0.1:PORT{n}" for n in count] if local else addresses_of(options)
-    for rank in plan_ranks(options, addresses, environ):
-        settings = {**rank.settings, SECRET: HIDDEN, **({_LISTEN_FD: "FD"} if local else {})}
-        if rank.remote:
-            variables = f"{_shown(settings)} {shlex.join(rank.argv)}"
-            yield f"[{rank.index}] {shlex.join(ssh_command(rank.host))} <<< {variables!r}"
+    listener = {_LISTEN_FD: "FD"} if local and not options.servers else {}
+    for task in plan_tasks(options, addresses, environ):
+        settings = {**task.settings, SECRET: HIDDEN, **listener}
+        if task.remote:
+            variables = f"{_shown(settings)} {shlex.join(task.argv)}"
+            yield f"[{task.label}] {shlex.join(ssh_command(task.host))} <<< {variables!r}"
         else:
-            yield f"[{rank.index}] {_shown(settings)} {shlex.join(rank.argv)}"
+            yield f"[{task.label}] {_shown(settings)} {shlex.join(task.argv)}"
 
 
 def _attempt(
@@ -117,72 +118,77 @@ def _attempt(
     environ = {name: value for name, value in os.environ.items() if name not in _OURS}
     if not (environ.get(SECRET) or environ.get(f"{SECRET}_FILE")):
         environ[SECRET] = secrets.token_hex(32)
-    supervisor = Supervisor(job, console, deadline)
+    restarts = options.max_restarts if options.servers else 0
+    supervisor = Supervisor(job, console, deadline, restarts)
     if mpi is not None:
         outcome = supervisor.run([_mpi_start(mpi, options, environ, job)])
         return _explained(outcome, options, console) if outcome.reason == "failed" else outcome
     with contextlib.ExitStack() as opened:
-        listeners = [opened.enter_context(listener) for listener in _listeners(options)]
-        starts = _starts(options, listeners, environ, job)
-        return supervisor.run(starts)
+        held = [opened.enter_context(port) for port in _ports(options)]
+        return supervisor.run(_starts(options, held, environ, job))
 
 
 def _explained(outcome: Outcome, options: JobOptions, console: Console) -> Outcome:
     """Add what only mpiexec's own messages tell: the signal, and the rank."""
-    rank = outcome.rank
+    rank = outcome.label
     if rank == MPIEXEC:
         ranks = [MPIEXEC, *map(str, range(options.processes))]
         rank = blamed_rank([line for name in ranks for line in console.kept(name)]) or MPIEXEC
-    return replace(outcome, rank=rank, code=exit_code(outcome.code, console.kept(MPIEXEC)))
+    return replace(outcome, label=rank, code=exit_code(outcome.code, console.kept(MPIEXEC)))
 
 
-def _listeners(options: JobOptions) -> list[socket.socket]:
-    """Listen for local ranks before they start, so that nobody else can take their ports."""
+def _ports(options: JobOptions) -> list[socket.socket]:
+    """Bind the ports of local processes before they start, so that nobody else can take them.
+
+    Ranks inherit theirs, which listen already. Those of a job with servers stay here and never
+    listen: beside such a socket, which keeps the port from everyone who asks for any free one, a
+    task listens itself, and so does the one that is started again in its place.
+    """
     if not options.is_local:
         return []
-    listeners = []
+    ports = []
     for _ in range(options.processes):
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(max(128, options.processes))
-        listeners.append(listener)
-    return listeners
+        port = socket.socket()
+        if options.servers:
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("127.0.0.1", 0))
+        if not options.servers:
+            port.listen(max(128, options.processes))
+        ports.append(port)
+    return ports
 
 
 def _starts(
-    options: JobOptions,
-    listeners: Sequence[socket.socket],
-    environ: Mapping[str, str],
-    job: str,
+    options: JobOptions, ports: Sequence[socket.socket], environ: Mapping[str, str], job: str
 ) -> list[Start]:
-    if listeners:
-        addresses = ["{}:{}".format(*listener.getsockname()) for listener in listeners]
+    if ports:
+        addresses = ["{}:{}".format(*port.getsockname()) for port in ports]
     else:
         addresses = addresses_of(options)
-    ranks = plan_ranks(options, addresses, environ)
-    on_host = Counter(rank.host for rank in ranks)
+    tasks = plan_tasks(options, addresses, environ)
+    on_host = Counter(task.host for task in tasks)
     starts = []
-    for rank in ranks:
-        if rank.remote:
-            starts.append(_remote_start(rank, environ, f"{job}-{rank.index}", on_host[rank.host]))
+    for number, task in enumerate(tasks):
+        if task.remote:
+            starts.append(_remote_start(task, environ, f"{job}-{number}", on_host[task.host]))
         else:
-            listener = listeners[rank.index] if listeners else None
-            starts.append(_local_start(rank, environ, job, listener))
+            listener = ports[number] if ports and not options.servers else None
+            starts.append(_local_start(task, environ, job, listener))
     return starts
 
 
 def _local_start(
-    rank: Rank, environ: Mapping[str, str], job: str, listener: socket.socket | None
+    task: Task, environ: Mapping[str, str], job: str, listener: socket.socket | None
 ) -> Start:
-    mine = {**environ, **rank.settings, guardian.MARK: job}
+    mine = {**environ, **task.settings, guardian.MARK: job}
     if listener is not None:
         mine[_LISTEN_FD] = str(listener.fileno())
-    return Start(str(rank.index), rank.argv, mine, listener)
+    return Start(task.label, task.argv, mine, task.task_type, listener)
 
 
-def _remote_start(rank: Rank, environ: Mapping[str, str], job: str, on_host: int) -> Start:
-    script = remote_script(job, rank.argv, rank.settings, environ, on_host)
-    return Start(str(rank.index), ssh_command(rank.host), os.environ, script=script.encode())
+def _remote_start(task: Task, environ: Mapping[str, str], job: str, on_host: int) -> Start:
+    script = remote_script(job, task.argv, task.settings, environ, on_host)
+    return Start(task.label, ssh_command(task.host), os.environ, script=script.encode())
 
 
 def _mpi() -> Mpiexec:
@@ -228,26 +234,21 @@ def _mpi_start(mpi: Mpiexec, options: JobOptions, environ: Mapping[str, str], jo
     return Start(MPIEXEC, command, mine, pipes=tuple(pipes), writers=tuple(writers))
 
 
-def _message(
-    options: JobOptions, outcome: Outcome, console: Console, restarts_left: int
-) -> Iterator[bytes]:
+def _report(options: JobOptions, outcome: Outcome, console: Console, restarts_left: int) -> None:
     """Say how it ended, where it did not end well."""
-    said = {
-        "timeout": f"stopped after --timeout {options.timeout} s",
-        "signal": f"stopped by signal {outcome.code - 128}",
-    }
-    if outcome.reason in said:
-        yield f"ndistribute run: {said[outcome.reason]}.".encode()
-    if outcome.reason != "failed" or outcome.rank is None:
+    if outcome.reason == "timeout":
+        console.say(f"stopped after --timeout {options.timeout} s.")
+    if outcome.reason == "signal":
+        console.say(f"stopped by signal {outcome.code - 128}.")
+    if outcome.reason != "failed" or outcome.label is None:
         return
-    who = outcome.rank if outcome.rank == MPIEXEC else f"rank {outcome.rank}"
-    how = f"signal {outcome.code - 128}" if outcome.code > 128 else f"exit code {outcome.code}"
-    report = last_report(console.kept(outcome.rank))
+    label = outcome.label
+    report = [b"[%b] %b" % (label.encode(), line) for line in last_report(console.kept(label))]
+    who = f"rank {label}" if label.isdigit() else label
     last = " Its last words:" if report else ""
-    yield f"ndistribute run: {who} failed first ({how}); all were stopped.{last}".encode()
-    yield from (b"[%b] %b" % (outcome.rank.encode(), line) for line in report)
+    console.say(f"{who} failed first ({ending(outcome.code)}); all were stopped.{last}", report)
     if restarts_left:
-        yield f"ndistribute run: starting again ({restarts_left} left).".encode()
+        console.say(f"starting again ({restarts_left} left).")
 
 
 def _shown(settings: Mapping[str, str]) -> str:

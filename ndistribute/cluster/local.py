@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from ndistribute.cluster.client import Client
 from ndistribute.cluster.desk import StoreDesk
-from ndistribute.cluster.guard import Guard
-from ndistribute.cluster.service import Service
+from ndistribute.cluster.guard import INTRODUCTIONS, Guard
+from ndistribute.cluster.service import Door, Service
 from ndistribute.cluster.store import Store
+from ndistribute.cluster.tensors import Buffer
 from ndistribute.cluster.transfers import Limits
 from ndistribute.cluster.transport import UnreachableError
 
@@ -80,22 +82,32 @@ class LocalTransport:
 
     def __init__(self, service: Service, *, owned: bool = False) -> None:
         self.address = "this process"
+        self.part_bytes = service.limits.message_bytes
+        self._door = Door(self.part_bytes, shares_threads=False)
         self._service = service
         self._owned = owned
         self._closed = threading.Event()
 
-    def call(self, method: str, token: bytes, body: bytes, timeout: float) -> bytes:
-        """Make a call."""
-        return self.start(method, token, body, timeout).result(timeout)
-
-    def start(self, method: str, token: bytes, body: bytes, timeout: float) -> _Answered:
-        """Make a call, and keep its outcome."""
+    def call(self, method: str, token: bytes, body: Sequence[Buffer], timeout: float) -> Buffer:
+        """Make a call; what it carries is copied, as if it had travelled."""
         if self._closed.is_set():
-            return _Answered(error=UnreachableError("The transport is closed."))
+            raise UnreachableError("The transport is closed.")
+        if method in INTRODUCTIONS:
+            return self._service.guard.introduce(method, token)
+        session, number = self._service.guard.admit(method, token)
+        whole = b"".join(body)
+        return b"".join(self._service.run(session, method, number, whole, timeout, self._door))
+
+    def start(self, method: str, token: bytes, body: Sequence[Buffer], timeout: float) -> _Answered:
+        """Make a call, and keep its outcome."""
         try:
-            return _Answered(self._service.admit(method, token)(body, timeout))
+            return _Answered(self.call(method, token, body, timeout))
         except Exception as error:
             return _Answered(error=error)
+
+    def stay(self, token: bytes, body: Sequence[Buffer], ended: Callable[[], None]) -> _Answered:
+        """Do nothing: the server ends with its client."""
+        return _Answered()
 
     def close(self) -> None:
         """Carry nothing any more."""
@@ -107,13 +119,16 @@ class LocalTransport:
 class _Answered:
     """Hold the outcome of a call."""
 
-    def __init__(self, body: bytes = b"", error: Exception | None = None) -> None:
+    def __init__(self, body: Buffer = b"", error: Exception | None = None) -> None:
         self._body, self._error = body, error
 
-    def result(self, timeout: float) -> bytes:
+    def result(self, timeout: float) -> Buffer:
         if self._error is not None:
             raise self._error
         return self._body
+
+    def has_ended(self) -> bool:
+        return False
 
     def cancel(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What the processes of a job print: shown line by line with their rank, kept in files, quoted.
+"""What the processes of a job print: shown line by line with whose it is, kept in files, quoted.
 
 A line is shown when it is complete. Lines that end in a carriage return, as progress bars write
 them, count as complete, so that they are seen while they are news.
@@ -6,13 +6,14 @@ them, count as complete, so that they are seen while they are news.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["MPIEXEC", "Console", "Lines", "last_report", "tells_of_another"]
+__all__ = ["MPIEXEC", "Console", "Lines", "ending", "last_report", "tells_of_another"]
 
 # What stands for a rank in front of mpiexec's own lines, which it writes to either stream.
 MPIEXEC = "mpiexec"
@@ -51,12 +52,12 @@ class Lines:
 
 
 class Console:
-    """Show lines with the rank they came from, and keep each rank's last ones.
+    """Show lines with the rank or task they came from, and keep the last ones of each.
 
     Args:
         stdout: where the processes' output goes.
         stderr: where their errors go.
-        log_dir: a folder for a file of each rank, or None.
+        log_dir: a folder for a file of each rank or task, or None.
         attempt: how often the job was started before; later attempts get files of their own.
     """
 
@@ -95,9 +96,20 @@ class Console:
                 self.reported.append(rank)
         self.show(rank, stream, lines)
 
+    def say(self, message: str, report: Iterable[bytes] = ()) -> None:
+        """Write a message of the launcher's own to the errors, and lines that belong to it."""
+        with contextlib.suppress(BrokenPipeError):
+            text = b"\n".join([f"ndistribute run: {message}".encode(), *report])
+            self._streams["stderr"].write(text + b"\n")
+            self._streams["stderr"].flush()
+
     def kept(self, rank: str) -> list[bytes]:
         """Return the last lines of a rank's errors."""
         return list(self._kept.get(rank, ()))
+
+    def forget(self, rank: str) -> None:
+        """Keep no more lines of a rank, as another process takes its place."""
+        self._kept.pop(rank, None)
 
     def close(self) -> None:
         """Close the files."""
@@ -108,7 +120,8 @@ class Console:
     def _log(self, rank: str) -> BinaryIO:
         if rank not in self._logs and self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-            self._logs[rank] = (self._log_dir / f"rank-{rank}{self._suffix}").open("wb")
+            name = f"rank-{rank}" if rank.isdigit() else rank.replace(":", "-")
+            self._logs[rank] = (self._log_dir / f"{name}{self._suffix}").open("wb")
         return self._logs[rank]
 
 
@@ -143,6 +156,15 @@ def _first_of_chain(lines: list[bytes], header: int) -> int:
 def _last_filled(lines: list[bytes], end: int) -> int:
     """Return the last line before a place that is not blank, -1 if there is none."""
     return next((n for n in range(end - 1, -1, -1) if lines[n].strip()), -1)
+
+
+def ending(code: int) -> str:
+    """Return an exit code in words.
+
+    >>> ending(3), ending(137)
+    ('exit code 3', 'signal 9')
+    """
+    return f"signal {code - 128}" if code > 128 else f"exit code {code}"
 
 
 def tells_of_another(lines: list[bytes]) -> bool:

@@ -13,15 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ndistribute.cluster.blas_kernel import blas_settings
+from ndistribute.cluster.blas_kernel import blas_settings, usable_cores
 from ndistribute.cluster.hosts import Host, is_this_machine
 
-__all__ = ["HIDDEN", "SECRET", "JobOptions", "Rank", "addresses_of", "local_count", "plan_ranks"]
+__all__ = ["HIDDEN", "SECRET", "JobOptions", "Task", "addresses_of", "local_count", "plan_tasks"]
 
 SECRET = "NDISTRIBUTE_SECRET"
 HIDDEN = "(hidden)"
 # Below those that Linux gives to outgoing connections; only used where there are several hosts.
 DEFAULT_PORT = 23_450
+SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
+SNAPSHOT_SECONDS = "NDISTRIBUTE_SNAPSHOT_SECONDS"
 
 
 @dataclass(frozen=True)
@@ -30,28 +32,37 @@ class JobOptions:
 
     Args:
         command: the script and its arguments.
-        hosts: where, and how many processes on each; the local machine alone by default.
+        hosts: where, and how many workers on each; the local machine alone by default.
+        servers: how many parameter servers; with any, all tasks are on this machine.
+        chief: whether a chief beside the servers and workers runs the script.
         module: the command names a module, as after ``python -m``.
         mpi: start through mpiexec rather than over TCP.
         port: the first port on each host, where there are several hosts.
-        max_restarts: how many times a job that failed is started again.
+        max_restarts: how many times what failed is started again: a job of workers as a whole, one
+            with servers task by task.
         log_dir: a folder that gets each process's output in a file of its own.
         timeout: seconds after which everything is stopped.
+        snapshot_dir: where servers keep what they hold, or None.
+        snapshot_seconds: how often they do so; None: as they do by themselves.
     """
 
     command: tuple[str, ...]
     hosts: tuple[Host, ...]
+    servers: int = 0
+    chief: bool = False
     module: bool = False
     mpi: bool = False
     port: int = DEFAULT_PORT
     max_restarts: int = 0
     log_dir: Path | None = None
     timeout: float | None = None
+    snapshot_dir: Path | None = None
+    snapshot_seconds: float | None = None
 
     @property
     def processes(self) -> int:
         """Return how many processes the job has."""
-        return sum(host.slots for host in self.hosts)
+        return self.servers + self.chief + sum(host.slots for host in self.hosts)
 
     @property
     def is_local(self) -> bool:
@@ -65,17 +76,21 @@ class JobOptions:
 
 
 @dataclass(frozen=True)
-class Rank:
+class Task:
     """One process of the job.
 
     Args:
-        index: its rank.
+        label: what names it: its rank, or its task where the job has servers.
+        task_type: chief, worker or ps.
+        index: its index among those.
         host: the machine it runs on.
         remote: whether that is another machine.
         argv: its command line.
         settings: the variables that are added to the environment; the secret is not among them.
     """
 
+    label: str
+    task_type: str
     index: int
     host: str
     remote: bool
@@ -83,25 +98,36 @@ class Rank:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
-def plan_ranks(
+def plan_tasks(
     options: JobOptions, addresses: Sequence[str], environ: Mapping[str, str]
-) -> list[Rank]:
+) -> list[Task]:
     """Return what to start, for a job without MPI.
 
     Args:
         options: what the user asked for.
-        addresses: the address of each rank.
+        addresses: the address of each task: servers, workers, chief.
         environ: the environment of the launcher.
     """
-    here = blas_settings(environ, local_count(options))
-    ranks = []
-    for index, host in enumerate(_hosts_of_ranks(options.hosts)):
+    places = _places(options)
+    cluster: dict[str, list[str]] = {}
+    for (task_type, _, _), address in zip(places, addresses, strict=True):
+        cluster.setdefault(task_type, []).append(address)
+    shared = blas_settings(environ, local_count(options))
+    # Servers add arrays up, which no BLAS does for them; the workers have the cores.
+    alone = blas_settings(environ, usable_cores())
+    tasks = []
+    for task_type, index, host in places:
+        config = {"cluster": cluster, "task": {"type": task_type, "index": index}}
+        settings = {"TF_CONFIG": json.dumps(config), "PYTHONUNBUFFERED": "1"}
         remote = not is_this_machine(host)
-        task = {"type": "worker", "index": index}
-        config = json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
-        settings = {"TF_CONFIG": config, "PYTHONUNBUFFERED": "1", **({} if remote else here)}
-        ranks.append(Rank(index, host, remote, (sys.executable, *options.python), settings))
-    return ranks
+        if task_type == "ps":
+            settings |= {**alone, **_snapshot_settings(options)}
+        elif not remote:
+            settings |= shared
+        label = _label(options, task_type, index)
+        argv = (sys.executable, *options.python)
+        tasks.append(Task(label, task_type, index, host, remote, argv, settings))
+    return tasks
 
 
 def addresses_of(options: JobOptions) -> list[str]:
@@ -121,9 +147,28 @@ def addresses_of(options: JobOptions) -> list[str]:
 
 
 def local_count(options: JobOptions) -> int:
-    """Return how many processes share this machine's cores, at least 1."""
+    """Return how many workers share this machine's cores, at least 1."""
     return max(1, sum(host.slots for host in options.hosts if is_this_machine(host.name)))
 
 
-def _hosts_of_ranks(hosts: Sequence[Host]) -> list[str]:
-    return [host.name for host in hosts for _ in range(host.slots)]
+def _places(options: JobOptions) -> list[tuple[str, int, str]]:
+    """Return the type, index and host of each task; servers first, for all others need them."""
+    hosts = [host.name for host in options.hosts for _ in range(host.slots)]
+    servers = [("ps", index, "localhost") for index in range(options.servers)]
+    workers = [("worker", index, host) for index, host in enumerate(hosts)]
+    return [*servers, *workers, *([("chief", 0, "localhost")] if options.chief else [])]
+
+
+def _label(options: JobOptions, task_type: str, index: int) -> str:
+    if not options.servers:
+        return str(index)
+    return "chief" if task_type == "chief" else f"{task_type}:{index}"
+
+
+def _snapshot_settings(options: JobOptions) -> dict[str, str]:
+    settings = {}
+    if options.snapshot_dir is not None:
+        settings[SNAPSHOT_DIR] = str(options.snapshot_dir.absolute())
+    if options.snapshot_seconds is not None:
+        settings[SNAPSHOT_SECONDS] = str(options.snapshot_seconds)
+    return settings

@@ -28,9 +28,10 @@ class Start:
     """A process to start.
 
     Args:
-        label: its rank, or a name for its own output.
+        label: its rank, its task such as ``ps:0``, or a name for its own output.
         argv: its command line.
         environ: its whole environment.
+        task_type: chief, worker or ps; what starts ranks counts as a worker.
         listener: a socket that it inherits under its number, or None.
         script: what it reads on standard input, which then stays open for as long as the job
             runs; None for no input.
@@ -42,6 +43,7 @@ class Start:
     label: str
     argv: Sequence[str]
     environ: Mapping[str, str]
+    task_type: str = "worker"
     listener: socket.socket | None = None
     script: bytes | None = None
     pipes: tuple[tuple[int, str, str], ...] = ()

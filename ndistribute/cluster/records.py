@@ -13,7 +13,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -23,9 +23,12 @@ from ndistribute.cluster.tensors import Array, Buffer, MalformedError, pack, unp
 __all__ = ["decode", "encode", "from_message", "to_message"]
 
 _Source = Iterator[tuple[int, Array]]
+_Where = tuple[str, ...]
+_Reader = Callable[[Any, _Source, _Where], Any]
 
 _LARGEST = 2**63
 _MOST = sys.float_info.max
+_PLAIN = {str, bool, int, float, types.NoneType}
 
 
 def to_message(record: Any) -> tuple[Any, list[Array]]:
@@ -51,7 +54,7 @@ def from_message(head: Any, tensors: list[Array], kinds: Any) -> Any:
         MalformedError: the message holds none of them.
     """
     source = iter(enumerate(tensors))
-    record = _read(kinds, head, source, "message")
+    record = _reader(kinds)(head, source, ("message",))
     if next(source, None) is not None:
         raise MalformedError("the message holds tensors that none of its fields names.")
     return record
@@ -60,7 +63,7 @@ def from_message(head: Any, tensors: list[Array], kinds: Any) -> Any:
 def encode(record: Any) -> list[Buffer]:
     """Return a record as buffers to send one after the other; tensors are not copied."""
     head, tensors = to_message(record)
-    return pack(json.dumps(head, allow_nan=False, separators=(",", ":")).encode(), tensors)
+    return pack(_JSON_OUT.encode(head).encode(), tensors)
 
 
 def decode(buffer: Buffer, kinds: Any, limit_bytes: int) -> Any:
@@ -76,14 +79,14 @@ def decode(buffer: Buffer, kinds: Any, limit_bytes: int) -> Any:
     """
     head, tensors = unpack(buffer, limit_bytes)
     try:
-        parsed = json.loads(head, parse_constant=_no_constant)
+        parsed = _JSON_IN.decode(head.decode())
     except (ValueError, RecursionError) as error:
         raise MalformedError("the head of the message is no JSON.") from error
     return from_message(parsed, tensors, kinds)
 
 
 def _write(value: Any, tensors: list[Array]) -> Any:
-    if value is None or isinstance(value, str | bool | int | float):
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, np.ndarray):
         tensors.append(value)
@@ -96,56 +99,98 @@ def _write(value: Any, tensors: list[Array]) -> Any:
         kind: Any = type(value)
         fields = {name: _write(getattr(value, name), tensors) for name in _schema(kind)}
         return {"record": kind.__name__, **fields}
+    if isinstance(value, str | int | float):  # A subclass of them.
+        return value
     raise TypeError(f"a {type(value).__name__} can not be sent; make it an array or a number.")
 
 
-def _read(hint: Any, node: Any, source: _Source, where: str) -> Any:
-    """Return the value of a node, which must be what the annotation says."""
+@functools.cache
+def _reader(hint: Any) -> _Reader:
+    """Return what reads a node as the annotation says, and refuses any other."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        return _read(_chosen(hint, node, where), node, source, where)
+        return _union_reader(typing.get_args(hint))
     if origin is np.ndarray:
-        return _read_tensor(node, source, where)
+        return _read_tensor
     if origin is Literal:
-        if isinstance(node, str) and node in typing.get_args(hint):
-            return node
-        _refuse(node, f"one of {typing.get_args(hint)}", where)
+        return _literal_reader(typing.get_args(hint))
     if origin is tuple:
+        return _tuple_reader(_reader(typing.get_args(hint)[0]))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping_reader(_reader(typing.get_args(hint)[1]))
+    if dataclasses.is_dataclass(hint):
+        return _record_reader(hint)
+    return functools.partial(_read_plain, hint)
+
+
+def _union_reader(members: tuple[Any, ...]) -> _Reader:
+    named = {getattr(member, "__name__", str(member)): member for member in members}
+    known = [name for name, kind in named.items() if dataclasses.is_dataclass(kind)]
+    records = {name: _reader(named[name]) for name in known}
+    others = [_reader(kind) for name, kind in named.items() if name not in (*records, "NoneType")]
+    expected = f"one of {', '.join(named)}"
+
+    def read(node: Any, source: _Source, where: _Where) -> Any:
+        if node is None and types.NoneType in members:
+            return None
+        if isinstance(node, dict):
+            kind = node.get("record")
+            if isinstance(kind, str) and kind in records:
+                return records[kind](node, source, where)
+            _refuse(kind, expected, where)
+        if len(others) != 1:
+            _refuse(node, expected, where)
+        return others[0](node, source, where)
+
+    return read
+
+
+def _literal_reader(values: tuple[Any, ...]) -> _Reader:
+    def read(node: Any, source: _Source, where: _Where) -> Any:
+        if isinstance(node, str) and node in values:
+            return node
+        _refuse(node, f"one of {values}", where)
+
+    return read
+
+
+def _tuple_reader(item: _Reader) -> _Reader:
+    def read(node: Any, source: _Source, where: _Where) -> Any:
         if not isinstance(node, list):
             _refuse(node, "a list", where)
-        item_hint = typing.get_args(hint)[0]
-        return tuple(_read(item_hint, item, source, where) for item in node)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return tuple([item(one, source, where) for one in node])
+
+    return read
+
+
+def _mapping_reader(value: _Reader) -> _Reader:
+    def read(node: Any, source: _Source, where: _Where) -> Any:
         if not isinstance(node, dict):
             _refuse(node, "a dictionary", where)
-        value_hint = typing.get_args(hint)[1]
-        return {key: _read(value_hint, item, source, where) for key, item in node.items()}
-    if dataclasses.is_dataclass(hint):
-        return _read_record(hint, node, source, where)
-    return _read_plain(hint, node, where)
+        return {key: value(one, source, where) for key, one in node.items()}
+
+    return read
 
 
-def _chosen(hint: Any, node: Any, where: str) -> Any:
-    """Return the member of a union that a node is meant to be."""
-    members = _members(hint)
-    if node is None and types.NoneType in members.values():
-        return types.NoneType
-    if isinstance(node, dict):
-        kind = node.get("record")
-        if isinstance(kind, str) and kind in members:
-            return members[kind]
-        _refuse(kind, f"one of {', '.join(members)}", where)
-    plain = [hint for hint in members.values() if not dataclasses.is_dataclass(hint)]
-    plain = [hint for hint in plain if hint is not types.NoneType]
-    if len(plain) != 1:
-        _refuse(node, f"one of {', '.join(members)}", where)
-    return plain[0]
+def _record_reader(record: Any) -> _Reader:
+    name = record.__name__
+    keys = {"record", *(field.name for field in dataclasses.fields(record))}
+    fields: dict[str, _Reader] = {}  # Filled when the first comes: it may hold one of its kind.
 
+    def read(node: Any, source: _Source, where: _Where) -> Any:
+        where = (*where, name)
+        if not fields:
+            fields.update((field, _reader(hint)) for field, hint in _schema(record).items())
+        if not isinstance(node, dict) or node.keys() != keys:
+            _refuse(node, f"the fields {', '.join(_schema(record))}", where)
+        if node["record"] != name:
+            _refuse(node["record"], name, where)
+        found = {
+            field: reader(node[field], source, (*where, field)) for field, reader in fields.items()
+        }
+        return record(**found)
 
-@functools.cache
-def _members(hint: Any) -> dict[str, Any]:
-    members = (typing.get_args(hint)) or (hint,)
-    return {getattr(member, "__name__", str(member)): member for member in members}
+    return read
 
 
 @functools.cache
@@ -153,22 +198,7 @@ def _schema(record: Any) -> dict[str, Any]:
     return typing.get_type_hints(record)
 
 
-def _read_record(record: Any, node: Any, source: _Source, where: str) -> Any:
-    where = f"{where}.{record.__name__}"
-    schema = _schema(record)
-    if not isinstance(node, dict) or node.keys() != {"record", *schema}:
-        _refuse(node, f"the fields {', '.join(schema)}", where)
-    if node["record"] != record.__name__:
-        _refuse(node["record"], record.__name__, where)
-    return record(
-        **{
-            name: _read(hint, node[name], source, f"{where}.{name}")
-            for name, hint in schema.items()
-        }
-    )
-
-
-def _read_tensor(node: Any, source: _Source, where: str) -> Array:
+def _read_tensor(node: Any, source: _Source, where: _Where) -> Array:
     """Return the next tensor: they stand in the order of the fields, each named once."""
     following = next(source, None)
     if following is None or type(node) is not int or node != following[0]:
@@ -176,7 +206,7 @@ def _read_tensor(node: Any, source: _Source, where: str) -> Array:
     return following[1]
 
 
-def _read_plain(hint: Any, node: Any, where: str) -> Any:
+def _read_plain(hint: Any, node: Any, source: _Source, where: _Where) -> Any:
     if hint is types.NoneType and node is None:
         return None
     if hint is float and type(node) in (int, float) and -_MOST <= node <= _MOST:
@@ -188,9 +218,13 @@ def _read_plain(hint: Any, node: Any, where: str) -> Any:
     return node
 
 
-def _refuse(node: Any, expected: str, where: str) -> NoReturn:
-    raise MalformedError(f"{where} must be {expected}, got {str(node)[:80]!r}.")
+def _refuse(node: Any, expected: str, where: _Where) -> NoReturn:
+    raise MalformedError(f"{'.'.join(where)} must be {expected}, got {str(node)[:80]!r}.")
 
 
 def _no_constant(name: str) -> NoReturn:
     raise MalformedError(f"a message may not hold {name}.")
+
+
+_JSON_OUT = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_JSON_IN = json.JSONDecoder(parse_constant=_no_constant)

@@ -6,22 +6,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ndistribute.cluster import records
-from ndistribute.cluster.requests import Gradient
 from ndistribute.cluster.tensors import Array, Buffer
+from ndistribute.cluster.terms import Gradient
 
 __all__ = [
     "Accumulated",
     "Batched",
+    "Changed",
     "Created",
     "Done",
     "Failure",
     "FailureKind",
+    "Located",
+    "Outcome",
+    "Plain",
     "Released",
     "Reply",
-    "Staged",
+    "Saved",
     "Step",
     "Taken",
     "Token",
+    "Total",
     "Value",
     "decode_reply",
     "encode_reply",
@@ -30,7 +35,6 @@ __all__ = [
 FailureKind = Literal[
     "unknown",  # There is nothing of that name.
     "mismatch",  # A shape, a dtype, an index or a number does not fit.
-    "incomplete",  # Not all parts of a closure are here: run it again, as a new attempt.
     "left",  # The client, or one that the request waited for, left.
     "superseded",  # The same client asked again for the same; the newer call gets the answer.
     "acknowledged",  # A repetition of what the client said it would not repeat.
@@ -40,10 +44,7 @@ FailureKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Say why nothing was done.
-
-    `left`, and `full` and `incomplete`, may go otherwise when asked again.
-    """
+    """Say why nothing was done; what failed as `full` may be asked again under its origin."""
 
     kind: FailureKind
     message: str
@@ -61,7 +62,7 @@ class Created:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """Hold a variable's version, and its value where that was asked for and is newer."""
+    """Hold a variable's version, and its value, or rows of it, unless it is no newer."""
 
     version: int
     array: Array | None
@@ -75,15 +76,8 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """Say that a part of a closure is kept, and whether the closure is committed already."""
-
-    committed: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Accumulated:
-    """Say whether a gradient was taken, and at which step the accumulator is."""
+    """Say whether gradients were taken, and at which step the accumulator or aggregate is."""
 
     accepted: bool
     step: int
@@ -100,7 +94,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Say that all who were waited for are at the barrier."""
+    """Say that all who were waited for are there, and how many they are."""
 
     count: int
 
@@ -114,20 +108,70 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Hold the global step."""
+    """Hold the global step, or an aggregate's."""
 
     value: int
 
 
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Hold how many transactions the server made in its life.
+
+    Args:
+        value: how many, earlier starts included.
+        began: how many of them were in the snapshot that this start began with.
+    """
+
+    value: int
+    began: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Hold the outcome of each change of a transaction, in order.
+
+    Args:
+        outcomes: one for each change.
+        total: how many transactions the server had made in its life with this one. A client that
+            knew a higher one meets a server that was restored from before, and knows what it lost.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Say where variables lie in the server's shared memory.
+
+    Args:
+        slots: the place of each one's version.
+        offsets: where each one's data begins, in bytes.
+        nbytes: how long each one's data is.
+    """
+
+    slots: tuple[int, ...]
+    offsets: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Say that a snapshot is on the disk, with what the first `total` transactions changed."""
+
+    total: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batched:
-    """Hold the replies to a batch, or to the parts of a closure, in order."""
+    """Hold the replies to a batch, in order."""
 
     replies: tuple[Plain, ...]
 
 
-Plain = Failure | Created | Value | Done | Staged | Accumulated | Step
-Reply = Plain | Batched | Taken | Released | Token
+Outcome = Done | Accumulated | Step
+Plain = Failure | Created | Value | Outcome | Changed | Total | Located
+Reply = Plain | Batched | Taken | Released | Token | Saved
 
 
 def encode_reply(reply: Reply) -> list[Buffer]:

@@ -1,30 +1,42 @@
 """What a client asks of a parameter server: one frozen record for each kind of request.
 
-Whatever changes something carries an `Origin`, under which the server applies it once, however
-often it comes: so a client that heard nothing simply asks again. docs: `store`, for what a server
-does with each; `replies`, for what it answers.
+What changes something is a `Transaction`, and what waits carries an `Origin` as well: the server
+does it once, however often it comes, so a client that heard nothing simply asks again. docs:
+`store`, for what a server does with each; `replies`, for what it answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from ndistribute.cluster import records
+from ndistribute.cluster.changes import (
+    Accumulate,
+    Add,
+    Aggregate,
+    Apply,
+    Assign,
+    Change,
+    Enqueue,
+    IncrementStep,
+    Scatter,
+    Subtract,
+)
 from ndistribute.cluster.tensors import Array, Buffer
 from ndistribute.cluster.terms import Dense, Gradient, Origin, Quorum, Rows
 
 __all__ = [
-    "Abandon",
     "Accumulate",
     "Acknowledge",
     "Add",
+    "Aggregate",
     "Apply",
     "Assign",
+    "AwaitClock",
+    "AwaitStep",
     "Barrier",
     "Batch",
-    "Commit",
+    "Change",
     "Create",
     "Dense",
     "Dequeue",
@@ -33,15 +45,22 @@ __all__ = [
     "IncrementStep",
     "Join",
     "Leave",
+    "Locate",
     "Origin",
     "Quorum",
     "Read",
+    "ReadRows",
     "ReadStep",
+    "ReadTotal",
     "Request",
     "Rows",
+    "SaveSnapshot",
     "Scatter",
+    "Single",
     "Subtract",
     "TakeGradient",
+    "Transaction",
+    "Waiting",
     "decode_request",
     "encode_request",
 ]
@@ -64,86 +83,36 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Assign:
-    """Replace a variable's value; answered by `Done`."""
+class ReadRows:
+    """Get some rows of a variable, in the order asked, again and again if so asked: a `Value`."""
 
-    origin: Origin
     name: str
-    value: Array
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Add:
-    """Add to a variable; answered by `Done`."""
-
-    origin: Origin
-    name: str
-    value: Array
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Subtract:
-    """Subtract from a variable; answered by `Done`."""
-
-    origin: Origin
-    name: str
-    value: Array
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scatter:
-    """Change some rows of a variable; answered by `Done`.
-
-    Indices may repeat: of several updates of a row the last stays, all others are combined.
-    """
-
-    origin: Origin
-    name: str
-    how: Literal["update", "add", "sub", "mul", "div", "min", "max"]
     indices: Array
-    values: Array
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Apply:
-    """Change variables by their gradients as an optimizer does; answered by `Done`.
+@dataclass(frozen=True, slots=True)
+class ReadStep:
+    """Get the global step; answered by `Step`."""
 
-    Args:
-        origin: of the change.
-        optimizer: under this name the server counts steps, and keeps slots, made on first use.
-        rule: a name of `update_rules.RULES`.
-        learning_rate: of this step.
-        hyperparameters: of the rule; those left out have their defaults.
-        names: the variables.
-        gradients: one for each.
-    """
 
-    origin: Origin
-    optimizer: str
-    rule: str
-    learning_rate: float
+@dataclass(frozen=True, slots=True)
+class ReadTotal:
+    """Get how many transactions the server made in its life; answered by `Total`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """Ask where variables lie in the server's shared memory; answered by `Located`."""
+
     names: tuple[str, ...]
-    gradients: tuple[Gradient, ...]
-    hyperparameters: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Accumulate:
-    """Add a gradient to a sum, unless it is stale; answered by `Accumulated`.
-
-    Args:
-        origin: of the change.
-        name: of the accumulator, made on first use.
-        gradient: of the shape and dtype of the accumulator's first.
-        at_step: the accumulator's step that it was computed for.
-        max_staleness: how many steps it may be behind.
-    """
+class Transaction:
+    """Make changes, all of them or none, nothing between them; answered by `Changed`."""
 
     origin: Origin
-    name: str
-    gradient: Gradient
-    at_step: int
-    max_staleness: int = 0
+    changes: tuple[Change, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +139,6 @@ class Barrier:
 
 
 @dataclass(frozen=True, slots=True)
-class Enqueue:
-    """Put tokens in a queue, made on first use; answered by `Done`."""
-
-    origin: Origin
-    name: str
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Dequeue:
     """Wait for a token of a queue; answered by `Token`."""
 
@@ -188,36 +148,42 @@ class Dequeue:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadStep:
-    """Get the global step; answered by `Step`."""
+class AwaitStep:
+    """Wait until an aggregate is at a step, or above; answered by `Step`.
 
-
-@dataclass(frozen=True, slots=True)
-class IncrementStep:
-    """Raise the global step; answered by `Step`."""
-
-    origin: Origin
-    by: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Make all changes of a closure, together; answered by `Batched`.
-
-    Args:
-        origin: of the closure, its `part` None.
-        parts: how many changes there must be; if some are missing, nothing is made.
+    A server that was restored from a snapshot, and does not have the set that this series gave for
+    the step, answers with the lower step that it is at: nothing would end that wait. The set may be
+    given again, or the client goes on with a higher step.
     """
 
     origin: Origin
-    parts: int
+    name: str
+    step: int
+    quorum: Quorum | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Abandon:
-    """Forget the changes of an attempt at a closure; answered by `Done`."""
+class AwaitClock:
+    """Say that this client is about to begin a step, and wait for those behind: a `Released`.
+
+    It is answered once `count` members came, and all that are there have reached `clock - slack`.
+    Members that left count no more; one that comes again has its place. One that comes with a lower
+    clock than all others have is counted from theirs, so it does not make them wait for what they
+    did before.
+
+    Args:
+        origin: of the wait.
+        name: of the group of clocks.
+        clock: the step, counted from 0.
+        slack: how many steps this client may be ahead of the last.
+        count: how many members there are. A client's name up to a ``#`` says which one it is.
+    """
 
     origin: Origin
+    name: str
+    clock: int
+    slack: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,27 +205,31 @@ class Join:
 class Leave:
     """Say that a client left or died; answered by `Done`.
 
-    What it kept aside is dropped, what waits for it learns it, and what still comes from it, or
-    under its name as a series, is refused.
+    What waits for it learns it, and what still comes under its name as a series is refused.
     """
 
     client: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSnapshot:
+    """Write a snapshot now; answered by `Saved`, by servers that have a directory for them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Ask for several things at once, nothing between them; answered by `Batched`.
 
-    What may have to wait has no place in it, nor has a commit or another batch.
+    Each is done or not for itself. What may have to wait has no place in it, nor has a snapshot.
     """
 
     requests: tuple[Single, ...]
 
 
-Change = Assign | Add | Subtract | Scatter | Apply | Accumulate | Enqueue | IncrementStep
-Waiting = TakeGradient | Barrier | Dequeue
-Single = Create | Read | Change | ReadStep | Abandon | Acknowledge | Join | Leave
-Request = Single | Waiting | Commit | Batch
+Waiting = TakeGradient | Barrier | Dequeue | AwaitStep | AwaitClock
+Reading = Read | ReadRows | ReadStep | ReadTotal | Locate
+Single = Create | Reading | Transaction | Acknowledge | Join | Leave
+Request = Single | Waiting | Batch | SaveSnapshot
 
 
 def encode_request(request: Request) -> list[Buffer]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -19,30 +19,26 @@ from typing import Any
 
 from ndistribute.cluster.certificates import name_of_certificate
 from ndistribute.cluster.guard import UnknownSessionError
+from ndistribute.cluster.near_server import NearServer
+from ndistribute.cluster.rpc_handlers import CODES, PREFIX, TOKEN, Handlers
 from ndistribute.cluster.service import Service
-from ndistribute.cluster.tensors import MalformedError
-from ndistribute.cluster.transport import (
-    MAXIMUM_BODY_BYTES,
-    NoRoomError,
-    TransferLostError,
-    UnreachableError,
-)
+from ndistribute.cluster.tensors import PART_BYTES, Buffer
+from ndistribute.cluster.transport import MAXIMUM_BODY_BYTES, UnreachableError
 from ndistribute.errors import AuthenticationError, DistributeError, MissingDependencyError
 from ndistribute.trust.gate import listen
 from ndistribute.trust.tls import TlsFiles, tls_context
 
 __all__ = ["GrpcServer", "GrpcTransport"]
 
-_SERVICE = "/ndistribute/"
-_TOKEN = "token-bin"
 _THREADS = 64  # Half of them may hold calls that wait for others, see Service.
-_CALLS = 512
+_CALLS = (
+    2048  # Those that clients keep open as long as they live are among them, and wait for none.
+)
+_CONNECT_SECONDS = 5.0
+_STAY_SECONDS = 86400.0  # Then a lifeline is renewed.
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAXIMUM_BODY_BYTES),
     ("grpc.max_send_message_length", MAXIMUM_BODY_BYTES),
-    # A peer that is stopped, or a host that is gone, is noticed while a call waits for it.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _SERVER_OPTIONS = [
@@ -57,6 +53,10 @@ _SERVER_OPTIONS = [
 ]
 _CLIENT_OPTIONS = [
     *_OPTIONS,
+    # A server that is stopped, or a host that is gone, is noticed while a call waits for it. What
+    # became of its clients a server finds out by their silence.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
@@ -64,23 +64,12 @@ _CLIENT_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
-# The first that fits is what a caller is told; the names are gRPC's.
-_CODES: tuple[tuple[type[Exception], str], ...] = (
-    (UnknownSessionError, "FAILED_PRECONDITION"),
-    (AuthenticationError, "UNAUTHENTICATED"),
-    (MalformedError, "INVALID_ARGUMENT"),
-    (NoRoomError, "RESOURCE_EXHAUSTED"),
-    (TransferLostError, "ABORTED"),
-    (UnreachableError, "UNAVAILABLE"),
-    (Exception, "DATA_LOSS"),  # gRPC itself never says so: a fault of this package.
-)
 _ERRORS: dict[str, type[Exception]] = {
-    **{code: error for error, code in _CODES},
+    **{code: error for error, code in CODES},
     "UNIMPLEMENTED": UnknownSessionError,
     "DEADLINE_EXCEEDED": TimeoutError,
     "DATA_LOSS": DistributeError,
 }
-_log = logging.getLogger("ndistribute")
 
 
 def _grpc() -> ModuleType:
@@ -100,22 +89,27 @@ class GrpcServer:
         service: what answers; closing this server closes it.
         address: ``host:port``, where to listen and nowhere else; port 0 means any free one.
         tls: this process's certificate, where the job uses TLS.
+        near: whether clients of this host are to find a socket of the host besides.
 
     Raises:
         AuthenticationError: a TLS file is not what it should be.
         OSError: this process cannot listen there; it says why, and what to do.
     """
 
-    def __init__(self, service: Service, address: str, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, service: Service, address: str, tls: TlsFiles | None = None, *, near: bool = True
+    ) -> None:
         grpc = _grpc()
         with listen(address) as probe:  # gRPC would not say what is wrong with an address.
             host, port = probe.getsockname()[:2]
         self._service = service
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ndistribute ps")
+        self._handlers = Handlers(grpc, service)
+        patience = ("grpc.keepalive_time_ms", int(2000 * service.silence_seconds))
         self._server = grpc.server(
             self._pool,
-            handlers=[_Door(grpc, service)],
-            options=_SERVER_OPTIONS,
+            handlers=[self._handlers],
+            options=[*_SERVER_OPTIONS, patience],
             maximum_concurrent_rpcs=_CALLS,
         )
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -128,50 +122,17 @@ class GrpcServer:
             self._pool.shutdown(wait=False)
             raise OSError(f"cannot listen at {where}: another program took the port.") from error
         self.port = int(port)
+        self._near = NearServer(service) if near and sys.platform == "linux" else None
         self._server.start()
 
     def close(self, timeout: float = 5.0) -> None:
         """Send away who waits and give the port back; a second call does nothing."""
         self._service.close(timeout)
+        self._handlers.close()
+        if self._near is not None:
+            self._near.close(timeout)
         self._server.stop(grace=min(1.0, timeout)).wait(timeout=timeout)
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-class _Door:
-    """Find what runs a call, by its name and token alone."""
-
-    def __init__(self, grpc: ModuleType, service: Service) -> None:
-        self._grpc = grpc
-        self._service = service
-
-    def service(self, details: Any) -> Any:
-        """Return gRPC's handler of a call; None turns it down."""
-        method = details.method.removeprefix(_SERVICE)
-        token = next((value for key, value in details.invocation_metadata if key == _TOKEN), b"")
-        try:
-            run = self._service.admit(method, token)
-        except AuthenticationError:
-            return None
-        if method in ("Greet", "Prove"):
-            # As if a stream of messages came: so nobody waits for one that a stranger holds back.
-            return self._grpc.stream_unary_rpc_method_handler(
-                lambda messages, context: self._answer(run, b"", context)
-            )
-        return self._grpc.unary_unary_rpc_method_handler(
-            lambda body, context: self._answer(run, body, context)
-        )
-
-    def _answer(self, run: Callable[[bytes, float], bytes], body: bytes, context: Any) -> bytes:
-        seconds = context.time_remaining()
-        try:
-            return run(body, 3600.0 if seconds is None else seconds)
-        except Exception as error:
-            code = next(code for kind, code in _CODES if isinstance(error, kind))
-            if code == "DATA_LOSS":
-                _log.exception("a call failed")
-            context.set_code(getattr(self._grpc.StatusCode, code))
-            context.set_details(f"{error}"[:2048])
-            return b""
 
 
 class GrpcTransport:
@@ -188,31 +149,42 @@ class GrpcTransport:
     def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
         self._grpc = _grpc()
         self.address = address
+        self.part_bytes = PART_BYTES
         self._tls = tls
         self._lock = threading.Lock()
         self._closed = False
         self._channel: Any = None
         self._methods: dict[str, Any] = {}
 
-    def call(self, method: str, token: bytes, body: bytes, timeout: float) -> bytes:
+    def call(self, method: str, token: bytes, body: Sequence[Buffer], timeout: float) -> bytes:
         """Make a call: with one thread switch less than to begin it and wait."""
         call = self._method(method, timeout)
         try:
-            answer: bytes = call(body, timeout, metadata=((_TOKEN, token),))
+            answer: bytes = call(b"".join(body), timeout, metadata=((TOKEN, token),))
             return answer
         except self._grpc.RpcError as error:
             raise _translated(method, error) from None
         except ValueError as error:  # Another thread closed the channel in the meantime.
             raise UnreachableError(f"{error}.") from error
 
-    def start(self, method: str, token: bytes, body: bytes, timeout: float) -> _Pending:
+    def start(self, method: str, token: bytes, body: Sequence[Buffer], timeout: float) -> _Pending:
         """Begin a call."""
         call = self._method(method, timeout)
         try:
-            future = call.future(body, timeout, metadata=((_TOKEN, token),))
+            future = call.future(b"".join(body), timeout, metadata=((TOKEN, token),))
         except ValueError as error:
             raise UnreachableError(f"{error}.") from error
         return _Pending(self._grpc, method, future)
+
+    def stay(self, token: bytes, body: Sequence[Buffer], ended: Callable[[], None]) -> _Pending:
+        """Begin the call that lasts as long as this client."""
+        call = self._method("Stay", _CONNECT_SECONDS)
+        try:
+            stream = call(b"".join(body), _STAY_SECONDS, metadata=((TOKEN, token),))
+        except ValueError as error:
+            raise UnreachableError(f"{error}.") from error
+        stream.add_done_callback(lambda _: ended())
+        return _Pending(self._grpc, "Stay", stream)
 
     def close(self) -> None:
         """Give up what is on its way."""
@@ -230,7 +202,8 @@ class GrpcTransport:
             if self._channel is None:
                 self._channel = self._connected(timeout)
             if name not in self._methods:
-                self._methods[name] = self._channel.unary_unary(_SERVICE + name)
+                kind = "unary_stream" if name == "Stay" else "unary_unary"
+                self._methods[name] = getattr(self._channel, kind)(PREFIX + name)
             return self._methods[name]
 
     def _connected(self, timeout: float) -> Any:
@@ -266,6 +239,10 @@ class _Pending:
             raise UnreachableError("the call was cancelled.") from error
         except self._grpc.RpcError as error:
             raise _translated(self._method, error) from None
+
+    def has_ended(self) -> bool:
+        """Say whether the call ended."""
+        return bool(self._future.done())
 
     def cancel(self) -> None:
         """Wait for it no more."""

@@ -1,35 +1,45 @@
 """`Server`: one task of a cluster as a listening process, as `tf.distribute.Server`.
 
 A task of the job ``ps`` holds variables in a store and serves it. A server listens where the
-cluster says that its task is, and nowhere else.
+cluster says that its task is, and nowhere else. Nobody has to tell it that the job is over: it
+sees who comes and goes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from ndistribute.cluster import this_task
+from ndistribute.cluster.attendance import GRACE_SECONDS, RETURN_SECONDS, Attendance
 from ndistribute.cluster.desk import EmptyDesk, StoreDesk
 from ndistribute.cluster.guard import Guard
+from ndistribute.cluster.inherited import release_inherited
+from ndistribute.cluster.near import near_wanted
 from ndistribute.cluster.rpc import GrpcServer
+from ndistribute.cluster.saving import SavingDesk
+from ndistribute.cluster.seconds import seconds_of
 from ndistribute.cluster.service import Desk, Service
-from ndistribute.cluster.spec import ClusterSpec
+from ndistribute.cluster.shelf import Shelf, make_shelf
+from ndistribute.cluster.spec import ClusterSpec, only_task
 from ndistribute.cluster.store import Store
 from ndistribute.cluster.transfers import Limits
+from ndistribute.cluster.vigil import AttendedDesk, Sigterm, Vigil
+from ndistribute.cluster.worker_desk import WorkerDesk
+from ndistribute.errors import WorkerLostError
 from ndistribute.trust.address import split_address
 from ndistribute.trust.secret import find_secret
 from ndistribute.trust.tls import tls_files
 
 __all__ = ["Server"]
 
-_LISTEN_FD = "NDISTRIBUTE_LISTEN_FD"
 _HOLDING = ("ps", "local")
-_LOOK_SECONDS = 3600.0
+_FAREWELL_SECONDS = 1.0
+_SNAPSHOT_SECONDS = 30.0
 _log = logging.getLogger("ndistribute")
 
 
@@ -44,12 +54,17 @@ class Server:
         desk: what answers; None: a store for a task of ``ps``.
         limits: what clients can make the server hold.
         environ: where the secret and the TLS files are named, and how long a client may be silent.
+        snapshot_directory: where a task of ``ps`` writes what it holds, and finds it at its next
+            start; None: as ``NDISTRIBUTE_SNAPSHOT_DIR`` says, and without it nowhere.
+        snapshot_seconds: how often it does; None: as ``NDISTRIBUTE_SNAPSHOT_SECONDS`` says, and
+            without it every 30 s.
 
     Raises:
         AuthenticationError: there is no secret, or a TLS file is not what it should be.
+        CheckpointCorruptError: there are snapshots, and none of them is whole.
         MissingDependencyError: gRPC is not installed.
-        OSError: this process cannot listen there.
-        ValueError: the cluster has no such task.
+        OSError: this process cannot listen there, or not use the snapshot directory.
+        ValueError: the cluster has no such task, or a number of seconds is none.
 
     >>> server = Server({"ps": ["localhost:2222"]}, "ps", 0, start=False)
     >>> server.target
@@ -66,16 +81,30 @@ class Server:
         desk: Desk | None = None,
         limits: Limits | None = None,
         environ: Mapping[str, str] = os.environ,
+        snapshot_directory: str | os.PathLike[str] | None = None,
+        snapshot_seconds: float | None = None,
     ) -> None:
         self._cluster = ClusterSpec(cluster)
-        self._job, self._index = _task(self._cluster, job_name, task_index)
+        self._job, self._index = only_task(self._cluster, job_name, task_index)
         self._address = self._cluster.task_address(self._job, self._index)
         self._limits = limits or Limits()
         self._environ = environ
-        self._desk = desk or self._usual_desk()
+        self._given_desk = desk
+        self._directory = snapshot_directory
+        if snapshot_directory is None and self._job == "ps":
+            self._directory = environ.get("NDISTRIBUTE_SNAPSHOT_DIR") or None
+        self._seconds = snapshot_seconds or seconds_of(
+            environ, "NDISTRIBUTE_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS
+        )
+        patience = seconds_of(environ, "NDISTRIBUTE_RETURN_SECONDS", RETURN_SECONDS)
+        self._attendance = Attendance(
+            self._cluster, return_seconds=patience, grace_seconds=GRACE_SECONDS
+        )
+        self._vigil = Vigil(self._attendance)
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._server: GrpcServer | None = None
+        self._port = 0
         if start:
             self.start()
 
@@ -105,8 +134,7 @@ class Server:
     def address(self) -> str:
         """Return where it listens, with the port that it got."""
         host = self._address.rpartition(":")[0]
-        port = self._server.port if self._server else split_address(self._address)[1]
-        return f"{host}:{port}"
+        return f"{host}:{self._port or split_address(self._address)[1]}"
 
     @property
     def target(self) -> str:
@@ -123,38 +151,65 @@ class Server:
             addresses = [address for job in jobs for address in job if address is not None]
             guard = Guard(find_secret(addresses, self._environ), self.name)
             tls = tls_files(self._environ)
-            silence = float(self._environ.get("NDISTRIBUTE_HEARTBEAT_SECONDS", "10"))
-            _release_inherited(self._address, self._environ)
-            service = Service(guard, self._desk, self._limits, silence_seconds=silence)
+            silence = seconds_of(self._environ, "NDISTRIBUTE_HEARTBEAT_SECONDS", 10.0)
+            release_inherited(self._address, self._environ)
+            desk = AttendedDesk(self._given_desk or self._usual_desk(guard, silence), self._vigil)
+            service = Service(guard, desk, self._limits, silence_seconds=silence)
             try:
-                self._server = GrpcServer(service, self._address, tls)
+                near = near_wanted(self._environ)
+                self._server = GrpcServer(service, self._address, tls, near=near)
+                self._port = self._server.port
             except BaseException:
                 service.close()
                 raise
             _log.info("%s listens at %s", self.name, self.address)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the server is stopped, for ever if need be, and say whether it is.
+        """Wait until the work is over, and say whether it is; the server is stopped then.
+
+        It is over when somebody stops the server, when the chief has left, and, in a cluster that
+        has no chief, when every worker has come and left. SIGTERM stops the server too, and is
+        raised as ``SystemExit`` then, if this is the main thread and nobody else handles it.
 
         Args:
             timeout: seconds to wait; None: as long as it takes.
+
+        Raises:
+            WorkerLostError: the chief died; or a worker did, and nobody else is there and it did
+                not come back within ``NDISTRIBUTE_RETURN_SECONDS``.
         """
-        if timeout is not None:
-            return self._ended.wait(timeout=timeout)
-        while not self._ended.wait(timeout=_LOOK_SECONDS):
-            pass
+        with Sigterm() as sigterm:
+            try:
+                outlook = self._vigil.wait(timeout)
+            except BaseException:  # SIGTERM or Ctrl-C.
+                sigterm.disarm()
+                self.stop(_FAREWELL_SECONDS)
+                raise
+            if outlook is None:
+                return self._ended.is_set()
+            sigterm.disarm()
+            self.stop(_FAREWELL_SECONDS)
+        if outlook.lost:
+            raise WorkerLostError(f"{self.name} ends: {outlook.lost}.")
+        _log.info("%s ends: all who used it have left", self.name)
         return True
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Send away who waits and give the port back; a second call does nothing.
+        """Send away who waits, write a last snapshot, and give the port back.
+
+        A second call does nothing.
 
         Args:
             timeout: seconds that calls have to end by themselves.
         """
         with self._lock:
             self._ended.set()
-            if self._server is not None:
-                self._server.close(timeout)
+            server, self._server = self._server, None  # What was served is not held any longer.
+            try:
+                if server is not None:
+                    server.close(timeout)
+            finally:
+                self._vigil.release()
 
     def __enter__(self) -> Self:
         return self
@@ -167,44 +222,31 @@ class Server:
     ) -> None:
         self.stop()
 
-    def _usual_desk(self) -> Desk:
-        if self._job in _HOLDING:
-            return StoreDesk(Store(), self._limits.message_bytes)
-        return EmptyDesk(self.name)
+    def _usual_desk(self, guard: Guard, silence: float) -> Desk:
+        if self._job == "worker" and "chief" in self._cluster.jobs:
+            this_task.enter(this_task.Task(self._cluster, self._job, self._index))
+            return WorkerDesk(self.name, self._limits.message_bytes)
+        if self._job not in _HOLDING:
+            return EmptyDesk(self.name)
+        shelf = make_shelf() if near_wanted(self._environ) else None
+        try:
+            return self._holding_desk(shelf, guard, silence)
+        except BaseException:
+            if shelf is not None:
+                shelf.close()
+            raise
 
-
-def _task(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
-    """Return this process's task; what was not said is known where there is only one.
-
-    Raises:
-        ValueError: there are several, or it is not there.
-    """
-    if job is None:
-        if len(cluster.jobs) != 1:
-            raise ValueError(f"The cluster has the jobs {cluster.jobs}: say which by job_name.")
-        (job,) = cluster.jobs
-    indices = cluster.task_indices(job)
-    if index is None:
-        if len(indices) != 1:
-            raise ValueError(f"The job {job!r} has the tasks {indices}: say which by task_index.")
-        (index,) = indices
-    cluster.task_address(job, index)
-    return job, index
-
-
-def _release_inherited(address: str, environ: Mapping[str, str]) -> None:
-    """Close the socket by which a launcher kept this task's port free until now.
-
-    gRPC opens sockets of its own only, and two cannot listen at one port.
-    """
-    number = environ.get(_LISTEN_FD, "")
-    if not number.isdigit():
-        return
-    try:
-        held = socket.socket(fileno=os.dup(int(number)))
-    except OSError:
-        return  # It was used and closed before.
-    with held:
-        ours = held.getsockname()[1:2] == (split_address(address)[1],)
-    if ours:
-        os.close(int(number))
+    def _holding_desk(self, shelf: Shelf | None, guard: Guard, silence: float) -> Desk:
+        if self._directory is None:
+            return StoreDesk(Store(shelf=shelf), self._limits.message_bytes)
+        desk = SavingDesk(
+            self._directory,
+            self.name,
+            seconds=self._seconds,
+            limit_bytes=self._limits.message_bytes,
+            shelf=shelf,
+            is_here=guard.has,
+            return_seconds=silence,
+        )
+        self._attendance.resumed = desk.resumed
+        return desk

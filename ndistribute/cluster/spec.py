@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ClusterSpec"]
+__all__ = ["ClusterSpec", "only_task"]
 
 
 class ClusterSpec:
@@ -105,6 +105,33 @@ class ClusterSpec:
 
     def __repr__(self) -> str:
         return f"ClusterSpec({self.as_dict()!r})"
+
+
+def only_task(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
+    """Return a task: what was not said of it is known where there is only one.
+
+    Args:
+        cluster: all tasks.
+        job: the task's job, if it was said.
+        index: its index, if it was said.
+
+    Raises:
+        ValueError: there are several, or it is not there.
+
+    >>> only_task(ClusterSpec({"ps": ["a:1"]}), None, None)
+    ('ps', 0)
+    """
+    if job is None:
+        if len(cluster.jobs) != 1:
+            raise ValueError(f"The cluster has the jobs {cluster.jobs}: say which by job_name.")
+        (job,) = cluster.jobs
+    indices = cluster.task_indices(job)
+    if index is None:
+        if len(indices) != 1:
+            raise ValueError(f"The job {job!r} has the tasks {indices}: say which by task_index.")
+        (index,) = indices
+    cluster.task_address(job, index)
+    return job, index
 
 
 def _tasks(job: Any, tasks: Any) -> dict[int, str]:

@@ -1,7 +1,7 @@
-"""Runs the processes of one attempt at a job in a single thread: relays, waits, stops together.
+"""Runs the processes of one attempt at a job in a single thread: waits, starts again, stops.
 
 One selector waits for output, for ends of processes (by pidfd) and for signals, with a timeout to
-the next deadline.
+the next deadline. What an end means is decided in `endings.py`, and done here.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ndistribute.cluster import guardian
-from ndistribute.cluster.output import Console, Lines, Parse, tells_of_another
+from ndistribute.cluster.endings import TaskState, Verdict, verdict
+from ndistribute.cluster.output import Console, ending, tells_of_another
 from ndistribute.cluster.processes import Process, Start, guarded, signals_as_bytes
+from ndistribute.cluster.relay import Relay
 
 __all__ = ["Outcome", "Supervisor"]
 
 # How long a rank that only tells of another's end waits for that other one's own report.
 _PATIENCE_SECONDS = 2.0
+# How long servers have to end by themselves once the work is done.
+_FINISH_SECONDS = 10.0
 # The other side of a connection has its own grace; this is for the way there and back.
 _REMOTE_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
-_LEAST_DRAIN_SECONDS = 0.1
 
 
 @dataclass
@@ -34,12 +37,12 @@ class Outcome:
     Args:
         reason: ``done``, ``failed``, ``timeout``, ``signal`` or ``deaf`` (nobody read the output).
         code: the exit code that tells of it.
-        rank: the rank that failed first.
+        label: the rank or task that failed first.
     """
 
     reason: str
     code: int
-    rank: str | None = None
+    label: str | None = None
 
 
 class Supervisor:
@@ -49,19 +52,24 @@ class Supervisor:
         job: the mark of the job, which the processes have in their environment.
         console: where output goes.
         deadline: the moment of `time.monotonic` at which everything is stopped, or None.
+        restarts: how many tasks, the chief aside, may be started again alone.
     """
 
-    def __init__(self, job: str, console: Console, deadline: float | None = None) -> None:
+    def __init__(
+        self, job: str, console: Console, deadline: float | None = None, restarts: int = 0
+    ) -> None:
         self._job = job
         self._console = console
         self._deadline = deadline
+        self._restarts = restarts
         self._selector = selectors.DefaultSelector()
+        self._relay = Relay(console, self._selector)
         self._processes: list[Process] = []
-        self._lines: dict[int, tuple[Lines, str, str, Parse | None]] = {}
         self._outcome: Outcome | None = None
         self._failed: list[Process] = []
         self._kill_at: float | None = None
         self._stop_at: float | None = None
+        self._finish_at: float | None = None
 
     def run(self, starts: Sequence[Start]) -> Outcome:
         """Start everything, and return once all of it has ended.
@@ -92,14 +100,9 @@ class Supervisor:
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         for stream, name in ((process.popen.stdout, "stdout"), (process.popen.stderr, "stderr")):
             if stream is not None:
-                self._relay(stream.fileno(), start.label, name, start.parse)
+                self._relay.add(stream.fileno(), start.label, name, start.parse)
         for fd, rank, name in start.pipes:
-            self._relay(fd, rank, name, None)
-
-    def _relay(self, fd: int, label: str, stream: str, parse: Parse | None) -> None:
-        os.set_blocking(fd, False)
-        self._lines[fd] = (Lines(), label, stream, parse)
-        self._selector.register(fd, selectors.EVENT_READ, None)
+            self._relay.add(fd, rank, name, None)
 
     def _turn(self, signals: int) -> None:
         for key, _ in self._selector.select(self._seconds_to_next_deadline()):
@@ -110,67 +113,75 @@ class Supervisor:
             elif key.fd == signals:
                 self._signalled(signals)
             else:
-                self._read(key.fd)
-        now = time.monotonic()
+                self._relay.read(key.fd)
+        if self._relay.nobody_reads:
+            self._stop(Outcome("deaf", 128 + signal.SIGPIPE))
+        self._heed_deadlines(time.monotonic())
+
+    def _heed_deadlines(self, now: float) -> None:
         if self._deadline is not None and now >= self._deadline:
             self._deadline = None
             self._stop(Outcome("timeout", 124))
+        if self._finish_at is not None and now >= self._finish_at:
+            self._finish_at = None
+            self._stop(Outcome("done", 0))
         if self._stop_at is not None and now >= self._stop_at:
             self._stop(self._failure())
         if self._kill_at is not None and now >= self._kill_at:
             self._kill()
 
     def _seconds_to_next_deadline(self) -> float:
-        deadlines = [d for d in (self._deadline, self._kill_at, self._stop_at) if d is not None]
+        all_deadlines = (self._deadline, self._finish_at, self._stop_at, self._kill_at)
+        deadlines = [moment for moment in all_deadlines if moment is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 60.0
 
-    def _read(self, fd: int) -> bool:
-        """Relay what can be read now; say whether there may be more later."""
-        if fd not in self._lines:
-            return False  # It ended while another event of the same turn was handled.
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return True
-        lines, label, stream, parse = self._lines[fd]
-        self._take(label, stream, parse, lines.feed(data) if data else lines.close())
-        if not data:
-            self._selector.unregister(fd)
-            del self._lines[fd]
-        return bool(data)
-
-    def _take(self, label: str, stream: str, parse: Parse | None, lines: list[bytes]) -> None:
-        try:
-            if parse is None:
-                self._console.take(label, stream, lines)
-                return
-            for line in lines:
-                rank, text = parse(line)
-                self._console.take(rank, stream, [text])
-        except BrokenPipeError:
-            self._stop(Outcome("deaf", 128 + signal.SIGPIPE))
-
     def _ended(self, process: Process) -> None:
-        if not process.code or self._outcome is not None:
+        if self._outcome is not None:
             return
-        self._failed.append(process)
-        self._drain(0.0)
-        if tells_of_another(self._console.kept(process.start.label)) and self._stop_at is None:
-            self._stop_at = time.monotonic() + _PATIENCE_SECONDS
-        elif not tells_of_another(self._console.kept(process.start.label)):
-            self._stop(self._failure())
+        if process.code:
+            self._relay.drain(0.0)
+        restarts = self._restarts if self._stop_at is None else 0
+        match verdict(self._state(process), [self._state(p) for p in self._processes], restarts):
+            case Verdict.AGAIN:
+                self._start_again(process)
+            case Verdict.WAIT:
+                self._failed.append(process)
+                self._stop_at = self._stop_at or time.monotonic() + _PATIENCE_SECONDS
+            case Verdict.FAIL:
+                self._failed.append(process)
+                self._stop(self._failure())
+            case Verdict.FINISH:
+                self._failed.clear()
+                self._deadline = self._stop_at = None
+                self._finish_at = self._finish_at or time.monotonic() + _FINISH_SECONDS
+
+    def _state(self, process: Process) -> TaskState:
+        told = bool(process.code) and tells_of_another(self._console.kept(process.start.label))
+        return TaskState(process.start.task_type, process.code, told)
+
+    def _start_again(self, process: Process) -> None:
+        """Put a new process in the place of one that ended; nothing else of the job notices."""
+        label, how = process.start.label, ending(process.code or 0)
+        self._restarts -= 1
+        self._console.say(f"{label} ended ({how}); starting it again ({self._restarts} left).")
+        # What it left behind could hold its port, and would go on beside its successor.
+        process.signal(signal.SIGKILL)
+        self._relay.finish(label)
+        self._console.forget(label)
+        self._processes.remove(process)
+        process.close()
+        self._start(process.start)
 
     def _failure(self) -> Outcome:
         """Name the first that failed by itself; where all tell of another, the first of those."""
-        kept = self._console.kept
-        first = [p for p in self._failed if not tells_of_another(kept(p.start.label))]
+        first = [p for p in self._failed if not self._state(p).tells_of_another]
         process = [*first, *self._failed][0]
-        rank = process.start.label
+        label = process.start.label
         if _relays(process.start):
             # One process relays several ranks: the first that reported an error of its own.
-            reported = self._console.reported
-            rank = next((r for r in reported if not tells_of_another(kept(r))), rank)
-        return Outcome("failed", process.code or 1, rank)
+            kept, reported = self._console.kept, self._console.reported
+            label = next((r for r in reported if not tells_of_another(kept(r))), label)
+        return Outcome("failed", process.code or 1, label)
 
     def _signalled(self, signals: int) -> None:
         numbers = os.read(signals, 64)
@@ -181,7 +192,7 @@ class Supervisor:
     def _stop(self, outcome: Outcome) -> None:
         if self._outcome is not None:
             return
-        self._outcome, self._stop_at = outcome, None
+        self._outcome, self._stop_at, self._finish_at = outcome, None, None
         remote = [process.hang_up() for process in self._processes]
         for process, is_remote in zip(self._processes, remote, strict=True):
             if not is_remote:
@@ -201,10 +212,8 @@ class Supervisor:
         for process in self._processes:
             for fd in process.start.writers:
                 os.close(fd)
-        self._drain(_DRAIN_SECONDS)
-        for fd in list(self._lines):
-            lines, label, stream, parse = self._lines.pop(fd)
-            self._take(label, stream, parse, lines.close())
+        self._relay.drain(_DRAIN_SECONDS)
+        self._relay.finish()
         self._selector.close()
         for process in self._processes:
             process.close()
@@ -218,20 +227,6 @@ class Supervisor:
         guardian.end_processes(self._job)
         for process in self._processes:
             process.signal(signal.SIGKILL)
-
-    def _drain(self, seconds: float) -> None:
-        """Relay what has been written, for a time, since an end of file may never come.
-
-        Nor may a pause: what goes on writing is not waited for either.
-        """
-        start = time.monotonic()
-        while self._lines and time.monotonic() < start + max(seconds, _LEAST_DRAIN_SECONDS):
-            left = max(0.0, start + seconds - time.monotonic())
-            ready = [k.fd for k, _ in self._selector.select(left) if k.fd in self._lines]
-            if not ready:
-                return
-            for fd in ready:
-                self._read(fd)
 
 
 def _relays(start: Start) -> bool:

@@ -165,13 +165,17 @@ def unpack(
     return bytes(view[_MESSAGE.size : start]), tensors
 
 
-def parts(nbytes: int) -> list[slice]:
+def parts(nbytes: int, part_bytes: int = PART_BYTES) -> list[slice]:
     """Return how to cut a long message into about equal parts, sent several at a time.
+
+    Args:
+        nbytes: what the message has.
+        part_bytes: the most that a part holds.
 
     >>> [part.stop - part.start for part in parts(5_000_000)]
     [1666688, 1666688, 1666624]
     """
-    count = -(-nbytes // PART_BYTES)
+    count = -(-nbytes // part_bytes)
     if count == 0:
         return []
     length = -(-nbytes // count)

@@ -11,21 +11,16 @@ __all__ = ["Dense", "Gradient", "Origin", "Quorum", "Rows"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Name a change, so that it is made once.
+    """Name a transaction or a wait, so that it is made once.
 
     Args:
         series: who numbers: a client for its own changes, a coordinator for its closures. A
             series is never used again after a restart, so put something random in its name.
-        number: of the change or closure in its series, from 1.
-        part: for a change that is part of a closure: its number in the closure, from 0. The
-            change is kept aside until the closure is committed. None: it is made at once.
-        attempt: how often the closure was started before; parts of two attempts never mix.
+        number: in its series, from 1.
     """
 
     series: str
     number: int
-    part: int | None = None
-    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,19 @@ left lying makes way for what it begins next. Pure bookkeeping: no thread, no cl
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 
-from ndistribute.cluster.tensors import Array, Buffer, MalformedError, parts
+from ndistribute.cluster.pieces import Pieces
+from ndistribute.cluster.tensors import PART_BYTES, Array, Buffer, MalformedError, parts
 from ndistribute.cluster.transport import NoRoomError, TransferLostError
 
-__all__ = ["Inbox", "Limits", "Outbox", "Pieces"]
+__all__ = ["Inbox", "Limits", "Outbox"]
 
 
 @dataclass(frozen=True)
@@ -36,35 +36,10 @@ class Limits:
     transfers: int = 16
 
 
-class Pieces:
-    """See buffers that follow each other as one long one, without joining them.
-
-    >>> pieces = Pieces([b"abc", b"", b"defg"])
-    >>> len(pieces), b"".join(pieces.cut(2, 5))
-    (7, b'cde')
-    """
-
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._views = [memoryview(buffer).cast("B") for buffer in buffers]
-        self._starts = list(accumulate((view.nbytes for view in self._views), initial=0))
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def cut(self, start: int, stop: int) -> list[memoryview]:
-        """Return what lies from a place to another."""
-        found = []
-        for index in range(bisect.bisect_right(self._starts, start) - 1, len(self._views)):
-            begin = self._starts[index]
-            if begin >= stop:
-                break
-            found.append(self._views[index][max(0, start - begin) : stop - begin])
-        return found
-
-
 @dataclass
 class _Upload:
     data: Array
+    part_bytes: int
     missing: set[int]  # Where the parts begin that have not come yet.
 
 
@@ -83,18 +58,34 @@ class Inbox:
         self._uploads: dict[str, OrderedDict[int, _Upload]] = {}
         self.waiting_bytes = 0
 
-    def write(self, client: str, number: int, total: int, offset: int, data: Buffer) -> None:
+    def write(
+        self,
+        client: str,
+        number: int,
+        total: int,
+        offset: int,
+        data: Buffer,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
         """Keep a part; the first that comes opens the transfer.
+
+        Args:
+            client: whose it is.
+            number: the transfer's.
+            total: how many bytes the whole message has.
+            offset: where the part lies in it.
+            data: the part.
+            part_bytes: the most that a part of this transfer holds.
 
         Raises:
             MalformedError: it is no part of such a message, or the message is too long.
             NoRoomError: too much is waiting already.
         """
-        part = _part(total, offset, self._limits.message_bytes)
+        part = _part(total, offset, self._limits.message_bytes, part_bytes)
         if len(data) != part.stop - part.start:
             raise MalformedError(f"{len(data)} bytes came as the part {part} of {total}.")
         with self._lock:
-            upload = self._open(client, number, total)
+            upload = self._open(client, number, total, part_bytes)
         # Two copies of one part write the same bytes, and nobody reads before both have come.
         upload.data[part] = np.frombuffer(data, np.uint8)
         with self._lock:
@@ -121,22 +112,41 @@ class Inbox:
             for number in list(self._uploads.get(client, ())):
                 self._drop(client, number)
 
-    def _open(self, client: str, number: int, total: int) -> _Upload:
+    @contextlib.contextmanager
+    def room(self, nbytes: int) -> Iterator[None]:
+        """Count a message as on its way that comes whole.
+
+        Raises:
+            NoRoomError: too much is waiting already.
+        """
+        with self._lock:
+            self._take_room(nbytes)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.waiting_bytes -= nbytes
+
+    def _take_room(self, nbytes: int) -> None:
+        if self.waiting_bytes + nbytes > self._limits.waiting_bytes:
+            raise NoRoomError(
+                f"{self.waiting_bytes} bytes are on their way to this server, so {nbytes} more "
+                f"do not fit its limit of {self._limits.waiting_bytes}."
+            )
+        self.waiting_bytes += nbytes
+
+    def _open(self, client: str, number: int, total: int, part_bytes: int) -> _Upload:
         uploads = self._uploads.setdefault(client, OrderedDict())
         upload = uploads.get(number)
         if upload is None:
             while len(uploads) >= self._limits.transfers:
                 self._drop(client, next(iter(uploads)))
             uploads = self._uploads.setdefault(client, OrderedDict())
-            if self.waiting_bytes + total > self._limits.waiting_bytes:
-                raise NoRoomError(
-                    f"{self.waiting_bytes} bytes are on their way to this server, so {total} more "
-                    f"do not fit its limit of {self._limits.waiting_bytes}."
-                )
-            starts = {part.start for part in parts(total)}
-            upload = uploads[number] = _Upload(np.empty(total, np.uint8), starts)
-            self.waiting_bytes += total
-        if len(upload.data) != total:
+            self._take_room(total)
+            starts = {part.start for part in parts(total, part_bytes)}
+            upload = _Upload(np.empty(total, np.uint8), part_bytes, starts)
+            uploads[number] = upload
+        if (len(upload.data), upload.part_bytes) != (total, part_bytes):
             raise MalformedError(f"Transfer {number} has {len(upload.data)} bytes, not {total}.")
         return upload
 
@@ -150,6 +160,7 @@ class Inbox:
 @dataclass
 class _Download:
     pieces: Pieces
+    part_bytes: int
     left: set[int] = field(default_factory=set)  # Where the parts begin that nobody fetched yet.
 
 
@@ -169,8 +180,14 @@ class Outbox:
         self._last = 0
         self.waiting_bytes = 0
 
-    def put(self, client: str, pieces: Pieces) -> int:
-        """Keep an answer, dropping older ones where there is no room, and return its number."""
+    def put(self, client: str, pieces: Pieces, part_bytes: int = PART_BYTES) -> int:
+        """Keep an answer, dropping older ones where there is no room, and return its number.
+
+        Args:
+            client: who fetches it.
+            pieces: the answer.
+            part_bytes: the most that a part holds.
+        """
         with self._lock:
             own = [key for key in self._downloads if key[0] == client]
             for key in own[: max(0, len(own) + 1 - self._limits.transfers)]:
@@ -180,8 +197,8 @@ class Outbox:
             ):
                 self._drop(next(iter(self._downloads)))
             self._last += 1
-            starts = {part.start for part in parts(len(pieces))}
-            self._downloads[client, self._last] = _Download(pieces, starts)
+            starts = {part.start for part in parts(len(pieces), part_bytes)}
+            self._downloads[client, self._last] = _Download(pieces, part_bytes, starts)
             self.waiting_bytes += len(pieces)
             return self._last
 
@@ -196,7 +213,8 @@ class Outbox:
             download = self._downloads.get((client, number))
             if download is None:
                 raise TransferLostError(f"Answer {number} is not kept any more.")
-            part = _part(len(download.pieces), offset, self._limits.message_bytes)
+            limit = self._limits.message_bytes
+            part = _part(len(download.pieces), offset, limit, download.part_bytes)
             download.left.discard(offset)
             if not download.left:
                 self._drop((client, number))
@@ -212,11 +230,11 @@ class Outbox:
         self.waiting_bytes -= len(self._downloads.pop(key).pieces)
 
 
-def _part(total: int, offset: int, limit: int) -> slice:
+def _part(total: int, offset: int, limit: int, part_bytes: int) -> slice:
     """Return the part of a message that begins at an offset."""
     if total > limit:
         raise MalformedError(f"A message of {total} bytes: the limit is {limit}.")
-    plan = parts(total)
+    plan = parts(total, part_bytes)
     index = offset // (plan[0].stop or 1) if plan else 0
     if index >= len(plan) or plan[index].start != offset:
         raise MalformedError(f"No part of a message of {total} bytes begins at {offset}.")

@@ -7,15 +7,17 @@ this stand gRPC (``rpc.py``) and the same process (``local.py``).
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ndistribute.cluster.tensors import HEAD_LIMIT_BYTES, PART_BYTES, MalformedError
+from ndistribute.cluster.tensors import HEAD_LIMIT_BYTES, PART_BYTES, Buffer, MalformedError
 from ndistribute.errors import DistributeError
 
 __all__ = [
     "MAXIMUM_BODY_BYTES",
     "Envelope",
+    "Lifeline",
     "NoRoomError",
     "PendingCall",
     "TransferLostError",
@@ -69,7 +71,7 @@ class Envelope:
         return _ENVELOPE.pack(self.total, self.covered, self.transfer, self.offset, seal)
 
     @staticmethod
-    def read(body: bytes) -> tuple[Envelope, bytes, memoryview]:
+    def read(body: Buffer) -> tuple[Envelope, bytes, memoryview]:
         """Return an envelope, its seal, and what follows.
 
         Raises:
@@ -87,7 +89,7 @@ class Envelope:
 class PendingCall(Protocol):
     """Stand for a call that is on its way."""
 
-    def result(self, timeout: float) -> bytes:
+    def result(self, timeout: float) -> Buffer:
         """Return the answer's body.
 
         Raises:
@@ -99,6 +101,16 @@ class PendingCall(Protocol):
         """Wait for it no more."""
 
 
+class Lifeline(Protocol):
+    """Stand for a call that lasts as long as its client."""
+
+    def has_ended(self) -> bool:
+        """Say whether it is known that it ended, without waiting."""
+
+    def cancel(self) -> None:
+        """End it."""
+
+
 class Transport(Protocol):
     """Carry calls to one server, from any number of threads at once.
 
@@ -107,12 +119,25 @@ class Transport(Protocol):
     """
 
     address: str
+    part_bytes: int
+    """The most of a message that goes in one call."""
 
-    def call(self, method: str, token: bytes, body: bytes, timeout: float) -> bytes:
-        """Make a call, and return the answer's body."""
+    def call(self, method: str, token: bytes, body: Sequence[Buffer], timeout: float) -> Buffer:
+        """Make a call with a body of some buffers, and return the answer's body."""
 
-    def start(self, method: str, token: bytes, body: bytes, timeout: float) -> PendingCall:
+    def start(
+        self, method: str, token: bytes, body: Sequence[Buffer], timeout: float
+    ) -> PendingCall:
         """Begin a call, so that several may be on their way."""
+
+    def stay(self, token: bytes, body: Sequence[Buffer], ended: Callable[[], None]) -> Lifeline:
+        """Make the call ``Stay``, which has no answer: its end tells the server of this one's.
+
+        Args:
+            token: what admits it.
+            body: its body.
+            ended: may be called, by any thread, when it ends otherwise.
+        """
 
     def close(self) -> None:
         """Give up what is on its way, and hold nothing any more; a second call does nothing."""

@@ -7,6 +7,7 @@ from ndistribute.strategies.components import ValueContext
 from ndistribute.strategies.mirrored import MirroredStrategy
 from ndistribute.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from ndistribute.strategies.one_device import DefaultStrategy, OneDeviceStrategy
+from ndistribute.strategies.parameter_server import ParameterServerStrategy
 
 register_default_strategy(DefaultStrategy)
 
@@ -15,6 +16,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "Strategy",
     "ValueContext",
 ]

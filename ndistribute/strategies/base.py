@@ -18,7 +18,7 @@ from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.select import make_group
 from ndistribute.context import Frame, chosen, current_frame, entered
 from ndistribute.data import distribute, distribute_from_function
-from ndistribute.device import Device
+from ndistribute.device import Array, Device
 from ndistribute.replica_context import ReplicaContext
 from ndistribute.strategies.components import ValueContext, components_of
 from ndistribute.strategies.frames import cross_replica_frame
@@ -28,7 +28,7 @@ from ndistribute.strategies.replicas import ReplicaPool
 from ndistribute.strategies.turn import Turn
 from ndistribute.values import PerReplica
 from ndistribute.variables.mirrored import MirroredVariable
-from ndistribute.variables.policy import VariableSynchronization
+from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
 from ndistribute.variables.sync_on_read import SyncOnReadVariable
 from ndistribute.variables.variable import Variable
 
@@ -69,6 +69,10 @@ class Strategy:
             return SyncOnReadVariable
         return MirroredVariable
 
+    def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
+        """Make the variable that a policy means, with an initial value."""
+        return self.variable_kind(policy.synchronization).make(self, array, policy)
+
     def across_workers(self, value: Any) -> Any:
         """Return a nest with the components of all processes' replicas in each `PerReplica`."""
         return value
@@ -76,9 +80,7 @@ class Strategy:
     def agree_on(self, initial_value: Any, what: str) -> Any:
         """Return the array with which a new variable starts, the same on all processes.
 
-        Args:
-            initial_value: this process's.
-            what: the variable, as all processes describe it.
+        `what` describes the variable, in the same words everywhere.
         """
         return initial_value
 

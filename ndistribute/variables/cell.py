@@ -30,7 +30,7 @@ class Cell:
     (array([0., 0.]), array([1., 1.]))
     """
 
-    __slots__ = ("_array", "_device", "_view")
+    __slots__ = ("_array", "_device", "_fixed", "_view")
 
     def __init__(self, initial: Array, device: Device) -> None:
         self._device = device
@@ -52,13 +52,18 @@ class Cell:
         Args:
             keep: whether the update needs the present values.
         """
-        if _holders(self) != _UNHELD:
+        if self._fixed or _holders(self) != _UNHELD:
             with working_on(self._device):
                 self._hold(self._array.copy() if keep else _empty_like(self._array))
         return self._array
 
-    def _hold(self, array: Array) -> None:
+    def replace(self, array: Array) -> None:
+        """Hold another array of this memory as it is; it never changes, whoever else has it."""
+        self._hold(array, fixed=True)
+
+    def _hold(self, array: Array, *, fixed: bool = False) -> None:
         self._array = array
+        self._fixed = fixed
         self._view = array.view()
         if not is_gpu_array(array):
             self._view.flags.writeable = False

@@ -90,7 +90,7 @@ class Request:
             synchronization=self.synchronization,
             aggregation=self.aggregation,
         )
-        return strategy.variable_kind(self.synchronization).make(strategy, array, policy)
+        return strategy.make_variable(array, policy)
 
     def check_like(self, first: Request, rank: int) -> None:
         own, wanted = self._description(), first._description()

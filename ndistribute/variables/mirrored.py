@@ -6,8 +6,8 @@ is then applied once to each array, while everyone waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, Device
@@ -17,7 +17,7 @@ from ndistribute.variables.policy import VariableAggregation, VariablePolicy
 from ndistribute.variables.variable import Variable
 from ndistribute.variables.write import Write
 
-__all__ = ["MirroredVariable"]
+__all__ = ["MirroredVariable", "write_once"]
 
 
 class MirroredVariable(Variable):
@@ -64,28 +64,46 @@ class MirroredVariable(Variable):
         return [cell.writable() for cell in self._cells]
 
     def _write(self, write: Write) -> None:
-        replica = self.replica("write")
-        if replica is None:
-            self._apply(write)
-            return
-        communicator = replica.communicator
-        communicator.purpose = f"{write.how} to {self.name!r}"
-        try:
-            combined = aggregate(self, communicator, write)
-        finally:
-            communicator.purpose = ""
-
-        def apply_once(writes: Sequence[tuple[MirroredVariable, Write]]) -> None:
-            for rank, (variable, _) in enumerate(writes):
-                if variable is not writes[0][0]:
-                    _refuse_mixed(write.how, communicator.calls_made, rank, variable, writes[0][0])
-            writes[0][0]._apply(writes[0][1])
-
-        communicator.merge(write.how, (self, combined), apply_once)
+        write_once(self, write, lambda variable, combined: variable._apply(combined))
 
     def _apply(self, write: Write) -> None:
         for cell, device in zip(self._cells, self._devices, strict=True):
             write.apply(cell, device)
+
+
+V = TypeVar("V", bound=Variable)
+
+
+def write_once(variable: V, write: Write, apply: Callable[[V, Write], None]) -> None:
+    """Carry out a write once for all replicas of this process, aggregated in a replica.
+
+    Args:
+        variable: what each replica writes to; all must write to the same.
+        write: this replica's.
+        apply: carries out the aggregated write, while all wait.
+
+    Raises:
+        ValueError: the variable has no aggregation.
+        CollectiveMismatchError: replicas write to different variables.
+    """
+    replica = variable.replica("write")
+    if replica is None:
+        apply(variable, write)
+        return
+    communicator = replica.communicator
+    communicator.purpose = f"{write.how} to {variable.name!r}"
+    try:
+        combined = aggregate(variable, communicator, write)
+    finally:
+        communicator.purpose = ""
+
+    def apply_once(writes: Sequence[tuple[V, Write]]) -> None:
+        for rank, (other, _) in enumerate(writes):
+            if other is not writes[0][0]:
+                _refuse_mixed(write.how, communicator.calls_made, rank, other, writes[0][0])
+        apply(*writes[0])
+
+    communicator.merge(write.how, (variable, combined), apply_once)
 
 
 def aggregate(variable: Variable, communicator: Any, write: Write) -> Write:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from ndistribute.autodiff import GradientTape, Tracked
-from tests.autodiff.standin import StandInVariable
+from ndistribute.context import current_frame
+from tests.autodiff.standin import StandInVariable, dense
 
 
 @pytest.fixture
@@ -125,3 +126,33 @@ def test_one_variable_in_many_places():
     gradient = tape.gradient(y, w)
     assert gradient.shape == (2, 2)
     assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    "index", [[3, 1, 3], np.array([[0], [3]]), -2, slice(1, 3), (slice(1, 3), 0), np.arange(4) > 1]
+)
+def test_a_part_that_is_read_alone_has_the_gradient_of_a_part_of_the_whole(index):
+    v = StandInVariable(np.arange(8.0).reshape(4, 2))
+    with GradientTape() as expected:
+        loss = np.sum(v[index] ** 2)
+    with GradientTape() as tape:
+        part = current_frame().recorder.read_part(v, index, v.array[index])
+        again = np.sum(part**2)
+    wanted, got = expected.gradient(loss, v), tape.gradient(again, v)
+    assert type(got) is type(wanted)
+    assert np.array_equal(dense(got), dense(wanted))
+
+
+def test_a_part_and_the_whole_of_a_variable_add_up():
+    v = StandInVariable(np.arange(8.0).reshape(4, 2))
+    with GradientTape() as tape:
+        part = current_frame().recorder.read_part(v, [3, 3], v.array[[3, 3]])
+        loss = np.sum(part) + np.sum(v[1]) + 10 * np.sum(v)
+    assert tape.gradient(loss, v).tolist() == [[10, 10], [11, 11], [10, 10], [12, 12]]
+
+
+def test_a_part_of_what_no_tape_watches_stays_plain():
+    v = StandInVariable(np.arange(3.0), trainable=False)
+    with GradientTape():
+        part = current_frame().recorder.read_part(v, [1], v.array[[1]])
+    assert type(part) is np.ndarray

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,18 +23,46 @@ ROOT = Path(__file__).parents[2]
 SECRET = b"correct horse battery staple"
 
 
+SERVER = """
+import sys
+from tests.cluster.desks import serving
+with serving(address=f"127.0.0.1:{sys.argv[1]}", silence_seconds=float(sys.argv[2])) as server:
+    print(server.port, flush=True)
+    sys.stdin.read()
+"""
+CLIENT = """
+import sys
+from tests.cluster.desks import client_of
+client = client_of(int(sys.argv[1]), "doomed", beat_seconds=0.1, near=sys.argv[2] == "near")
+for _ in sys.stdin:
+    client.call([b"echo"])
+    print("near" if client.is_near else "far", flush=True)
+"""
+
+
 class EchoDesk:
-    """Answer ``echo``, ``keep``, ``kept``, ``wait``, ``wake`` and ``boom``, each with a text."""
+    """Answer ``echo``, ``keep``, ``kept``, ``wait``, ``wake``, ``late`` and ``boom``, with a text.
+
+    What came ``late`` is answered by whoever calls ``catch_up``, from any thread.
+    """
 
     def __init__(self) -> None:
         self.kept: list[bytes] = []
         self.left: list[str] = []
+        self.died: list[str] = []
         self.waiting: list[int] = []
         self.waits = threading.Event()
         self.departed = threading.Event()
+        self.owed: list[tuple[int, memoryview]] = []
+        self.owes = threading.Event()
+        self.file: int | None = None
+        self.closed = False
+
+    def bind(self, deliver) -> None:
+        self.deliver = deliver
 
     def read(self, message: memoryview) -> memoryview:
-        if message[:4] not in (b"echo", b"keep", b"kept", b"wait", b"wake", b"boom"):
+        if message[:4] not in (b"echo", b"keep", b"kept", b"wait", b"wake", b"late", b"boom"):
             raise MalformedError("no such word")
         return message
 
@@ -43,6 +72,10 @@ class EchoDesk:
                 raise RuntimeError("the desk broke")
             case b"keep":
                 self.kept.append(bytes(request[4:]))
+            case b"late":
+                self.owed.append((ticket, bytes(request)))
+                self.owes.set()
+                return []
             case b"kept":
                 return [(ticket, b"".join(self.kept) or b"-")]
             case b"wait":
@@ -54,24 +87,35 @@ class EchoDesk:
                 return [(one, b"woken") for one in (*woken, ticket)]
         return [(ticket, request)]
 
-    def leave(self, client: str):
-        self.left.append(client)
+    def catch_up(self) -> None:
+        self.owes.clear()
+        owed, self.owed = self.owed, []
+        self.deliver(owed)
+
+    def leave(self, client: str, died: bool):
+        (self.died if died else self.left).append(client)
         self.departed.set()
         return []
 
     def write(self, reply):
         return [bytes(reply[:4]), memoryview(reply)[4:]]
 
+    def shared_file(self) -> int | None:
+        return self.file
+
+    def close(self) -> None:
+        self.closed = True
+
 
 @contextlib.contextmanager
 def serving(
-    desk=None, *, limits=None, tls=None, address="127.0.0.1:0", **options
+    desk=None, *, limits=None, tls=None, address="127.0.0.1:0", near=True, **options
 ) -> Iterator[GrpcServer]:
     """Serve a desk on a port of this host."""
     guard = Guard(SECRET, options.pop("audience", ""))
     service = Service(guard, desk or EchoDesk(), limits or Limits(), **options)
     try:
-        server = GrpcServer(service, address, tls)
+        server = GrpcServer(service, address, tls, near=near)
     except BaseException:
         service.close()
         raise
@@ -85,6 +129,7 @@ def client_of(port: int, name: str = "worker:0", secret: bytes = SECRET, **optio
     """Return a client of a port of this host."""
     transport = GrpcTransport(f"127.0.0.1:{port}", options.pop("tls", None))
     options.setdefault("timeout", 20.0)
+    options.setdefault("near", False)
     return Client(transport, secret, name, **options)
 
 
@@ -108,3 +153,42 @@ def start_python(
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+@contextlib.contextmanager
+def server_process(port: int = 0, silence: float = 5.0):
+    """Run a server in a process of its own; yield the process and the port."""
+    with _ended(start_python(SERVER, str(port), str(silence), stdin=True)) as process:
+        yield process, int(process.stdout.readline())
+
+
+@contextlib.contextmanager
+def client_process(port: int, way: str):
+    """Run a client, ``near`` or ``far``, in a process; each line it gets makes it call."""
+    with _ended(start_python(CLIENT, str(port), way, stdin=True)) as process:
+        assert make_call(process) == way
+        yield process
+
+
+def make_call(process) -> str:
+    """Let the process of a client make a call, and return by what way it went."""
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def stop(process) -> None:
+    """Stop a process, and wait until it is."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+@contextlib.contextmanager
+def _ended(process):
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        process.stdout.close()
+        process.stdin.close()

@@ -176,19 +176,16 @@ while True:
 """
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(script):
-    with started("run", "-n", "2", script(STUBBORN)) as job:
-        pids = read_pids(job, 4)
-        job.kill()
-        assert lasting(pids) == []
-
-
 def test_what_ignores_sigterm_is_killed_after_a_grace(script):
-    with started("run", "-n", "1", script(STUBBORN)) as job:
-        pids = read_pids(job, 2)
+    """By the launcher, and where that is killed itself by the guardian."""
+    path = script(STUBBORN)
+    with started("run", "-n", "1", path) as job, started("run", "-n", "2", path) as killed:
+        pids, orphans = read_pids(job, 2), read_pids(killed, 4)
+        killed.kill()
         job.terminate()
         assert job.wait(15) == 128 + signal.SIGTERM
         assert lasting(pids, 0) == []
+        assert lasting(orphans) == []
 
 
 def test_a_rank_that_was_stopped_is_killed_as_well(script):

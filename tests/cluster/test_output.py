@@ -47,6 +47,25 @@ def test_a_log_holds_both_streams_without_the_rank(tmp_path):
     assert (console.kept("1"), console.kept("0")) == ([b"c"], [])
 
 
+@pytest.mark.parametrize(("label", "name"), [("1", "rank-1"), ("ps:0", "ps-0"), ("chief", "chief")])
+def test_a_log_is_named_after_its_process(tmp_path, label, name):
+    for attempt, suffix in ((0, ""), (2, ".2")):
+        console = Console(io.BytesIO(), io.BytesIO(), tmp_path, attempt)
+        console.take(label, "stdout", [b"a"])
+        console.close()
+        assert (tmp_path / f"{name}{suffix}.log").is_file()
+
+
+def test_a_message_of_the_launcher_is_not_taken_for_a_ranks(tmp_path):
+    out, err = io.BytesIO(), io.BytesIO()
+    console = Console(out, err)
+    console.take("ps:0", "stderr", [b"Traceback (most recent call last):"])
+    console.forget("ps:0")
+    console.say("well.", [b"[0] a"])
+    assert err.getvalue().endswith(b"last):\nndistribute run: well.\n[0] a\n")
+    assert (out.getvalue(), console.kept("ps:0")) == (b"", [])
+
+
 def errors_of(program: str) -> list[bytes]:
     """Run a program that fails, and return the lines of its standard error."""
     done = subprocess.run(

@@ -22,6 +22,7 @@ from ndistribute.cluster.requests import (
     Read,
     Rows,
     Scatter,
+    Transaction,
     decode_request,
     encode_request,
 )
@@ -37,7 +38,7 @@ ARRAYS = st.builds(
     st.sampled_from(["float32", "int64", "bool"]),
 )
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
-ORIGINS = st.builds(Origin, NAMES, NUMBERS, st.none() | NUMBERS, NUMBERS)
+ORIGINS = st.builds(Origin, NAMES, NUMBERS)
 GRADIENTS = st.builds(Dense, ARRAYS) | st.builds(Rows, ARRAYS, ARRAYS)
 QUORUMS = st.none() | st.builds(Quorum, NAMES, NUMBERS)
 
@@ -47,28 +48,35 @@ def tuples(elements):
     return st.lists(elements, max_size=3).map(tuple)
 
 
+APPLIES = st.builds(
+    Apply,
+    tuples(NAMES),
+    tuples(GRADIENTS),
+    tuples(tuples(NAMES)),
+    NAMES,
+    NAMES,
+    FLOATS,
+    st.dictionaries(NAMES, FLOATS, max_size=3),
+)
+CHANGES = st.one_of(
+    st.builds(requests.Assign, NAMES, ARRAYS),
+    st.builds(Add, NAMES, ARRAYS),
+    st.builds(requests.Subtract, NAMES, ARRAYS),
+    st.builds(Scatter, NAMES, st.sampled_from(["add", "max"]), ARRAYS, ARRAYS),
+    APPLIES,
+    st.builds(requests.Aggregate, NAMES, NUMBERS, NUMBERS, APPLIES),
+    st.builds(requests.Accumulate, NAMES, GRADIENTS, NUMBERS, NUMBERS),
+    st.builds(requests.Enqueue, NAMES, tuples(NUMBERS)),
+    st.builds(requests.IncrementStep, NUMBERS),
+)
 SINGLE = st.one_of(
     st.builds(requests.Create, NAMES, ARRAYS),
     st.builds(Read, NAMES, st.none() | NUMBERS),
-    st.builds(requests.Assign, ORIGINS, NAMES, ARRAYS),
-    st.builds(Add, ORIGINS, NAMES, ARRAYS),
-    st.builds(requests.Subtract, ORIGINS, NAMES, ARRAYS),
-    st.builds(Scatter, ORIGINS, NAMES, st.sampled_from(["add", "max"]), ARRAYS, ARRAYS),
-    st.builds(
-        Apply,
-        ORIGINS,
-        NAMES,
-        NAMES,
-        FLOATS,
-        tuples(NAMES),
-        tuples(GRADIENTS),
-        st.dictionaries(NAMES, FLOATS, max_size=3),
-    ),
-    st.builds(requests.Accumulate, ORIGINS, NAMES, GRADIENTS, NUMBERS, NUMBERS),
-    st.builds(requests.Enqueue, ORIGINS, NAMES, tuples(NUMBERS)),
+    st.builds(requests.ReadRows, NAMES, ARRAYS),
     st.builds(requests.ReadStep),
-    st.builds(requests.IncrementStep, ORIGINS, NUMBERS),
-    st.builds(requests.Abandon, ORIGINS),
+    st.builds(requests.ReadTotal),
+    st.builds(requests.Locate, tuples(NAMES)),
+    st.builds(Transaction, ORIGINS, tuples(CHANGES)),
     st.builds(requests.Acknowledge, NAMES, NUMBERS),
     st.builds(requests.Join, NAMES),
     st.builds(requests.Leave, NAMES),
@@ -78,17 +86,24 @@ REQUESTS = st.one_of(
     st.builds(requests.TakeGradient, ORIGINS, NAMES, NUMBERS, QUORUMS),
     st.builds(Barrier, ORIGINS, NAMES, NUMBERS, QUORUMS),
     st.builds(requests.Dequeue, ORIGINS, NAMES, QUORUMS),
-    st.builds(requests.Commit, ORIGINS, NUMBERS),
+    st.builds(requests.AwaitStep, ORIGINS, NAMES, NUMBERS, QUORUMS),
+    st.builds(requests.AwaitClock, ORIGINS, NAMES, NUMBERS, NUMBERS, NUMBERS),
+    st.builds(requests.SaveSnapshot),
     st.builds(Batch, tuples(SINGLE)),
 )
+OUTCOMES = st.one_of(
+    st.builds(replies.Done, tuples(NUMBERS)),
+    st.builds(replies.Accumulated, st.booleans(), NUMBERS),
+    st.builds(replies.Step, NUMBERS),
+)
 PLAIN = st.one_of(
+    OUTCOMES,
     st.builds(replies.Failure, st.sampled_from(["left", "full"]), NAMES),
     st.builds(replies.Created, st.booleans(), NUMBERS, tuples(NUMBERS), NAMES),
     st.builds(replies.Value, NUMBERS, st.none() | ARRAYS),
-    st.builds(replies.Done, tuples(NUMBERS)),
-    st.builds(replies.Staged, st.booleans()),
-    st.builds(replies.Accumulated, st.booleans(), NUMBERS),
-    st.builds(replies.Step, NUMBERS),
+    st.builds(replies.Changed, tuples(OUTCOMES), NUMBERS),
+    st.builds(replies.Total, NUMBERS),
+    st.builds(replies.Located, tuples(NUMBERS), tuples(NUMBERS), tuples(NUMBERS)),
 )
 REPLIES = st.one_of(
     PLAIN,
@@ -96,6 +111,7 @@ REPLIES = st.one_of(
     st.builds(replies.Taken, NUMBERS, NUMBERS, GRADIENTS),
     st.builds(replies.Released, NUMBERS),
     st.builds(replies.Token, NUMBERS),
+    st.builds(replies.Saved, NUMBERS),
 )
 
 
@@ -125,12 +141,13 @@ def test_a_request_that_is_cut_short_is_refused(request_, data):
 
 
 def test_a_request_above_the_limit_is_refused():
-    whole = b"".join(encode_request(Add(Origin("a", 1), "v", np.zeros(100))))
+    whole = b"".join(encode_request(Transaction(Origin("a", 1), (Add("v", np.zeros(100)),))))
     with pytest.raises(MalformedError, match="the limit is 900"):
         decode_request(whole, 900)
 
 
 READ = {"record": "Read", "name": "v", "newer_than": None}
+ORIGIN = {"record": "Origin", "series": "a", "number": 1}
 
 
 @pytest.mark.parametrize(
@@ -157,8 +174,11 @@ READ = {"record": "Read", "name": "v", "newer_than": None}
         {"record": "Batch", "requests": READ},
         {"record": "Batch", "requests": [{"record": "Batch", "requests": []}]},
         {"record": "Leave", "client": {"record": "Leave", "client": "a"}},
-        {"record": "IncrementStep", "origin": ["a", 1], "by": 1},
-        {"record": "IncrementStep", "origin": READ, "by": 1},
+        {"record": "IncrementStep", "by": 1},
+        {"record": "Transaction", "origin": ["a", 1], "changes": []},
+        {"record": "Transaction", "origin": READ, "changes": []},
+        {"record": "Transaction", "origin": ORIGIN, "changes": [READ]},
+        {"record": "Batch", "requests": [{"record": "SaveSnapshot"}]},
     ],
 )
 def test_a_head_of_another_form_is_refused(head):
@@ -182,7 +202,7 @@ def test_a_tensor_that_no_field_names_is_refused():
 
 def test_a_number_that_json_does_not_have_is_not_sent():
     with pytest.raises(ValueError, match="JSON"):
-        encode_request(Apply(Origin("a", 1), "o", "sgd", float("nan"), (), ()))
+        encode_request(Transaction(Origin("a", 1), (Apply((), (), (), "n", "sgd", float("nan")),)))
 
 
 @given(st.binary(max_size=100))

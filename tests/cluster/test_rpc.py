@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -26,25 +27,17 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
-from tests.cluster.desks import SECRET, EchoDesk, client_of, free_port, serving, start_python
+from tests.cluster.desks import (
+    SECRET,
+    EchoDesk,
+    client_of,
+    free_port,
+    server_process,
+    serving,
+    stop,
+)
 
 grpc = pytest.importorskip("grpc")
-
-SERVER = """
-import sys
-from tests.cluster.desks import serving
-with serving(address=f"127.0.0.1:{sys.argv[1]}", silence_seconds=float(sys.argv[2])) as server:
-    print(server.port, flush=True)
-    sys.stdin.read()
-"""
-CLIENT = """
-import sys
-from tests.cluster.desks import client_of
-client = client_of(int(sys.argv[1]), "doomed", beat_seconds=0.1)
-client.call([b"echo"])
-print("there", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,36 +49,29 @@ def _grpc_is_up() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def server_process(port: int = 0, silence: float = 5.0):
-    """Run a server in a process of its own; yield the process and the port."""
-    process = start_python(SERVER, str(port), str(silence), stdin=True)
-    try:
-        yield process, int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait(timeout=10)
-        process.stdout.close()
-        process.stdin.close()
+@pytest.fixture(params=[False, True], ids=["far", "near"])
+def reach(request):
+    """Make clients that go by the network, or by the socket of the host."""
+    return functools.partial(client_of, near=request.param)
 
 
-def test_a_message_comes_back():
-    with serving() as server, client_of(server.port) as client:
+def test_a_message_comes_back(reach):
+    with serving() as server, reach(server.port) as client:
         assert bytes(client.call([b"echo", b" ", b"there"])) == b"echo there"
 
 
 @pytest.mark.parametrize("size", [PART_BYTES, PART_BYTES + 1, 9 * PART_BYTES + 5])
-def test_a_long_message_goes_and_comes_in_parts(size):
+def test_a_long_message_goes_and_comes_in_parts(size, reach):
     data = os.urandom(size)
-    with serving() as server, client_of(server.port) as client:
+    with serving() as server, reach(server.port) as client:
         answer = client.call([b"echo", data[:100], data[100:]])
         assert answer[4:] == data
-        assert server._service._inbox.waiting_bytes == 0
-        assert server._service._outbox.waiting_bytes == 0
+        assert server._service.inbox.waiting_bytes == 0
+        assert server._service.outbox.waiting_bytes == 0
 
 
-def test_several_threads_send_long_messages_at_once():
-    with serving() as server, client_of(server.port) as client, ThreadPoolExecutor(6) as pool:
+def test_several_threads_send_long_messages_at_once(reach):
+    with serving() as server, reach(server.port) as client, ThreadPoolExecutor(6) as pool:
         data = [os.urandom(3 * PART_BYTES) for _ in range(6)]
         answers = pool.map(lambda one: client.call([b"echo", one]), data)
         assert all(answer[4:] == one for answer, one in zip(answers, data, strict=True))
@@ -95,33 +81,33 @@ def test_several_parts_are_on_their_way_at_once(monkeypatch):
     with serving() as server, client_of(server.port) as client:
         client.call([b"echo"])
         together = threading.Barrier(3)
-        write = server._service._inbox.write
+        write = server._service.inbox.write
 
         def slow(*args):
             with contextlib.suppress(threading.BrokenBarrierError):
                 together.wait(timeout=10)
             write(*args)
 
-        monkeypatch.setattr(server._service._inbox, "write", slow)
+        monkeypatch.setattr(server._service.inbox, "write", slow)
         client.call([b"echo", bytes(3 * PART_BYTES - 4)])
         assert not together.broken
 
 
-def test_messages_longer_than_the_limit_are_refused_on_either_side():
+def test_messages_longer_than_the_limit_are_refused_on_either_side(reach):
     limits = Limits(message_bytes=1_000_000)
     data = bytes(1_000_000)
     with serving(limits=limits) as server:
         with (
-            client_of(server.port, limits=limits) as careful,
+            reach(server.port, limits=limits) as careful,
             pytest.raises(ValueError, match="limit"),
         ):
             careful.call([b"echo", data])
-        with client_of(server.port) as careless:
+        with reach(server.port) as careless:
             with pytest.raises(MalformedError, match="the limit is 1000000"):
                 careless.call([b"echo", data])
             with pytest.raises(MalformedError, match="the limit is 1000000"):
                 careless.call([b"echo", bytes(5 * PART_BYTES)])
-            assert server._service._inbox.waiting_bytes == 0
+            assert server._service.inbox.waiting_bytes == 0
 
 
 def test_a_client_with_another_secret_is_refused_at_once():
@@ -148,7 +134,7 @@ def test_without_a_session_nothing_is_answered():
         serving() as server,
         contextlib.closing(grpc.insecure_channel(f"127.0.0.1:{server.port}")) as channel,
     ):
-        for method in ("Call", "Part", "Fetch", "Leave", "Nonsense"):
+        for method in ("Call", "Part", "Fetch", "Leave", "Near", "File", "Stay", "Nonsense"):
             with pytest.raises(grpc.RpcError) as caught:
                 channel.unary_unary(f"/ndistribute/{method}")(b"", timeout=10)
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -160,6 +146,7 @@ class Recorder:
     def __init__(self, port: int, flip: int | None = None) -> None:
         self._inner = GrpcTransport(f"127.0.0.1:{port}")
         self.address, self.close = self._inner.address, self._inner.close
+        self.part_bytes, self.stay = self._inner.part_bytes, self._inner.stay
         self.calls: list[tuple[str, bytes, bytes]] = []
         self.flip = flip
 
@@ -167,17 +154,18 @@ class Recorder:
         return self.start(method, token, body, timeout).result(timeout)
 
     def start(self, method, token, body, timeout):
+        body = b"".join(body)
         self.calls.append((method, token, body))
         if self.flip is not None and len(body) > 64:
             changed = bytearray(body)
             changed[self.flip] ^= 1
             body = bytes(changed)
-        return self._inner.start(method, token, body, timeout)
+        return self._inner.start(method, token, [body], timeout)
 
 
 def recording(port: int, flip: int | None = None):
     recorder = Recorder(port, flip)
-    return recorder, Client(recorder, SECRET, "worker:0", timeout=10, beat_seconds=60)
+    return recorder, Client(recorder, SECRET, "worker:0", timeout=10, beat_seconds=60, near=False)
 
 
 def test_a_call_that_is_sent_again_by_somebody_else_is_refused():
@@ -190,7 +178,7 @@ def test_a_call_that_is_sent_again_by_somebody_else_is_refused():
                 if method == "Greet":
                     continue  # Which tells nothing to nobody.
                 with pytest.raises(AuthenticationError):
-                    thief.start(method, token, body, 5).result(5)
+                    thief.start(method, token, [body], 5).result(5)
             client.call([b"echo"])
     assert desk.kept == [b"once"]
 
@@ -296,8 +284,8 @@ def test_strangers_who_open_calls_and_send_nothing_hold_nobody_up():
             assert all(call.code() is not grpc.StatusCode.OK for call in calls)
 
 
-def test_a_call_ends_at_its_deadline_and_the_client_goes_on():
-    with serving() as server, client_of(server.port) as client:
+def test_a_call_ends_at_its_deadline_and_the_client_goes_on(reach):
+    with serving() as server, reach(server.port) as client:
         start = time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match="did not answer worker:0"):
             client.call([b"wait"], timeout=0.5)
@@ -305,12 +293,12 @@ def test_a_call_ends_at_its_deadline_and_the_client_goes_on():
         assert bytes(client.call([b"echo"])) == b"echo"
 
 
-def test_more_callers_wait_than_there_are_places_and_all_are_answered():
+def test_more_callers_wait_than_there_are_places_and_all_are_answered(reach):
     desk = EchoDesk()
     waiters = 16
     with (
         serving(desk, holders=4) as server,
-        client_of(server.port) as client,
+        reach(server.port) as client,
         ThreadPoolExecutor(waiters) as pool,
     ):
         calls = [pool.submit(client.call, [b"wait"], 20) for _ in range(waiters)]
@@ -320,8 +308,8 @@ def test_more_callers_wait_than_there_are_places_and_all_are_answered():
         assert {bytes(call.result()) for call in calls} == {b"woken"}
 
 
-def test_a_fault_of_the_desk_is_told_once_and_ends_nothing(caplog):
-    with serving() as server, client_of(server.port) as client:
+def test_a_fault_of_the_desk_is_told_once_and_ends_nothing(caplog, reach):
+    with serving() as server, reach(server.port) as client:
         with pytest.raises(DistributeError, match="the desk broke"):
             client.call([b"boom"])
         client.call([b"echo"])
@@ -337,11 +325,11 @@ def test_a_server_that_is_not_there_is_named():
         assert time.monotonic() - start < 3
 
 
-def test_a_server_that_is_killed_and_comes_back_is_only_slow():
+def test_a_server_that_is_killed_and_comes_back_is_only_slow(reach):
     with (
         ThreadPoolExecutor(1) as pool,
         server_process() as (first, port),
-        client_of(port, timeout=30) as client,
+        reach(port, timeout=30) as client,
     ):
         client.call([b"echo"])
         known = client.server
@@ -365,8 +353,8 @@ def test_a_server_that_is_stopped_and_goes_on_is_only_slow_and_takes_nobody_for_
         client_of(port, beat_seconds=0.1) as client,
     ):
         client.call([b"echo"])
-        session = client._conversation.session
-        process.send_signal(signal.SIGSTOP)
+        session = client._connection._opened.session
+        stop(process)
         try:
             with pytest.raises((CollectiveTimeoutError, WorkerLostError)):
                 client.call([b"echo"], timeout=1.5)
@@ -375,34 +363,13 @@ def test_a_server_that_is_stopped_and_goes_on_is_only_slow_and_takes_nobody_for_
         until = time.monotonic() + 0.7  # Long enough for the server to look around.
         while time.monotonic() < until:
             client.call([b"echo"])
-        assert client._conversation.session is session
+        assert client._connection._opened.session is session
 
 
-def test_a_client_that_is_killed_is_noticed():
-    desk = EchoDesk()
-    with (
-        serving(desk, silence_seconds=1.0) as server,
-        client_of(server.port, "alive", beat_seconds=0.1) as other,
-    ):
-        other.call([b"echo"])
-        process = start_python(CLIENT, str(server.port), stdin=True)
-        try:
-            assert process.stdout.readline() == "there\n"
-            assert not desk.departed.wait(timeout=1.5)
-            process.kill()
-            assert desk.departed.wait(timeout=5)
-        finally:
-            process.kill()
-            process.wait(timeout=10)
-            process.stdout.close()
-            process.stdin.close()
-        assert desk.left == ["doomed"]
-
-
-def test_a_client_that_closes_says_so():
+def test_a_client_that_closes_says_so(reach):
     desk = EchoDesk()
     with serving(desk) as server:
-        with client_of(server.port) as client:
+        with reach(server.port) as client:
             client.call([b"echo"])
         assert desk.left == ["worker:0"]
         client.close()
@@ -410,21 +377,21 @@ def test_a_client_that_closes_says_so():
             client.call([b"echo"], timeout=1)
 
 
-def test_a_client_that_closes_ends_its_own_waiting_calls():
+def test_a_client_that_closes_ends_its_own_waiting_calls(reach):
     desk = EchoDesk()
     with serving(desk) as server, ThreadPoolExecutor(1) as pool:
-        with client_of(server.port) as client:
+        with reach(server.port) as client:
             waiting = pool.submit(client.call, [b"wait"])
             assert desk.waits.wait(timeout=10)
         with pytest.raises(WorkerLostError, match="closed"):
             waiting.result(timeout=10)
 
 
-def test_a_server_that_stops_sends_those_away_who_wait():
+def test_a_server_that_stops_sends_those_away_who_wait(reach):
     desk = EchoDesk()
     with ThreadPoolExecutor(1) as pool:
         with serving(desk) as server:
-            client = client_of(server.port, timeout=1.0)
+            client = reach(server.port, timeout=0.5)
             waiting = pool.submit(client.call, [b"wait"])
             assert desk.waits.wait(timeout=10)
             start = time.monotonic()
@@ -459,15 +426,15 @@ def test_a_server_that_loses_what_it_kept_is_asked_again(monkeypatch):
     with serving() as server, client_of(server.port) as client:
         data = os.urandom(2 * PART_BYTES)
         client.call([b"keep", data])
-        read, lost = server._service._outbox.read, []
+        read, lost = server._service.outbox.read, []
 
         def forgetful(name, number, offset):
             if not lost:
                 lost.append(number)
-                server._service._outbox.forget(name)
+                server._service.outbox.forget(name)
             return read(name, number, offset)
 
-        monkeypatch.setattr(server._service._outbox, "read", forgetful)
+        monkeypatch.setattr(server._service.outbox, "read", forgetful)
         assert client.call([b"kept"]) == data
         assert lost
 

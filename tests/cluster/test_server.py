@@ -20,7 +20,7 @@ import pytest
 
 from ndistribute.cluster.client import Client, connect
 from ndistribute.cluster.local import LocalServer, connect_local
-from ndistribute.cluster.replies import Created, Done, Failure, Released, Step, Token, Value
+from ndistribute.cluster.replies import Changed, Created, Failure, Released, Step, Token, Value
 from ndistribute.cluster.requests import (
     Add,
     Barrier,
@@ -31,6 +31,7 @@ from ndistribute.cluster.requests import (
     Origin,
     Read,
     ReadStep,
+    Transaction,
 )
 from ndistribute.cluster.rpc import GrpcTransport
 from ndistribute.cluster.server import Server
@@ -51,6 +52,11 @@ server = Server({"ps": [sys.argv[1]]}, "ps", 0)
 print(server.target, flush=True)
 server.join()
 """
+
+
+def change(client, number, *changes):
+    """Return a transaction of a client."""
+    return Transaction(Origin(client.name, number), changes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,7 +95,7 @@ def test_a_local_server_holds_variables():
         created = client.request(Create("w", value))
         assert isinstance(created, Created)
         assert created.new
-        assert isinstance(client.request(Add(Origin(client.name, 1), "w", value)), Done)
+        assert isinstance(client.request(change(client, 1, Add("w", value))), Changed)
         read = client.request(Read("w"))
         assert isinstance(read, Value)
         np.testing.assert_array_equal(read.array, 2 * value)
@@ -114,7 +120,7 @@ def test_clients_meet_at_a_server():
         token = pool.submit(two.request, Dequeue(Origin(two.name, 1), "tokens"))
         assert isinstance(two.request(Barrier(Origin(two.name, 2), "start", 2)), Released)
         assert isinstance(first.result(timeout=10), Released)
-        one.request(Enqueue(Origin(one.name, 2), "tokens", (7,)))
+        one.request(change(one, 2, Enqueue("tokens", (7,))))
         assert token.result(timeout=10) == Token(7)
 
 
@@ -124,7 +130,7 @@ def test_a_wait_that_outlasts_a_hold_is_asked_for_again(monkeypatch):
         token = pool.submit(client.request, Dequeue(Origin(client.name, 1), "tokens"))
         with pytest.raises(CollectiveTimeoutError):
             client.request(Dequeue(Origin(client.name, 2), "others"), timeout=0.5)
-        client.request(Enqueue(Origin(client.name, 3), "tokens", (7, 8)))
+        client.request(change(client, 3, Enqueue("tokens", (7, 8))))
         assert token.result(timeout=10) == Token(7)
 
 
@@ -150,10 +156,11 @@ def test_an_update_whose_answer_is_lost_is_made_once():
             client.request(Create("w", np.zeros(3)))
             for number in range(1, 11):
                 lossy.losses = number % 4
-                reply = client.request(Add(Origin(client.name, number), "w", np.ones(3)))
-                assert isinstance(reply, Done)
+                reply = client.request(change(client, number, Add("w", np.ones(3))))
+                assert isinstance(reply, Changed)
             lossy.losses = 2
-            assert client.request(IncrementStep(Origin(client.name, 11))) == Step(1)
+            reply = client.request(change(client, 11, IncrementStep()))
+            assert reply == Changed((Step(1),), 11)
             np.testing.assert_array_equal(client.request(Read("w")).array, np.full(3, 10.0))
 
 
@@ -166,14 +173,15 @@ def test_a_server_that_is_killed_and_started_again_is_found_again():
         early = pool.submit(client.request, ReadStep())  # Before the server is there.
         with ps_process(address) as process:
             assert early.result(timeout=20) == Step(0)
-            client.request(IncrementStep(Origin(client.name, 1)))
+            client.request(change(client, 1, IncrementStep()))
             process.send_signal(signal.SIGKILL)
             process.wait(timeout=10)
             with pytest.raises((WorkerLostError, CollectiveTimeoutError), match="ps:0"):
                 client.request(ReadStep(), timeout=0.5)
-            late = pool.submit(client.request, IncrementStep(Origin(client.name, 2)))
+            late = pool.submit(client.request, change(client, 2, IncrementStep()))
         with ps_process(address):
-            assert late.result(timeout=20) == Step(1)  # What was in memory alone is lost.
+            # What was in memory alone is lost.
+            assert late.result(timeout=20) == Changed((Step(1),), 1)
 
 
 def test_join_returns_once_the_server_is_stopped():
@@ -331,12 +339,12 @@ def test_a_certificate_does_not_replace_the_secret(authorities):
 def test_the_same_requests_are_answered_without_sockets():
     with LocalServer() as server, server.connect("one") as one, server.connect("two") as two:
         one.request(Create("w", np.zeros(1_000_000)))
-        one.request(Add(Origin("one", 1), "w", np.ones(1_000_000)))
-        two.request(Add(Origin("two", 1), "w", np.ones(1_000_000)))
+        one.request(Transaction(Origin("one", 1), (Add("w", np.ones(1_000_000)),)))
+        two.request(Transaction(Origin("two", 1), (Add("w", np.ones(1_000_000)),)))
         np.testing.assert_array_equal(two.request(Read("w")).array, np.full(1_000_000, 2.0))
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(one.request, Dequeue(Origin("one", 2), "q"))
-            two.request(Enqueue(Origin("two", 2), "q", (3,)))
+            two.request(Transaction(Origin("two", 2), (Enqueue("q", (3,)),)))
             assert waiting.result(timeout=10) == Token(3)
     with connect_local() as alone:
         assert alone.request(ReadStep()) == Step(0)

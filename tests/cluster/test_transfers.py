@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ndistribute.cluster.pieces import Pieces
 from ndistribute.cluster.tensors import PART_BYTES, MalformedError, parts
-from ndistribute.cluster.transfers import Inbox, Limits, Outbox, Pieces
+from ndistribute.cluster.transfers import Inbox, Limits, Outbox
 from ndistribute.cluster.transport import Envelope, NoRoomError, TransferLostError
 
 MESSAGE = os.urandom(5 * PART_BYTES + 12345)

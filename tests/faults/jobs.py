@@ -20,10 +20,10 @@ HEARTBEAT = 1.0
 FAST = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(HEARTBEAT)}
 
 WIRES: dict[str, Callable[[], Ranks]] = {
-    "shared": lambda: Ranks(2, environ=FAST),
-    "ring": lambda: Ranks(3, environ={**FAST, "FAULTS_WIRE": "ring"}),
+    "shared": lambda: Ranks(2, "fork", FAST),
+    "ring": lambda: Ranks(3, "fork", {**FAST, "FAULTS_WIRE": "ring"}),
     "hosts": lambda: Ranks(
-        3, environ=[{**FAST, "NDISTRIBUTE_HOST_ID": host} for host in ("red", "red", "blue")]
+        3, "fork", [{**FAST, "NDISTRIBUTE_HOST_ID": host} for host in ("red", "red", "blue")]
     ),
 }
 SIZES = {"shared": 2, "ring": 3, "hosts": 3, "mpi": 2}

@@ -265,10 +265,10 @@ def finished_early(rank: int, size: int, who: int) -> None:
 def tardy(rank: int, size: int, who: int) -> None:
     """Let one process come just when the others ask where it is, and leave at once."""
     strategy().run(total)
-    for number in range(12):
+    for number in range(6):
         if rank == who:
             # The others ask 0.2 s after they came.
-            threading.Event().wait(0.2 + number * 0.0005)
+            threading.Event().wait(0.2 + number * 0.001)
         strategy().run(total)
 
 

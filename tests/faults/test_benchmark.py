@@ -1,4 +1,4 @@
-"""The benchmark of faults runs from end to end; what it measures is no test's business."""
+"""The benchmarks of faults run from end to end; what they measure is no test's business."""
 
 from __future__ import annotations
 
@@ -31,3 +31,19 @@ def test_every_fault_is_measured_and_so_is_the_cost_of_the_checks(tmp_path: Path
     assert found["ring", "skips a call"] == ["CollectiveMismatchError"]
     assert found["ring", "late"] == ["CollectiveTimeoutError"]
     assert {row["wire"] for row in written["cost"]} == {"shared", "ring"}
+
+
+def test_what_a_killed_server_loses_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "f.json"
+    done = subprocess.run(
+        [sys.executable, *"-m benchmarks.server_faults --quick --only servers --out".split(), out],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["faults"]
+    assert row["twice"] == 0
+    assert sum(row["lost"]) < row["acknowledged"]

@@ -15,7 +15,7 @@ from tests.faults.jobs import WIRES
 from tests.processes import Outcome, Ranks
 
 # More of them where the environment says so, as before a release.
-RUNS = int(os.environ.get("FAULTS_RUNS", "50"))
+RUNS = int(os.environ.get("FAULTS_RUNS", "20"))
 SEED = int(os.environ.get("FAULTS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 
 GENTLE = ["raise", "interrupt", "pause", "skip", "differ", "late"]

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ KILLABLE = [wire for wire in WIRES if wire != "mpi"]
 
 @contextlib.contextmanager
 def one_job_for_each_victim(wire: str) -> Iterator[list[Ranks]]:
-    with contextlib.ExitStack() as stack:
-        jobs = [stack.enter_context(WIRES[wire]()) for _ in range(SIZES[wire])]
+    size = SIZES[wire]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(size) as pool:
+        starting = [pool.submit(WIRES[wire]) for _ in range(size)]
+        jobs = [stack.enter_context(job.result()) for job in starting]
         for job in jobs:
             job.start(steps.worked, 1)
         for job in jobs:
@@ -80,14 +83,13 @@ def test_a_stopped_rank_is_named_within_the_heartbeat_timeout(
 def test_a_stop_that_is_shorter_than_the_timeout_does_no_harm(wire: str, tmp_path: Path) -> None:
     with WIRES[wire]() as job:
         job.run(steps.worked, 1)
-        for who in range(job.size):
-            job.start(steps.worked, 40)
-            pause = threading.Event()
-            for _ in range(4):
-                job.signal(who, signal.SIGSTOP)
-                pause.wait(HEARTBEAT / 10)
-                job.signal(who, signal.SIGCONT)
-            assert [o.result() for o in job.collect()] == [True] * job.size
+        job.start(steps.worked, 80)
+        pause = threading.Event()
+        for number in range(3 * job.size):
+            job.signal(number % job.size, signal.SIGSTOP)
+            pause.wait(HEARTBEAT / 10)
+            job.signal(number % job.size, signal.SIGCONT)
+        assert [o.result() for o in job.collect()] == [True] * job.size
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -39,6 +39,8 @@ LAYOUTS: dict[str, Callable[[], nd.Strategy]] = {
     "central-on-gpu": lambda: nd.CentralStorageStrategy(TWO, parameter_device="gpu:1"),
     "central-elsewhere": lambda: nd.CentralStorageStrategy(TWICE, parameter_device="gpu:1"),
     "central-for-cpus": lambda: nd.CentralStorageStrategy(["cpu:0", "cpu:1"], "gpu:0"),
+    "served-one": lambda: nd.ParameterServerStrategy(devices=["gpu:0"]),
+    "served-two": lambda: nd.ParameterServerStrategy(devices=TWO),
 }
 ON_ONE_GPU = {
     "mirrored-one",
@@ -46,6 +48,7 @@ ON_ONE_GPU = {
     "mirrored-with-cpu",
     "central-shared",
     "central-for-cpus",
+    "served-one",
 }
 
 

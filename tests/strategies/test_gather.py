@@ -107,7 +107,7 @@ def test_local_results_of_variables(strategy):
     with strategy.scope():
         v = nd.Variable(1.0)
         local = nd.Variable(2.0, synchronization="on_read")
-    central = isinstance(strategy, nd.CentralStorageStrategy)
+    central = isinstance(strategy, nd.CentralStorageStrategy | nd.ParameterServerStrategy)
     assert strategy.local_results(v) == ((1.0,) if central else each(strategy, 1.0))
     assert strategy.local_results(local) == each(strategy, 2.0)
     nest = strategy.local_results({"v": v, "x": parts(strategy, lambda i: i)})

@@ -32,7 +32,7 @@ class Accumulator:
         dtype: of the gradients, once there was one.
         row_shape: of the gradients, or of their rows if `sparse`.
         sparse: whether gradients are rows.
-        total: the sum of dense gradients.
+        total: the sum of dense gradients; while there is none, memory to use again.
         rows: gradients that are rows; their sum is what counts.
     """
 
@@ -78,37 +78,46 @@ class Accumulator:
 
     def add(self, gradient: Gradient) -> None:
         """Add a gradient that was checked."""
-        values = gradient.values
+        values, wide = gradient.values, _wide(gradient.values.dtype)
         self.count += 1
-        wide = values.astype(_wide(values.dtype))  # A copy: the sum is ours to change.
         if isinstance(gradient, Rows):
-            self.rows.append(Rows(gradient.indices.astype(np.int64), wide))
+            self.rows.append(Rows(gradient.indices.astype(np.int64), values.astype(wide)))
             if len(self.rows) >= _ROWS_KEPT:
                 self.rows = [summed(_joined(self.rows))]
-        elif self.total is None:
-            self.total = wide
+        elif self.count > 1 and self.total is not None:
+            self.total += values
+        elif self.total is not None and (self.total.shape, self.total.dtype) == (
+            values.shape,
+            wide,
+        ):
+            np.copyto(self.total, values)
         else:
-            self.total += wide
+            self.total = values.astype(wide)  # A copy: the sum is ours to change.
 
     def take(self) -> Taken:
-        """Return the mean of what is there, and start the next step."""
+        """Return the mean of what is there, which is the taker's, and start the next step."""
+        count, mean = self.count, self.finish()
+        mean.values.flags.writeable = False  # It is remembered, for a call that comes again.
+        self.total = None
+        return Taken(self.step, count, mean)
+
+    def finish(self) -> Gradient:
+        """Return the mean of what is there, valid until the next `add`; start the next step."""
         mean: Gradient
         if self.sparse:
             once = summed(_joined(self.rows))
             mean = Rows(once.indices, self._mean(once.values))
         else:
             mean = Dense(self._mean(self.total))
-        taken = Taken(self.step + 1, self.count, mean)
-        self.step, self.count, self.total, self.rows = self.step + 1, 0, None, []
-        return taken
+        self.step, self.count, self.rows = self.step + 1, 0, []
+        return mean
 
     def _mean(self, total: Array | None) -> Array:
-        if total is None or self.dtype is None:
+        if total is None or self.dtype is None or not self.count:
             raise Refused("mismatch", "the mean of no gradients.")
-        total /= self.count
-        mean = total.astype(self.dtype, copy=False)
-        mean.flags.writeable = False  # It is remembered, for a call that comes again.
-        return mean
+        if self.count > 1:
+            total /= self.count
+        return total.astype(self.dtype, copy=False)
 
 
 def is_float(dtype: np.dtype[np.generic]) -> bool:

@@ -1,24 +1,29 @@
 """`Cell`: an array with a version, that is read and changed without a reader seeing a change.
 
-A read lends the array itself. While somebody holds what was lent, or a view of it, the next change
-is made in a copy; else it is made in place.
+One in memory of this process lends the array itself. While somebody holds what was lent, or a view
+of it, the next change is made in a copy; else it is made in place. One on a shelf lends copies.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import numpy as np
 
+from ndistribute.cluster.shelf import Shelf
+from ndistribute.cluster.shelved import Shelved
 from ndistribute.cluster.tensors import Array
 
-__all__ = ["Cell", "owned"]
+__all__ = ["Cell", "OwnCell", "make_cell", "owned"]
+
+_log = logging.getLogger("ndistribute")
 
 
-class Cell:
-    """Hold a variable.
+class OwnCell:
+    """Hold a variable in memory of this process.
 
-    >>> cell = Cell(owned(np.array([1.0, 2.0])))
+    >>> cell = OwnCell(owned(np.array([1.0, 2.0])))
     >>> before = cell.lend()
     >>> cell.open()[:] = 0
     >>> before, cell.lend()
@@ -58,6 +63,28 @@ class Cell:
         """Hold another array, which nobody else may hold."""
         self.array = array
         self._lent = False
+
+
+Cell = OwnCell | Shelved
+
+
+def make_cell(array: Array, version: int = 1, shelf: Shelf | None = None) -> Cell:
+    """Return a cell that holds a copy of an array.
+
+    Args:
+        array: what it holds.
+        version: its version.
+        shelf: where to put it, if there is one and it has room.
+
+    >>> make_cell(np.ones(2)).array
+    array([1., 1.])
+    """
+    if shelf is not None:
+        try:
+            return shelf.put(array, version)
+        except OSError as error:
+            _log.warning("A variable is not shared with processes of this host: %s", error)
+    return OwnCell(owned(array), version)
 
 
 def owned(array: Array) -> Array:

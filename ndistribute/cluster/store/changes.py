@@ -1,7 +1,7 @@
 """From a change that was asked for to one that can not fail.
 
 `plan` checks everything and allocates what it needs; what it returns only writes. So the changes of
-a closure are planned first, all of them, and none is made unless all can be.
+a transaction are planned first, all of them, and none is made unless all can be.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ndistribute.cluster.replies import Accumulated, Done, Step
+from ndistribute.cluster.replies import Accumulated, Done, Outcome, Step
 from ndistribute.cluster.requests import (
     Accumulate,
     Add,
+    Aggregate,
     Apply,
     Assign,
     Change,
@@ -24,7 +25,8 @@ from ndistribute.cluster.requests import (
     Subtract,
 )
 from ndistribute.cluster.store.accumulator import Accumulator
-from ndistribute.cluster.store.applying import plan_apply
+from ndistribute.cluster.store.aggregation import Aggregation
+from ndistribute.cluster.store.applying import Update
 from ndistribute.cluster.store.cell import Cell, owned
 from ndistribute.cluster.store.limits import Limits
 from ndistribute.cluster.store.refusal import Refused
@@ -32,19 +34,20 @@ from ndistribute.cluster.store.rows import change_rows, check_rows
 from ndistribute.cluster.store.state import State
 from ndistribute.cluster.tensors import Array
 
-__all__ = ["Outcome", "Planned", "plan"]
+__all__ = ["Planned", "plan"]
 
-Outcome = Done | Accumulated | Step
 Planned = Callable[[], Outcome]
 
 _LARGEST_STEP = 1 << 31
+_LAST_STEP = 1 << 62
 
 
-def plan(state: State, change: Change, limits: Limits, pending: State) -> Planned:
+def plan(state: State, series: str, change: Change, limits: Limits, pending: State) -> Planned:
     """Return how to make a change.
 
     Args:
         state: what there is.
+        series: of the transaction's origin.
         change: what is asked for.
         limits: what there may be.
         pending: for what changes planned together make on first use; a new one for each plan.
@@ -60,11 +63,13 @@ def plan(state: State, change: Change, limits: Limits, pending: State) -> Planne
         case Scatter():
             return _plan_scatter(state, change)
         case Apply():
-            return plan_apply(state, change, pending)
+            return _plan_apply(state, change)
+        case Aggregate():
+            return _plan_aggregate(state, series, change, pending)
         case Accumulate():
             return _plan_accumulate(state, change, pending)
         case Enqueue():
-            return _plan_enqueue(state, change, limits)
+            return _plan_enqueue(state, change, limits, pending)
         case IncrementStep():
             return _plan_step(state, change)
 
@@ -75,6 +80,7 @@ def _plan_assign(state: State, change: Assign) -> Planned:
     fresh = owned(change.value) if cell.shared else None
 
     def assign() -> Done:
+        state.begin_writing()
         if fresh is not None:
             cell.replace(fresh)
         else:
@@ -91,6 +97,7 @@ def _plan_sum(state: State, change: Add | Subtract) -> Planned:
     combine = np.add if isinstance(change, Add) else np.subtract
 
     def add() -> Done:
+        state.begin_writing()
         combine(cell.array, change.value, out=cell.array)
         return _changed(cell)
 
@@ -107,10 +114,48 @@ def _plan_scatter(state: State, change: Scatter) -> Planned:
     cell.open()
 
     def scatter() -> Done:
+        state.begin_writing()
         change_rows(cell.array, change.how, change.indices, change.values)
         return _changed(cell)
 
     return scatter
+
+
+def _plan_apply(state: State, change: Apply) -> Planned:
+    update = Update(state, change)
+    update.open()
+    fitted = update.fitted(change.gradients)
+    return lambda: update.make(fitted)
+
+
+def _plan_aggregate(state: State, series: str, change: Aggregate, pending: State) -> Planned:
+    if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
+        raise Refused(
+            "mismatch",
+            f"aggregate {change.name!r} needs a count from 1 and a step from 0, got {change.count} "
+            f"and {change.at_step}.",
+        )
+    asked, at_step = change.apply, change.at_step
+    update = Update(state, asked)
+    held = state.aggregates.get(change.name)
+    if held is None:
+        held = pending.aggregates.setdefault(change.name, Aggregation())
+    aggregate = held
+    aggregate.check(asked.names, asked.gradients, at_step)
+    if aggregate.completes(series, at_step, change.count):
+        update.open()
+
+    def add() -> Accumulated:
+        state.aggregates[change.name] = aggregate
+        taken = aggregate.takes(series, at_step)
+        if taken:
+            complete = aggregate.completes(series, at_step, change.count)
+            aggregate.add(series, asked.names, asked.gradients, at_step)
+            if complete:
+                update.make(update.fitted(aggregate.finish()))
+        return Accumulated(taken, aggregate.step)
+
+    return add
 
 
 def _plan_accumulate(state: State, change: Accumulate, pending: State) -> Planned:
@@ -133,13 +178,15 @@ def _plan_accumulate(state: State, change: Accumulate, pending: State) -> Planne
     return accumulate
 
 
-def _plan_enqueue(state: State, change: Enqueue, limits: Limits) -> Planned:
-    held = len(state.queues.get(change.name, ()))
+def _plan_enqueue(state: State, change: Enqueue, limits: Limits, pending: State) -> Planned:
+    planned = pending.queues.setdefault(change.name, deque())
+    held = len(state.queues.get(change.name, ())) + len(planned)
     if held + len(change.tokens) > limits.tokens:
         raise Refused(
             "full",
             f"queue {change.name!r} holds {held} token(s) and takes {limits.tokens}; dequeue some.",
         )
+    planned.extend(change.tokens)
 
     def enqueue() -> Done:
         state.queues.setdefault(change.name, deque()).extend(change.tokens)

@@ -16,12 +16,10 @@ class Limits:
         replies: how many answers of a series are remembered, or still waited for, before its owner
             must acknowledge some.
         reply_bytes: how many bytes of arrays these may hold, for each series.
-        staged_bytes: how many bytes of arrays all closures together may hold before they commit.
         tokens: how many tokens a queue holds.
     """
 
     series: int = 1 << 16
     replies: int = 1024
     reply_bytes: int = 1 << 28
-    staged_bytes: int = 1 << 30
     tokens: int = 1 << 20

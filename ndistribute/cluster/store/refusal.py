@@ -7,7 +7,7 @@ from ndistribute.cluster.replies import Failure, FailureKind
 __all__ = ["Refused"]
 
 # What nothing came of, and may go otherwise when the same is asked again.
-_PASSING: frozenset[FailureKind] = frozenset({"full", "incomplete"})
+_PASSING: frozenset[FailureKind] = frozenset({"full"})
 
 
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.

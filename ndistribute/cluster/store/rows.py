@@ -11,7 +11,7 @@ from ndistribute.cluster.requests import Rows
 from ndistribute.cluster.store.refusal import Refused
 from ndistribute.cluster.tensors import Array
 
-__all__ = ["change_rows", "check_rows", "dense_of", "summed"]
+__all__ = ["change_rows", "check_indices", "check_rows", "dense_of", "summed"]
 
 _AT: Mapping[str, Callable[..., Any]] = {
     "add": np.add.at,
@@ -23,11 +23,11 @@ _AT: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def check_rows(indices: Array, values: Array, shape: tuple[int, ...], name: str) -> None:
-    """Check that rows fit an array.
+def check_indices(indices: Array, shape: tuple[int, ...], name: str) -> None:
+    """Check that indices are those of rows of an array.
 
     Raises:
-        Refused: they do not.
+        Refused: they are not.
     """
     if not shape or indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise Refused(
@@ -35,17 +35,26 @@ def check_rows(indices: Array, values: Array, shape: tuple[int, ...], name: str)
             f"{name!r} has shape {shape}; rows of it need integer indices of one dimension, got "
             f"{indices.dtype} of shape {indices.shape}.",
         )
-    if values.shape != (len(indices), *shape[1:]):
-        raise Refused(
-            "mismatch",
-            f"{len(indices)} row(s) of {name!r}, which has shape {shape}, need values of shape "
-            f"{(len(indices), *shape[1:])}, got {values.shape}.",
-        )
     if len(indices) and not (indices.min() >= 0 and indices.max() < shape[0]):
         raise Refused(
             "mismatch",
             f"{name!r} has {shape[0]} row(s), so an index must be 0 to {shape[0] - 1}; got "
             f"{indices.min()} to {indices.max()}.",
+        )
+
+
+def check_rows(indices: Array, values: Array, shape: tuple[int, ...], name: str) -> None:
+    """Check that rows fit an array.
+
+    Raises:
+        Refused: they do not.
+    """
+    check_indices(indices, shape, name)
+    if values.shape != (len(indices), *shape[1:]):
+        raise Refused(
+            "mismatch",
+            f"{len(indices)} row(s) of {name!r}, which has shape {shape}, need values of shape "
+            f"{(len(indices), *shape[1:])}, got {values.shape}.",
         )
 
 

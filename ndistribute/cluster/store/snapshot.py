@@ -13,13 +13,14 @@ import numpy as np
 
 from ndistribute.cluster import records
 from ndistribute.cluster.replies import Reply
-from ndistribute.cluster.requests import Change, Rows
+from ndistribute.cluster.requests import Rows
 from ndistribute.cluster.store.accumulator import Accumulator
-from ndistribute.cluster.store.cell import Cell, owned
+from ndistribute.cluster.store.aggregation import Aggregation
+from ndistribute.cluster.store.cell import owned
+from ndistribute.cluster.store.clocks import Clock, Clocks
 from ndistribute.cluster.store.groups import Group, Groups
 from ndistribute.cluster.store.origins import Windows
-from ndistribute.cluster.store.stages import Stages
-from ndistribute.cluster.store.state import OptimizerState, State
+from ndistribute.cluster.store.state import State
 from ndistribute.cluster.tensors import Array, MalformedError
 
 __all__ = ["Parts", "restored", "taken"]
@@ -33,8 +34,8 @@ class Parts:
 
     state: State
     windows: Windows
-    stages: Stages
     groups: Groups
+    clocks: Clocks
     gone: dict[str, None]
 
 
@@ -45,24 +46,6 @@ class VariableRecord:
     name: str
     version: int
     array: Array
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SlotsRecord:
-    """What an optimizer keeps beside a variable."""
-
-    variable: str
-    arrays: tuple[Array, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OptimizerRecord:
-    """An optimizer."""
-
-    name: str
-    rule: str
-    count: int
-    slots: tuple[SlotsRecord, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +60,16 @@ class AccumulatorRecord:
     sparse: bool
     total: Array | None
     rows: tuple[Rows, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AggregateRecord:
+    """An aggregate; its sums are named as their variables, in their order."""
+
+    name: str
+    step: int
+    givers: tuple[str, ...]
+    sums: tuple[AccumulatorRecord, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,25 +98,6 @@ class WindowRecord:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PartRecord:
-    """A change that is kept for a closure."""
-
-    part: int
-    change: Change
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StageRecord:
-    """An attempt at a closure."""
-
-    series: str
-    number: int
-    attempt: int
-    client: str
-    parts: tuple[PartRecord, ...] | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class GroupRecord:
     """A group of clients."""
 
@@ -134,17 +108,36 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ClockRecord:
+    """A member of a group of clocks."""
+
+    client: str
+    said: int
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClocksRecord:
+    """A group of clocks."""
+
+    name: str
+    came: tuple[str, ...]
+    present: tuple[ClockRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StoreRecord:
     """A whole store."""
 
+    total: int
     step: int
     variables: tuple[VariableRecord, ...]
-    optimizers: tuple[OptimizerRecord, ...]
     accumulators: tuple[AccumulatorRecord, ...]
+    aggregates: tuple[AggregateRecord, ...]
     queues: tuple[QueueRecord, ...]
     windows: tuple[WindowRecord, ...]
-    stages: tuple[StageRecord, ...]
     groups: tuple[GroupRecord, ...]
+    clocks: tuple[ClocksRecord, ...]
     gone: tuple[str, ...]
 
 
@@ -152,20 +145,21 @@ def taken(parts: Parts) -> tuple[Any, list[Array]]:
     """Return the state as what JSON can hold and arrays that never change."""
     state = parts.state
     record = StoreRecord(
+        state.total,
         state.step,
         tuple(
             VariableRecord(name, cell.version, cell.lend())
             for name, cell in sorted(state.variables.items())
         ),
-        tuple(_optimizer_record(name, held) for name, held in sorted(state.optimizers.items())),
         tuple(_accumulator_record(name, held) for name, held in sorted(state.accumulators.items())),
+        tuple(_aggregate_record(name, held) for name, held in sorted(state.aggregates.items())),
         tuple(QueueRecord(name, tuple(tokens)) for name, tokens in sorted(state.queues.items())),
         _window_records(parts.windows),
-        _stage_records(parts.stages),
         tuple(
             GroupRecord(name, tuple(sorted(group.members)), group.peak, group.last_to_leave)
             for name, group in sorted(parts.groups.by_name.items())
         ),
+        _clocks_records(parts.clocks),
         tuple(sorted(parts.gone)),
     )
     return records.to_message(record)
@@ -179,18 +173,17 @@ def restored(parts: Parts, head: Any, tensors: list[Array], epoch: int) -> None:
     """
     record: StoreRecord = records.from_message(head, tensors, StoreRecord)
     state = parts.state
-    state.step = record.step
+    state.total, state.step, state.restored = record.total, record.step, True
+    state.began = record.total
     for variable in record.variables:
         version = max(variable.version, epoch << _EPOCH_BITS)
-        state.variables[variable.name] = Cell(owned(variable.array), version)
-    for optimizer in record.optimizers:
-        slots = {
-            each.variable: tuple(Cell(owned(array)) for array in each.arrays)
-            for each in optimizer.slots
-        }
-        state.optimizers[optimizer.name] = OptimizerState(optimizer.rule, optimizer.count, slots)
+        state.create(variable.name, variable.array, version)
     for accumulator in record.accumulators:
         state.accumulators[accumulator.name] = _accumulator(accumulator)
+    for aggregate in record.aggregates:
+        givers = dict.fromkeys(aggregate.givers)
+        sums = {each.name: _accumulator(each) for each in aggregate.sums}
+        state.aggregates[aggregate.name] = Aggregation(aggregate.step, givers, sums)
     state.queues.update({queue.name: deque(queue.tokens) for queue in record.queues})
     for window in record.windows:
         parts.windows.restore(
@@ -198,21 +191,13 @@ def restored(parts: Parts, head: Any, tensors: list[Array], epoch: int) -> None:
             window.acknowledged,
             {answer.number: answer.reply for answer in window.answers},
         )
-    for stage in record.stages:
-        held = None if stage.parts is None else {each.part: each.change for each in stage.parts}
-        parts.stages.restore((stage.series, stage.number), stage.attempt, stage.client, held)
     for group in record.groups:
         members = dict.fromkeys(group.members)
         parts.groups.by_name[group.name] = Group(members, group.peak, group.last_to_leave)
+    for clocks in record.clocks:
+        present = [Clock(clock.client, clock.said, clock.ahead) for clock in clocks.present]
+        parts.clocks.restore(clocks.name, clocks.came, present)
     parts.gone.update(dict.fromkeys(record.gone))
-
-
-def _optimizer_record(name: str, held: OptimizerState) -> OptimizerRecord:
-    slots = tuple(
-        SlotsRecord(variable, tuple(cell.lend() for cell in cells))
-        for variable, cells in sorted(held.slots.items())
-    )
-    return OptimizerRecord(name, held.rule, held.count, slots)
 
 
 def _accumulator_record(name: str, held: Accumulator) -> AccumulatorRecord:
@@ -223,9 +208,14 @@ def _accumulator_record(name: str, held: Accumulator) -> AccumulatorRecord:
         "" if held.dtype is None else held.dtype.name,
         held.row_shape,
         held.sparse,
-        None if held.total is None else held.total.copy(),
+        None if held.total is None or not held.count else held.total.copy(),
         tuple(held.rows),  # Never changed in place.
     )
+
+
+def _aggregate_record(name: str, held: Aggregation) -> AggregateRecord:
+    sums = tuple(_accumulator_record(variable, each) for variable, each in held.sums.items())
+    return AggregateRecord(name, held.step, tuple(sorted(held.givers)), sums)
 
 
 def _accumulator(record: AccumulatorRecord) -> Accumulator:
@@ -255,17 +245,15 @@ def _window_records(windows: Windows) -> tuple[WindowRecord, ...]:
     )
 
 
-def _stage_records(stages: Stages) -> tuple[StageRecord, ...]:
+def _clocks_records(clocks: Clocks) -> tuple[ClocksRecord, ...]:
     return tuple(
-        StageRecord(
-            series,
-            number,
-            attempt,
-            stage.client,
-            None
-            if stage.parts is None
-            else tuple(PartRecord(part, change) for part, change in sorted(stage.parts.items())),
+        ClocksRecord(
+            name,
+            tuple(sorted(group.came)),
+            tuple(
+                ClockRecord(clock.client, clock.said, clock.ahead)
+                for _, clock in sorted(group.present.items())
+            ),
         )
-        for (series, number), attempts in sorted(stages.by_closure.items())
-        for attempt, stage in sorted(attempts.items())
+        for name, group in sorted(clocks.by_name.items())
     )

@@ -10,42 +10,46 @@ from typing import Any
 
 from ndistribute.cluster.replies import (
     Batched,
-    Created,
     Done,
     Plain,
     Reply,
     Step,
-    Value,
+    Total,
 )
 from ndistribute.cluster.requests import (
-    Abandon,
     Accumulate,
     Acknowledge,
+    Aggregate,
     Batch,
     Change,
-    Commit,
     Create,
     Enqueue,
     Join,
     Leave,
+    Locate,
     Read,
+    ReadRows,
     ReadStep,
+    ReadTotal,
     Request,
+    SaveSnapshot,
     Single,
+    Transaction,
     Waiting,
 )
+from ndistribute.cluster.shelf import Shelf
 from ndistribute.cluster.store.answer import Answer
-from ndistribute.cluster.store.cell import Cell, owned
+from ndistribute.cluster.store.clocks import Clocks
 from ndistribute.cluster.store.groups import Groups
 from ndistribute.cluster.store.limits import Limits
 from ndistribute.cluster.store.once import Once
 from ndistribute.cluster.store.origins import Windows
 from ndistribute.cluster.store.refusal import Refused
 from ndistribute.cluster.store.snapshot import Parts, restored, taken
-from ndistribute.cluster.store.stages import Stages
 from ndistribute.cluster.store.state import State
+from ndistribute.cluster.store.variables import create, locate, read, read_rows
 from ndistribute.cluster.store.waiting import Wait, WaitingRoom
-from ndistribute.cluster.tensors import DTYPES, Array
+from ndistribute.cluster.tensors import Array
 
 __all__ = ["Store"]
 
@@ -54,10 +58,11 @@ class Store:
     """Hold variables and what else a server keeps; answer requests one after the other.
 
     Not safe for threads: a transport calls it under one lock, but may encode replies outside of
-    it, since arrays in replies never change. It keeps arrays of requests, so these must not either.
+    it, since arrays in replies never change. Of a request it keeps no array beyond its answer.
 
     Args:
         limits: what clients can make it hold beside variables.
+        shelf: where its variables lie, if other processes read them there.
 
     >>> import numpy as np
     >>> store = Store()
@@ -67,16 +72,34 @@ class Store:
     (Created(new=True, version=1, shape=(2,), dtype='float64'), array([0., 0.]))
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, shelf: Shelf | None = None) -> None:
         self._limits = limits or Limits()
-        self._state = State()
+        self._state = State(shelf)
         self._groups = Groups()
+        self._clocks = Clocks()
         self._windows = Windows(self._limits)
-        self._stages = Stages(self._limits)
         self._gone: dict[str, None] = {}
-        self._room = WaitingRoom(self._state, self._groups)
-        self._once = Once(self._state, self._windows, self._stages, self._limits)
+        self._room = WaitingRoom(self._state, self._groups, self._clocks)
+        self._once = Once(self._state, self._windows, self._limits)
         self._late: list[Answer] = []
+
+    @property
+    def shelf(self) -> Shelf | None:
+        """Return where variables lie that other processes may read."""
+        return self._state.shelf
+
+    @property
+    def total(self) -> int:
+        """Return how many transactions were made, in earlier lives as well."""
+        return self._state.total
+
+    @property
+    def clients(self) -> frozenset[str]:
+        """Return the clients that others may wait for: who does not come back must leave."""
+        members = {client for group in self._groups.by_name.values() for client in group.members}
+        for group in self._clocks.by_name.values():
+            members.update(clock.client for clock in group.present.values())
+        return frozenset(members)
 
     def handle(self, client: str, ticket: int, request: Request) -> list[Answer]:
         """Do what a request asks.
@@ -106,7 +129,12 @@ class Store:
 
     @classmethod
     def restore(
-        cls, head: Any, tensors: list[Array], limits: Limits | None = None, epoch: int = 0
+        cls,
+        head: Any,
+        tensors: list[Array],
+        limits: Limits | None = None,
+        epoch: int = 0,
+        shelf: Shelf | None = None,
     ) -> Store:
         """Return a store in the state of a snapshot.
 
@@ -117,34 +145,41 @@ class Store:
             epoch: a number that rises with every start of a server, for example the seconds since
                 1970. Versions go on far above those of earlier starts, so clients that read what
                 the snapshot does not have read again.
+            shelf: as of a new store.
 
         Raises:
             MalformedError: it is no snapshot.
         """
-        store = cls(limits)
+        store = cls(limits, shelf)
         restored(store._parts(), head, tensors, epoch)
         return store
 
     def _parts(self) -> Parts:
-        return Parts(self._state, self._windows, self._stages, self._groups, self._gone)
+        return Parts(self._state, self._windows, self._groups, self._clocks, self._gone)
 
     def _check_known(self, client: str, request: Request) -> None:
-        """Check that neither a client nor the series of its request has left."""
+        """Check that who asks did not leave, if others count on that.
+
+        A client that was only silent for long may still read, and make the changes of other series:
+        what it did in its own was forgotten.
+        """
         origin = getattr(request, "origin", None)
-        series = origin.series if origin is not None else getattr(request, "series", client)
-        for who in (client, series):
-            if who in self._gone and not isinstance(request, Leave):
-                raise Refused(
-                    "left", f"{who!r} left, or was given up; join again under another name."
-                )
+        series = origin.series if origin is not None else getattr(request, "series", None)
+        who = client if isinstance(request, Join) else series
+        if who in self._gone:
+            raise Refused(
+                "left",
+                f"{who!r} left, or was silent for so long that the others went on without it: "
+                "start it again.",
+            )
 
     def _reply(self, client: str, ticket: int, request: Request) -> Reply | None:
         if isinstance(request, Waiting):
             return self._wait(client, ticket, request)
-        if isinstance(request, Commit):
-            reply, changes = self._once.commit(request, self._room.count(request.origin.series))
-            self._serve(changes)
-            return reply
+        if isinstance(request, SaveSnapshot):
+            raise Refused(
+                "unknown", "this server writes no snapshots: start it with a directory for them."
+            )
         if isinstance(request, Batch):
             return Batched(tuple(self._in_batch(client, single) for single in request.requests))
         return self._single(client, request)
@@ -164,56 +199,39 @@ class Store:
     def _single(self, client: str, request: Single) -> Reply:
         match request:
             case Create():
-                return self._create(request)
+                return create(self._state, request)
             case Read():
-                return self._read(request)
+                return read(self._state, request)
+            case ReadRows():
+                return read_rows(self._state, request)
             case ReadStep():
                 return Step(self._state.step)
-            case Abandon(origin):
-                if self._windows.answer_to(origin) is None:
-                    self._stages.abandon(origin)
+            case ReadTotal():
+                return Total(self._state.total, self._state.began)
+            case Locate(names):
+                return locate(self._state, names)
+            case Transaction():
+                return self._transaction(request)
             case Acknowledge(series, number):
                 self._windows.acknowledge(series, number)
-                self._stages.forget_up_to(series, number)
                 self._answer(self._room.dismiss_up_to(series, number))
             case Join(group):
                 self._groups.join(group, client)
             case Leave(who):
                 self._leave(who)
-            case _ if request.origin.part is not None:
-                return self._once.stage(client, request, request.origin.part)
-            case _:
-                reply = self._once.change(request, self._room.count(request.origin.series))
-                self._serve([request])
-                return reply
         return Done()
 
-    def _create(self, request: Create) -> Created:
-        initial, held = request.initial, self._state.variables.get(request.name)
-        if initial.dtype.name not in DTYPES:
-            raise Refused("mismatch", f"a variable can not have dtype {initial.dtype}.")
-        new = held is None
-        if held is None:
-            held = self._state.variables[request.name] = Cell(owned(initial))
-        array = held.array
-        if (array.shape, array.dtype) != (initial.shape, initial.dtype):
-            raise Refused(
-                "mismatch",
-                f"variable {request.name!r} is here with shape {array.shape} and dtype "
-                f"{array.dtype}; it can not be made with {initial.shape} and {initial.dtype}.",
-            )
-        return Created(new, held.version, array.shape, array.dtype.name)
-
-    def _read(self, request: Read) -> Value:
-        cell = self._state.variable(request.name)
-        newer = request.newer_than is None or cell.version > request.newer_than
-        return Value(cell.version, cell.lend() if newer else None)
+    def _transaction(self, request: Transaction) -> Reply:
+        reply, new = self._once.make(request, self._room.count(request.origin.series))
+        if new:
+            self._serve(request.changes)
+        return reply
 
     def _leave(self, who: str) -> None:
         self._gone[who] = None
         self._windows.close(who)
-        self._stages.leave(who)
         self._groups.leave(who)
+        self._clocks.leave(who)
         self._answer(self._room.dismiss(who))
         self._answer(self._room.serve_all(), final=True)
 
@@ -235,11 +253,13 @@ class Store:
         self._answer(served, final=True)
         return None
 
-    def _serve(self, changes: list[Change]) -> None:
+    def _serve(self, changes: tuple[Change, ...]) -> None:
         """Answer those who waited for what was changed."""
         for change in changes:
             if isinstance(change, Accumulate):
                 self._answer(self._room.serve(("accumulator", change.name)), final=True)
+            elif isinstance(change, Aggregate):
+                self._answer(self._room.serve(("step", change.name)), final=True)
             elif isinstance(change, Enqueue):
                 self._answer(self._room.serve(("queue", change.name)), final=True)
 

@@ -1,6 +1,7 @@
 """`WaitingRoom`: requests that are answered later: at a barrier, for a gradient, for a token.
 
-Each place (a barrier, an accumulator, a queue) has its own line, served first come, first served.
+Each place (a barrier, an accumulator, a queue, a step, a clock) has its own line. Who takes what
+others want is served first come, first served; who only waits for something to be so, as it is.
 """
 
 from __future__ import annotations
@@ -8,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ndistribute.cluster.replies import Failure, Released, Reply, Token
-from ndistribute.cluster.requests import Barrier, Dequeue, TakeGradient, Waiting
+from ndistribute.cluster.replies import Failure, Released, Reply, Step, Token
+from ndistribute.cluster.requests import (
+    AwaitClock,
+    AwaitStep,
+    Barrier,
+    Dequeue,
+    TakeGradient,
+    Waiting,
+)
+from ndistribute.cluster.store.clocks import Clocks
 from ndistribute.cluster.store.groups import Groups
 from ndistribute.cluster.store.refusal import Refused
 from ndistribute.cluster.store.state import State
@@ -30,15 +39,17 @@ class Wait:
 
 
 Served = tuple[Wait, Reply]
+_Line = dict[tuple[str, int], Wait]
 
 
 class WaitingRoom:
     """Hold what waits, by place."""
 
-    def __init__(self, state: State, groups: Groups) -> None:
+    def __init__(self, state: State, groups: Groups, clocks: Clocks) -> None:
         self._state = state
         self._groups = groups
-        self._lines: dict[Place, dict[tuple[str, int], Wait]] = {}
+        self._clocks = clocks
+        self._lines: dict[Place, _Line] = {}
         self._counts: dict[str, int] = {}
 
     def count(self, series: str) -> int:
@@ -64,14 +75,14 @@ class WaitingRoom:
         """
         place = place_of(request)
         line = self._lines.get(place, {})
-        needed = 1 if isinstance(request, Dequeue) else request.count
-        if needed < 1:
-            raise Refused("mismatch", f"{place[0]} {place[1]!r} can not wait for {needed}.")
+        self._check(place, request)
         served: list[Served] = []
-        if isinstance(request, Barrier):
+        if isinstance(request, Barrier | AwaitClock):
             served = self._meet(line, request, client, ticket)
             if served and served[0][0].ticket == ticket and served[0][0].client == client:
                 return served
+        if isinstance(request, AwaitClock):
+            self._clocks.arrive(client, request)
         self._lines.setdefault(place, line)[_key(request)] = Wait(client, ticket, request)
         self._tally(request, 1)
         return served + self.serve(place)
@@ -81,26 +92,12 @@ class WaitingRoom:
         line = self._lines.get(place)
         if line is None:
             return []
-        served: list[Served] = []
-        if place[0] == "barrier":
-            served = self._release(line)
-        while line and place[0] != "barrier":
-            first = next(iter(line.values()))
-            reply = self._next(first.request)
-            if reply is None:
-                break
-            served.append((first, reply))
-            del line[_key(first.request)]
-        for key, wait in list(line.items()):
-            missing = self._groups.what_is_missing(wait.request.quorum)
-            if missing is not None:
-                served.append((wait, Failure("left", missing)))
-                del line[key]
+        answers = [(line.pop(key), reply) for key, reply in self._ready(line).items()]
         if not line:
             del self._lines[place]
-        for wait, _ in served:
+        for wait, _ in answers:
             self._tally(wait.request, -1)
-        return served
+        return answers
 
     def serve_all(self) -> list[Served]:
         """Return all requests that can be answered now."""
@@ -133,16 +130,24 @@ class WaitingRoom:
                 del self._lines[place]
         return served
 
+    def _check(self, place: Place, request: Waiting) -> None:
+        """Check that what a request waits for can come."""
+        if isinstance(request, AwaitStep):
+            if request.name not in self._state.aggregates and not self._state.restored:
+                raise Refused("unknown", f"nobody gave anything to aggregate {request.name!r} yet.")
+        elif not isinstance(request, Dequeue) and request.count < 1:
+            raise Refused("mismatch", f"{place[0]} {place[1]!r} can not wait for {request.count}.")
+
     def _meet(
-        self, line: dict[tuple[str, int], Wait], request: Barrier, client: str, ticket: int
+        self, line: _Line, request: Barrier | AwaitClock, client: str, ticket: int
     ) -> list[Served]:
-        """Let a series stand at a barrier once, with its highest number."""
+        """Let a series stand at a barrier or clock once, with its highest number."""
         for wait in line.values():
-            if isinstance(wait.request, Barrier) and wait.request.count != request.count:
+            if not isinstance(wait.request, type(request)) or wait.request.count != request.count:
                 raise Refused(
                     "mismatch",
-                    f"{wait.client!r} waits at barrier {request.name!r} for {wait.request.count}, "
-                    f"{client!r} for {request.count}; all must say the same.",
+                    f"{client!r} waits at {request.name!r} for {request.count}, {wait.client!r} "
+                    "for another number; all must say the same.",
                 )
         series, number = _key(request)
         for key, wait in list(line.items()):
@@ -154,23 +159,53 @@ class WaitingRoom:
                 return [(wait, _SUPERSEDED)]
         return []
 
-    def _release(self, line: dict[tuple[str, int], Wait]) -> list[Served]:
-        waits = list(line.values())
-        request = waits[0].request if waits else None
-        if not isinstance(request, Barrier) or len(waits) < request.count:
-            return []
-        line.clear()
-        return [(wait, Released(len(waits))) for wait in waits]
+    def _ready(self, line: _Line) -> dict[tuple[str, int], Reply]:
+        """Return what those of a line get who wait no longer."""
+        ready: dict[tuple[str, int], Reply] = {}
+        blocked = False
+        for key, wait in line.items():
+            reply = None if blocked else self._next(wait, len(line))
+            missing = self._missing(wait.request) if reply is None else None
+            if missing is not None:
+                reply = Failure("left", missing)
+            if reply is not None:
+                ready[key] = reply
+            elif isinstance(wait.request, TakeGradient | Dequeue):
+                blocked = True  # Nobody takes what an earlier one waits for.
+        return ready
 
-    def _next(self, request: Waiting) -> Reply | None:
-        """Return what the first of a line gets, None if it is not there yet."""
-        if isinstance(request, Dequeue):
-            queue = self._state.queues.get(request.name)
-            return Token(queue.popleft()) if queue else None
-        accumulator = self._state.accumulators.get(request.name)
-        if accumulator is None or isinstance(request, Barrier) or accumulator.count < request.count:
+    def _next(self, wait: Wait, waiting: int) -> Reply | None:
+        """Return what a request gets, None if it is not there yet."""
+        request = wait.request
+        match request:
+            case Barrier():
+                return Released(waiting) if waiting >= request.count else None
+            case Dequeue():
+                queue = self._state.queues.get(request.name)
+                return Token(queue.popleft()) if queue else None
+            case TakeGradient():
+                held = self._state.accumulators.get(request.name)
+                return held.take() if held is not None and held.count >= request.count else None
+            case AwaitStep():
+                return self._step(request)
+            case AwaitClock():
+                count = self._clocks.reached(wait.client, request)
+                return Released(count) if count is not None else None
+
+    def _step(self, request: AwaitStep) -> Step | None:
+        held = self._state.aggregates.get(request.name)
+        step = held.step if held is not None else 0
+        if step >= request.step:
+            return Step(step)
+        gave = held is not None and request.origin.series in held.givers
+        if self._state.restored and not (gave and request.step == step + 1):
+            return Step(step)  # What it gave for that step went with an earlier life: see there.
+        return None
+
+    def _missing(self, request: Waiting) -> str | None:
+        if isinstance(request, AwaitClock):
             return None
-        return accumulator.take()
+        return self._groups.what_is_missing(request.quorum)
 
     def _tally(self, request: Waiting, by: int) -> None:
         series = request.origin.series
@@ -188,6 +223,10 @@ def place_of(request: Waiting) -> Place:
             return "accumulator", request.name
         case Dequeue():
             return "queue", request.name
+        case AwaitStep():
+            return "step", request.name
+        case AwaitClock():
+            return "clock", request.name
 
 
 def _key(request: Waiting) -> tuple[str, int]:

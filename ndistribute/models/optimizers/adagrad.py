@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ndistribute import update_rules
-from ndistribute.device import Array
 from ndistribute.models.optimizers.optimizer import LearningRate, Optimizer
 
 __all__ = ["Adagrad"]
@@ -22,6 +20,7 @@ class Adagrad(Optimizer):
         initial_accumulator_value: where the sum of squares starts, 0 or more.
         epsilon: added to the sum before the root.
         clipping: `clipnorm`, `global_clipnorm` or `clipvalue`, see `Optimizer`.
+        name: see `Optimizer`.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])
@@ -42,6 +41,7 @@ class Adagrad(Optimizer):
         clipnorm: float | None = None,
         global_clipnorm: float | None = None,
         clipvalue: float | None = None,
+        name: str | None = None,
     ) -> None:
         self.rule = update_rules.Adagrad(initial_accumulator_value, epsilon)
         super().__init__(
@@ -49,12 +49,5 @@ class Adagrad(Optimizer):
             clipnorm=clipnorm,
             global_clipnorm=global_clipnorm,
             clipvalue=clipvalue,
+            name=name,
         )
-
-    def initial_slot(self, name: str) -> float:
-        """Return where the sum of squares starts."""
-        return self.rule.initial_slot(name)
-
-    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
-        """Step down the scaled gradient, in place."""
-        self.rule.update(variable, gradient, slots, rates)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ndistribute import update_rules
-from ndistribute.device import Array
 from ndistribute.models.optimizers.optimizer import LearningRate, Optimizer
 
 __all__ = ["Adam"]
@@ -24,6 +22,7 @@ class Adam(Optimizer):
         beta_2: how slowly the mean of squares moves, in ``[0, 1)``.
         epsilon: added to the root.
         clipping: `clipnorm`, `global_clipnorm` or `clipvalue`, see `Optimizer`.
+        name: see `Optimizer`.
 
     Raises:
         ValueError: a beta is out of range.
@@ -47,6 +46,7 @@ class Adam(Optimizer):
         clipnorm: float | None = None,
         global_clipnorm: float | None = None,
         clipvalue: float | None = None,
+        name: str | None = None,
     ) -> None:
         self.rule = update_rules.Adam(beta_1, beta_2, epsilon)
         super().__init__(
@@ -54,12 +54,5 @@ class Adam(Optimizer):
             clipnorm=clipnorm,
             global_clipnorm=global_clipnorm,
             clipvalue=clipvalue,
+            name=name,
         )
-
-    def rates(self, step: int, learning_rate: float) -> float:
-        """Return the learning rate with the correction for means that started at zero."""
-        return self.rule.rate(step, learning_rate)
-
-    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
-        """Step by the mean gradient over its root mean square, in place."""
-        self.rule.update(variable, gradient, slots, rates)

@@ -8,38 +8,25 @@ gradients are final, and every copy is updated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ndistribute import context
-from ndistribute.collective.buckets import blocks
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.device import Array, copy_to, device_of, is_gpu_array
+from ndistribute.device import Array, copy_to, device_of
+from ndistribute.models.optimizers import on_servers, ranges
 from ndistribute.models.optimizers.clipping import Clipping
 from ndistribute.models.optimizers.early import EarlyGradients
+from ndistribute.models.optimizers.naming import unique_name
 from ndistribute.models.optimizers.pairs import checked_pairs, opened_arrays, trainable_kind
 from ndistribute.stream import working_on, write_to
+from ndistribute.update_rules import Rule
 from ndistribute.variables.variable import Variable
 
 __all__ = ["Optimizer"]
 
 LearningRate = float | Callable[[int], float]
-
-# A block of the gradient, the variable and two slots fit a core's second-level cache.
-BLOCK_ELEMENTS = 32 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Targets:
-    """What an update may write to, opened once for all replicas.
-
-    `arrays[i][home]` are variable number i and its slots in one memory space.
-    """
-
-    arrays: list[list[tuple[Array, ...]]]
-    rates: Any
 
 
 class Optimizer:
@@ -50,11 +37,15 @@ class Optimizer:
         clipnorm: each gradient, summed over replicas, is scaled down to at most this norm.
         global_clipnorm: all gradients together are scaled down to at most this norm.
         clipvalue: each element is cut to ``[-clipvalue, clipvalue]``.
+        name: under which parameter servers know it, the same on all workers; None: the class in
+            lower case, and a number from the second one on.
 
     Raises:
         ValueError: a number is not above 0, or more than one clipping is asked for.
     """
 
+    rule: Rule | None = None
+    """The arithmetic, where it is one that parameter servers know; else `update` does it."""
     slot_names: ClassVar[tuple[str, ...]] = ()
     rows_alone: ClassVar[bool] = False
     """Whether a row without gradient stays as it is, so that sparse updates touch few rows."""
@@ -66,19 +57,22 @@ class Optimizer:
         clipnorm: float | None = None,
         global_clipnorm: float | None = None,
         clipvalue: float | None = None,
+        name: str | None = None,
     ) -> None:
         if not callable(learning_rate) and not learning_rate >= 0:
             raise ValueError(f"learning_rate must be 0 or more, got {learning_rate}.")
         self.learning_rate = learning_rate
+        self.name = unique_name(type(self).__name__.lower()) if name is None else name
         self._clipping = Clipping(clipnorm, global_clipnorm, clipvalue)
         self._slots: dict[int, tuple[Variable, ...]] = {}
         self._variables: list[Variable] = []
         self._iterations: Variable | None = None
         self._early = EarlyGradients()
+        self._served_by = on_servers.serving_strategy()
 
     def initial_slot(self, name: str) -> float:
         """Return the value with which a slot starts."""
-        return 0.0
+        return 0.0 if self.rule is None else self.rule.initial_slot(name)
 
     def rates(self, step: int, learning_rate: float) -> Any:
         """Return the numbers that an update needs, computed once a step.
@@ -87,15 +81,19 @@ class Optimizer:
             step: the number of this step, from 1.
             learning_rate: in this step.
         """
-        return learning_rate
+        return learning_rate if self.rule is None else self.rule.rate(step, learning_rate)
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
         """Change a range of a variable and of its slots in place; `gradient` may be changed."""
-        raise NotImplementedError(f"{type(self).__name__} defines no update.")
+        if self.rule is None:
+            raise NotImplementedError(f"{type(self).__name__} defines no update.")
+        self.rule.update(variable, gradient, slots, rates)
 
     @property
     def iterations(self) -> int:
-        """Return how many steps were applied."""
+        """Return how many steps were applied, on parameter servers those of all workers."""
+        if self._iterations is None and self._served_by is not None:
+            self._iterations = on_servers.counter_of(self._served_by, self.name)
         return 0 if self._iterations is None else int(self._iterations)
 
     @property
@@ -119,9 +117,13 @@ class Optimizer:
         Raises:
             ValueError: no variable has a gradient, or a shape or dtype does not fit; nothing has
                 changed then.
+            TypeError: the variables are on parameter servers, which know no such optimizer.
         """
         pairs = checked_pairs(grads_and_vars)
         variables = [variable for _, variable in pairs]
+        if on_servers.are_on_servers(variables):
+            self._push(variables, [gradient for gradient, _ in pairs], skip_gradients_aggregation)
+            return
         gradients = [self._dense_if_needed(gradient) for gradient, _ in pairs]
         replica = variables[0].replica("update")
         self._build(variables, replica)
@@ -151,6 +153,25 @@ class Optimizer:
             return
         gradients, summed = self._early.compute(loss, var_list, tape, replica.communicator)
         self.apply_gradients(zip(gradients, var_list, strict=True), summed)
+
+    def _push(self, variables: Sequence[Any], gradients: Sequence[Any], summed: bool) -> None:
+        """Let the servers update the variables by the gradients of this process's replicas."""
+        rule = on_servers.rule_for_servers(self, Optimizer)
+        replica = variables[0].replica("update")
+        if replica is not None and not summed:
+            gradients = replica.all_reduce("sum", list(gradients))
+
+        def update(gradients: Sequence[Any]) -> None:
+            pairs = list(zip(variables, self._clipping.apply(gradients), strict=True))
+            known = on_servers.Kept(self._variables, self._slots, self._iterations)
+            self._iterations = on_servers.update_on_servers(
+                self.name, rule, pairs, known, self.learning_rate
+            )
+
+        if replica is None:
+            update(gradients)
+        else:
+            replica.communicator.merge("apply_gradients", gradients, lambda all_: update(all_[0]))
 
     def _dense_if_needed(self, gradient: Any) -> Any:
         if self.rows_alone or not isinstance(gradient, IndexedSlices):
@@ -186,7 +207,7 @@ class Optimizer:
                     for name in self.slot_names
                 )
 
-    def _open(self, variables: Sequence[Variable]) -> _Targets:
+    def _open(self, variables: Sequence[Variable]) -> ranges.Targets:
         """Count the step and open everything it writes; runs once for all replicas."""
         step = self.iterations + 1
         for counter in opened_arrays(self._iterations):
@@ -196,7 +217,7 @@ class Optimizer:
         for variable in variables:
             columns = [opened_arrays(v) for v in (variable, *self._slots[id(variable)])]
             opened.append(list(zip(*columns, strict=True)))
-        return _Targets(opened, self.rates(step, float(rate)))
+        return ranges.Targets(opened, self.rates(step, float(rate)))
 
     def _update_all(self, variables: Sequence[Variable], gradients: Sequence[Any]) -> None:
         """Update every copy with gradients that are final."""
@@ -206,9 +227,13 @@ class Optimizer:
                 device = device_of(arrays[0])
                 with working_on(device):
                     if isinstance(gradient, IndexedSlices):
-                        self._update_rows(arrays, gradient.on(device).summed(), targets.rates)
+                        ranges.update_rows(
+                            self.update, arrays, gradient.on(device).summed(), targets.rates
+                        )
                     else:
-                        self._update_whole(arrays, copy_to(gradient, device), targets.rates)
+                        ranges.update_whole(
+                            self.update, arrays, copy_to(gradient, device), targets.rates
+                        )
 
     def _update_owned(
         self,
@@ -227,14 +252,16 @@ class Optimizer:
         if joined and not aggregated:
             joined = communicator.all_reduce("sum", joined)
 
-        def update(targets: _Targets, leaf: int, start: int, stop: int, total: Array) -> None:
+        def update(targets: ranges.Targets, leaf: int, start: int, stop: int, total: Array) -> None:
             index = dense[leaf]
             arrays = targets.arrays[index][homes[index]]
             if aggregated:
-                total = _block_of(gradients[index], start, stop, total)
+                total = ranges.block_of(gradients[index], start, stop, total)
             device = device_of(arrays[0])
             with working_on(device):
-                self._update_range(arrays, start, stop, copy_to(total, device), targets.rates)
+                ranges.update_range(
+                    self.update, arrays, start, stop, copy_to(total, device), targets.rates
+                )
 
         # Gradients that are summed already still meet, but only the owner's own are used.
         targets = communicator.reduce_update(
@@ -250,32 +277,17 @@ class Optimizer:
             once = rows.summed()
             part = communicator.owned_part(len(once.indices))
             mine = IndexedSlices(once.values[part], once.indices[part], once.dense_shape)
-            self._update_rows(targets.arrays[index][homes[index]], mine, targets.rates)
+            ranges.update_rows(
+                self.update, targets.arrays[index][homes[index]], mine, targets.rates
+            )
         communicator.merge("apply_gradients", None, lambda _: None)
 
-    def _update_whole(self, arrays: tuple[Array, ...], gradient: Array, rates: Any) -> None:
-        flat = gradient.reshape(-1)
-        size = flat.size if is_gpu_array(flat) else BLOCK_ELEMENTS
-        for start, stop in blocks(0, flat.size, max(1, size)):
-            self._update_range(arrays, start, stop, flat[start:stop].copy(), rates)
+    def __getstate__(self) -> dict[str, Any]:
+        slots = [self._slots[id(variable)] for variable in self._variables]
+        return {**vars(self), "_slots": slots, "_early": None}
 
-    def _update_range(
-        self, arrays: tuple[Array, ...], start: int, stop: int, gradient: Array, rates: Any
-    ) -> None:
-        variable, *slots = (array.reshape(-1)[start:stop] for array in arrays)
-        self.update(variable, gradient.astype(variable.dtype, copy=False), slots, rates)
-
-    def _update_rows(self, arrays: tuple[Array, ...], rows: IndexedSlices, rates: Any) -> None:
-        device = device_of(arrays[0])
-        with working_on(device):
-            rows = rows.on(device)
-            taken = [array[rows.indices] for array in arrays]
-            values = rows.values.astype(taken[0].dtype)
-            self.update(taken[0], values, taken[1:], rates)
-            for array, part in zip(arrays, taken, strict=True):
-                array[rows.indices] = part
-
-
-def _block_of(gradient: Array, start: int, stop: int, like: Array) -> Array:
-    write_to(like, gradient.reshape(-1)[start:stop])
-    return like
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        known = zip(self._variables, state["_slots"], strict=True)
+        self._slots = {id(variable): slots for variable, slots in known}
+        self._early = EarlyGradients()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from ndistribute import update_rules
-from ndistribute.device import Array
 from ndistribute.models.optimizers.optimizer import LearningRate, Optimizer
 
 __all__ = ["SGD"]
@@ -24,6 +20,7 @@ class SGD(Optimizer):
         momentum: in ``[0, 1]``; 0 keeps no velocity.
         nesterov: whether to look ahead; needs momentum.
         clipping: `clipnorm`, `global_clipnorm` or `clipvalue`, see `Optimizer`.
+        name: see `Optimizer`.
 
     Raises:
         ValueError: momentum is out of range, or nesterov goes without it.
@@ -44,6 +41,7 @@ class SGD(Optimizer):
         clipnorm: float | None = None,
         global_clipnorm: float | None = None,
         clipvalue: float | None = None,
+        name: str | None = None,
     ) -> None:
         self.rule = update_rules.Sgd(momentum, nesterov)
         super().__init__(
@@ -51,10 +49,7 @@ class SGD(Optimizer):
             clipnorm=clipnorm,
             global_clipnorm=global_clipnorm,
             clipvalue=clipvalue,
+            name=name,
         )
         self.slot_names = self.rule.slot_names  # type: ignore[misc]
         self.rows_alone = self.rule.rows_alone  # type: ignore[misc]
-
-    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
-        """Step down the gradient, in place."""
-        self.rule.update(variable, gradient, slots, rates)

@@ -6,7 +6,8 @@ import json
 
 import numpy as np
 
-from ndistribute.cluster.requests import Origin, Read
+from ndistribute.cluster.replies import Changed
+from ndistribute.cluster.requests import Apply, Create, Origin, Read, Transaction
 from ndistribute.cluster.store import Store
 
 
@@ -19,8 +20,15 @@ class Calls:
         self._ticket = 0
 
     def ask(self, client, request):
-        """Return the answer, None if the call waits."""
-        return self.answers.get(self.send(client, request))
+        """Return the answer, None if the call waits; of a single change its outcome."""
+        reply = self.answers.get(self.send(client, request))
+        single = isinstance(reply, Changed) and len(reply.outcomes) == 1
+        return reply.outcomes[0] if single else reply
+
+    def create(self, **values):
+        """Make variables."""
+        for name, value in values.items():
+            self.ask("chief", Create(name, value))
 
     def send(self, client, request):
         """Return the key under which the answer is, or will be."""
@@ -40,6 +48,16 @@ def content(store):
     """Return all that a store holds as something that can be compared."""
     head, tensors = store.snapshot()
     return json.dumps(head), [(t.shape, t.dtype, t.tobytes()) for t in tensors]
+
+
+def one(origin, *changes):
+    """Return a transaction."""
+    return Transaction(origin, changes)
+
+
+def apply(rule, name, gradient, rate=0.1, slots=(), **hyperparameters):
+    """Return the step of an optimizer, counted by the variable ``n``, over one variable."""
+    return Apply((name,), (gradient,), (slots,), "n", rule, rate, hyperparameters)
 
 
 def origins(series):

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from ndistribute.cluster.replies import Done, Failure, Step, Token
 from ndistribute.cluster.requests import (
-    Abandon,
     Accumulate,
     Acknowledge,
     Add,
-    Apply,
+    Aggregate,
     Assign,
+    AwaitClock,
+    AwaitStep,
     Barrier,
-    Commit,
     Create,
     Dense,
     Dequeue,
@@ -27,27 +27,26 @@ from ndistribute.cluster.requests import (
     TakeGradient,
 )
 from ndistribute.cluster.store import Limits, Store
-from tests.cluster.store.calls import Calls, content, origins, rows
+from tests.cluster.store.calls import Calls, apply, content, one, origins, rows
 
 
 def setting():
     """Return a store with variables."""
     calls = Calls()
-    calls.ask("chief", Create("v", np.zeros(3)))
-    calls.ask("chief", Create("w", np.zeros(())))
+    calls.create(v=np.zeros(3), w=np.zeros(()), m=np.zeros(()), s=np.zeros(()), n=np.array(0))
     return calls
 
 
 def test_a_repeated_change_gets_the_first_ones_answer():
     calls = setting()
-    add = Add(Origin("a", 1), "w", np.array(1.0))
+    add = one(Origin("a", 1), Add("w", np.array(1.0)))
     assert calls.ask("a", add) == calls.ask("a", add) == calls.ask("b", add) == Done((2,))
     assert calls.value("w") == 1
 
 
 def test_a_change_that_was_refused_stays_refused():
     calls = Calls()
-    add = Add(Origin("a", 1), "v", np.array(1.0))
+    add = one(Origin("a", 1), Add("v", np.array(1.0)))
     first = calls.ask("a", add)
     calls.ask("a", Create("v", np.zeros(())))
     assert calls.ask("a", add) == first
@@ -56,7 +55,7 @@ def test_a_change_that_was_refused_stays_refused():
 
 def test_a_change_that_comes_after_its_acknowledgement_is_not_made():
     calls = setting()
-    add = Add(Origin("a", 1), "w", np.array(1.0))
+    add = one(Origin("a", 1), Add("w", np.array(1.0)))
     calls.ask("a", add)
     calls.ask("a", Acknowledge("a", 1))
     assert calls.ask("a", add).kind == "acknowledged"
@@ -66,28 +65,28 @@ def test_a_change_that_comes_after_its_acknowledgement_is_not_made():
 def test_numbers_may_come_in_any_order():
     calls = setting()
     for number in (3, 1, 2, 3, 1):
-        calls.ask("a", IncrementStep(Origin("a", number)))
-    assert calls.ask("a", IncrementStep(Origin("a", 4))) == Step(4)
+        calls.ask("a", one(Origin("a", number), IncrementStep()))
+    assert calls.ask("a", one(Origin("a", 4), IncrementStep())) == Step(4)
 
 
 def test_a_number_starts_from_one():
-    assert setting().ask("a", IncrementStep(Origin("a", 0))).kind == "mismatch"
+    assert setting().ask("a", one(Origin("a", 0), IncrementStep())).kind == "mismatch"
 
 
 def test_a_client_that_never_acknowledges_is_stopped_until_it_does():
     calls = Calls(Store(Limits(replies=5)))
     for number in range(1, 6):
-        assert isinstance(calls.ask("a", IncrementStep(Origin("a", number))), Step)
-    late = IncrementStep(Origin("a", 6))
+        assert isinstance(calls.ask("a", one(Origin("a", number), IncrementStep())), Step)
+    late = one(Origin("a", 6), IncrementStep())
     assert calls.ask("a", late).kind == "full"
-    assert calls.ask("b", IncrementStep(Origin("b", 1))) == Step(6)
+    assert calls.ask("b", one(Origin("b", 1), IncrementStep())) == Step(6)
     calls.ask("a", Acknowledge("a", 3))
     assert calls.ask("a", late) == Step(7)
 
 
 def test_there_is_an_end_to_the_series_that_a_server_knows():
     calls = Calls(Store(Limits(series=2)))
-    replies = [calls.ask(name, IncrementStep(Origin(name, 1))) for name in "abc"]
+    replies = [calls.ask(name, one(Origin(name, 1), IncrementStep())) for name in "abc"]
     assert [getattr(reply, "kind", "done") for reply in replies] == ["done", "done", "full"]
     assert calls.ask("c", Acknowledge("c", 1)).kind == "full"
 
@@ -96,81 +95,58 @@ def test_large_answers_count_as_well():
     calls = Calls(Store(Limits(reply_bytes=1000)))
     origin = origins("a")
     for step in range(2):
-        calls.ask("a", Accumulate(next(origin), "g", Dense(np.ones(100)), step))
+        calls.ask("a", one(next(origin), Accumulate("g", Dense(np.ones(100)), step)))
         calls.ask("b", TakeGradient(Origin("b", step + 1), "g", 1))
     assert calls.ask("b", TakeGradient(Origin("b", 3), "g", 1)).kind == "full"
 
 
-def program(client, draw):
-    """Return what a client asks, in batches whose order within does not matter to it."""
+def program(client, draw, without=()):
+    """Return what a client asks."""
     number = draw(st.integers(1, 3))
-    kinds = draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=6))
-    batches = []
-    for kind in kinds:
-        batches += KINDS[kind](client, number)
+    kinds = st.sampled_from(sorted(KINDS.keys() - set(without)))
+    requests = []
+    for kind in draw(st.lists(kinds, min_size=1, max_size=6)):
+        requests.append(KINDS[kind](client, number))
         number += draw(st.integers(1, 2))
-    return batches
+    return requests
 
 
 def _increment(client, number):
     return np.full(3, float(ord(client) * 1000 + number))
 
 
-def _closure(client, number, attempt=0):
-    def at(part):
-        return Origin(client, number, part, attempt)
-
-    parts = [
-        Add(at(0), "v", _increment(client, number)),
-        Enqueue(at(1), "q", (number,)),
-        Accumulate(at(2), "g", Dense(_increment(client, number)), 1),
-    ]
-    return [parts, [Commit(Origin(client, number, None, attempt), 3)]]
+def _adam(number):
+    return apply("adam", "w", Dense(np.array(0.5 + number)), slots=("m", "s"))
 
 
-def _failed_closure(client, number):
-    bad = Add(Origin(client, number, 1), "v", np.zeros(7))
+def _several(client, number):
     return [
-        [Add(Origin(client, number, 0), "v", _increment(client, number)), bad],
-        [Commit(Origin(client, number), 2)],
+        Add("v", _increment(client, number)),
+        Enqueue("q", (number,)),
+        Accumulate("g", Dense(_increment(client, number)), 1),
     ]
-
-
-def _abandoned_closure(client, number):
-    parts, _ = _closure(client, number)
-    again = _closure(client, number, attempt=1)
-    return [parts, [Abandon(Origin(client, number))], *again]
 
 
 KINDS = {
-    "add": lambda c, n: [[Add(Origin(c, n), "v", _increment(c, n))]],
-    "refused": lambda c, n: [[Add(Origin(c, n), "none", _increment(c, n))]],
-    "assign": lambda c, n: [[Assign(Origin(c, n), "w", np.array(float(n)))]],
-    "scatter": lambda c, n: [[Scatter(Origin(c, n), "v", "add", rows(n % 3), np.ones(1))]],
-    "adam": lambda c, n: [
-        [Apply(Origin(c, n), "adam", "adam", 0.1, ("w",), (Dense(np.array(0.5 + n)),))]
-    ],
-    "step": lambda c, n: [[IncrementStep(Origin(c, n), n)]],
-    "tokens": lambda c, n: [[Enqueue(Origin(c, n), "q", (n, n + 1))]],
-    "token": lambda c, n: [[Dequeue(Origin(c, n), "q")]],
-    "gradient": lambda c, n: [
-        [Accumulate(Origin(c, n), "g", Dense(_increment(c, n)), n % 2, n % 3)]
-    ],
-    "mean": lambda c, n: [[TakeGradient(Origin(c, n), "g", 2)]],
-    "barrier": lambda c, n: [[Barrier(Origin(c, n), "b", 2)]],
-    "closure": _closure,
-    "failed closure": _failed_closure,
-    "abandoned closure": _abandoned_closure,
+    "add": lambda c, n: one(Origin(c, n), Add("v", _increment(c, n))),
+    "refused": lambda c, n: one(Origin(c, n), Add("none", _increment(c, n))),
+    "assign": lambda c, n: one(Origin(c, n), Assign("w", np.array(float(n)))),
+    "scatter": lambda c, n: one(Origin(c, n), Scatter("v", "add", rows(n % 3), np.ones(1))),
+    "adam": lambda c, n: one(Origin(c, n), _adam(n)),
+    "aggregate": lambda c, n: one(Origin(c, n), Aggregate("t", n % 3, 2, _adam(n))),
+    "step": lambda c, n: one(Origin(c, n), IncrementStep(n)),
+    "tokens": lambda c, n: one(Origin(c, n), Enqueue("q", (n, n + 1))),
+    "token": lambda c, n: Dequeue(Origin(c, n), "q"),
+    "gradient": lambda c, n: one(
+        Origin(c, n), Accumulate("g", Dense(_increment(c, n)), n % 2, n % 3)
+    ),
+    "mean": lambda c, n: TakeGradient(Origin(c, n), "g", 2),
+    "barrier": lambda c, n: Barrier(Origin(c, n), "b", 2),
+    "step wait": lambda c, n: AwaitStep(Origin(c, n), "t", n % 4),
+    "clock": lambda c, n: AwaitClock(Origin(c, n), "t", n, n % 2, 2),
+    "several": lambda c, n: one(Origin(c, n), *_several(c, n)),
+    "several refused": lambda c, n: one(Origin(c, n), *_several(c, n), Add("v", np.ones(7))),
 }
-
-
-def _next_of(pending, draw):
-    """Take a request of the first batch of a client's program."""
-    batch = pending[0]
-    request = batch.pop(draw(st.integers(0, len(batch) - 1)))
-    if not batch:
-        pending.pop(0)
-    return request
 
 
 @settings(max_examples=150, deadline=None)
@@ -187,7 +163,8 @@ def test_repeated_and_delayed_requests_end_in_the_state_of_first_arrivals_alone(
             chaos.send(client, request)
             continue
         client = draw(st.sampled_from([client for client in clients if pending[client]]))
-        request = _next_of(pending[client], draw)
+        of_client = pending[client]
+        request = of_client.pop(draw(st.integers(0, len(of_client) - 1)))
         history.append((client, request))
         serial.send(client, request)
         chaos.send(client, request)
@@ -217,7 +194,7 @@ def test_the_value_is_the_sum_of_acknowledged_unique_increments(data):
         what = draw(st.sampled_from(["new", "again", "again", "acknowledge"]))
         if what == "new" or not sent[client]:
             number = len(sent[client]) + 1
-            sent[client].append(Add(Origin(client, number), "total", np.array(2.0**step)))
+            sent[client].append(one(Origin(client, number), Add("total", np.array(2.0**step))))
             what = "again"
             request = sent[client][-1]
         elif what == "again":
@@ -231,7 +208,7 @@ def test_the_value_is_the_sum_of_acknowledged_unique_increments(data):
         reply = calls.ask(client, request)
         if isinstance(reply, Done) and request.origin.number not in done[client]:
             done[client].add(request.origin.number)
-            expected += float(request.value)
+            expected += float(request.changes[0].value)
         if isinstance(reply, Failure):
             assert reply.kind == "full" or request.origin.number in done[client]
     assert calls.value("total") == expected
@@ -241,7 +218,7 @@ def test_the_value_is_the_sum_of_acknowledged_unique_increments(data):
 def test_a_token_is_given_once_however_often_it_is_asked_for(repeat):
     calls = Calls()
     asked = [calls.send("a", Dequeue(Origin("a", 1), "q")) for _ in range(repeat)]
-    calls.ask("b", Enqueue(Origin("b", 1), "q", (10, 11)))
+    calls.ask("b", one(Origin("b", 1), Enqueue("q", (10, 11))))
     assert [calls.answers[key] == Token(10) for key in asked] == [False] * (repeat - 1) + [True]
     assert calls.ask("a", Dequeue(Origin("a", 1), "q")) == Token(10)
     assert calls.ask("a", Dequeue(Origin("a", 2), "q")) == Token(11)

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ndistribute.cluster.replies import Accumulated, Released, Total
 from ndistribute.cluster.requests import (
     Accumulate,
     Add,
-    Apply,
-    Commit,
+    Aggregate,
+    AwaitClock,
     Create,
     Dense,
     Dequeue,
@@ -23,12 +24,13 @@ from ndistribute.cluster.requests import (
     Origin,
     Quorum,
     Read,
+    ReadTotal,
     Rows,
     TakeGradient,
 )
 from ndistribute.cluster.store import Store
 from ndistribute.cluster.tensors import MalformedError, pack, unpack
-from tests.cluster.store.calls import Calls, content, rows
+from tests.cluster.store.calls import Calls, apply, content, one, rows
 from tests.cluster.store.test_once import program, setting
 
 
@@ -42,12 +44,8 @@ def saved_and_restored(store):
 
 def everything(draw):
     """Return the programs of three clients, mixed."""
-    requests = [
-        (client, request)
-        for client in "abc"
-        for batch in program(client, draw)
-        for request in batch
-    ]
+    # Who waits for a step is answered at once by a store that was restored.
+    requests = [(c, request) for c in "abc" for request in program(c, draw, {"step wait"})]
     return draw(st.permutations(requests)) + [(c, r) for c, r in requests]
 
 
@@ -75,37 +73,45 @@ def test_a_restored_store_answers_as_the_saved_one_does(data):
     assert content(copy.store) == content(original.store)
 
 
+STEP = apply("sgd", "v", Dense(np.ones(3)), rate=1.0)
+
+
 def filled():
     """Return a store with something of everything in it."""
     calls = setting()
     calls.ask("a", Join("workers"))
     calls.ask("b", Join("workers"))
     calls.ask("b", Leave("b"))
-    calls.ask("a", Apply(Origin("a", 1), "o", "adam", 0.1, ("v",), (Dense(np.ones(3)),)))
-    calls.ask("a", Accumulate(Origin("a", 2), "dense", Dense(np.ones(3)), 0))
-    calls.ask("a", Accumulate(Origin("a", 3), "rows", Rows(rows(1), np.ones((1, 2))), 0))
-    calls.ask("a", Enqueue(Origin("a", 4), "q", (5, 6)))
-    calls.ask("a", Add(Origin("a", 5, 0), "v", np.ones(3)))
+    calls.ask("a", one(Origin("a", 1), STEP))
+    calls.ask("a", one(Origin("a", 2), Accumulate("dense", Dense(np.ones(3)), 0)))
+    calls.ask("a", one(Origin("a", 3), Accumulate("rows", Rows(rows(1), np.ones((1, 2))), 0)))
+    calls.ask("a", one(Origin("a", 4), Enqueue("q", (5, 6))))
+    calls.ask("a", one(Origin("a", 5), Aggregate("t", 4, 2, STEP)))
+    calls.send("a", AwaitClock(Origin("a", 6), "c", 3, 1, 2))
     return calls
 
 
 def test_everything_is_in_a_snapshot():
     copy = Calls(saved_and_restored(filled().store))
-    take = [TakeGradient(Origin("a", n), name, 1) for n, name in ((6, "dense"), (7, "rows"))]
+    take = [TakeGradient(Origin("a", n), name, 1) for n, name in ((7, "dense"), (8, "rows"))]
     assert copy.ask("a", take[0]).gradient.values.tolist() == [1, 1, 1]
     assert copy.ask("a", take[1]).gradient.indices.tolist() == [1]
-    assert copy.ask("a", Dequeue(Origin("a", 8), "q", Quorum("workers", 2))).value == 5
-    assert copy.ask("a", Commit(Origin("a", 5), 1)).replies[0].versions == (3,)
-    assert copy.ask("b", Read("v")).kind == "left"
+    assert copy.ask("a", Dequeue(Origin("a", 6), "q", Quorum("workers", 2))).value == 5
+    assert copy.ask("a", one(Origin("c", 1), Aggregate("t", 4, 2, STEP))) == Accumulated(True, 5)
+    assert copy.value("v").tolist() == [-2, -2, -2]
+    assert copy.ask("c", AwaitClock(Origin("c", 2), "c", 5, 1, 2)) is None
+    assert copy.ask("a", AwaitClock(Origin("a", 9), "c", 4, 1, 2)) == Released(2)
+    assert copy.ask("c", ReadTotal()) == Total(6, 5)
+    assert copy.ask("b", one(Origin("b", 1), STEP)).kind == "left"
 
 
 def test_a_snapshot_does_not_change_when_the_store_does():
     calls = filled()
     _head, tensors = calls.store.snapshot()
     before = [tensor.tobytes() for tensor in tensors]
-    calls.ask("a", Commit(Origin("a", 5), 1))
-    calls.ask("a", Apply(Origin("a", 6), "o", "adam", 0.1, ("v",), (Dense(np.ones(3)),)))
-    calls.ask("a", Accumulate(Origin("a", 7), "dense", Dense(np.ones(3)), 0))
+    calls.ask("a", one(Origin("b2", 1), Aggregate("t", 4, 3, STEP)))
+    calls.ask("a", one(Origin("a", 7), STEP))
+    calls.ask("a", one(Origin("a", 8), Accumulate("dense", Dense(np.ones(3)), 0)))
     assert [tensor.tobytes() for tensor in tensors] == before
 
 
@@ -113,7 +119,7 @@ def test_a_restored_store_has_its_own_memory():
     _, tensors = content(filled().store)
     original = filled()
     copy = Calls(Store.restore(*original.store.snapshot()))
-    copy.ask("a", Add(Origin("a", 6), "v", np.full(3, 9.0)))
+    copy.ask("a", one(Origin("a", 6), Add("v", np.full(3, 9.0))))
     assert content(original.store)[1] == tensors
 
 
@@ -121,7 +127,7 @@ def test_versions_of_a_later_epoch_are_above_all_of_earlier_ones():
     calls = setting()
     saved = calls.store.snapshot()
     for number in range(1, 100):
-        calls.ask("a", Add(Origin("a", number), "v", np.ones(3)))
+        calls.ask("a", one(Origin("a", number), Add("v", np.ones(3))))
     lost = calls.ask("a", Read("v")).version
     copy = Calls(Store.restore(*saved, epoch=1))
     assert copy.ask("a", Read("v", lost)).array.tolist() == [0, 0, 0]

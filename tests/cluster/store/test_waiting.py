@@ -23,7 +23,7 @@ from ndistribute.cluster.requests import (
     TakeGradient,
 )
 from ndistribute.cluster.store import Limits, Store
-from tests.cluster.store.calls import Calls, rows
+from tests.cluster.store.calls import Calls, one, rows
 
 
 @pytest.fixture
@@ -79,16 +79,16 @@ def test_barriers_of_other_names_and_sizes_do_not_meet(calls):
 
 def test_tokens_go_to_those_who_wait_in_their_order(calls):
     keys = [calls.send(name, Dequeue(Origin(name, 1), "q")) for name in "abc"]
-    calls.ask("d", Enqueue(Origin("d", 1), "q", (1, 2)))
-    calls.ask("d", Enqueue(Origin("d", 2), "q", (3, 4)))
+    calls.ask("d", one(Origin("d", 1), Enqueue("q", (1, 2))))
+    calls.ask("d", one(Origin("d", 2), Enqueue("q", (3, 4))))
     assert [calls.answers[key] for key in keys] == [Token(1), Token(2), Token(3)]
     assert calls.ask("a", Dequeue(Origin("a", 2), "q")) == Token(4)
 
 
 def test_a_queue_that_is_full_says_so_and_takes_more_later():
     calls = Calls(Store(Limits(tokens=2)))
-    more = Enqueue(Origin("a", 2), "q", (3,))
-    calls.ask("a", Enqueue(Origin("a", 1), "q", (1, 2)))
+    more = one(Origin("a", 2), Enqueue("q", (3,)))
+    calls.ask("a", one(Origin("a", 1), Enqueue("q", (1, 2))))
     assert calls.ask("a", more).kind == "full"
     calls.ask("b", Dequeue(Origin("b", 1), "q"))
     calls.ask("a", more)
@@ -98,7 +98,9 @@ def test_a_queue_that_is_full_says_so_and_takes_more_later():
 
 def add(calls, client, number, gradient, step=0, staleness=0):
     """Send a gradient."""
-    return calls.ask(client, Accumulate(Origin(client, number), "g", gradient, step, staleness))
+    return calls.ask(
+        client, one(Origin(client, number), Accumulate("g", gradient, step, staleness))
+    )
 
 
 def test_a_mean_is_taken_once_enough_gradients_are_there(calls):
@@ -118,12 +120,12 @@ def test_a_mean_counts_all_that_came_before_it_was_asked_for(calls):
 
 
 def test_a_stale_gradient_is_dropped(calls):
-    one = Dense(np.ones(1))
-    add(calls, "a", 1, one)
+    gradient = Dense(np.ones(1))
+    add(calls, "a", 1, gradient)
     calls.ask("chief", TakeGradient(Origin("chief", 1), "g", 1))
-    assert add(calls, "b", 1, one, step=0) == Accumulated(False, 1)
-    assert add(calls, "b", 2, one, step=0, staleness=1) == Accumulated(True, 1)
-    assert add(calls, "b", 3, one, step=1) == Accumulated(True, 1)
+    assert add(calls, "b", 1, gradient, step=0) == Accumulated(False, 1)
+    assert add(calls, "b", 2, gradient, step=0, staleness=1) == Accumulated(True, 1)
+    assert add(calls, "b", 3, gradient, step=1) == Accumulated(True, 1)
     assert calls.ask("chief", TakeGradient(Origin("chief", 2), "g", 1)).count == 2
 
 
@@ -216,7 +218,7 @@ def test_a_client_that_left_waits_no_more_and_gets_nothing(calls, wait):
     waiting = calls.send("a", wait(Origin("a", 1), None))
     calls.ask("chief", Leave("a"))
     assert calls.answers[waiting].kind == "left"
-    calls.ask("b", Enqueue(Origin("b", 1), "q", (1,)))
+    calls.ask("b", one(Origin("b", 1), Enqueue("q", (1,))))
     assert calls.ask("a", wait(Origin("a", 2), None)).kind == "left"
     assert calls.ask("b", Dequeue(Origin("b", 2), "q")) == Token(1)
 

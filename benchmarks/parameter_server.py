@@ -1,0 +1,273 @@
+"""Parameter servers: what a push and a pull cost, and the MLP of `benchmarks.mlp` trained by them.
+
+With a chief, two workers run the steps that it schedules; without one, two workers run loops of
+their own. Both are asynchronous: each worker takes a batch, pulls, computes and pushes. Every
+process has one thread for arithmetic. TensorFlow's ParameterServerStrategy takes part where it is
+installed, with the same steps under its ClusterCoordinator.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from benchmarks import mlp, peer
+from benchmarks.case import OURS, PEER, Benchmark, Contender, Group, Prepared
+from benchmarks.harness import main
+from benchmarks.tasks import cluster
+
+__all__ = ["BENCHMARK", "coordinated", "looping", "round_trip", "tensorflow", "tensorflow_trip"]
+
+WORKERS = 2
+# So many steps are scheduled before the chief waits for all of them.
+SCHEDULED = 32
+REACH = 2.0
+KIB, MIB = 1 << 10, 1 << 20
+MLP_BYTES = sum(array.nbytes for array in mlp.initial_weights())
+SIZES = {"64 KiB": 64 * KIB, "2.7 MB": MLP_BYTES, "64 MiB": 64 * MIB}
+
+
+@contextmanager
+def coordinated(batch: int, servers: int) -> Iterator[Prepared]:
+    """Set up steps that a chief schedules, on ndistribute."""
+    import ndistribute as nd
+
+    strategy, coordinator = _ours(servers)
+    with strategy.scope():
+        variables = [nd.Variable(array) for array in mlp.initial_weights()]
+        optimizer = nd.optimizers.SGD(mlp.RATE)
+    train = _training(strategy, variables, optimizer, batch)
+    yield _scheduled(coordinator, train)
+
+
+@contextmanager
+def looping(batch: int) -> Iterator[Prepared]:
+    """Set up the same step in a worker that runs its own loop, on ndistribute."""
+    import ndistribute as nd
+
+    strategy = _own_loop()
+    with strategy.scope():
+        variables = [nd.Variable(array) for array in mlp.initial_weights()]
+        optimizer = nd.optimizers.SGD(mlp.RATE)
+    train = _training(strategy, variables, optimizer, batch)
+    for _ in range(mlp.CHECKED_STEPS):
+        train()
+    yield Prepared(train)
+
+
+@contextmanager
+def tensorflow(batch: int, servers: int) -> Iterator[Prepared]:
+    """Set up steps that a chief schedules, on TensorFlow."""
+    tf, strategy, coordinator = _theirs(servers)
+    with strategy.scope():
+        variables = [tf.Variable(array) for array in mlp.initial_weights()]
+        optimizer = tf.keras.optimizers.SGD(mlp.RATE)
+        optimizer.build(variables)
+    step = mlp.tensorflow_step(tf, variables, optimizer, batch)
+    images, labels = mlp.batch_of(batch)
+
+    @tf.function
+    def train() -> Any:
+        # Constants of the graph: they are on the worker, and travel with no step.
+        return strategy.run(step, args=(tf.constant(images), tf.constant(labels)))
+
+    yield _scheduled(coordinator, train)
+
+
+@contextmanager
+def round_trip(size: int, pull: bool, near: bool) -> Iterator[Prepared]:
+    """Set up a write to a variable of one server, and a read of it after, on ndistribute."""
+    import ndistribute as nd
+
+    os.environ["NDISTRIBUTE_NEAR"] = "1" if near else "0"
+    strategy, _ = _ours(1)
+    value = np.arange(size // 4, dtype=np.float32)
+    with strategy.scope():
+        variable = nd.Variable(np.zeros_like(value))
+
+    def push() -> None:
+        variable.assign(value)
+
+    def push_and_pull() -> Any:
+        variable.assign(value)
+        return variable.read_value()
+
+    push()
+    yield Prepared(push_and_pull if pull else push, float(variable.numpy()[-1]))
+
+
+@contextmanager
+def tensorflow_trip(size: int, pull: bool) -> Iterator[Prepared]:
+    """Set up the same write and read on TensorFlow."""
+    tf, strategy, _ = _theirs(1)
+    value = tf.constant(np.arange(size // 4, dtype=np.float32))
+    with strategy.scope():
+        variable = tf.Variable(tf.zeros_like(value))
+
+    def push() -> None:
+        variable.assign(value)
+
+    def push_and_pull() -> Any:
+        variable.assign(value)
+        return variable.numpy()
+
+    push()
+    yield Prepared(push_and_pull if pull else push, float(variable.numpy()[-1]))
+
+
+def _training(strategy: Any, variables: Sequence[Any], optimizer: Any, batch: int) -> Any:
+    import ndistribute as nd
+
+    images, labels = mlp.batch_of(batch)
+
+    def step() -> Any:
+        with nd.GradientTape() as tape:
+            loss = mlp.loss_of(list(variables), images, labels, batch)
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    return lambda: strategy.run(step)
+
+
+def _scheduled(coordinator: Any, train: Callable[[], Any]) -> Prepared:
+    """Return steps that are scheduled many at a time, after some one by one to compare."""
+    for _ in range(mlp.CHECKED_STEPS):
+        loss = coordinator.schedule(train)
+        coordinator.join()
+
+    def step() -> None:
+        for _ in range(SCHEDULED):
+            coordinator.schedule(train)
+        coordinator.join()
+
+    return Prepared(step, float(coordinator.fetch(loss)))
+
+
+@functools.cache
+def _ours(servers: int) -> tuple[Any, Any]:
+    """Return this process's strategy and coordinator; it is the chief of one cluster alone."""
+    import ndistribute as nd
+
+    _until_exit(cluster(OURS, WORKERS, servers))
+    strategy = nd.ParameterServerStrategy()
+    atexit.register(strategy.close)
+    coordinator = nd.ClusterCoordinator(strategy)
+    atexit.register(coordinator.close)
+    return strategy, coordinator
+
+
+@functools.cache
+def _own_loop() -> Any:
+    import ndistribute as nd
+
+    strategy = nd.ParameterServerStrategy()
+    atexit.register(strategy.close)
+    return strategy
+
+
+@functools.cache
+def _theirs(servers: int) -> tuple[Any, Any, Any]:
+    _until_exit(cluster(PEER, WORKERS, servers))
+    return peer.parameter_server()
+
+
+def _until_exit(context: Any) -> None:
+    stack = contextlib.ExitStack()
+    stack.enter_context(context)
+    atexit.register(stack.close)
+
+
+def _groups(quick: bool, cores: int) -> list[Group]:
+    batches, counts = ((32,), (1,)) if quick else ((32, 256), (1, 2))
+    sizes = dict(list(SIZES.items())[:1]) if quick else SIZES
+    return [
+        *(
+            Group(f"batch {batch}, {servers} server(s)", tuple(_trainers(batch, servers)))
+            for batch in batches
+            for servers in counts
+        ),
+        *(
+            Group(f"{'push and pull' if pull else 'push'}, {name}", tuple(_trips(size, pull)))
+            for pull in (False, True)
+            for name, size in sizes.items()
+        ),
+    ]
+
+
+def _trainers(batch: int, servers: int) -> Iterator[Contender]:
+    facts = {"batch": batch, "servers": servers, "workers": WORKERS}
+    params = {"batch": batch, "servers": servers}
+    name = f"coordinator, {WORKERS} workers"
+    chief = f"chief of {servers} server(s)"
+    for side, maker in ((OURS, "coordinated"), (PEER, "tensorflow")):
+        yield Contender(name, side, maker, params, 1, chief, units=batch * SCHEDULED, facts=facts)
+    yield Contender(
+        f"own loops, {WORKERS} workers",
+        OURS,
+        "looping",
+        {"batch": batch},
+        1,
+        f"loops with {servers} server(s)",
+        team=WORKERS,
+        wire=f"servers-{servers}",
+        units=batch * WORKERS,
+        facts=facts,
+    )
+
+
+def _trips(size: int, pull: bool) -> Iterator[Contender]:
+    params = {"size": size, "pull": pull}
+    facts = {"bytes": size * (2 if pull else 1)}
+    for name, near in (("on the server's host", True), ("gRPC", False)):
+        yield Contender(
+            name, OURS, "round_trip", params | {"near": near}, 1, f"trips, {near}", facts=facts
+        )
+    yield Contender("gRPC", PEER, "tensorflow_trip", params, 1, "trips", facts=facts)
+
+
+def conclude(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare our workers with TensorFlow's, group by group.
+
+    Args:
+        entries: of the JSON.
+    """
+    rows = []
+    for theirs in entries:
+        if theirs["side"] != PEER:
+            continue
+        for own in entries:
+            if own["side"] != OURS or own["group"] != theirs["group"]:
+                continue
+            times = own["figure"]["median"] / theirs["figure"]["median"]
+            asked = "batch" in own
+            rows.append(
+                {
+                    "": own["group"],
+                    "ours beside TF's": own["name"],
+                    "times": times,
+                    "reach": REACH if asked else "-",
+                    "met": ("yes" if times >= REACH else "no") if asked else "-",
+                }
+            )
+    return rows
+
+
+BENCHMARK = Benchmark(
+    name="parameter_server",
+    title="Parameter servers: MLP 784-512-512-10, float32, SGD; trips of one variable",
+    unit="examples/s, or trips/s",
+    groups=_groups,
+    rate=True,
+    same_check=1e-3,
+    conclude=conclude,
+)
+
+if __name__ == "__main__":
+    main(BENCHMARK)

@@ -1,0 +1,176 @@
+"""Into how many shards a variable is cut, along its first axis.
+
+A partitioner is any function of a shape and a dtype that returns a number of shards for each axis;
+the ones here choose by number or by size. Shards are of balanced lengths: they differ by one row at
+most.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "FixedShardsPartitioner",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "Partitioner",
+    "number_of_shards",
+]
+
+Partitioner = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]
+
+
+class FixedShardsPartitioner:
+    """Cut every variable into the same number of shards, or into single rows if it has fewer.
+
+    Args:
+        num_shards: 1 or more.
+
+    Raises:
+        ValueError: the number is smaller.
+
+    >>> partitioner = FixedShardsPartitioner(2)
+    >>> partitioner((10, 3), np.float32), partitioner((1, 3), np.float32)
+    ([2, 1], [1, 1])
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = _at_least_one("num_shards", num_shards)
+
+    def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
+        """Return the number of shards for each axis."""
+        return _first_axis(shape, self._num_shards)
+
+    def __repr__(self) -> str:
+        return f"FixedShardsPartitioner({self._num_shards})"
+
+
+class MinSizePartitioner:
+    """Cut a variable into as many shards as there can be of a least size.
+
+    No shard is smaller, unless the whole variable is.
+
+    Args:
+        min_shard_bytes: the least size of a shard.
+        max_shards: the most shards.
+
+    Raises:
+        ValueError: a number is below 1.
+
+    >>> partitioner = MinSizePartitioner(min_shard_bytes=100, max_shards=8)
+    >>> partitioner((100, 1), np.float32), partitioner((90, 1), np.float32)
+    ([4, 1], [3, 1])
+    """
+
+    def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1) -> None:
+        self._min_shard_bytes = _at_least_one("min_shard_bytes", min_shard_bytes)
+        self._max_shards = _at_least_one("max_shards", max_shards)
+
+    def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
+        """Return the number of shards for each axis."""
+        if not prod(shape) or not len(shape):
+            return [1] * len(shape)
+        least_rows = -(-self._min_shard_bytes // _row_bytes(shape, dtype))
+        return _first_axis(shape, min(self._max_shards, shape[0] // least_rows))
+
+    def __repr__(self) -> str:
+        return f"MinSizePartitioner({self._min_shard_bytes}, {self._max_shards})"
+
+
+class MaxSizePartitioner:
+    """Cut a variable into as few shards as there can be of a greatest size.
+
+    No shard is larger, unless a single row is, or `max_shards` forbids it.
+
+    Args:
+        max_shard_bytes: the greatest size of a shard.
+        max_shards: the most shards; None: any number.
+
+    Raises:
+        ValueError: a number is below 1.
+
+    >>> partitioner = MaxSizePartitioner(max_shard_bytes=100)
+    >>> partitioner((100, 1), np.float32), partitioner((101, 1), np.float32)
+    ([4, 1], [5, 1])
+    """
+
+    def __init__(self, max_shard_bytes: int, max_shards: int | None = None) -> None:
+        self._max_shard_bytes = _at_least_one("max_shard_bytes", max_shard_bytes)
+        self._max_shards = None if max_shards is None else _at_least_one("max_shards", max_shards)
+
+    def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
+        """Return the number of shards for each axis."""
+        if not prod(shape) or not len(shape):
+            return [1] * len(shape)
+        most_rows = max(1, self._max_shard_bytes // _row_bytes(shape, dtype))
+        count = -(-shape[0] // most_rows)
+        return _first_axis(
+            shape, count if self._max_shards is None else min(count, self._max_shards)
+        )
+
+    def __repr__(self) -> str:
+        return f"MaxSizePartitioner({self._max_shard_bytes}, {self._max_shards})"
+
+
+def number_of_shards(
+    partitioner: Partitioner | None, shape: Sequence[int], dtype: np.dtype[Any]
+) -> int:
+    """Return into how many shards of its first axis a variable is cut.
+
+    Args:
+        partitioner: asked for variables that have elements and axes; others are left whole.
+        shape: of the variable.
+        dtype: of the variable.
+
+    Raises:
+        ValueError: the partitioner returned something else than a positive number for each axis,
+            cuts another axis, or makes more shards than there are rows.
+
+    >>> number_of_shards(FixedShardsPartitioner(3), (7, 2), np.dtype(float))
+    3
+    >>> number_of_shards(FixedShardsPartitioner(3), (), np.dtype(float))
+    1
+    """
+    shape = tuple(shape)
+    if partitioner is None or not shape or not prod(shape):
+        return 1
+    answer = partitioner(shape, dtype)
+    try:
+        counts: list[int] = [operator.index(count) for count in answer]
+    except TypeError:
+        counts = []
+    if len(counts) != len(shape) or min(counts) < 1:
+        raise ValueError(
+            f"partitioner {partitioner!r} returned {answer!r} for a variable of shape {shape}: it "
+            "must return a list with the number of shards, 1 or more, for each axis."
+        )
+    if any(count != 1 for count in counts[1:]) or counts[0] > shape[0]:
+        raise ValueError(
+            f"partitioner {partitioner!r} returned {answer!r} for a variable of shape {shape}: "
+            "only the first axis can be cut, into at most as many shards as it has rows."
+        )
+    return counts[0]
+
+
+def _first_axis(shape: Sequence[int], count: int) -> list[int]:
+    """Return a number of shards for each axis, one for all but the first."""
+    if not len(shape):
+        return []
+    return [max(1, min(count, shape[0])), *[1] * (len(shape) - 1)]
+
+
+def _row_bytes(shape: Sequence[int], dtype: Any) -> int:
+    itemsize: int = np.dtype(dtype).itemsize
+    return prod(shape[1:]) * itemsize
+
+
+def _at_least_one(name: str, value: int) -> int:
+    number = operator.index(value)
+    if number < 1:
+        raise ValueError(f"{name} must be 1 or more, got {number}.")
+    return number

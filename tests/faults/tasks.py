@@ -1,0 +1,180 @@
+"""A cluster of real processes to do harm to: they are killed, stopped and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ndistribute.cluster import SimpleClusterResolver
+
+__all__ = ["Tasks", "wait_until"]
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 30.0
+END_SECONDS = 10.0
+
+Task = tuple[str, int]
+
+
+class Tasks:
+    """Run the servers and workers of a cluster whose chief is this process.
+
+    Args:
+        workers: how many.
+        servers: how many.
+        chief: whether the cluster has one.
+        environ: what the tasks have in their environment besides.
+    """
+
+    def __init__(
+        self, workers: int = 2, servers: int = 1, chief: bool = True, **environ: str
+    ) -> None:
+        jobs = {"ps": servers, "worker": workers, "chief": int(chief)}
+        self.cluster = {job: _free_addresses(count) for job, count in jobs.items() if count}
+        self.environ = {"NDISTRIBUTE_SECRET": secrets.token_hex(16), **environ}
+        self._codes: dict[int, int] = {}
+        self._told = threading.Condition()
+        self._pids: dict[Task, int] = {}
+        self._started: queue.Queue[int] = queue.Queue()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by __exit__
+
+    def __enter__(self) -> Self:
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.faults.zygote"],
+            cwd=ROOT,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for pid in self._pids.values():
+            _signal(pid, signal.SIGCONT)
+        assert self._zygote.stdin is not None
+        self._zygote.stdin.close()
+        self._zygote.wait(END_SECONDS)
+        self._listener.join(END_SECONDS)
+        assert self._zygote.stdout is not None
+        self._zygote.stdout.close()
+        if error is not None:
+            error.add_note(f"What the tasks said:\n{self.said()}")
+        self._log.close()
+
+    def start(self, job: str, index: int, **environ: str) -> None:
+        """Start a task that was not started before, or has ended since.
+
+        Args:
+            job: of the task.
+            index: in the job.
+            environ: what it has in its environment besides; TASK_RUNS names a function of
+                `loops.py` that it calls instead of serving.
+        """
+        config = {"cluster": self.cluster, "task": {"type": job, "index": index}}
+        environ = {**self.environ, **environ, "TF_CONFIG": json.dumps(config)}
+        assert self._zygote.stdin is not None
+        self._zygote.stdin.write(json.dumps(environ).encode() + b"\n")
+        self._zygote.stdin.flush()
+        self._pids[job, index] = self._started.get(timeout=START_SECONDS)
+
+    def start_all(self, job: str | None = None, **environ: str) -> None:
+        """Start every server and worker, or every task of a job; see `start`."""
+        for each in ("ps", "worker") if job is None else (job,):
+            for index in range(len(self.cluster.get(each, ()))):
+                self.start(each, index, **environ)
+
+    def pid(self, job: str, index: int) -> int:
+        """Return which process a task is."""
+        return self._pids[job, index]
+
+    def send(self, job: str, index: int, number: signal.Signals) -> None:
+        """Send a task a signal."""
+        _signal(self._pids[job, index], number)
+
+    def stop(self, job: str, index: int) -> None:
+        """Stop a task, and wait until it has stopped."""
+        self.send(job, index, signal.SIGSTOP)
+        stat = Path(f"/proc/{self._pids[job, index]}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+
+    def resident_megabytes(self, job: str, index: int) -> float:
+        """Return how much memory a task holds."""
+        lines = Path(f"/proc/{self._pids[job, index]}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+
+    def kill(self, job: str, index: int) -> None:
+        """End a task without a warning, and wait until it has ended."""
+        self.send(job, index, signal.SIGKILL)
+        self.code(job, index)
+
+    def code(self, job: str, index: int, timeout: float = END_SECONDS) -> int:
+        """Wait until a task has ended, and return its exit status."""
+        pid = self._pids[job, index]
+        with self._told:
+            if not self._told.wait_for(lambda: pid in self._codes, timeout):
+                raise TimeoutError(f"{job}:{index} has not ended in {timeout} s:\n{self.said()}")
+        return self._codes[pid]
+
+    def resolver(self, job: str = "chief", index: int = 0) -> SimpleClusterResolver:
+        """Return the resolver of a task that this process is."""
+        return SimpleClusterResolver(self.cluster, task_type=job, task_id=index)
+
+    def said(self) -> str:
+        """Return what all tasks have written so far."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def _listen(self) -> None:
+        assert self._zygote.stdout is not None
+        for line in self._zygote.stdout:
+            told: dict[str, Any] = json.loads(line)
+            if "started" in told:
+                self._started.put(told["started"])
+                continue
+            with self._told:
+                self._codes[told["ended"]] = told["code"]
+                self._told.notify_all()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for what no event tells of."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it has not come about in {seconds:g} s"
+        threading.Event().wait(0.002)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # It has ended already.
+        os.kill(pid, number)
+
+
+def _free_addresses(count: int) -> list[str]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    finally:
+        for listener in listeners:
+            listener.close()

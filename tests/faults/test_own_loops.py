@@ -1,0 +1,80 @@
+"""Workers with loops of their own, some of which are killed: the others go on, or say why not."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+import numpy as np
+
+from tests.faults.commands import taking_part
+from tests.faults.loops import Shared
+from tests.faults.tasks import Tasks, wait_until
+
+
+def training(**options: Any) -> dict[str, str]:
+    return {"TASK_RUNS": "train", "TASK_OPTIONS": json.dumps(options)}
+
+
+def wait_for_steps(shared: Shared, *workers: int, count: int = 20) -> None:
+    """Wait until each of some workers has made so many steps more."""
+    before = shared.steps.numpy()
+    wait_until(lambda: all(shared.steps.numpy()[w] >= before[w] + count for w in workers))
+
+
+def test_a_worker_that_is_killed_comes_back_while_the_others_train() -> None:
+    with Tasks(workers=2, servers=2, chief=False) as tasks:
+        tasks.start_all("ps")
+        tasks.start_all("worker", **training())
+        tasks.start("evaluator", 0, TASK_RUNS="watch")
+        with taking_part(tasks) as observer:
+            shared = Shared(observer)
+            wait_for_steps(shared, 0, 1)
+            tasks.kill("worker", 0)
+            tasks.kill("evaluator", 0)
+            wait_for_steps(shared, 1)
+            tasks.start("worker", 0, **training())
+            wait_for_steps(shared, 0, 1)
+            shared.stop.assign(1)
+            codes = [tasks.code("worker", index) for index in range(2)]
+            steps = int(np.sum(shared.steps))
+            # One step may have been made and not been counted, by the worker that was killed.
+            assert 0 <= -shared.weights.numpy()[0] - steps <= 1
+            assert codes == [0, 0]
+        assert [tasks.code("ps", index) for index in range(2)] == [0, 0]
+
+
+def test_workers_in_step_go_on_with_spare_ones_and_say_so_where_too_few_are_left() -> None:
+    options = {"replicas_to_aggregate": 2, "total_num_replicas": 3}
+    impatient = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "0.5"}
+    with Tasks(workers=3, servers=2, chief=False, **impatient) as tasks:
+        tasks.start_all("ps")
+        tasks.start_all("worker", **training(**options))
+        with taking_part(tasks) as observer:
+            shared = Shared(observer)
+            wait_for_steps(shared, 0, 1, 2, count=5)
+            tasks.stop("worker", 2)
+            wait_for_steps(shared, 0, 1, count=200)  # Some of them once it was silent for too long.
+            tasks.send("worker", 2, signal.SIGCONT)
+            assert tasks.code("worker", 2) == 1
+            assert "the others went on without it: start it again" in tasks.said()
+            wait_for_steps(shared, 0, 1)
+            tasks.kill("worker", 0)
+            assert tasks.code("worker", 1) == 1
+            assert "1 of 2 needed are there" in tasks.said()
+
+
+def test_workers_within_bounds_go_on_without_one_that_was_killed() -> None:
+    with Tasks(workers=2, servers=1, chief=False) as tasks:
+        tasks.start_all("ps")
+        tasks.start_all("worker", **training(max_staleness=1))
+        with taking_part(tasks) as observer:
+            shared = Shared(observer)
+            wait_for_steps(shared, 0, 1)
+            tasks.kill("worker", 0)
+            wait_for_steps(shared, 1)
+            tasks.start("worker", 0, **training(max_staleness=1))
+            wait_for_steps(shared, 0, 1)
+            shared.stop.assign(1)
+            assert [tasks.code("worker", index) for index in range(2)] == [0, 0]

@@ -1,0 +1,60 @@
+"""Parameter-server strategies whose servers are in the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ndistribute as nd
+from ndistribute.cluster.link import Link
+from ndistribute.cluster.local import LocalServer
+from ndistribute.cluster.servers import Servers
+from ndistribute.strategies.linking import Links
+from tests.kinds import DEADLINE, cpus
+
+
+class LocallyServed(nd.ParameterServerStrategy):
+    """A strategy of a cluster whose servers are given."""
+
+    def __init__(self, holders: Sequence[LocalServer], *args: Any, **options: Any) -> None:
+        self._holders = holders
+        super().__init__(*args, timeout_seconds=options.pop("timeout_seconds", DEADLINE), **options)
+
+    def connect(self) -> Links:
+        name = f"{self.cluster_resolver.task_type}:{self.cluster_resolver.task_id}"
+        links = [
+            Link(holder.connect(f"{name}#{id(self)}", self._timeout), f"ps:{index}", self._timeout)
+            for index, holder in enumerate(self._holders)
+        ]
+        servers = Servers(links)
+        return Links(servers, None, servers.close)
+
+
+@contextlib.contextmanager
+def holders(count: int) -> Iterator[list[LocalServer]]:
+    """Servers in this process."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(LocalServer()) for _ in range(count)]
+
+
+def worker_of(
+    held: Sequence[LocalServer], index: int = 0, workers: int = 1, replicas: int = 1, **options: Any
+) -> LocallyServed:
+    """Return the strategy of one worker of several."""
+    cluster = {
+        "worker": [f"localhost:{i + 1}" for i in range(workers)],
+        "ps": [f"localhost:{i + 100}" for i in range(len(held))],
+        **({"chief": ["localhost:99"]} if options.get("chief") else {}),
+    }
+    job = options.pop("job", "worker")
+    options.pop("chief", None)
+    resolver = nd.SimpleClusterResolver(cluster, task_type=job, task_id=index)
+    return LocallyServed(held, resolver, devices=cpus(replicas), **options)
+
+
+@contextlib.contextmanager
+def served(servers: int = 1, **options: Any) -> Iterator[LocallyServed]:
+    """A strategy with servers of its own."""
+    with holders(servers) as held, worker_of(held, **options) as strategy:
+        yield strategy

@@ -1,0 +1,334 @@
+"""Training on parameter servers gives what one device gives, alone and together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.cluster.origins import closure
+from ndistribute.models.optimizers import SGD, Adagrad, Adam, Optimizer
+from tests.kinds import DEADLINE, in_thread
+from tests.strategies.on_servers import holders, served, worker_of
+
+RNG = np.random.default_rng(2)
+TABLE, WEIGHTS, BIAS = RNG.normal(size=(7, 4)), RNG.normal(size=(4, 3)), np.zeros(3)
+ROWS = RNG.integers(0, 7, size=(5, 12))
+WANTED = RNG.normal(size=(5, 12, 3))
+STEPS = 5
+
+OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
+    "sgd": lambda: SGD(0.1),
+    "momentum": lambda: SGD(0.1, 0.9),
+    "nesterov": lambda: SGD(0.1, 0.9, nesterov=True),
+    "adagrad": lambda: Adagrad(0.1),
+    "adam": lambda: Adam(0.1),
+    "schedule": lambda: Adam(lambda step: 0.1 / (1 + step)),
+    "clipped": lambda: Adam(0.1, global_clipnorm=0.5),
+}
+
+
+class Model:
+    """A look-up of rows, a product and a bias, so that gradients are both rows and dense."""
+
+    def __init__(self, strategy: nd.Strategy, optimizer: Optimizer, batch: int = 12) -> None:
+        self.strategy, self.optimizer, self.batch = strategy, optimizer, batch
+        with strategy.scope():
+            self.variables = [nd.Variable(value) for value in (TABLE, WEIGHTS, BIAS)]
+
+    def step(self, rows: Any, wanted: Any) -> None:
+        table, weights, bias = self.variables
+        with nd.GradientTape() as tape:
+            loss = np.sum((table[rows] @ weights + bias - wanted) ** 2) / self.batch
+        self.optimizer.minimize(loss, self.variables, tape)
+
+    def train(self, parts: slice = slice(None)) -> list[Any]:
+        size = len(self.strategy.devices)
+        for number in range(STEPS):
+            rows, wanted = ROWS[number][parts], WANTED[number][parts]
+            cut = [nd.PerReplica(np.split(array, size)) for array in (rows, wanted)]
+            self.strategy.run(self.step, args=cut)
+        return [variable.numpy() for variable in self.variables]
+
+
+def expected(optimizer: Optimizer) -> list[Any]:
+    with nd.OneDeviceStrategy("cpu:0") as one:
+        return Model(one, optimizer).train()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_worker_gives_what_one_device_gives(name: str, servers: int, replicas: int) -> None:
+    wanted = expected(OPTIMIZERS[name]())
+    with served(servers, replicas=replicas) as strategy:
+        optimizer = OPTIMIZERS[name]()
+        trained = Model(strategy, optimizer).train()
+        assert optimizer.iterations == STEPS
+        assert strategy.staleness() == {0: STEPS}
+    for value, other in zip(trained, wanted, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "adam"])
+def test_shards_train_like_the_whole(name: str) -> None:
+    wanted = expected(OPTIMIZERS[name]())
+    cut = nd.partitioners.FixedShardsPartitioner(2)
+    with served(3, replicas=2, variable_partitioner=cut) as strategy:
+        trained = Model(strategy, OPTIMIZERS[name]()).train()
+    for value, other in zip(trained, wanted, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_workers_in_step_give_what_one_device_gives_for_the_joined_batch(name: str) -> None:
+    wanted = expected(OPTIMIZERS[name]())
+    with holders(2) as held:
+        strategies = [worker_of(held, i, 2, replicas_to_aggregate=2) for i in range(2)]
+
+        def train(index: int) -> list[Any]:
+            optimizer = OPTIMIZERS[name]()
+            optimizer.name = name  # In processes of their own both would have it.
+            model = Model(strategies[index], optimizer, batch=6)
+            return model.train(slice(6 * index, 6 * index + 6))
+
+        with ThreadPoolExecutor(2) as pool:
+            trained = list(pool.map(train, range(2)))
+        for strategy in strategies:
+            strategy.close()
+    for values in trained:
+        for value, other in zip(values, wanted, strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-12, atol=1e-14)
+
+
+def test_late_gradients_of_spare_workers_are_dropped() -> None:
+    with holders(1) as held:
+        strategies = [
+            worker_of(held, i, 3, replicas_to_aggregate=2, total_num_replicas=3) for i in range(3)
+        ]
+        variables, optimizers = [], []
+        for strategy in strategies:
+            with strategy.scope():
+                variables.append(nd.Variable(0.0))
+            optimizers.append(SGD(1.0, name="same"))
+
+        def push(index: int, gradient: float) -> None:
+            optimizers[index].apply_gradients([(gradient, variables[index])])
+
+        with ThreadPoolExecutor(2) as pool:
+            for step in range(3):
+                first = pool.submit(push, 0, 1.0)
+                push(1, 3.0)
+                first.result(DEADLINE)
+                assert float(variables[2]) == -2.0 * (step + 1)
+        push(2, 100.0)  # It does not wait: the step was made long ago.
+        assert float(variables[0]) == -6.0
+        assert strategies[2].staleness() == {1: 1}
+        for strategy in strategies:
+            strategy.close()
+
+
+def test_nobody_is_further_ahead_than_asked() -> None:
+    slack, steps = 2, 12
+    done, lead, ahead = [0, 0], [], threading.Event()
+    with holders(2) as held:
+        strategies = [worker_of(held, i, 2, max_staleness=slack) for i in range(2)]
+
+        def train(index: int) -> None:
+            with strategies[index].scope():
+                variable = nd.Variable(0.0)
+            optimizer = SGD(1.0, name="same")
+            for _ in range(steps):
+                optimizer.apply_gradients([(1.0, variable)])
+                done[index] += 1
+                lead.append(done[0] - done[1])
+                if done[0] == slack:
+                    ahead.set()
+                if index == 1:  # The first worker can go ahead while this one stays.
+                    assert ahead.wait(DEADLINE)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(train, range(2)))
+        assert max(map(abs, lead)) <= slack + 1
+        for strategy in strategies:
+            strategy.close()
+
+
+def test_each_worker_gets_its_share_of_the_batches() -> None:
+    batches = nd.Dataset.range(10).batch(2)
+    with holders(1) as held:
+        for index in range(2):
+            with worker_of(held, index, 2, replicas=2) as strategy:
+                steps = [
+                    [part.tolist() for part in step.values]
+                    for step in strategy.distribute_dataset(batches)
+                ]
+                assert steps == [[[2 * i], [2 * i + 1]] for i in range(index, 5, 2)]
+                seen: list[nd.InputContext] = []
+                strategy.distribute_datasets_from_function(
+                    lambda context, seen=seen: seen.append(context) or batches
+                )
+                (context,) = seen
+                assert (context.num_input_pipelines, context.input_pipeline_id) == (2, index)
+                assert context.get_per_replica_batch_size(8) == 4
+
+
+def test_metrics_of_workers_with_a_chief_add_up() -> None:
+    with holders(1) as held:
+        chief = worker_of(held, 0, 2, chief=True, job="chief")
+        workers = [worker_of(held, i, 2, chief=True) for i in range(2)]
+        totals = []
+        for strategy in (chief, *workers):
+            with strategy.scope():
+                totals.append(nd.Variable(0.0, synchronization="on_read", aggregation="sum"))
+                with pytest.raises(ValueError, match="Keep a sum and a count"):
+                    nd.Variable(0.0, synchronization="on_read", aggregation="mean")
+        for strategy, total in zip(workers, totals[1:], strict=True):
+            strategy.run(lambda total=total: total.assign_add(2.0))
+        assert float(totals[0]) == 4.0
+        for strategy in (chief, *workers):
+            strategy.close()
+
+
+def test_an_optimizer_that_is_more_than_a_rule_is_refused() -> None:
+    class Signed(SGD):
+        def update(self, variable: Any, gradient: Any, slots: Any, rates: Any) -> None:
+            variable -= rates * np.sign(gradient)
+
+    with served() as strategy:
+        with strategy.scope():
+            variable = nd.Variable([1.0])
+        with pytest.raises(TypeError, match="Signed has its own update"):
+            Signed().apply_gradients([([1.0], variable)])
+
+
+def test_variables_of_two_homes_are_refused() -> None:
+    here = nd.Variable([1.0], name="here")
+    with served() as strategy:
+        with strategy.scope():
+            there = nd.Variable([1.0])
+        with pytest.raises(ValueError, match="'here' are not"):
+            SGD().apply_gradients([([1.0], there), ([1.0], here)])
+
+
+def test_an_optimizer_that_was_pickled_goes_on() -> None:
+    with served(2) as strategy:
+        with strategy.scope():
+            variables = [nd.Variable([1.0]), nd.Variable([2.0])]
+        optimizer = Adam(0.1)
+        gradients = [np.array([1.0]), np.array([-1.0])]
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        again, theirs = pickle.loads(pickle.dumps((optimizer, variables)))
+        assert theirs[0] is variables[0]
+        again.apply_gradients(zip(gradients, theirs, strict=True))
+        assert again.iterations == optimizer.iterations == 2
+        assert list(map(id, again.variables)) == list(map(id, optimizer.variables))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"total_num_replicas": 2}, "with replicas_to_aggregate only"),
+        ({"replicas_to_aggregate": 3}, "no more of either than the 2 worker"),
+        ({"replicas_to_aggregate": 1, "max_staleness": 1}, "not both"),
+        ({"max_staleness": -1}, "0 or more"),
+        ({"max_staleness": 1, "chief": True}, "leave the chief out"),
+        ({"timeout_seconds": 0}, "above 0"),
+        ({"job": "ps"}, "is a parameter server"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with holders(1) as held, pytest.raises(ValueError, match=message):
+        worker_of(held, 0, 2, **options)
+
+
+def test_a_cluster_without_servers_is_refused() -> None:
+    resolver = nd.SimpleClusterResolver({"worker": ["a:1"]}, task_type="worker", task_id=0)
+    with pytest.raises(ValueError, match="no parameter server"):
+        nd.ParameterServerStrategy(resolver)
+
+
+@contextlib.contextmanager
+def two_workers(**options: Any) -> Iterator[list[tuple[nd.Strategy, Callable[[], None]]]]:
+    """Two workers of one server, each with a function that pushes a gradient of 1."""
+    with holders(1) as held, contextlib.ExitStack() as stack:
+        made = []
+        for index in range(2):
+            strategy = stack.enter_context(worker_of(held, index, 2, **options))
+            with strategy.scope():
+                variable = nd.Variable(0.0)
+            optimizer = SGD(1.0, name="same")
+            push = functools.partial(optimizer.apply_gradients, [(1.0, variable)])
+            made.append((strategy, push))
+        yield made
+
+
+def both(made: list[tuple[nd.Strategy, Callable[[], None]]]) -> None:
+    with in_thread(made[1][1]) as other:
+        made[0][1]()
+        other.result(DEADLINE)
+
+
+def test_workers_in_step_notice_who_leaves() -> None:
+    with two_workers(replicas_to_aggregate=2) as made:
+        both(made)
+        with in_thread(made[0][1]) as waiting:
+            made[1][0].close()
+            with pytest.raises(nd.WorkerLostError):
+                waiting.result(DEADLINE)
+
+
+def test_workers_within_bounds_go_on_without_who_leaves() -> None:
+    with two_workers(max_staleness=0) as made:
+        both(made)
+        with in_thread(made[0][1]) as waiting:
+            made[1][0].close()
+            waiting.result(DEADLINE)
+        made[0][1]()
+
+
+@pytest.mark.parametrize("options", [{"replicas_to_aggregate": 2}, {"max_staleness": 0}])
+def test_nobody_waits_for_ever(options: dict[str, Any]) -> None:
+    with (
+        two_workers(timeout_seconds=0.2, **options) as made,
+        pytest.raises(nd.CollectiveTimeoutError, match="waited for"),
+    ):
+        made[0][1]()
+
+
+def test_an_evaluator_reads_and_is_in_nobodys_count() -> None:
+    with holders(1) as held, worker_of(held, replicas_to_aggregate=1) as trainer:
+        with trainer.scope():
+            weights, optimizer = nd.Variable(0.0), SGD(1.0)
+        with worker_of(held, job="evaluator") as evaluator:
+            with evaluator.scope():
+                seen = nd.Variable(0.0)
+            for step in range(1, 4):
+                optimizer.apply_gradients([(1.0, weights)])
+                assert evaluator.run(lambda: float(seen)).values == (-step,)
+            batches = nd.Dataset.range(4).batch(2)
+            assert evaluator.distribute_dataset(batches).cardinality() == 2
+
+
+def test_optimizers_are_named_in_the_order_of_their_making() -> None:
+    first, second = (SGD().name.removeprefix("sgd").removeprefix("_") or "0" for _ in range(2))
+    assert int(second) == int(first) + 1
+    assert Adam(name="mine").name == "mine"
+
+
+def test_a_closure_that_runs_again_trains_once() -> None:
+    with served(2, replicas=2) as strategy:
+        optimizer = Adam(lambda step: 0.1 / (1 + step))
+        model = Model(strategy, optimizer)
+        for number in (1, 1, 2):
+            with closure("chief", number):
+                strategy.run(model.step, args=(ROWS[0], WANTED[0]))
+        assert optimizer.iterations == 2

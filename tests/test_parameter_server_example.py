@@ -1,0 +1,93 @@
+"""The example of parameter servers trains in either style, however its processes are started."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = "examples/parameter_server.py"
+ENVIRON = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+SECONDS = 50.0
+EPOCHS = ("--epochs", "12")
+
+
+def accuracy_in(output: str) -> float:
+    found = re.findall(r"test accuracy ([0-9.]+)", output)
+    assert len(found) == 1, output
+    return float(found[0])
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRON, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def free_addresses(count: int) -> list[str]:
+    listeners = [socket.create_server(("localhost", 0)) for _ in range(count)]
+    try:
+        return [f"localhost:{listener.getsockname()[1]}" for listener in listeners]
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_four_command_lines_train_on_two_servers_and_two_workers() -> None:
+    addresses = free_addresses(4)
+    hosts = ["--ps_hosts", ",".join(addresses[:2]), "--worker_hosts", ",".join(addresses[2:])]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                SCRIPT,
+                *EPOCHS,
+                *hosts,
+                "--job_name",
+                job,
+                "--task_index",
+                str(index),
+            ],
+            cwd=ROOT,
+            env=ENVIRON,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for job in ("ps", "worker")
+        for index in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [0] * 4, "\n".join(said)
+    assert accuracy_in(said[2]) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("started", "flags"),
+    [
+        (("--chief",), ()),
+        ((), ("--max_staleness", "1")),
+        ((), ("--replicas_to_aggregate", "2")),
+    ],
+)
+def test_the_launcher_starts_either_style(started: tuple[str, ...], flags: tuple[str, ...]) -> None:
+    launcher = [sys.executable, "-m", "ndistribute", "run", "--workers", "2", "--ps", "2"]
+    assert accuracy_in(run(*launcher, *started, SCRIPT, *EPOCHS, *flags)) > 0.9
+
+
+def test_one_process_gives_the_result_of_any_other_strategy() -> None:
+    command = [sys.executable, "examples/train_digits.py", "--epochs", "6", "--strategy"]
+    assert accuracy_in(run(*command, "parameter_server")) == accuracy_in(run(*command, "none"))

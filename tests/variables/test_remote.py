@@ -1,0 +1,196 @@
+"""Variables on servers: what is fetched when, what closures keep back, and handles elsewhere."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.cluster.link import Link
+from ndistribute.cluster.origins import closure
+from ndistribute.cluster.requests import Assign, Create, Origin, Transaction
+from ndistribute.cluster.shelf import Shelf
+from ndistribute.cluster.shelf_view import ShelfView
+from ndistribute.cluster.store import Store
+from ndistribute.variables.copies import LocalCopy
+from ndistribute.variables.remote import RemoteVariable
+from tests.kinds import DEADLINE, in_thread
+from tests.strategies.on_servers import holders, served, worker_of
+
+
+def variable(strategy: nd.Strategy, value: Any, **options: Any) -> nd.Variable:
+    with strategy.scope():
+        return nd.Variable(value, **options)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of requests that went to servers, in order."""
+    kinds: list[str] = []
+    request = Link.request
+
+    def note(link: Link, request_: Any) -> Any:
+        kinds.append(type(request_).__name__)
+        return request(link, request_)
+
+    monkeypatch.setattr(Link, "request", note)
+    return kinds
+
+
+def test_variables_go_to_servers_in_turn_under_names_of_their_own() -> None:
+    with served(2) as strategy:
+        made = [variable(strategy, 1.0, name=name) for name in (None, None, "w", "w", "w_1")]
+        assert all(isinstance(v, RemoteVariable) for v in made)
+        assert [v.server_name for v in made] == ["Variable", "Variable_1", "w", "w_1", "w_1_1"]
+        assert [v.servers for v in made] == [(0,), (1,), (0,), (1,), (0,)]
+
+
+def test_workers_share_what_the_first_one_made() -> None:
+    with holders(2) as held, worker_of(held, 0, 2) as first, worker_of(held, 1, 2) as second:
+        ours, theirs = variable(first, [1.0, 2.0]), variable(second, [7.0, 7.0])
+        assert theirs.numpy().tolist() == [1.0, 2.0]
+        theirs.assign_add([1.0, 1.0])
+        assert ours.numpy().tolist() == [2.0, 3.0]
+
+
+def test_workers_that_make_different_variables_are_told() -> None:
+    with holders(1) as held, worker_of(held, 0, 2) as first, worker_of(held, 1, 2) as second:
+        variable(first, [1.0, 2.0])
+        with pytest.raises(ValueError, match="same variables in the same order"):
+            variable(second, [1.0])
+
+
+def test_a_step_fetches_once_from_each_server_what_the_last_step_read(asked: list[str]) -> None:
+    with served(2) as strategy:
+        variables = [variable(strategy, float(i)) for i in range(6)]
+
+        def step() -> float:
+            return sum(float(v) for v in variables) + sum(float(v) for v in variables)
+
+        strategy.run(step)
+        del asked[:]
+        assert strategy.run(step).values == (30.0,)
+        assert asked == ["Batch", "Batch"]
+
+
+def test_within_a_step_values_stay_but_for_what_this_process_changes() -> None:
+    with holders(1) as held, worker_of(held, 0, 2) as first, worker_of(held, 1, 2) as second:
+        ours = [variable(first, 0.0), variable(first, 0.0)]
+        theirs = [variable(second, 0.0), variable(second, 0.0)]
+
+        def step() -> list[float]:
+            seen = [float(v) for v in ours]
+            with in_thread(lambda: [v.assign_add(1.0) for v in theirs]) as written:
+                written.result(DEADLINE)
+            seen += [float(v) for v in ours]
+            ours[0].assign_add(1.0)
+            return seen + [float(v) for v in ours]
+
+        found = [part.values[0] for part in first.run(step)]
+        assert found == [0, 0, 0, 0, 2, 0]
+        assert [float(v) for v in ours] == [2, 1]
+
+
+def test_a_closure_changes_all_at_its_end_and_each_once() -> None:
+    with holders(2) as held, worker_of(held, 0, 2) as mine, worker_of(held, 1, 2) as other:
+        ours = [variable(mine, [0.0, 0.0]) for _ in range(2)]
+        theirs = [variable(other, [0.0, 0.0]) for _ in range(2)]
+        for _ in range(2):  # The second time as if another worker ran it again.
+            value = np.ones(2)
+            with closure("chief", 1):
+                ours[0].assign_add(value)
+                ours[1].scatter_add([1], [5.0])
+                value[:] = 7.0  # What was passed counts, not what becomes of it.
+                seen = theirs[0].numpy().tolist()
+        assert seen == [1.0, 1.0]
+        assert [v.numpy().tolist() for v in theirs] == [[1.0, 1.0], [0.0, 5.0]]
+
+
+def test_a_closure_that_fails_changes_nothing() -> None:
+    with served() as strategy:
+        v = variable(strategy, 1.0)
+
+        def fail() -> None:
+            with closure("chief", 1):
+                v.assign_add(1.0)
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
+        assert float(v) == 1.0
+
+
+def test_a_closure_reads_what_it_wrote() -> None:
+    with holders(2) as held, worker_of(held, 0, 2) as mine, worker_of(held, 1, 2) as other:
+        ours, theirs = ([variable(s, 0.0) for _ in range(2)] for s in (mine, other))
+        seen = []
+        for _ in range(2):  # The second time as if another worker ran it again.
+            with closure("chief", 3):
+                ours[0].assign_add(1.0)
+                seen += [float(v) for v in (*ours, ours[0])]
+                ours[0].assign_add(2.0)
+        assert seen == [1.0, 0.0, 1.0, 3.0, 0.0, 3.0]
+        assert [float(v) for v in theirs] == [3.0, 0.0]
+
+
+def test_a_closure_makes_no_variables() -> None:
+    with (
+        served() as strategy,
+        closure("chief", 1),
+        pytest.raises(RuntimeError, match="create variables on the chief"),
+    ):
+        variable(strategy, 1.0)
+
+
+def test_a_handle_is_the_same_variable() -> None:
+    with served() as strategy:
+        v = variable(strategy, 1.0)
+        again, own = pickle.loads(pickle.dumps((v, strategy)))
+        assert again is v
+        assert own is strategy
+
+
+def test_reads_from_shared_memory_see_each_version() -> None:
+    shelf = Shelf()
+    store = Store(shelf=shelf)
+    asked: list[str] = []
+
+    class Near:
+        address = "here"
+
+        def request(self, request: Any, timeout: float | None = None) -> Any:
+            asked.append(type(request).__name__)
+            (answer,) = store.handle("worker:0", 1, request)
+            return answer.reply
+
+        def shared_file(self) -> int | None:
+            return os.dup(shelf.shared_file())
+
+    client = Near()
+    for name in ("a", "b"):
+        client.request(Create(name, np.zeros(3)))
+    view = ShelfView(client)  # type: ignore[arg-type]
+    copies = [LocalCopy(name, 0, (3,), np.dtype(float)) for name in ("a", "b")]
+    assert view.pull(copies, 0)
+    held = copies[0].read()
+    client.request(Transaction(Origin("w", 1), (Assign("a", np.ones(3)),)))
+    del asked[:]
+    before = copies[1].version
+    assert view.pull(copies, 0)
+    assert asked == []
+    assert copies[0].read().tolist() == [1, 1, 1]
+    assert held.tolist() == [0, 0, 0]
+    assert copies[1].version == before
+    view.close()
+    shelf.close()
+
+
+def test_a_variable_of_a_closed_strategy_keeps_what_was_read() -> None:
+    with nd.ParameterServerStrategy() as strategy:
+        v = variable(strategy, 2.0)
+        v.assign_add(1.0)
+    assert float(v) == 3.0

@@ -1,0 +1,152 @@
+"""Plans of sharded variables against NumPy: which rows are where, and what an index needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.variables.row_selection import select_rows
+from ndistribute.variables.shards import Shards
+
+
+@st.composite
+def sharded(draw):
+    """Draw an array, how it is cut, and some of its rows."""
+    rows = draw(st.integers(1, 40))
+    array = np.arange(rows * 2.0).reshape(rows, 2)
+    shards = Shards(array.shape, draw(st.integers(1, rows)))
+    return array, shards, np.array(draw(st.lists(st.integers(0, rows - 1), max_size=12)), int)
+
+
+@st.composite
+def indexed(draw):
+    """Draw an array and an index of every kind that begins with its rows."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    array = np.arange(np.prod(shape)).reshape(shape)
+    numbers = st.lists(st.integers(-shape[0], shape[0] - 1), min_size=1, max_size=6)
+    dimensions = draw(st.integers(1, len(shape)))
+    kinds = [
+        arrays.basic_indices(shape, allow_newaxis=True),
+        numbers,
+        numbers.map(lambda found: np.array(found, np.int32).reshape(-1, 1)),
+        numbers.map(lambda found: (found, Ellipsis)),
+        numbers.map(lambda found: (np.array(found), None)),
+        arrays.arrays(bool, shape[:dimensions]),
+    ]
+    if len(shape) > 1:
+        kinds += [st.tuples(numbers, st.integers(-shape[1], shape[1] - 1))]
+        kinds += [st.tuples(numbers, st.just([0])), st.tuples(st.integers(0, 0), st.just([0, 0]))]
+        kinds.append(st.tuples(arrays.arrays(bool, shape[:1]), st.just(slice(0, 1))))
+    if len(shape) == 3:
+        kinds.append(st.tuples(numbers, st.just(slice(None)), st.just([0])))
+    return array, draw(st.one_of(kinds))
+
+
+@given(sharded())
+def test_every_row_is_in_one_shard_and_lengths_are_balanced(drawn):
+    array, shards, _ = drawn
+    parts = shards.cut(array)
+    lengths = [len(part) for part in parts]
+    assert [part.shape for part in parts] == [shards.shape_of(k) for k in range(shards.count)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+    assert np.array_equal(shards.join(parts), array)
+
+
+@given(sharded())
+def test_rows_are_found_in_their_shards(drawn):
+    array, shards, rows = drawn
+    parts = shards.cut(array)
+    found = np.full((len(rows), 2), np.nan)
+    for portion in shards.portions(rows):
+        assert len(portion.indices)
+        found[portion.positions] = parts[portion.shard][portion.indices]
+    assert np.array_equal(found, array[rows])
+
+
+@given(sharded())
+def test_rising_rows_come_back_in_order_when_the_parts_are_joined(drawn):
+    _, shards, rows = drawn
+    rising = np.unique(rows)
+    positions = [portion.positions for portion in shards.portions(rising)]
+    assert np.array_equal(np.concatenate([*positions, np.array([], int)]), np.arange(len(rising)))
+
+
+@given(sharded())
+def test_gradient_rows_are_cut_like_their_sum(drawn):
+    array, shards, rows = drawn
+    gradient = IndexedSlices(np.arange(2.0 * len(rows)).reshape(-1, 2), rows, array.shape)
+    whole = shards.cut(gradient.to_dense())
+    for part, expected in zip(shards.cut_rows(gradient), whole, strict=True):
+        assert np.array_equal(part.to_dense(), expected)
+
+
+@given(indexed())
+def test_an_index_of_the_rows_it_needs_gives_what_it_gives_of_all(drawn):
+    array, index = drawn
+    plan = select_rows(index, array.shape)
+    part = array if plan.rows is None else array[plan.rows]
+    expected, got = array[index], part[plan.rest]
+    assert np.array_equal(got, expected)
+    assert np.shape(got) == np.shape(expected)
+
+
+@given(indexed())
+def test_rows_are_asked_for_once_in_rising_order(drawn):
+    array, index = drawn
+    rows = select_rows(index, array.shape).rows
+    if rows is not None:
+        assert np.array_equal(rows, np.unique(rows))
+
+
+@pytest.mark.parametrize(
+    ("index", "rows"),
+    [
+        (3, [3]),
+        (-1, [8]),
+        ([5, 2, 5], [2, 5]),
+        (np.array([[1, -9]], np.int8), [0, 1]),
+        (slice(7, 2, -2), [3, 5, 7]),
+        (slice(20, None), []),
+        ([], []),
+        ((4, 1), [4]),
+        (np.arange(9) == 6, [6]),
+        (np.arange(18).reshape(9, 2) % 9 == 5, [2, 7]),
+        (slice(None), None),
+        (slice(None, None, -1), None),
+        (Ellipsis, None),
+        ((), None),
+        (None, None),
+        (True, None),
+        ((None, [1]), None),
+    ],
+)
+def test_rows_that_an_index_needs(index, rows):
+    plan = select_rows(index, (9, 2))
+    assert (None if plan.rows is None else plan.rows.tolist()) == rows
+
+
+@pytest.mark.parametrize("index", [9, -10, [0, 9], (9, 0), np.array([-10]), np.uint8(200)])
+def test_a_row_out_of_range_is_refused(index):
+    with pytest.raises(IndexError, match="out of bounds for axis 0 with size 9"):
+        select_rows(index, (9, 2))
+
+
+@pytest.mark.parametrize(
+    "mask", [np.ones(8, bool), np.ones((9, 3), bool), np.ones((9, 2, 1), bool)]
+)
+def test_a_mask_of_another_shape_is_refused(mask):
+    with pytest.raises(IndexError, match="boolean index"):
+        select_rows(mask, (9, 2))
+
+
+@pytest.mark.parametrize("index", [1.0, "a", [1.5], [None], np.array([]), 10**30])
+def test_what_is_no_index_is_left_to_numpy_to_refuse(index):
+    plan = select_rows(index, (9, 2))
+    assert plan.rows is None
+    with pytest.raises(IndexError):
+        np.zeros((9, 2))[plan.rest]

@@ -1,0 +1,432 @@
+"""Sharded variables behave like the array they hold, on any number of servers."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.cluster.origins import closure
+from ndistribute.cluster.requests import Batch, Read, ReadRows, Transaction
+from ndistribute.variables.partitioners import FixedShardsPartitioner
+from ndistribute.variables.remote import RemoteVariable
+from ndistribute.variables.sharded import ShardedVariable
+from ndistribute.variables.write import Write
+from tests.strategies import on_servers
+
+EVERY = [(1, 3), (2, 3), (3, 2)]  # Numbers of servers and of shards.
+TABLE = np.arange(7000.0).reshape(700, 10)  # Too large to come whole for a few rows.
+
+
+@contextmanager
+def served(servers, shards=1, **options):
+    """Yield a strategy on so many servers of this process, and the links that note requests."""
+    partitioner = FixedShardsPartitioner(shards) if shards > 1 else None
+    with on_servers.served(servers, variable_partitioner=partitioner, **options) as strategy:
+        links = strategy.servers._links
+        for link in links:
+            note_requests(link)
+        yield strategy, links
+
+
+def note_requests(link):
+    """Let a link remember what its server is asked."""
+    link.asked, request = [], link.request
+
+    def asking(message):
+        link.asked.extend(message.requests if isinstance(message, Batch) else [message])
+        return request(message)
+
+    link.request = asking
+
+
+@pytest.fixture(params=EVERY, ids=lambda numbers: "{} servers, {} shards".format(*numbers))
+def strategy(request):
+    with served(*request.param) as (made, _):
+        yield made
+
+
+def make(strategy, initial=TABLE, **kwargs):
+    with strategy.scope():
+        return nd.Variable(initial, **kwargs)
+
+
+def asked_for(links, kind):
+    return [one for link in links for one in link.asked if isinstance(one, kind)]
+
+
+def rows_sent(links):
+    """Return how many rows were asked for, and forget it."""
+    count = sum(len(request.indices) for request in asked_for(links, ReadRows))
+    assert not asked_for(links, Read)
+    for link in links:
+        link.asked.clear()
+    return count
+
+
+def test_shards_are_named_after_the_variable_and_dealt_to_the_servers():
+    with served(2, 3) as (strategy, _):
+        v = make(strategy, np.arange(14.0).reshape(7, 2), name="table", aggregation="sum")
+        assert isinstance(v, ShardedVariable)
+        assert isinstance(v, nd.Variable)
+        assert [part.name for part in v.variables] == [f"table/part_{k}" for k in range(3)]
+        assert [part.servers for part in v.variables] == [(0,), (1,), (0,)]
+        assert [part.shape for part in v.variables] == [(3, 2), (2, 2), (2, 2)]
+        assert all(part.aggregation is v.aggregation for part in v.variables)
+        assert (v.name, v.shape, v.dtype, len(v)) == ("table", (7, 2), np.float64, 7)
+
+
+@pytest.mark.parametrize("initial", [3.0, np.zeros((0, 4)), np.zeros((4, 0)), np.zeros((1, 4))])
+def test_what_can_not_be_cut_is_left_whole(strategy, initial):
+    v = make(strategy, initial)
+    assert type(v) is RemoteVariable
+    assert np.array_equal(v.numpy(), initial)
+
+
+def test_the_whole_is_used_like_an_array(strategy):
+    v = make(strategy)
+    assert np.array_equal(v, TABLE)
+    assert np.array_equal(v.numpy(), TABLE)
+    assert np.array_equal(v @ np.ones(10), TABLE.sum(1))
+    assert np.sum(v) == TABLE.sum()
+    assert v.read_value().flags.writeable is False
+    assert strategy.local_results(v)[0].shape == (700, 10)
+
+
+def test_a_read_is_a_snapshot(strategy):
+    v = make(strategy)
+    whole, rows = v.value, v[[1, 2]]
+    v.assign(-TABLE)
+    assert np.array_equal(whole, TABLE)
+    assert np.array_equal(rows, TABLE[[1, 2]])
+    assert np.array_equal(v, -TABLE)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        5,
+        -1,
+        np.int32(400),
+        [699, 0, 350, 0, -700],
+        np.array([[1, 699], [234, 233]]),
+        np.array([3, 200], np.uint8),
+        slice(230, 240),
+        slice(None, None, -100),
+        slice(5, 5),
+        [],
+        np.arange(700) % 97 == 3,
+        TABLE % 1000 == 7,
+        (3, 4),
+        ([400, 2], slice(None, None, 2)),
+        ([400, 2], [1, 9]),
+        ([[400], [2]], [1, 9]),
+        (slice(200, 300, 50), None, 3),
+        (Ellipsis, 2),
+        None,
+    ],
+    ids=str,
+)
+def test_parts_are_read_as_of_an_array(index):
+    for servers, shards in EVERY:
+        with served(servers, shards) as (strategy, _):
+            got, expected = make(strategy)[index], TABLE[index]
+            assert np.array_equal(got, expected)
+            assert got.shape == expected.shape
+            assert got.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("index", [700, [0, -701], (0, 10), np.ones(699, bool), 1.0, "a"])
+def test_a_wrong_index_is_refused_as_of_an_array(strategy, index):
+    with pytest.raises(IndexError):
+        make(strategy)[index]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_only_the_rows_asked_for_are_read(shards):
+    with served(2, shards) as (strategy, links):
+        v = make(strategy)
+        assert isinstance(v, ShardedVariable if shards > 1 else RemoteVariable)
+        v[[3, 699, 3, -1]]
+        assert rows_sent(links) == 2
+        v[100:110]
+        assert rows_sent(links) == 10
+        v[np.arange(700) > 696]
+        assert rows_sent(links) == 3
+        v[5, 2]
+        assert rows_sent(links) == 1
+        with nd.GradientTape():
+            v[[7, 8]]
+        assert rows_sent(links) == 2
+        strategy.run(lambda: v[[7, 8]])
+        assert rows_sent(links) == 2
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_to_look_at_a_large_variable_reads_nothing(shards):
+    with served(2, shards) as (strategy, links):
+        v = make(strategy, name="table")
+        assert (len(v), v.size, v.ndim) == (700, 7000, 2)
+        assert "'table' float64(700, 10)" in repr(v)
+        assert rows_sent(links) == 0
+        assert "[0. 1.]" in repr(make(strategy, [0.0, 1.0]))
+        with pytest.raises(TypeError, match="has no len"):
+            len(make(strategy, 1.0))
+
+
+def test_rows_of_one_server_come_in_one_message():
+    with served(1, 3) as (strategy, links):
+        v = make(strategy)
+        sent = []
+        request = links[0]._client.request
+        links[0]._client.request = lambda *args: sent.append(args) or request(*args)
+        v[[0, 300, 699]]
+        assert len(sent) == 1
+
+
+@pytest.mark.parametrize("how", ["assign", "assign_add", "assign_sub"])
+def test_the_whole_is_written(strategy, how):
+    v = make(strategy)
+    assert getattr(v, how)(TABLE + 1) is v
+    expected = {"assign": TABLE + 1, "assign_add": 2 * TABLE + 1, "assign_sub": TABLE * 0 - 1}
+    assert np.array_equal(v, expected[how])
+
+
+@pytest.mark.parametrize("how", ["scatter_update", "scatter_add", "scatter_sub"])
+def test_rows_are_written_also_repeated_ones(strategy, how):
+    v = make(strategy)
+    rows = [699, 0, 350, 0, 699, 699]
+    values = np.arange(60.0).reshape(6, 10)
+    expected = TABLE.copy()
+    if how == "scatter_update":
+        for row, value in zip(rows, values, strict=True):
+            expected[row] = value
+    else:
+        (np.add if how == "scatter_add" else np.subtract).at(expected, rows, values)
+    getattr(v, how)(rows, values)
+    assert np.array_equal(v, expected)
+    getattr(v, how)([], np.zeros((0, 10)))
+    assert np.array_equal(v, expected)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda v: v.assign(np.zeros((699, 10))),
+        lambda v: v.assign(np.zeros((700, 11))),
+        lambda v: v.assign(0.0),
+        lambda v: v.assign_add(np.full((700, 10), 1j)),
+        lambda v: v.assign_sub([["x"]]),
+        lambda v: v.scatter_add([0, 700], np.ones((2, 10))),
+        lambda v: v.scatter_sub([0, -1], np.ones((2, 10))),
+        lambda v: v.scatter_update([0, 699], np.ones((2, 9))),
+        lambda v: v.scatter_update([0.0], np.ones((1, 10))),
+        lambda v: v.scatter_add([0, 699], np.full((2, 10), 1j)),
+    ],
+)
+def test_a_write_that_does_not_fit_changes_nothing(write):
+    with served(3, 3) as (strategy, links):
+        v = make(strategy)
+        with pytest.raises(ValueError, match=r"Nothing has changed|does not fit"):
+            write(v)
+        assert not asked_for(links, Transaction)
+        assert np.array_equal(v, TABLE)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_what_a_write_changes_on_one_server_changes_together(servers):
+    with served(servers, 4) as (strategy, links):
+        v = make(strategy)
+        v.assign_add(TABLE)
+        v.scatter_add([0, 699, 300, 400], np.ones((4, 10)))
+        assert [len(asked_for([link], Transaction)) for link in links] == [2] * servers
+
+
+def test_only_servers_that_have_a_row_are_asked_to_change_it():
+    with served(3, 3) as (strategy, links):
+        make(strategy).scatter_add([699, 698], np.ones((2, 10)))
+        assert [len(asked_for([link], Transaction)) for link in links] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("aggregation", "factor"), [("sum", 3), ("mean", 1.5)])
+def test_writes_of_replicas_are_aggregated(aggregation, factor):
+    with served(2, 3, replicas=2) as (strategy, _):
+        v = make(strategy, aggregation=aggregation)
+
+        def step():
+            number = nd.get_replica_context().replica_id_in_sync_group + 1
+            v.assign_add(np.full((700, 10), float(number)))
+            v.scatter_add([699, 0], np.full((2, 10), float(number)))
+            return v[[0, 1, 699]]
+
+        rows = strategy.run(step)
+        expected = TABLE + factor
+        expected[[0, 699]] += factor
+        assert np.array_equal(v, expected)
+        assert all(np.array_equal(part, expected[[0, 1, 699]]) for part in rows.values)
+
+
+def test_another_process_writes_between_two_reads():
+    with served(2, 3) as (strategy, links):
+        v = make(strategy)
+        v.numpy()
+        part = v.variables[1]
+        changes = part.changes_of(Write("assign_add", np.ones(part.shape)))
+        for server, some in changes.items():
+            links[server].transact(some)
+        expected = np.concatenate([TABLE[:234], TABLE[234:467] + 1, TABLE[467:]])
+        assert np.array_equal(v, expected)
+        assert np.array_equal(v[200:300], expected[200:300])
+
+
+def test_a_function_that_was_sent_reads_what_it_wrote_and_sends_no_half():
+    with served(2, 2) as (strategy, links):
+        v = make(strategy)
+        with closure("chief", 1):
+            v.scatter_add([0, 699], np.ones((2, 10)))
+            assert not asked_for(links, Transaction)
+            assert np.array_equal(v[[0, 699]], TABLE[[0, 699]] + 1)
+        with pytest.raises(RuntimeError, match="on purpose"), closure("chief", 2):  # noqa: PT012
+            v.assign_add(TABLE)
+            raise RuntimeError("on purpose")
+        assert [len(asked_for([link], Transaction)) for link in links] == [1, 1]
+
+
+def test_a_pickled_variable_is_the_same_one_here():
+    with served(2, 3) as (strategy, _):
+        v = make(strategy)
+        again, part = pickle.loads(pickle.dumps((v, v.variables[1])))
+        assert again is v
+        assert part is v.variables[1]
+
+
+def test_a_variable_that_was_sent_reads_and_changes_the_same_rows():
+    with served(2, 3) as (strategy, _):
+        v = make(strategy, name="table", aggregation="sum")
+        sent = pickle.dumps(v)
+        strategy.handles.clear()  # As in another process.
+        handle = pickle.loads(sent)
+        assert handle is not v
+        assert (handle.name, handle.aggregation) == (v.name, v.aggregation)
+        handle.scatter_add([699, 0], np.ones((2, 10)))
+        assert np.array_equal(v[[0, 699]], TABLE[[0, 699]] + 1)
+        assert np.array_equal(handle, v)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("index", [[3, 699, 3], np.array([[0], [-1]])], ids=str)
+def test_rows_looked_up_under_a_tape_give_rows_as_gradient(shards, index):
+    with served(2, shards) as (strategy, _):
+        v = make(strategy)
+
+        def step():
+            with nd.GradientTape() as tape:
+                loss = np.sum(v[index] ** 2)
+            return tape.gradient(loss, v)
+
+        expected = np.zeros_like(TABLE)
+        np.add.at(expected, index, 2 * TABLE[index])
+        for gradient in (step(), strategy.run(step).values[0]):
+            assert isinstance(gradient, nd.IndexedSlices)
+            assert len(gradient.indices) == np.size(index)
+            assert np.array_equal(gradient.to_dense(), expected)
+
+
+def test_gradients_of_parts_and_of_the_whole_add_up(strategy):
+    v = make(strategy)
+    with nd.GradientTape() as tape:
+        loss = np.sum(v[[3, 3]]) + np.sum(v[600:]) + np.sum(v * 2)
+    expected = np.full_like(TABLE, 2.0)
+    expected[3] += 2
+    expected[600:] += 1
+    assert np.array_equal(tape.gradient(loss, v), expected)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: nd.optimizers.SGD(0.1),
+    "momentum": lambda: nd.optimizers.SGD(0.1, momentum=0.9),
+    "adagrad": lambda: nd.optimizers.Adagrad(0.1),
+    "adam": lambda: nd.optimizers.Adam(0.01),
+    "clipped": lambda: nd.optimizers.Adagrad(0.1, global_clipnorm=0.5),
+}
+
+
+def trained(strategy, make_optimizer, steps=5):
+    """Train an embedding and a dense layer, and return both."""
+    rng = np.random.default_rng(7)
+    with strategy.scope():
+        table = nd.Variable(rng.normal(size=(300, 8)), name="table")
+        weights = nd.Variable(rng.normal(size=(8, 3)), name="weights")
+        bias = nd.Variable(np.zeros(3), name="bias")
+        optimizer = make_optimizer()
+    # Some shards have no row in some batches.
+    batches = [rng.integers(0, 60 + 60 * step, size=(16, 2)) for step in range(steps)]
+    targets = rng.normal(size=(16, 3))
+
+    def step(ids):
+        with nd.GradientTape() as tape:
+            hidden = np.tanh(table[ids].sum(axis=1))
+            loss = np.mean((hidden @ weights + bias - targets) ** 2)
+        variables = [table, weights, bias]
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, variables), variables, strict=True),
+        )
+
+    for ids in batches:
+        strategy.run(step, args=(ids,))
+    return [variable.numpy() for variable in (table, weights, bias)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("numbers", [(1, 3), (2, 3), (3, 3)])
+def test_training_on_shards_gives_what_one_device_gives(name, numbers):
+    expected = trained(nd.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name])
+    with served(*numbers) as (strategy, _):
+        got = trained(strategy, OPTIMIZERS[name])
+    for one, other in itertools.zip_longest(got, expected):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_rows_that_only_some_shards_have_make_whole_steps_of_several_workers():
+    expected = trained(nd.OneDeviceStrategy("cpu:0"), OPTIMIZERS["adagrad"])
+    with served(3, 3, replicas_to_aggregate=1) as (strategy, _):
+        got = trained(strategy, OPTIMIZERS["adagrad"])
+    for one, other in itertools.zip_longest(got, expected):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_what_an_optimizer_keeps_is_sharded_like_the_variable():
+    with served(2, 3) as (strategy, _):
+        v = make(strategy)
+        optimizer = nd.optimizers.Adagrad(0.1, initial_accumulator_value=0.5)
+        optimizer.apply_gradients([(np.full_like(TABLE, 2.0), v)])
+        count, slot = optimizer.variables
+        assert int(count) == 1
+        assert isinstance(slot, ShardedVariable)
+        assert [part.servers for part in slot.variables] == [part.servers for part in v.variables]
+        assert np.array_equal(slot, np.full_like(TABLE, 4.5))
+
+
+def test_a_variable_is_readable_after_its_strategy_was_closed():
+    with served(2, 3) as (strategy, _):
+        v = make(strategy)
+        v.numpy()
+    assert np.array_equal(v, TABLE)
+    assert np.array_equal(v[[699, 0]], TABLE[[699, 0]])
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_updates_between_a_read_of_rows_and_its_gradient_are_counted(shards):
+    with served(2, shards) as (strategy, _):
+        v = make(strategy)
+        optimizer = nd.optimizers.SGD(0.1)
+        with nd.GradientTape() as tape:
+            loss = np.sum(v[[0, 699]])
+        v.scatter_add([0, 699], np.ones((2, 10)))
+        v.scatter_add([0], np.ones((1, 10)))
+        optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+        assert strategy.staleness() == {2: 1}
