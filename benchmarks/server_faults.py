@@ -32,7 +32,7 @@ __all__ = ["main"]
 
 PLACES = 1 << 18
 PER_KILL = 8
-KILL_WITHIN = 0.006  # Seconds; about as long as that many functions take.
+KILL_WITHIN = 0.003  # Seconds; about as long as that many functions take.
 _log = logging.getLogger("benchmarks")
 Row = dict[str, Any]
 

@@ -109,8 +109,8 @@ def main() -> None:
     parser.add_argument("--task_index", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--replicas_to_aggregate", type=int, help="synchronous: of all workers")
-    parser.add_argument("--max_staleness", type=int, help="steps a worker may be ahead")
+    parser.add_argument("--replicas_to_aggregate", type=int, help="own loops: workers in a step")
+    parser.add_argument("--max_staleness", type=int, help="own loops: steps to be ahead at most")
     options = parser.parse_args()
     resolver = resolver_of(options)
     cluster, job = resolver.cluster_spec(), resolver.task_type
@@ -132,7 +132,9 @@ def main() -> None:
         if coordinated or worker_of(strategy) == 0:
             _, (images, labels) = load_data(options.seed)
             accuracy = np.mean(np.argmax(network(images), axis=1) == labels)
-            report(f"test accuracy {accuracy:.4f}, staleness of updates {strategy.staleness()}")
+            report(f"test accuracy {accuracy:.4f}")
+        if not coordinated:
+            report(f"worker {worker_of(strategy)}, staleness of updates {strategy.staleness()}")
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(
     said = capfd.readouterr().out
     names = (
         "Python|processor|BLAS|BLAS kernels|BLAS threads|mpi4py|mpiexec|GPUs|CuPy|NCCL|"
-        "shared memory|loopback|host name|ssh"
+        "gRPC|cloudpickle|shared memory|loopback|host name|ssh"
     )
     findings = doctor.examine(measure=False)
     assert [finding.name for finding in findings] == names.split("|")

@@ -210,7 +210,10 @@ def _check_task(cluster: ClusterSpec, task_type: str | None, task_id: int | None
         # As in TensorFlow, an evaluator works beside the cluster and need not be listed.
         if task_type == "evaluator":
             return
-        raise ValueError(f"The task type {task_type!r} is none of {_listed(cluster.jobs)}.")
+        raise ValueError(
+            f"The task type {task_type!r} is none of {_listed(cluster.jobs)}: every task stands "
+            "in the cluster with its address, a chief too."
+        )
     if task_id not in cluster.task_indices(task_type):
         raise ValueError(
             f"The job {task_type!r} has {cluster.num_tasks(task_type)} tasks, counted from 0, "

@@ -7,6 +7,7 @@ deadline that each call has.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
@@ -44,8 +45,10 @@ from ndistribute.trust.tls import tls_files
 
 __all__ = ["Client", "connect"]
 
-_PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # Seconds before asking again; the last one repeats.
+_PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds before asking again; the last one repeats.
 _FAREWELL_SECONDS = 1.0
+_SILENT_SECONDS = 5.0  # After so long a wait for a server its user wants to know of it.
+_log = logging.getLogger("ndistribute")
 _PASSING = (UnreachableError, UnknownSessionError, NoRoomError, TransferLostError)
 
 
@@ -55,7 +58,7 @@ def connect(
     *,
     audience: str = "",
     timeout: float = 60.0,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
 ) -> Client:
     """Return a client of the server at an address, which need not be up yet.
 
@@ -72,6 +75,7 @@ def connect(
         AuthenticationError: there is no secret.
         MissingDependencyError: gRPC is not installed.
     """
+    environ = os.environ if environ is None else environ
     secret = find_secret([address], environ)
     transport = GrpcTransport(address, tls_files(environ))
     beat = float(environ.get("NDISTRIBUTE_HEARTBEAT_SECONDS", "10")) / 4
@@ -172,7 +176,7 @@ class Client:
         deadline = start + (self._timeout if timeout is None else timeout)
         pauses = iter(_PAUSES)
         problem: Exception | None = None
-        missed = math.inf  # Since when the server is not reached.
+        missed, told = math.inf, False  # Since when the server is not reached.
         while True:
             try:
                 answer = self._conversation.ask(pieces, covered, deadline)
@@ -186,6 +190,9 @@ class Client:
                 pause = next(pauses, _PAUSES[-1])
                 away = isinstance(error, UnreachableError)
                 missed = min(missed, time.monotonic()) if away else math.inf
+                if time.monotonic() - missed > _SILENT_SECONDS and not told:
+                    told = True
+                    _log.warning("%s waits for %s at %s", self.name, self._who, self.address)
             pause = min(pause, min(deadline, missed + patience) - time.monotonic())
             if pause <= 0 or self._closing.wait(timeout=pause):
                 raise self._gave_up(problem, time.monotonic() - start) from problem
@@ -251,6 +258,10 @@ class Client:
     ) -> None:
         self.close()
 
+    @property
+    def _who(self) -> str:
+        return self._audience or "the server"
+
     def _live(self) -> None:
         """Let the server hear of this client, in time and whenever it may believe it dead."""
         while not self._closing.is_set():
@@ -265,13 +276,14 @@ class Client:
                     continue  # The next call of this client says what is wrong.
 
     def _gave_up(self, problem: Exception | None, seconds: float) -> DistributeError:
-        who = f"{self._audience or 'the server'} at {self.address}"
+        who = f"{self._who} at {self.address}"
         if self._closing.is_set():
             return WorkerLostError(f"This client of {who} was closed while a call was on its way.")
         if isinstance(problem, UnreachableError):
             return WorkerLostError(
-                f"{self.name} did not reach {who} in {seconds:.1f} s: {problem} Check that it "
-                "runs, and that both use TLS or neither; a longer timeout waits for its return."
+                f"{self.name} did not reach {who} in {seconds:.1f} s: {str(problem).rstrip('.')}. "
+                "Check that it runs, and that both use TLS or neither; a longer timeout waits for "
+                "its return."
             )
         if isinstance(problem, UnknownSessionError):
             return AuthenticationError(f"{who} let {self.name} in and knew it no more: {problem}")

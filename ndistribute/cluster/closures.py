@@ -6,6 +6,7 @@ inputs, is ready, flies on a worker, and is over; only a worker that is lost bri
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict, deque
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 from ndistribute.cluster.pickles import Pickled
 from ndistribute.cluster.remote_value import RemoteValue
+from ndistribute.cluster.spans import Span, Spans
 
 __all__ = ["MOST_INPUTS", "Closure", "ClosureQueue"]
 
@@ -64,14 +66,13 @@ class ClosureQueue:
     capacity: int = 4096
     capacity_bytes: int = 1 << 30
     error: Exception | None = None  # The first one since it was last taken.
-    over: int = 0  # All closures up to this number are.
+    over: Spans = field(default_factory=Spans)  # The numbers of the closures that are.
     _last: int = 0
     _ready: deque[Closure] = field(default_factory=deque)
     _blocked: dict[RemoteValue, list[Closure]] = field(default_factory=lambda: defaultdict(list))
     _waiting: int = 0  # How many closures are blocked.
     _bytes: int = 0  # Of the arguments of all that are ready or blocked.
     _flying: dict[int, dict[int, Closure]] = field(default_factory=dict)
-    _over: set[int] = field(default_factory=set)
 
     @property
     def queued(self) -> int:
@@ -178,9 +179,10 @@ class ClosureQueue:
         return error
 
     def _cancel(self, closure: Closure) -> None:
+        # Its own text may be what can not be made.
+        before = traceback.format_exception_only(self.error)[0].strip()
         cancelled = CancelledError(
-            f"{closure} was cancelled, since this was raised before: "
-            f"{type(self.error).__name__}: {self.error}. Schedule it again."
+            f"{closure} was cancelled, since this was raised before: {before}. Schedule it again."
         )
         cancelled.__cause__ = self.error
         closure.result.settle(cancelled)
@@ -195,7 +197,4 @@ class ClosureQueue:
 
     def _end(self, closure: Closure) -> None:
         closure.kept, closure.inputs = [], ()
-        self._over.add(closure.number)
-        while self.over + 1 in self._over:
-            self.over += 1
-            self._over.discard(self.over)
+        self.over.add(Span(closure.number, closure.number))

@@ -18,6 +18,7 @@ from ndistribute.cluster.per_worker import PerWorkerDataset, Registry
 from ndistribute.cluster.pickles import Pickled, dump, require
 from ndistribute.cluster.remote_value import RemoteValue
 from ndistribute.cluster.seconds import seconds_of
+from ndistribute.cluster.spans import Span
 from ndistribute.cluster.totals import Report
 from ndistribute.cluster.worker_clients import connect_workers
 from ndistribute.cluster.worker_link import WorkerLink
@@ -44,7 +45,8 @@ class ClusterCoordinator:
         ValueError: the cluster has no workers, or this process is not its chief.
 
     >>> import ndistribute as nd
-    >>> with nd.ClusterCoordinator(nd.ParameterServerStrategy()) as coordinator:
+    >>> strategy = nd.ParameterServerStrategy()
+    >>> with strategy, nd.ClusterCoordinator(strategy) as coordinator:
     ...     squares = [coordinator.schedule(lambda x: x * x, args=(x,)) for x in range(4)]
     ...     coordinator.join()
     ...     coordinator.fetch(squares)
@@ -59,9 +61,9 @@ class ClusterCoordinator:
         clients = connect_workers(strategy.cluster_resolver)
         patience = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
 
-        def acknowledge(number: int) -> None:
+        def acknowledge(ended: Sequence[Span]) -> None:
             if strategy.servers is not None:
-                strategy.servers.acknowledge(series, number)
+                strategy.servers.acknowledge(series, ended)
 
         def learn(reports: Sequence[Report]) -> None:
             if reports:
@@ -215,8 +217,6 @@ class ClusterCoordinator:
         for value in inputs:
             if not value.belongs_to(self._dispatch):
                 raise ValueError(f"{name} got {value!r} of another coordinator: fetch it before.")
-            if value.error is not None:
-                raise ValueError(f"{name} got {value!r}, which has no value.") from value.error
 
 
 def _unpicklable(

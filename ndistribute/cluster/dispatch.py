@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ndistribute.cluster.closures import Closure, ClosureQueue
 from ndistribute.cluster.pickles import Pickled
+from ndistribute.cluster.spans import Span
 from ndistribute.errors import (
     AuthenticationError,
     CollectiveTimeoutError,
@@ -22,7 +23,8 @@ from ndistribute.errors import (
 
 __all__ = ["Dispatch"]
 
-_ACKNOWLEDGED_TOGETHER = 64
+# One closure may make many changes, so those that take long are not put off.
+_ACKNOWLEDGED_TOGETHER, _ACKNOWLEDGED_SECONDS = 64, 0.05
 _log = logging.getLogger("ndistribute")
 
 
@@ -32,16 +34,17 @@ class Dispatch:
     Args:
         names: of the workers.
         patience: for how many seconds all workers may be away while work waits.
-        acknowledge: called now and then with the number up to which all closures are over.
+        acknowledge: called now and then with the numbers of all closures that are over.
     """
 
     def __init__(
-        self, names: tuple[str, ...], patience: float, acknowledge: Callable[[int], None]
+        self, names: tuple[str, ...], patience: float, acknowledge: Callable[[Sequence[Span]], None]
     ) -> None:
         self._names = names
         self._patience = patience
         self._acknowledge = acknowledge
-        self._acknowledged = 0
+        self._acknowledged = time.monotonic()  # When something was.
+        self._succeeded = 0  # How many closures have since.
         self._acknowledging = threading.Lock()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # Something may be taken.
@@ -57,6 +60,7 @@ class Dispatch:
         Raises:
             Exception: what a function raised before.
             RuntimeError: the coordinator is closed.
+            ValueError: an input has no value.
         """
         with self._lock:
             while self._queue.full or self._queue.error is not None:
@@ -64,6 +68,11 @@ class Dispatch:
                 self._check_open()
                 self._changed.wait()
             self._check_open()
+            for value in closure.inputs:
+                if value.error is not None:
+                    raise ValueError(f"{closure.name} got {value!r}, which has no value.") from (
+                        value.error
+                    )
             self._queue.add(closure)
             self._work.notify()
 
@@ -128,6 +137,7 @@ class Dispatch:
         """Take what a closure returned."""
         with self._lock:
             self._work.notify(self._queue.succeed(worker, closure, result))
+            self._succeeded += 1
             self._after_one()
         self._acknowledge_some()
 
@@ -212,14 +222,17 @@ class Dispatch:
 
     def _acknowledge_some(self) -> None:
         """Tell servers what they need not remember any more: it is never sent again."""
-        over = self._queue.over
-        if over < self._acknowledged + _ACKNOWLEDGED_TOGETHER:
-            return
         if not self._acknowledging.acquire(blocking=False):
             return  # Another thread does.
         try:
-            self._acknowledge(over)
-            self._acknowledged = over
+            now = time.monotonic()
+            few = self._succeeded < _ACKNOWLEDGED_TOGETHER
+            if few and now < self._acknowledged + _ACKNOWLEDGED_SECONDS:
+                return
+            with self._lock:
+                ended, self._succeeded = tuple(self._queue.over), 0
+            self._acknowledge(ended)
+            self._acknowledged = now
         except Exception as error:  # They only remember longer than they must.
             _log.info("the servers were not told which functions are over: %s", error)
         finally:

@@ -38,6 +38,8 @@ _DNS_SECONDS = 5.0
 _WORTH = 1.1
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_FOR_GPUS = "with a GPU: pip install 'ndistribute[cuda12]'"
+_FOR_SERVERS = "for parameter servers: pip install 'ndistribute[ps]'"
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,10 @@ def examine(measure: bool = True) -> list[Finding]:
         _mpi4py,
         _mpiexec,
         _gpus,
-        _cupy,
-        _nccl,
+        lambda: _optional("CuPy", _CUPY, _FOR_GPUS),
+        lambda: _optional("NCCL", _NCCL, _FOR_GPUS),
+        lambda: _optional("gRPC", ["grpcio"], _FOR_SERVERS),
+        lambda: _optional("cloudpickle", ["cloudpickle"], _FOR_SERVERS),
         _shared_memory,
         _loopback,
         _hostname,
@@ -173,20 +177,12 @@ def _gpus() -> Finding:
     )
 
 
-def _cupy() -> Finding:
-    return _optional("CuPy", _CUPY)
-
-
-def _nccl() -> Finding:
-    return _optional("NCCL", _NCCL)
-
-
-def _optional(name: str, packages: Iterable[str]) -> Finding:
+def _optional(name: str, packages: Iterable[str], remedy: str) -> Finding:
     for package in packages:
         version = _version_of(package)
         if version is not None:
             return Finding(name, "ok", f"{package} {version}")
-    return Finding(name, "absent", "not installed", "with a GPU: pip install 'ndistribute[cuda12]'")
+    return Finding(name, "absent", "not installed", remedy)
 
 
 def _shared_memory() -> Finding:

@@ -1,7 +1,8 @@
 """Runs closures on a worker, one after the other, on a thread of its own.
 
-What a closure changes on servers is kept back until it ends, and goes out under its number: so
-its changes are made once, however often and wherever it is run, and not at all where it raises.
+What a closure changes on servers is kept back until it ends, or reads it, and goes out under its
+number: so its changes are made once, however often and wherever it is run. Where it raises, those
+that are kept back are dropped.
 """
 
 from __future__ import annotations
@@ -146,4 +147,6 @@ def _portable(error: BaseException, limit: int) -> Pickled:
                 return pickled
         except Exception:  # It can not be made from its args, or holds what can not be pickled.
             pass
-    return dump(RuntimeError(f"{type(error).__qualname__}: {error}"[:_TRACE_CHARACTERS]))
+    # Its own text may be what can not be made.
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return dump(RuntimeError(text[:_TRACE_CHARACTERS]))

@@ -13,9 +13,13 @@ from ndistribute.cluster.origins import Closure, current_closure
 from ndistribute.cluster.replies import Outcome
 from ndistribute.cluster.requests import Aggregate, Apply, Change, Enqueue, IncrementStep, Origin
 from ndistribute.cluster.spare_arrays import SpareArrays
-from ndistribute.cluster.tensors import Array
+from ndistribute.cluster.tensors import HEAD_LIMIT_BYTES, Array
 
 __all__ = ["Kept"]
+
+# So much goes in one message: its head is bounded, and what is copied here should be.
+_HEAD_BYTES, _COPIED_BYTES = HEAD_LIMIT_BYTES // 2, 1 << 28
+_CHANGE_BYTES, _NAME_BYTES = 150, 50  # What they take in the head, beside the letters of names.
 
 Send = Callable[[Mapping[int, Sequence[Change]], Mapping[int, Origin]], Any]
 Then = Callable[[Mapping[int, tuple[Outcome, ...]]], None]
@@ -30,6 +34,13 @@ class _Waiting:
         self.names: set[str] = set()
         self.copies: list[Array] = []
         self.callers: list[tuple[dict[int, slice], Then | None]] = []
+        self.head_bytes = 0
+        self.copied_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Say whether no more may be kept."""
+        return self.head_bytes >= _HEAD_BYTES or self.copied_bytes >= _COPIED_BYTES
 
 
 class Kept:
@@ -50,19 +61,28 @@ class Kept:
     def add(
         self, running: Closure, changes: Mapping[int, Sequence[Change]], then: Then | None
     ) -> None:
-        """Keep changes until the end of the closure; what they hold now is what is sent."""
+        """Keep changes until the end of the closure; what they hold now is what is sent.
+
+        Those of a closure that makes very many go out in between.
+        """
         with self._lock:
             waiting = self._waiting
             if waiting is None or waiting.closure is not running:
                 waiting = self._waiting = _Waiting(running)
                 running.at_end(lambda: self._flush(running))
-            spans = {}
+            spans, copied = {}, len(waiting.copies)
             for server, some in changes.items():
                 kept = waiting.changes.setdefault(server, [])
                 spans[server] = slice(len(kept), len(kept) + len(some))
                 kept += [self._owned(change, waiting.copies) for change in some]
-                waiting.names.update(name for change in some for name in _changed(change))
+                names = [name for change in some for name in _changed(change)]
+                waiting.names.update(names)
+                waiting.head_bytes += _CHANGE_BYTES * len(some)
+                waiting.head_bytes += sum(len(name) + _NAME_BYTES for name in names)
+            waiting.copied_bytes += sum(copy.nbytes for copy in waiting.copies[copied:])
             waiting.callers.append((spans, then))
+        if waiting.is_full:
+            self._flush(running)
 
     def flush_before(self, names: set[str]) -> None:
         """Send what is kept if it changes a variable that is about to be read."""

@@ -85,13 +85,14 @@ def launch(
     return outcome.code
 
 
-def dry_run(options: JobOptions, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+def dry_run(options: JobOptions, environ: Mapping[str, str] | None = None) -> Iterator[str]:
     """Yield what a job would start, line by line, with the secret left out.
 
     Raises:
         MissingDependencyError: MPI was asked for and is not installed.
         ValueError: the options do not fit each other.
     """
+    environ = os.environ if environ is None else environ
     if options.mpi:
         mpi = _mpi()
         settings = {**_mpi_settings(mpi, options, environ), SECRET: HIDDEN}

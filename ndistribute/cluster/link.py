@@ -40,6 +40,7 @@ from ndistribute.cluster.requests import (
     Transaction,
 )
 from ndistribute.cluster.shelf_view import ShelfView
+from ndistribute.cluster.spans import Span
 from ndistribute.cluster.tensors import Array
 from ndistribute.cluster.totals import Report, Totals
 
@@ -88,12 +89,14 @@ class Link:
         replies = self.batch([Create(name, array) for name, array in initial])
         return [expected(Created, reply) for reply in replies]
 
+    def look(self, copies: Sequence[Copy]) -> bool:
+        """Bring copies up to date in memory that the server shares; say whether that was done."""
+        before, known = self.restarts, self._incarnation
+        return bool(known) and self._client.server == known and self._shelf.pull(copies, before)
+
     def pull(self, copies: Sequence[Copy]) -> None:
-        """Bring copies up to date."""
+        """Ask the server for what is newer than copies."""
         before = self.restarts
-        known = self._incarnation
-        if known and self._client.server == known and self._shelf.pull(copies, before):
-            return
         values = self._read(copies, before)
         if self.restarts != before:  # A version of the server that was says nothing here.
             before = self.restarts
@@ -183,9 +186,9 @@ class Link:
         """Let the server write what it holds to its disk."""
         self.request(SaveSnapshot())
 
-    def acknowledge(self, series: str, number: int) -> None:
-        """Promise not to repeat what a series did up to a number."""
-        self.request(Acknowledge(series, number))
+    def acknowledge(self, series: str, numbers: Sequence[Span]) -> None:
+        """Promise not to repeat what a series did under some numbers."""
+        self.request(Acknowledge(series, 0, tuple(numbers)))
 
     def close(self) -> None:
         """Say good-bye to the server."""

@@ -48,7 +48,8 @@ class MPIClusterResolver(ClusterResolver):
     (1, 4, ())
     """
 
-    def __init__(self, *, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
         place = mpi_place(environ)
         if place is None:
             names = sorted({name for pair in _VARIABLES for name in pair[:1]})

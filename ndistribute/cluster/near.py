@@ -23,12 +23,13 @@ _MOST_LINES = 32
 _CONNECT_SECONDS = 5.0
 
 
-def near_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+def near_wanted(environ: Mapping[str, str] | None = None) -> bool:
     """Say whether processes of one host are to meet at a socket of the host.
 
     >>> near_wanted({}), near_wanted({"NDISTRIBUTE_NEAR": "0"})
     (True, False)
     """
+    environ = os.environ if environ is None else environ
     return environ.get("NDISTRIBUTE_NEAR", "1") != "0"
 
 

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from ndistribute.cluster.requests import Origin
+from ndistribute.cluster.spans import Span
 from ndistribute.cluster.totals import Report
 
-__all__ = ["Closure", "Numbers", "closure", "current_closure", "last_number"]
+__all__ = ["Closure", "Numbers", "closure", "current_closure", "numbers_of"]
 
 _SHIFT = 16  # A closure makes fewer than so many bits' worth of transactions on one server.
 
@@ -70,6 +71,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.current: Closure | None = None
+        self.in_main = False  # Whether the main thread runs it.
 
 
 _process = _Process()
@@ -95,7 +97,9 @@ def closure(series: str, number: int) -> Iterator[Closure]:
     """
     if _process.current is not None:
         raise RuntimeError("a worker runs one function at a time, and one is running.")
-    running = _process.current = Closure(series, number)
+    running = Closure(series, number)
+    _process.in_main = threading.current_thread() is threading.main_thread()
+    _process.current = running
     try:
         yield running
         running.end()
@@ -104,17 +108,24 @@ def closure(series: str, number: int) -> Iterator[Closure]:
 
 
 def current_closure() -> Closure | None:
-    """Return the closure that this process runs, if it does."""
-    return _process.current
+    """Return the closure that this thread works for, if there is one.
 
-
-def last_number(number: int) -> int:
-    """Return the highest number that a closure's transactions can have.
-
-    >>> last_number(3) == Closure("chief", 4).origin("ps:0").number - 2
-    True
+    All threads do but the main one, unless it runs the closure itself: a process that is its own
+    worker schedules there what another thread runs.
     """
-    return ((number + 1) << _SHIFT) - 1
+    running = _process.current
+    if running is None or _process.in_main:
+        return running
+    return None if threading.current_thread() is threading.main_thread() else running
+
+
+def numbers_of(closures: Span) -> Span:
+    """Return the numbers that the transactions of some closures can have.
+
+    >>> Closure("chief", 3).origin("ps:0").number - numbers_of(Span(3, 4)).first
+    1
+    """
+    return Span(closures.first << _SHIFT, ((closures.last + 1) << _SHIFT) - 1)
 
 
 class Numbers:

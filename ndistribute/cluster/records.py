@@ -25,6 +25,7 @@ __all__ = ["decode", "encode", "from_message", "to_message"]
 _Source = Iterator[tuple[int, Array]]
 _Where = tuple[str, ...]
 _Reader = Callable[[Any, _Source, _Where], Any]
+_Writer = Callable[[Any, list[Array]], Any]
 
 _LARGEST = 2**63
 _MOST = sys.float_info.max
@@ -86,22 +87,41 @@ def decode(buffer: Buffer, kinds: Any, limit_bytes: int) -> Any:
 
 
 def _write(value: Any, tensors: list[Array]) -> Any:
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, np.ndarray):
-        tensors.append(value)
-        return len(tensors) - 1
-    if isinstance(value, tuple | list):
-        return [_write(item, tensors) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): _write(item, tensors) for key, item in value.items()}
-    if dataclasses.is_dataclass(value):
-        kind: Any = type(value)
-        fields = {name: _write(getattr(value, name), tensors) for name in _schema(kind)}
-        return {"record": kind.__name__, **fields}
-    if isinstance(value, str | int | float):  # A subclass of them.
-        return value
-    raise TypeError(f"a {type(value).__name__} can not be sent; make it an array or a number.")
+    kind: Any = type(value)
+    return value if kind in _PLAIN else _writer(kind)(value, tensors)
+
+
+@functools.cache
+def _writer(kind: Any) -> _Writer:
+    """Return what writes values of a class."""
+    if issubclass(kind, np.ndarray):
+        return _write_tensor
+    if issubclass(kind, tuple | list):
+        return lambda value, tensors: [_write(item, tensors) for item in value]
+    if issubclass(kind, Mapping):
+        return lambda value, tensors: {str(k): _write(v, tensors) for k, v in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _record_writer(kind)
+    if issubclass(kind, str | int | float):  # A subclass of them.
+        return lambda value, tensors: value
+    raise TypeError(f"a {kind.__name__} can not be sent; make it an array or a number.")
+
+
+def _write_tensor(value: Any, tensors: list[Array]) -> Any:
+    tensors.append(value)
+    return len(tensors) - 1
+
+
+def _record_writer(record: Any) -> _Writer:
+    title, names = {"record": record.__name__}, tuple(_schema(record))
+
+    def write(value: Any, tensors: list[Array]) -> Any:
+        node: dict[str, Any] = title.copy()
+        for name in names:
+            node[name] = _write(getattr(value, name), tensors)
+        return node
+
+    return write
 
 
 @functools.cache

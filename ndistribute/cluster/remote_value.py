@@ -19,7 +19,8 @@ class RemoteValue:
     from worker to worker and is never unpickled here.
 
     >>> import ndistribute as nd
-    >>> with nd.ClusterCoordinator(nd.ParameterServerStrategy()) as coordinator:
+    >>> strategy = nd.ParameterServerStrategy()
+    >>> with strategy, nd.ClusterCoordinator(strategy) as coordinator:
     ...     three = coordinator.schedule(lambda: 3)
     ...     four = coordinator.schedule(lambda x: x + 1, args=(three,))
     ...     four.fetch()

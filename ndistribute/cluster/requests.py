@@ -22,6 +22,7 @@ from ndistribute.cluster.changes import (
     Scatter,
     Subtract,
 )
+from ndistribute.cluster.spans import Span
 from ndistribute.cluster.tensors import Array, Buffer
 from ndistribute.cluster.terms import Dense, Gradient, Origin, Quorum, Rows
 
@@ -188,10 +189,17 @@ class AwaitClock:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Promise to ask no more for numbers of a series up to `number`; answered by `Done`."""
+    """Promise to ask no more for some numbers of a series; answered by `Done`.
+
+    Args:
+        series: which.
+        number: all up to this one are meant.
+        beyond: and these.
+    """
 
     series: str
     number: int
+    beyond: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-def resolve(environ: Mapping[str, str] = os.environ) -> ClusterResolver | None:
+def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     """Return the resolver for how this process was started, or None if it works alone.
 
     ``TF_CONFIG`` comes first, as somebody wrote it for this process; then MPI, then Slurm, where
@@ -41,6 +41,7 @@ def resolve(environ: Mapping[str, str] = os.environ) -> ClusterResolver | None:
     >>> resolve({"PMI_RANK": "0", "PMI_SIZE": "2"}).bootstrap
     'mpi'
     """
+    environ = os.environ if environ is None else environ
     if environ.get("TF_CONFIG", "").strip():
         return TFConfigClusterResolver(environ=environ)
     place = mpi_place(environ)

@@ -62,7 +62,7 @@ _CLIENT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 100),
 ]
 _ERRORS: dict[str, type[Exception]] = {
     **{code: error for error, code in CODES},

@@ -135,16 +135,16 @@ class SavingDesk(StoreDesk):
             self._deliver(self.leave(client, died=True))
 
     def _saved(self) -> Saved | Failure:
-        with self._lock:
-            self._changed = False
-            total = self.store.total
-            head, tensors = self.store.snapshot()
         try:
+            with self._lock:
+                self._changed = False
+                total = self.store.total
+                head, tensors = self.store.snapshot()
             path = self._files.write(head, tensors)
         except Exception as error:  # The server is worth more than its snapshot: it goes on.
             with self._lock:
                 self._changed = True
-            known = isinstance(error, OSError)
+            known = isinstance(error, OSError | MemoryError)
             # As text: a log that keeps the error would keep the arrays.
             _log.error("%s wrote no snapshot: %s", self._task, f"{error}", exc_info=not known)
             return Failure("full", f"{self._task} could not write a snapshot: {error}")

@@ -80,10 +80,11 @@ class Server:
         start: bool = True,
         desk: Desk | None = None,
         limits: Limits | None = None,
-        environ: Mapping[str, str] = os.environ,
+        environ: Mapping[str, str] | None = None,
         snapshot_directory: str | os.PathLike[str] | None = None,
         snapshot_seconds: float | None = None,
     ) -> None:
+        environ = os.environ if environ is None else environ
         self._cluster = ClusterSpec(cluster)
         self._job, self._index = only_task(self._cluster, job_name, task_index)
         self._address = self._cluster.task_address(self._job, self._index)
@@ -110,7 +111,7 @@ class Server:
 
     @staticmethod
     def create_local_server(
-        start: bool = True, *, environ: Mapping[str, str] = os.environ
+        start: bool = True, *, environ: Mapping[str, str] | None = None
     ) -> Server:
         """Return a server for this host alone, at any free port.
 
@@ -118,6 +119,7 @@ class Server:
             start: whether to listen at once.
             environ: where the secret is named.
         """
+        environ = os.environ if environ is None else environ
         return Server({"local": ["localhost:0"]}, "local", 0, start=start, environ=environ)
 
     @property

@@ -6,23 +6,27 @@ at its end, one transaction to each server; outside one they go out at once.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
+from functools import partial
 from typing import TypeVar
 
+from ndistribute.cluster.abreast import Abreast
 from ndistribute.cluster.copy import Copy
 from ndistribute.cluster.kept import Kept
 from ndistribute.cluster.link import Link
-from ndistribute.cluster.origins import current_closure, last_number
+from ndistribute.cluster.origins import current_closure, numbers_of
 from ndistribute.cluster.replies import Created, Outcome, Released, Step
 from ndistribute.cluster.requests import AwaitClock, AwaitStep, Change, Origin, Quorum
+from ndistribute.cluster.spans import Span
 from ndistribute.cluster.tensors import Array
 from ndistribute.cluster.totals import Report
 
 __all__ = ["Changes", "Outcomes", "Servers"]
 
 T = TypeVar("T")
+
+_END_SECONDS = 5.0
 
 Changes = Mapping[int, Sequence[Change]]
 """What to change on which server."""
@@ -51,8 +55,7 @@ class Servers:
     def __init__(self, links: Sequence[Link]) -> None:
         self._links = tuple(links)
         self._kept = Kept(self._send, [link.title for link in self._links])
-        self._lock = threading.Lock()
-        self._others: ThreadPoolExecutor | None = None
+        self._others = Abreast("ndistribute servers")
 
     def __len__(self) -> int:
         return len(self._links)
@@ -84,7 +87,9 @@ class Servers:
         """
         names = {copy.server_name for some in copies.values() for copy in some}
         self._kept.flush_before(names)
-        self._each(copies, lambda i, link: link.pull(copies[i]))
+        # One after the other what is only copied: a change of threads would cost more than it.
+        far = [i for i, some in copies.items() if not self._links[i].look(some)]
+        self._each(far, lambda i, link: link.pull(copies[i]))
 
     def read_rows(
         self, asked: Mapping[int, Sequence[tuple[Copy, Array]]]
@@ -112,6 +117,15 @@ class Servers:
         outcomes = self._each(changes, lambda i, link: link.transact(changes[i]))
         if then is not None:
             then(outcomes)
+
+    def together(self, servers: Iterable[int], do: Callable[[int], T]) -> dict[int, T]:
+        """Do something for each of several servers, for all at once.
+
+        Args:
+            servers: which.
+            do: called with each, in threads; it may ask that server alone.
+        """
+        return self._each(servers, lambda i, _: do(i))
 
     def greet(self) -> None:
         """Wait until all servers are up; from now on they know whether this process lives."""
@@ -157,15 +171,15 @@ class Servers:
             if report.server in links:
                 links[report.server].learn(report)
 
-    def acknowledge(self, series: str, number: int) -> None:
+    def acknowledge(self, series: str, ended: Iterable[Span]) -> None:
         """Promise not to repeat closures.
 
         Args:
             series: of the coordinator.
-            number: of the last closure that is over, as all before it are.
+            ended: the numbers of those that are over.
         """
-        last = last_number(number)
-        self._each(self._all, lambda _, link: link.acknowledge(series, last))
+        numbers = [numbers_of(closures) for closures in ended]
+        self._each(self._all, lambda _, link: link.acknowledge(series, numbers))
 
     def save_snapshots(self) -> None:
         """Let every server write what it holds to its disk, and wait until it did.
@@ -177,12 +191,9 @@ class Servers:
 
     def close(self) -> None:
         """Say good-bye to the servers; a second call does nothing."""
-        with self._lock:
-            others, self._others = self._others, None
-        if others is not None:
-            others.shutdown()
-        for link in self._links:
+        for link in self._links:  # What is under way there ends by this.
             link.close()
+        self._others.close(_END_SECONDS)
 
     @property
     def _all(self) -> range:
@@ -192,19 +203,21 @@ class Servers:
         return self._each(changes, lambda i, link: link.transact(changes[i], origins[i]))
 
     def _each(self, servers: Iterable[int], call: Callable[[int, Link], T]) -> dict[int, T]:
-        """Make a call to each of several servers, all at once; raise an error after all ended."""
+        """Make a call to each of several servers, all at once; raise an error after all ended.
+
+        An interrupt is not held up by servers that are away.
+        """
         chosen = list(servers)
         if len(chosen) == 1:  # No thread is needed, and changing to one would cost the most.
             return {chosen[0]: call(chosen[0], self._links[chosen[0]])}
         if not chosen:
             return {}
         first, *more = chosen
-        with self._lock:
-            if self._others is None:
-                self._others = ThreadPoolExecutor(len(self) - 1, "ndistribute servers")
-            flying = {i: self._others.submit(call, i, self._links[i]) for i in more}
+        flying = {i: self._others.start(partial(call, i, self._links[i])) for i in more}
         try:
             replies = {first: call(first, self._links[first])}
-        finally:
+        except Exception:
             wait(flying.values())
+            raise
+        wait(flying.values())
         return replies | {i: future.result() for i, future in flying.items()}

@@ -46,8 +46,9 @@ class SlurmClusterResolver(ClusterResolver):
         port_base: int | None = None,
         tasks_per_node: list[int] | None = None,
         *,
-        environ: Mapping[str, str] = os.environ,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
+        environ = os.environ if environ is None else environ
         hosts = expand_hosts(_need(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
         if tasks_per_node is None:
             tasks = _need(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")

@@ -7,6 +7,7 @@ is allocated; the dtypes are those of a list, so nothing that comes over a wire 
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import sys
@@ -70,7 +71,7 @@ def encode(array: Array) -> list[Buffer]:
     (24, 16)
     """
     array = np.asarray(array)
-    code = _CODES.get(array.dtype.name)
+    code = _code(array.dtype)
     if code is None:
         raise ValueError(
             f"an array of dtype {array.dtype} can not be sent. Convert it to one of "
@@ -210,12 +211,19 @@ def _bytes_of(buffer: Buffer) -> memoryview:
     return memoryview(buffer).cast("B").toreadonly()
 
 
+@functools.lru_cache
+def _code(dtype: np.dtype[Any]) -> int | None:
+    return _CODES.get(dtype.name)
+
+
+@functools.lru_cache
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
     if sys.byteorder == "big":
         return dtype.newbyteorder("<")
     return dtype.newbyteorder("=")
 
 
+@functools.cache
 def _dtype(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name).newbyteorder("<")

@@ -44,8 +44,9 @@ class TFConfigClusterResolver(ClusterResolver):
         task_type: str | None = None,
         task_id: int | None = None,
         *,
-        environ: Mapping[str, str] = os.environ,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
+        environ = os.environ if environ is None else environ
         config = _parsed(environ.get("TF_CONFIG", ""))
         cluster = _cluster(config)
         task = _object(config.get("task", {}), "'task'")

@@ -53,7 +53,6 @@ class _Conversation:
     ticket: int = 0
     unfinished: int = 0
     idle: bool = False  # Whether nothing was left to run when this turn began.
-    gathers: bool = False  # Whether this turn's answer may wait for more outcomes.
     over: bool = False
 
 
@@ -128,12 +127,12 @@ class WorkerDesk:
 
     def _exchange(self, talk: _Conversation, ticket: int, request: Exchange) -> _Replies:
         if request.turn == talk.turn:  # Asked again: the answer was lost, or is still to come.
-            talk.ticket, talk.gathers = ticket, False
-            return self._answer(talk) if talk.reply is None else [(ticket, talk.reply)]
+            talk.ticket = ticket
+            return [] if talk.reply is None else [(ticket, talk.reply)]
         if request.turn != talk.turn + 1:
             return [(ticket, Forgotten())]
         talk.turn, talk.ticket, talk.reply, talk.sent = request.turn, ticket, None, {}
-        talk.idle, talk.gathers = not talk.unfinished, True
+        talk.idle = not talk.unfinished
         talk.unfinished += len(request.runs)
         for pickled in request.functions:
             talk.functions[pickled.digest] = Function(pickled)
@@ -153,10 +152,8 @@ class WorkerDesk:
         with self._lock:
             talk.fresh.append(outcome)
             talk.unfinished -= 1
-            # Half of what is here goes home together, so that the other half bridges the trip.
-            enough = len(talk.fresh) >= talk.unfinished or not (talk.gathers and outcome.good)
             waits = talk.reply is None and not talk.over
-            replies = self._answer(talk) if waits and enough else []
+            replies = self._answer(talk) if waits else []
         self._deliver(replies)  # Without the lock: who delivers may be about to ask this desk.
 
     @staticmethod

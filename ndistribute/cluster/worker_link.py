@@ -39,7 +39,6 @@ _ROUND_SECONDS = 1.0  # So long a worker may be silent before it is asked whethe
 _MISSED_SECONDS = 0.1  # So long one is looked for that is not reached: its process is gone, mostly.
 _BYTES_A_SECOND = 10e6  # Longer messages may take longer: by what a slow network carries.
 _LONG_SECONDS = 0.02  # Beside this a round trip is nothing, so no closure is sent in advance.
-_SHORT_SECONDS = 0.005  # Beside this it counts, so several closures share one.
 _USUAL_DEPTH, _MOST_DEPTH = 2, 8  # How many closures a worker has where it is faster.
 _END_SECONDS = 5.0
 _FORGOTTEN_TOGETHER = 1000
@@ -161,17 +160,13 @@ class WorkerLink:
         request = Exchange(self._conversation, self._turn, tuple(functions), runs, forgotten, wait)
         begun = time.monotonic()
         reply = self._outcomes(records.encode(request), nbytes)
-        self._adapt(reply, time.monotonic() - begun)
-        return [self._whole(outcome) for outcome in reply.outcomes]
-
-    def _adapt(self, reply: Outcomes, seconds: float) -> None:
-        """Send more in advance while closures are so short that the exchanges count."""
-        if seconds > _LONG_SECONDS * max(1, len(reply.outcomes)):
+        if time.monotonic() - begun > _LONG_SECONDS:
             self._depth = 1
-        elif seconds > _LONG_SECONDS:
-            self._depth = max(self._depth // 2, _USUAL_DEPTH)
-        elif reply.idle or seconds < _SHORT_SECONDS:
+        elif reply.idle:
             self._depth = min(2 * self._depth, _MOST_DEPTH)
+        elif len(reply.outcomes) < 2:
+            self._depth = max(self._depth // 2, _USUAL_DEPTH)
+        return [self._whole(outcome) for outcome in reply.outcomes]
 
     def _unknown(self, closures: Sequence[Closure]) -> list[Pickled]:
         """Return the functions that the worker does not keep; it does from now on."""

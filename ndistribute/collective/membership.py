@@ -53,7 +53,7 @@ class Membership:
 
 
 def membership_from_addresses(
-    addresses: Sequence[str], rank: int, environ: Mapping[str, str] = os.environ
+    addresses: Sequence[str], rank: int, environ: Mapping[str, str] | None = None
 ) -> Membership:
     """Describe a process of a cluster whose addresses are known, as from `TF_CONFIG`.
 
@@ -62,6 +62,7 @@ def membership_from_addresses(
         OSError: this process can not listen at its address.
     """
     # The port comes last: nothing is left open where a setting is wrong.
+    environ = os.environ if environ is None else environ
     secret, tls = find_secret(addresses, environ), tls_files(environ)
     heartbeat = _heartbeat_seconds(environ)
     return Membership(
@@ -78,7 +79,7 @@ def membership_from_addresses(
 def membership_from_exchange(
     exchange: Callable[[bytes], Sequence[bytes]],
     rank: int,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
 ) -> Membership:
     """Describe a process that can already exchange small messages with the others, as over MPI.
 
@@ -87,6 +88,7 @@ def membership_from_exchange(
         rank: which process this is.
         environ: where settings are read.
     """
+    environ = os.environ if environ is None else environ
     host = host_identity(environ)
     hosts = exchange(f"{host}\n{socket.gethostname()}".encode())
     together = len({text.partition(b"\n")[2] for text in hosts}) == 1
@@ -106,12 +108,13 @@ def membership_from_exchange(
     )
 
 
-def host_identity(environ: Mapping[str, str] = os.environ) -> str:
+def host_identity(environ: Mapping[str, str] | None = None) -> str:
     """Return a text that is the same for processes that can map each other's memory.
 
     >>> host_identity({"NDISTRIBUTE_HOST_ID": "blue"})
     'blue'
     """
+    environ = os.environ if environ is None else environ
     if environ.get("NDISTRIBUTE_HOST_ID"):
         return environ["NDISTRIBUTE_HOST_ID"]
     # Containers of one machine share its boot but see neither each other's processes nor memory.

@@ -93,6 +93,7 @@ def strategy_of(handle: Handle) -> ParameterServerStrategy:
         devices=handle.devices,
         timeout_seconds=handle.timeout_seconds,
     )
+    made.known_by(handle)
     with _process.lock:
         kept: ParameterServerStrategy = _process.sent.setdefault(handle.token, made)
     if kept is not made:  # Another thread was asked for the same, and was faster.

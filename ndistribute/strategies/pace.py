@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
+from ndistribute.cluster.replies import Outcome
 from ndistribute.cluster.requests import Aggregate, Apply, Quorum
 from ndistribute.cluster.servers import Outcomes, Servers
 from ndistribute.errors import CollectiveTimeoutError
@@ -137,35 +138,39 @@ class _Together:
     def __init__(self, needed: int, timeout: float) -> None:
         self._needed = needed
         self._timeout = timeout
-        self._quorum = Quorum(_GROUP, needed)
         self._steps: dict[tuple[str, int], int] = {}
-        self._joined = False
+        self._joined: dict[str, Quorum] = {}
 
     def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
-        if not self._joined:
-            servers.join_group(_GROUP)
-            self._joined = True
+        quorum = self._joined.get(name)
+        if quorum is None:
+            # For each optimizer: a worker may be done with one that others still use.
+            quorum = self._joined[name] = Quorum(f"{_GROUP} of {name}", self._needed)
+            servers.join_group(quorum.group)
         for server in applies:
             # A worker that comes later learns the step from having its first gradients dropped.
             self._steps.setdefault((name, server), 0)
         deadline = time.monotonic() + self._timeout
-        waiting = dict(applies)
-        while waiting:
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(
-                    f"the step of {name!r} was not made in {self._timeout:g} s."
-                )
-            aggregates = {
-                i: [Aggregate(name, self._steps[name, i], self._needed, apply)]
-                for i, apply in waiting.items()
-            }
-            servers.change(aggregates, then)
-            wanted = {i: (name, self._steps[name, i] + 1) for i in waiting}
-            with _naming(f"{self._needed} workers' gradients for a step of {name!r}"):
-                reached = servers.await_step(wanted, self._quorum)
-            # A server that was restored from a snapshot may have lost this worker's gradients.
-            waiting = {i: a for i, a in waiting.items() if reached[i] < wanted[i][1]}
-            self._reach(name, {i: step for i, step in reached.items() if i not in waiting})
+        outcomes: dict[int, tuple[Outcome, ...]] = {}
 
-    def _reach(self, name: str, steps: Mapping[int, int]) -> None:
-        self._steps.update({(name, server): step for server, step in steps.items()})
+        def give(server: int) -> int:
+            """Return to which step a server has come; no other server is waited for meanwhile.
+
+            Another worker may need this one's gradients here to come to its step elsewhere.
+            """
+            step, reached = self._steps[name, server], -1
+            # A server that was restored from a snapshot may have lost this worker's gradients.
+            while reached <= step:
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeoutError(
+                        f"the step of {name!r} was not made in {self._timeout:g} s."
+                    )
+                aggregate = Aggregate(name, step, self._needed, applies[server])
+                servers.change({server: [aggregate]}, outcomes.update)
+                with _naming(f"{self._needed} workers' gradients for a step of {name!r}"):
+                    reached = servers.await_step({server: (name, step + 1)}, quorum)[server]
+            return reached
+
+        for server, reached in servers.together(applies, give).items():
+            self._steps[name, server] = reached
+        then(outcomes)

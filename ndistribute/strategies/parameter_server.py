@@ -18,7 +18,7 @@ from ndistribute.data import InputContext
 from ndistribute.device import Array, Device, resolve_devices
 from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.dealing import dealt
-from ndistribute.strategies.handles import handle_of, strategy_of
+from ndistribute.strategies.handles import Handle, handle_of, strategy_of
 from ndistribute.strategies.linking import Links, role_of
 from ndistribute.strategies.pace import pace_of
 from ndistribute.strategies.placement import Placement
@@ -129,6 +129,10 @@ class ParameterServerStrategy(Strategy):
     def copies(self) -> Copies:
         """Return what this process holds of the variables."""
         return self._linked().copies
+
+    def known_by(self, handle: Handle) -> None:
+        """Be the one that a handle means, wherever its variables are sent, or sent back."""
+        self._handle = handle
 
     def connect(self) -> Links:
         """Connect to the servers; called once, when they are needed first."""

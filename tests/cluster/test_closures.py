@@ -9,6 +9,7 @@ import pytest
 from ndistribute.cluster.closures import Closure, ClosureQueue
 from ndistribute.cluster.pickles import dump
 from ndistribute.cluster.remote_value import RemoteValue
+from ndistribute.cluster.spans import Span
 
 NOTHING = dump(None)
 
@@ -27,10 +28,10 @@ def test_closures_go_out_in_order_and_come_back_in_any():
     assert queue.take(0, 2) == [one, two]
     assert queue.take(1, 2) == [three]
     queue.succeed(1, three, NOTHING)
-    assert (queue.over, queue.flying, queue.at_rest) == (0, 2, False)
+    assert (list(queue.over), queue.flying, queue.at_rest) == ([Span(3, 3)], 2, False)
     queue.succeed(0, two, NOTHING)
     queue.succeed(0, one, NOTHING)
-    assert (queue.over, queue.at_rest) == (3, True)
+    assert (list(queue.over), queue.at_rest) == ([Span(1, 3)], True)
 
 
 def test_a_worker_gets_nothing_in_advance_while_another_might_be_idle():
@@ -88,7 +89,7 @@ def test_an_error_cancels_what_waits_and_is_taken_once_when_nothing_flies():
     for cancelled in (three, follower):
         with pytest.raises(CancelledError, match="LookupError: one"):
             cancelled.result.fetch()
-    assert queue.over == 4
+    assert list(queue.over) == [Span(1, 4)]
     assert queue.take(1, 2) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ import pytest
 from ndistribute.cluster import SimpleClusterResolver, worker_desk, worker_link
 from ndistribute.cluster import coordinator as coordinators
 from ndistribute.cluster.coordinator import ClusterCoordinator
+from ndistribute.cluster.spans import Span
 from ndistribute.cluster.this_task import Task, enter, worker_index
 from ndistribute.errors import CollectiveTimeoutError
 from tests.cluster.errands import double, fail
@@ -37,8 +38,10 @@ class Servers:
     def __init__(self) -> None:
         self.acknowledged: list[int] = []
 
-    def acknowledge(self, series: str, number: int) -> None:
-        self.acknowledged.append(number)
+    def acknowledge(self, series: str, ended: Sequence[Span]) -> None:
+        (span,) = ended
+        assert span.first == 1
+        self.acknowledged.append(span.last)
 
 
 @pytest.fixture
@@ -305,6 +308,34 @@ def test_a_full_queue_lets_schedule_wait(coordinator, monkeypatch):
     producer.join(timeout=20)
     coordinator.join()
     assert coordinator.fetch(results) == list(range(0, 20, 2))
+
+
+class SilentError(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("it has no words")
+
+
+class StayingError(SilentError):
+    def __reduce__(self) -> str:
+        raise TypeError("it can not be pickled either")
+
+
+def throw(kind: type[Exception]) -> None:
+    raise kind
+
+
+@pytest.mark.parametrize(
+    ("thrown", "raised"), [(SilentError, SilentError), (StayingError, RuntimeError)]
+)
+def test_an_error_without_words_is_raised_like_any_other(coordinator, thrown, raised):
+    coordinator.schedule(pass_gate)
+    values = [coordinator.schedule(throw, (thrown,)) for _ in range(20)]
+    GATE.set()
+    with pytest.raises(raised):
+        coordinator.join(timeout=20)
+    with pytest.raises(CancelledError, match=thrown.__name__):
+        values[-1].fetch()
+    assert coordinator.schedule(double, (1,)).fetch(timeout=20) == 2
 
 
 def test_join_has_a_deadline_and_everything_goes_on(coordinator):

@@ -17,7 +17,7 @@ from ndistribute.cluster import worker_link
 from ndistribute.cluster.coordinator import ClusterCoordinator
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 from tests.cluster import errands
-from tests.faults.tasks import Tasks
+from tests.faults.tasks import Tasks, Zygote
 
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("cloudpickle")
@@ -27,8 +27,10 @@ SECONDS = 20.0
 
 @pytest.fixture(scope="module")
 def tasks() -> Iterator[Tasks]:
-    with Tasks(workers=2, servers=0, NDISTRIBUTE_HEARTBEAT_SECONDS="1") as tasks:
+    zygote = Zygote()
+    with Tasks(zygote, workers=2, servers=0, NDISTRIBUTE_HEARTBEAT_SECONDS="1") as tasks:
         yield tasks
+    zygote.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -34,6 +34,7 @@ from ndistribute.cluster.requests import (
 from ndistribute.cluster.saving import SavingDesk
 from ndistribute.cluster.server import Server
 from ndistribute.cluster.snapshots import Snapshots
+from ndistribute.cluster.store import Store
 from ndistribute.errors import CheckpointCorruptError, WorkerLostError
 from tests.cluster.desks import free_port, start_python
 
@@ -295,6 +296,23 @@ def test_a_snapshot_that_can_not_be_written_is_no_end(tmp_path, monkeypatch):
         assert isinstance(reply, Failure)
         assert "ps:0 could not write a snapshot" in reply.message
         assert "No space left" in reply.message
+        assert client.request(SaveSnapshot()) == Saved(0)
+
+
+def test_memory_that_is_short_for_one_snapshot_ends_none_of_the_next(tmp_path, monkeypatch):
+    def short(self: Store) -> None:
+        raise MemoryError("no room for copies")
+
+    with (
+        Server({"ps": ["127.0.0.1:0"]}, environ=ENVIRON, **saving(tmp_path, 3600)) as server,
+        reach(server, "worker:0") as client,
+    ):
+        client.request(Create("w", np.zeros(3)))
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "snapshot", short)
+            reply = client.request(SaveSnapshot())
+        assert isinstance(reply, Failure)
+        assert "no room for copies" in reply.message
         assert client.request(SaveSnapshot()) == Saved(0)
 
 

@@ -14,14 +14,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ndistribute.cluster import SimpleClusterResolver
 
-__all__ = ["Tasks", "wait_until"]
+__all__ = ["Tasks", "Zygote", "wait_until"]
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 30.0
@@ -30,10 +30,61 @@ END_SECONDS = 10.0
 Task = tuple[str, int]
 
 
+class Zygote:
+    """Start tasks by forking; see `zygote.py`."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, int] = {}
+        self._told = threading.Condition()
+        self._started: queue.Queue[int] = queue.Queue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.faults.zygote"],
+            cwd=ROOT,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._pipes = self._process.stdin, self._process.stdout
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+
+    def start(self, environ: Mapping[str, str]) -> int:
+        """Start a task, and return its process."""
+        self._pipes[0].write(json.dumps(environ).encode() + b"\n")
+        self._pipes[0].flush()
+        return self._started.get(timeout=START_SECONDS)
+
+    def code(self, pid: int, timeout: float) -> int | None:
+        """Wait until a task has ended, and return its exit status; None where it has not."""
+        with self._told:
+            self._told.wait_for(lambda: pid in self._codes, timeout)
+            return self._codes.get(pid)
+
+    def close(self) -> None:
+        """End all tasks."""
+        self._pipes[0].close()
+        self._process.wait(END_SECONDS)
+        self._listener.join(END_SECONDS)
+        self._pipes[1].close()
+
+    def _listen(self) -> None:
+        for line in self._pipes[1]:
+            told: dict[str, Any] = json.loads(line)
+            if "started" in told:
+                self._started.put(told["started"])
+                continue
+            with self._told:
+                self._codes[told["ended"]] = told["code"]
+                self._told.notify_all()
+
+
 class Tasks:
     """Run the servers and workers of a cluster whose chief is this process.
 
     Args:
+        zygote: what starts them.
         workers: how many.
         servers: how many.
         chief: whether the cluster has one.
@@ -41,28 +92,21 @@ class Tasks:
     """
 
     def __init__(
-        self, workers: int = 2, servers: int = 1, chief: bool = True, **environ: str
+        self,
+        zygote: Zygote,
+        workers: int = 2,
+        servers: int = 1,
+        chief: bool = True,
+        **environ: str,
     ) -> None:
         jobs = {"ps": servers, "worker": workers, "chief": int(chief)}
         self.cluster = {job: _free_addresses(count) for job, count in jobs.items() if count}
         self.environ = {"NDISTRIBUTE_SECRET": secrets.token_hex(16), **environ}
-        self._codes: dict[int, int] = {}
-        self._told = threading.Condition()
+        self._zygote = zygote
         self._pids: dict[Task, int] = {}
-        self._started: queue.Queue[int] = queue.Queue()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by __exit__
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115, closed by __exit__
 
     def __enter__(self) -> Self:
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.faults.zygote"],
-            cwd=ROOT,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
-        self._listener = threading.Thread(target=self._listen)
-        self._listener.start()
         return self
 
     def __exit__(
@@ -71,14 +115,8 @@ class Tasks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for pid in self._pids.values():
-            _signal(pid, signal.SIGCONT)
-        assert self._zygote.stdin is not None
-        self._zygote.stdin.close()
-        self._zygote.wait(END_SECONDS)
-        self._listener.join(END_SECONDS)
-        assert self._zygote.stdout is not None
-        self._zygote.stdout.close()
+        for job, index in self._pids:
+            self.kill(job, index)
         if error is not None:
             error.add_note(f"What the tasks said:\n{self.said()}")
         self._log.close()
@@ -93,11 +131,8 @@ class Tasks:
                 `loops.py` that it calls instead of serving.
         """
         config = {"cluster": self.cluster, "task": {"type": job, "index": index}}
-        environ = {**self.environ, **environ, "TF_CONFIG": json.dumps(config)}
-        assert self._zygote.stdin is not None
-        self._zygote.stdin.write(json.dumps(environ).encode() + b"\n")
-        self._zygote.stdin.flush()
-        self._pids[job, index] = self._started.get(timeout=START_SECONDS)
+        own = {"TF_CONFIG": json.dumps(config), "TASK_LOG": self._log.name}
+        self._pids[job, index] = self._zygote.start({**self.environ, **environ, **own})
 
     def start_all(self, job: str | None = None, **environ: str) -> None:
         """Start every server and worker, or every task of a job; see `start`."""
@@ -131,11 +166,10 @@ class Tasks:
 
     def code(self, job: str, index: int, timeout: float = END_SECONDS) -> int:
         """Wait until a task has ended, and return its exit status."""
-        pid = self._pids[job, index]
-        with self._told:
-            if not self._told.wait_for(lambda: pid in self._codes, timeout):
-                raise TimeoutError(f"{job}:{index} has not ended in {timeout} s:\n{self.said()}")
-        return self._codes[pid]
+        code = self._zygote.code(self._pids[job, index], timeout)
+        if code is None:
+            raise TimeoutError(f"{job}:{index} has not ended in {timeout} s:\n{self.said()}")
+        return code
 
     def resolver(self, job: str = "chief", index: int = 0) -> SimpleClusterResolver:
         """Return the resolver of a task that this process is."""
@@ -143,19 +177,7 @@ class Tasks:
 
     def said(self) -> str:
         """Return what all tasks have written so far."""
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
-
-    def _listen(self) -> None:
-        assert self._zygote.stdout is not None
-        for line in self._zygote.stdout:
-            told: dict[str, Any] = json.loads(line)
-            if "started" in told:
-                self._started.put(told["started"])
-                continue
-            with self._told:
-                self._codes[told["ended"]] = told["code"]
-                self._told.notify_all()
+        return Path(self._log.name).read_text(errors="replace")
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

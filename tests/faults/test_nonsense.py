@@ -18,7 +18,7 @@ import ndistribute as nd
 from ndistribute.cluster.client import connect
 from ndistribute.cluster.tensors import MalformedError
 from tests.faults.commands import DEADLINE, commanded
-from tests.faults.tasks import Tasks
+from tests.faults.tasks import Tasks, Zygote
 
 grpc = pytest.importorskip("grpc")
 
@@ -99,8 +99,8 @@ def send_from_within(address: str, audience: str) -> bytes:
         return opened.near._name
 
 
-def test_nonsense_by_the_thousand_does_not_disturb_a_job_that_trains() -> None:
-    with Tasks(workers=1, servers=1) as tasks:
+def test_nonsense_by_the_thousand_does_not_disturb_a_job_that_trains(zygote: Zygote) -> None:
+    with Tasks(zygote, workers=1, servers=1) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             with counting_meanwhile(strategy, coordinator) as counted:

@@ -20,13 +20,13 @@ from ndistribute.cluster import worker_link
 from tests.cluster import errands
 from tests.faults.commands import DEADLINE, commanded, taking_part
 from tests.faults.loops import Shared
-from tests.faults.tasks import Tasks, wait_until
+from tests.faults.tasks import Tasks, Zygote, wait_until
 
 KILLS = int(os.environ.get("FAULTS_KILLS", "100"))
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 PER_KILL = 8
-WORKERS = 4
-MOST = 1 << 16
+WORKERS = 3
+MOST = 1 << 15
 IMPATIENT = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "0.5"}
 
 
@@ -38,10 +38,10 @@ def some_time(rng: random.Random, longest: float) -> None:
 def marked(strategy: Any, count: int) -> tuple[nd.Variable, Callable[[int], int]]:
     """Return a variable, and a function that adds one at a place of it and returns the worker."""
     with strategy.scope():
-        marks = nd.Variable(np.zeros(count, np.int64))
+        marks = nd.Variable(np.zeros(count, np.int8))
 
     def mark(number: int) -> int:
-        marks.scatter_add([number], [1])
+        marks.scatter_add([number], np.ones(1, np.int8))
         return nd.cluster.worker_index()
 
     return marks, mark
@@ -50,14 +50,14 @@ def marked(strategy: Any, count: int) -> tuple[nd.Variable, Callable[[int], int]
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_every_update_is_made_once_whenever_workers_are_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_link, "_ROUND_SECONDS", 0.1)
     monkeypatch.setattr(worker_link, "_MISSED_SECONDS", 0.02)
     rng = random.Random(SEED)
     log = tmp_path / "log"
     log.touch()
-    with Tasks(workers=WORKERS, servers=2) as tasks:
+    with Tasks(zygote, workers=WORKERS, servers=2) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             (first, mark_first), (second, mark_second) = (marked(strategy, MOST) for _ in range(2))
@@ -98,10 +98,12 @@ def test_every_update_is_made_once_whenever_workers_are_killed(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(tmp_path: Path) -> None:
+def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
     rng = random.Random(SEED)
-    with Tasks(workers=2, servers=1, **settings) as tasks:
+    with Tasks(zygote, workers=2, servers=1, **settings) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             marks, mark = marked(strategy, 300)
@@ -126,12 +128,12 @@ def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(tmp_path: Pa
 
 
 def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_link, "_ROUND_SECONDS", 0.25)
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
-    with Tasks(workers=2, servers=2, **IMPATIENT) as tasks:
+    with Tasks(zygote, workers=2, servers=2, **IMPATIENT) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             marks, mark = marked(strategy, 500)
@@ -161,8 +163,8 @@ def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(
             assert strategy.lost_updates == 0
 
 
-def test_everybody_waits_for_a_stopped_server() -> None:
-    with Tasks(workers=2, servers=2, **IMPATIENT) as tasks:
+def test_everybody_waits_for_a_stopped_server(zygote: Zygote) -> None:
+    with Tasks(zygote, workers=2, servers=2, **IMPATIENT) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             marks, mark = marked(strategy, 300)
@@ -176,8 +178,8 @@ def test_everybody_waits_for_a_stopped_server() -> None:
             np.testing.assert_array_equal(marks.numpy(), 1)
 
 
-def test_a_function_that_raises_changes_nothing_wherever_it_runs() -> None:
-    with Tasks(workers=2, servers=1) as tasks:
+def test_a_function_that_raises_changes_nothing_wherever_it_runs(zygote: Zygote) -> None:
+    with Tasks(zygote, workers=2, servers=1) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             marks, mark = marked(strategy, 100)
@@ -202,9 +204,11 @@ def test_a_function_that_raises_changes_nothing_wherever_it_runs() -> None:
             assert int(marks[50]) == 1
 
 
-def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path: Path) -> None:
+def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
-    with Tasks(workers=2, servers=2, **settings) as tasks:
+    with Tasks(zygote, workers=2, servers=2, **settings) as tasks:
         tasks.start_all()
         tasks.start("chief", 0, TASK_RUNS="command")
         with taking_part(tasks) as strategy:
@@ -225,8 +229,8 @@ def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path: Path) ->
         assert [tasks.code("worker", index) for index in range(2)] == [0, 0]
 
 
-def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other() -> None:
-    with Tasks(workers=1, servers=1) as one, Tasks(workers=1, servers=1) as other:
+def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other(zygote: Zygote) -> None:
+    with Tasks(zygote, workers=1, servers=1) as one, Tasks(zygote, workers=1, servers=1) as other:
         one.start_all()
         other.start_all()
         with commanded(one) as mine, commanded(other) as theirs:
@@ -244,8 +248,8 @@ def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other() -> None:
 
 
 @pytest.mark.parametrize("secret", ["f" * 32, ""])
-def test_who_does_not_know_the_secret_is_told_so_at_once(secret: str) -> None:
-    with Tasks(workers=1, servers=1) as tasks:
+def test_who_does_not_know_the_secret_is_told_so_at_once(zygote: Zygote, secret: str) -> None:
+    with Tasks(zygote, workers=1, servers=1) as tasks:
         tasks.start_all()
         tasks.environ["NDISTRIBUTE_SECRET"] = secret
         began = time.monotonic()

@@ -62,6 +62,7 @@ def _start(nd: Any, environ: dict[str, str]) -> int:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(environ["TASK_LOG"], os.O_WRONLY | os.O_APPEND), 2)
         os.dup2(2, 1)
         os.environ.update(environ)
         config = json.loads(environ["TF_CONFIG"])

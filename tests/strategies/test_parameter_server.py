@@ -15,6 +15,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.cluster.origins import closure
+from ndistribute.cluster.servers import Servers
 from ndistribute.models.optimizers import SGD, Adagrad, Adam, Optimizer
 from tests.kinds import DEADLINE, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
@@ -256,22 +257,27 @@ def test_a_cluster_without_servers_is_refused() -> None:
         nd.ParameterServerStrategy(resolver)
 
 
+Pusher = tuple[nd.Strategy, Callable[[], None]]
+
+
 @contextlib.contextmanager
-def two_workers(**options: Any) -> Iterator[list[tuple[nd.Strategy, Callable[[], None]]]]:
+def two_workers(**options: Any) -> Iterator[list[Pusher]]:
     """Two workers of one server, each with a function that pushes a gradient of 1."""
     with holders(1) as held, contextlib.ExitStack() as stack:
-        made = []
-        for index in range(2):
-            strategy = stack.enter_context(worker_of(held, index, 2, **options))
-            with strategy.scope():
-                variable = nd.Variable(0.0)
-            optimizer = SGD(1.0, name="same")
-            push = functools.partial(optimizer.apply_gradients, [(1.0, variable)])
-            made.append((strategy, push))
-        yield made
+        yield [pusher(stack, held, index, "same", **options) for index in range(2)]
 
 
-def both(made: list[tuple[nd.Strategy, Callable[[], None]]]) -> None:
+def pusher(stack: contextlib.ExitStack, held: Any, index: int, name: str, **options: Any) -> Pusher:
+    """One of two workers, in step if nothing else is asked for, and what pushes its gradient."""
+    options = options or {"replicas_to_aggregate": 2}
+    strategy = stack.enter_context(worker_of(held, index, 2, **options))
+    with strategy.scope():
+        variable = nd.Variable(0.0)
+    optimizer = SGD(1.0, name=name)
+    return strategy, functools.partial(optimizer.apply_gradients, [(1.0, variable)])
+
+
+def both(made: list[Pusher]) -> None:
     with in_thread(made[1][1]) as other:
         made[0][1]()
         other.result(DEADLINE)
@@ -293,6 +299,25 @@ def test_workers_within_bounds_go_on_without_who_leaves() -> None:
             made[1][0].close()
             waiting.result(DEADLINE)
         made[0][1]()
+
+
+def test_workers_in_step_do_not_miss_those_of_earlier_work() -> None:
+    with holders(1) as held:
+        for _ in range(2):
+            with contextlib.ExitStack() as stack:
+                made = [pusher(stack, held, i, "same") for i in range(2)]
+                both(made)  # The second time these are dropped, which tells the step.
+                with in_thread(made[0][1]) as waiting:
+                    made[1][1]()
+                    waiting.result(DEADLINE)
+        with contextlib.ExitStack() as early, contextlib.ExitStack() as late:
+            both([pusher(stack, held, i, "first") for i, stack in enumerate((early, late))])
+            early.close()
+            later = [pusher(early, held, i, "second") for i in range(2)]
+            with in_thread(later[0][1]) as waiting:
+                late.close()
+                later[1][1]()
+                waiting.result(DEADLINE)
 
 
 @pytest.mark.parametrize("options", [{"replicas_to_aggregate": 2}, {"max_staleness": 0}])
@@ -332,3 +357,79 @@ def test_a_closure_that_runs_again_trains_once() -> None:
             with closure("chief", number):
                 strategy.run(model.step, args=(ROWS[0], WANTED[0]))
         assert optimizer.iterations == 2
+
+
+RUNNING, DONE = threading.Event(), threading.Event()
+
+
+def hold_and_fail() -> None:
+    RUNNING.set()
+    assert DONE.wait(timeout=DEADLINE)
+    raise ValueError("held")
+
+
+def test_the_chief_is_not_part_of_what_its_own_process_runs() -> None:
+    pytest.importorskip("cloudpickle")
+    with nd.ParameterServerStrategy() as strategy, nd.ClusterCoordinator(strategy) as coordinator:
+        with strategy.scope():
+            number = nd.Variable(0.0)
+        coordinator.schedule(hold_and_fail)
+        try:
+            assert RUNNING.wait(timeout=DEADLINE)
+            number.assign_add(1.0)
+            with strategy.scope():
+                assert float(nd.Variable(2.0)) == 2.0
+        finally:
+            DONE.set()
+        with pytest.raises(ValueError, match="held"):
+            coordinator.join(DEADLINE)
+        assert float(number) == 1.0
+
+
+def test_a_closure_may_make_more_changes_than_one_message_takes() -> None:
+    with served(2) as strategy:
+        with strategy.scope():
+            numbers = [nd.Variable(0.0, name="n" * 400 + str(index)) for index in range(2)]
+        with closure("chief", 1):
+            for _ in range(2500):
+                for number in numbers:
+                    number.assign_add(1.0)
+        assert [float(number) for number in numbers] == [2500.0, 2500.0]
+
+
+def test_an_interrupt_is_not_held_up_by_a_server_that_is_away() -> None:
+    asked, ended = threading.Event(), threading.Event()
+
+    class Away:
+        title = "ps:1"
+
+        def save_snapshot(self) -> None:
+            asked.set()
+            assert ended.wait(timeout=DEADLINE)
+
+        def close(self) -> None:
+            ended.set()
+
+    class Here(Away):
+        def save_snapshot(self) -> None:
+            assert asked.wait(timeout=DEADLINE)
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            assert not ended.is_set()
+
+    links: list[Any] = [Here(), Away()]
+    servers = Servers(links)
+    with pytest.raises(KeyboardInterrupt):
+        servers.save_snapshots()
+    servers.close()
+
+
+def test_a_push_after_the_end_fails_at_once() -> None:
+    with served(2) as strategy:
+        with strategy.scope():
+            variables, optimizer = [nd.Variable(0.0) for _ in range(2)], SGD(1.0)
+        optimizer.apply_gradients([(1.0, variable) for variable in variables])
+        strategy.close()
+        with pytest.raises(nd.DistributeError):
+            optimizer.apply_gradients([(1.0, variable) for variable in variables])

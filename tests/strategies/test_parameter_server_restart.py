@@ -104,6 +104,7 @@ def test_a_strategy_that_is_sent_becomes_the_workers_own(cluster: dict[str, list
         try:
             sent = strategy_of(elsewhere)
             assert strategy_of(elsewhere) is sent
+            assert sent.__reduce__() == (strategy_of, (elsewhere,))  # So it can be sent back.
         finally:
             this_task.enter(None)
         with sent:

@@ -110,6 +110,18 @@ def test_a_closure_changes_all_at_its_end_and_each_once() -> None:
         assert [v.numpy().tolist() for v in theirs] == [[1.0, 1.0], [0.0, 5.0]]
 
 
+def test_what_closures_keep_of_large_values_does_not_mix() -> None:
+    with served() as strategy:
+        ours = [variable(strategy, np.zeros(20_000)) for _ in range(2)]
+        value = np.empty(20_000)
+        for number in range(1, 5):
+            with closure("chief", number):
+                for k, v in enumerate(ours):  # Both copies are of one shape, and in use at once.
+                    value[:] = 10 * number + k
+                    v.assign_add(value)
+        assert [v.numpy()[[0, -1]].tolist() for v in ours] == [[100.0] * 2, [104.0] * 2]
+
+
 def test_a_closure_that_fails_changes_nothing() -> None:
     with served() as strategy:
         v = variable(strategy, 1.0)

@@ -33,8 +33,10 @@ class Groups:
         self.by_name: dict[str, Group] = {}
 
     def join(self, name: str, client: str) -> None:
-        """Add a member."""
+        """Add a member; who left an empty group belongs to work that is over."""
         group = self.by_name.setdefault(name, Group())
+        if not group.members:
+            group.peak = 0
         group.members[client] = None
         group.peak = max(group.peak, len(group.members))
 

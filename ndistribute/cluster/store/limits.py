@@ -20,6 +20,6 @@ class Limits:
     """
 
     series: int = 1 << 16
-    replies: int = 1024
+    replies: int = 1 << 16
     reply_bytes: int = 1 << 28
     tokens: int = 1 << 20

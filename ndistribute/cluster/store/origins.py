@@ -7,6 +7,7 @@ then on a repetition can only be an old message that was under way for long.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from ndistribute.cluster.replies import Failure, Reply
 from ndistribute.cluster.requests import Origin
+from ndistribute.cluster.spans import Span, Spans
 from ndistribute.cluster.store.limits import Limits
 from ndistribute.cluster.store.refusal import Refused
 
@@ -24,9 +26,9 @@ _OLD = Failure("acknowledged", "this number was acknowledged; its answer is no l
 
 @dataclass
 class Window:
-    """Hold the answers of a series above the number that was acknowledged."""
+    """Hold the answers of a series, but for the numbers that were acknowledged."""
 
-    acknowledged: int = 0
+    acknowledged: Spans = field(default_factory=Spans)
     replies: dict[int, Reply] = field(default_factory=dict)
     nbytes: int = 0
 
@@ -49,7 +51,7 @@ class Windows:
         window = self.by_series.get(origin.series)
         if window is None:
             return None
-        if origin.number <= window.acknowledged:
+        if origin.number in window.acknowledged:
             return _OLD
         return window.replies.get(origin.number)
 
@@ -80,27 +82,33 @@ class Windows:
     def remember(self, origin: Origin, reply: Reply) -> None:
         """Keep the answer to an origin."""
         window = self.by_series.setdefault(origin.series, Window())
-        if origin.number > window.acknowledged:
+        if origin.number not in window.acknowledged:
             window.replies[origin.number] = reply
             window.nbytes += bytes_in(reply)
 
-    def acknowledge(self, series: str, number: int) -> None:
-        """Forget the answers up to a number.
+    def acknowledge(self, series: str, number: int, beyond: Iterable[Span] = ()) -> None:
+        """Forget the answers up to a number, and some beyond; only that they were given is known.
 
         Raises:
-            Refused: the series is new, and one too many.
+            Refused: the series is new, and one too many; or the numbers make no sense.
         """
+        spans = [Span(1, number), *beyond] if number > 0 else list(beyond)
+        if not all(1 <= span.first <= span.last for span in spans):
+            raise Refused("mismatch", "a span of numbers goes from 1 or more to no less.")
         if series not in self.by_series:
             self._check_new()
         window = self.by_series.setdefault(series, Window())
-        window.acknowledged = max(window.acknowledged, number)
-        for old in [key for key in window.replies if key <= number]:
+        if len(window.acknowledged) + len(spans) > self._limits.replies:
+            raise Refused("full", f"numbers of {series!r} are acknowledged with too many gaps.")
+        for span in spans:
+            window.acknowledged.add(span)
+        for old in [key for key in window.replies if key in window.acknowledged]:
             window.nbytes -= bytes_in(window.replies.pop(old))
 
-    def restore(self, series: str, acknowledged: int, replies: dict[int, Reply]) -> None:
+    def restore(self, series: str, acknowledged: Iterable[Span], replies: dict[int, Reply]) -> None:
         """Hold what a snapshot holds of a series."""
         nbytes = sum(bytes_in(reply) for reply in replies.values())
-        self.by_series[series] = Window(acknowledged, replies, nbytes)
+        self.by_series[series] = Window(Spans(acknowledged), replies, nbytes)
 
     def close(self, series: str) -> None:
         """Forget a series that nothing is taken from any more."""

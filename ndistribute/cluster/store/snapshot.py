@@ -14,6 +14,7 @@ import numpy as np
 from ndistribute.cluster import records
 from ndistribute.cluster.replies import Reply
 from ndistribute.cluster.requests import Rows
+from ndistribute.cluster.spans import Span
 from ndistribute.cluster.store.accumulator import Accumulator
 from ndistribute.cluster.store.aggregation import Aggregation
 from ndistribute.cluster.store.cell import owned
@@ -93,7 +94,7 @@ class WindowRecord:
     """A series of origins."""
 
     series: str
-    acknowledged: int
+    acknowledged: tuple[Span, ...]
     answers: tuple[AnswerRecord, ...]
 
 
@@ -238,7 +239,7 @@ def _window_records(windows: Windows) -> tuple[WindowRecord, ...]:
     return tuple(
         WindowRecord(
             series,
-            window.acknowledged,
+            tuple(window.acknowledged),
             tuple(AnswerRecord(number, reply) for number, reply in sorted(window.replies.items())),
         )
         for series, window in sorted(windows.by_series.items())

@@ -212,8 +212,8 @@ class Store:
                 return locate(self._state, names)
             case Transaction():
                 return self._transaction(request)
-            case Acknowledge(series, number):
-                self._windows.acknowledge(series, number)
+            case Acknowledge(series, number, beyond):
+                self._windows.acknowledge(series, number, beyond)
                 self._answer(self._room.dismiss_up_to(series, number))
             case Join(group):
                 self._groups.join(group, client)
@@ -229,6 +229,8 @@ class Store:
 
     def _leave(self, who: str) -> None:
         self._gone[who] = None
+        if len(self._gone) > self._limits.series:  # Nothing of the first is under way any more.
+            del self._gone[next(iter(self._gone))]
         self._windows.close(who)
         self._groups.leave(who)
         self._clocks.leave(who)

@@ -22,10 +22,13 @@ from ndistribute.cluster.requests import (
     Dequeue,
     Enqueue,
     IncrementStep,
+    Join,
+    Leave,
     Origin,
     Scatter,
     TakeGradient,
 )
+from ndistribute.cluster.spans import Span
 from ndistribute.cluster.store import Limits, Store
 from tests.cluster.store.calls import Calls, apply, content, one, origins, rows
 
@@ -62,6 +65,19 @@ def test_a_change_that_comes_after_its_acknowledgement_is_not_made():
     assert calls.value("w") == 1
 
 
+def test_one_that_takes_long_keeps_no_others_from_being_acknowledged():
+    calls = Calls(Store(Limits(replies=5)))
+    for number in range(2, 100):
+        request = one(Origin("a", number), IncrementStep())
+        assert calls.ask("a", request) == Step(number - 1)
+        calls.ask("a", Acknowledge("a", 0, (Span(2, number),)))
+    copy = Calls(Store.restore(*calls.store.snapshot()))
+    for held in (calls, copy):
+        assert held.ask("a", request).kind == "acknowledged"
+        assert held.ask("a", one(Origin("a", 1), IncrementStep())) == Step(99)
+        assert held.ask("a", Acknowledge("a", 0, (Span(3, 2),))).kind == "mismatch"
+
+
 def test_numbers_may_come_in_any_order():
     calls = setting()
     for number in (3, 1, 2, 3, 1):
@@ -89,6 +105,14 @@ def test_there_is_an_end_to_the_series_that_a_server_knows():
     replies = [calls.ask(name, one(Origin(name, 1), IncrementStep())) for name in "abc"]
     assert [getattr(reply, "kind", "done") for reply in replies] == ["done", "done", "full"]
     assert calls.ask("c", Acknowledge("c", 1)).kind == "full"
+
+
+def test_of_those_who_left_the_first_are_forgotten_in_the_end():
+    calls = Calls(Store(Limits(series=2)))
+    for name in "abc":
+        calls.ask("desk", Leave(name))
+    replies = [calls.ask(name, Join("workers")) for name in "abc"]
+    assert [getattr(reply, "kind", "done") for reply in replies] == ["done", "left", "left"]
 
 
 def test_large_answers_count_as_well():
