@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ndistribute.cluster.hosts import Host, assign, parse_hostfile, parse_hosts
-from ndistribute.cluster.plan import DEFAULT_PORT, JobOptions
+from ndistribute.cluster.launcher.hosts import Host, assign, parse_hostfile, parse_hosts
+from ndistribute.cluster.launcher.plan import DEFAULT_PORT, JobOptions
 from ndistribute.errors import DistributeError
 
 __all__ = ["job_options", "main", "parser"]
@@ -183,7 +183,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ndistribute.cluster.launch import dry_run, launch
+    from ndistribute.cluster.launcher.launch import dry_run, launch
 
     job = job_options(options)
     if options.dry_run:
@@ -193,7 +193,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from ndistribute.cluster.doctor import examine
+    from ndistribute.cluster.launcher.doctor import examine
 
     findings = examine(measure=not options.fast)
     for finding in findings:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ndistribute import cli
-from ndistribute.cluster import blas_kernel, doctor
-from ndistribute.cluster.hosts import Host
+from ndistribute.cluster.launcher import blas_kernel, doctor
+from ndistribute.cluster.launcher.hosts import Host
 from tests.cluster.jobs import ROOT, run
 
 

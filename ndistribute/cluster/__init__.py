@@ -1,6 +1,7 @@
 """Who is in the job, how its processes are reached, and how a job is started on this machine."""
 
-from ndistribute.cluster.coordinator import ClusterCoordinator
+from ndistribute.cluster.coordination.coordinator import ClusterCoordinator
+from ndistribute.cluster.coordination.this_task import worker_index
 from ndistribute.cluster.resolvers import (
     ClusterResolver,
     MPIClusterResolver,
@@ -9,9 +10,8 @@ from ndistribute.cluster.resolvers import (
     TFConfigClusterResolver,
     resolve,
 )
-from ndistribute.cluster.server import Server
+from ndistribute.cluster.serving.server import Server
 from ndistribute.cluster.spec import ClusterSpec
-from ndistribute.cluster.this_task import worker_index
 
 __all__ = [
     "ClusterCoordinator",

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ndistribute.cluster import SimpleClusterResolver, this_task
+from ndistribute.cluster import SimpleClusterResolver
+from ndistribute.cluster.coordination import this_task
 from ndistribute.device import Device
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ndistribute.cluster import ClusterResolver
-from ndistribute.cluster.client import connect
-from ndistribute.cluster.link import Link
-from ndistribute.cluster.local import LocalServer
-from ndistribute.cluster.servers import Servers
+from ndistribute.cluster.links.link import Link
+from ndistribute.cluster.links.servers import Servers
+from ndistribute.cluster.serving.local import LocalServer
+from ndistribute.cluster.wire.client import connect
 from ndistribute.variables.copies import Copies
 
 __all__ = ["Links", "Role", "role_of"]

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from ndistribute.cluster.replies import Outcome
-from ndistribute.cluster.requests import Aggregate, Apply, Quorum
-from ndistribute.cluster.servers import Outcomes, Servers
+from ndistribute.cluster.links.servers import Outcomes, Servers
+from ndistribute.cluster.protocol.replies import Outcome
+from ndistribute.cluster.protocol.requests import Aggregate, Apply, Quorum
 from ndistribute.errors import CollectiveTimeoutError
 
 __all__ = ["Pace", "pace_of"]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ndistribute.cluster import ClusterResolver, resolve
-from ndistribute.cluster.requests import Apply
-from ndistribute.cluster.servers import Outcomes, Servers
+from ndistribute.cluster.links.servers import Outcomes, Servers
+from ndistribute.cluster.protocol.requests import Apply
 from ndistribute.data import InputContext
 from ndistribute.device import Array, Device, resolve_devices
 from ndistribute.strategies.base import Strategy

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from ndistribute.cluster.origins import current_closure
+from ndistribute.cluster.links.origins import current_closure
 
 __all__ = ["Placement"]
 

@@ -6,9 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from ndistribute.cluster.copy import Version
-from ndistribute.cluster.replies import Accumulated, Done
-from ndistribute.cluster.servers import Outcomes
+from ndistribute.cluster.links.copy import Version
+from ndistribute.cluster.links.servers import Outcomes
+from ndistribute.cluster.protocol.replies import Accumulated, Done
 
 __all__ = ["StalenessCounts"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.cluster.copy import Version
-from ndistribute.cluster.servers import Servers
+from ndistribute.cluster.links.copy import Version
+from ndistribute.cluster.links.servers import Servers
 from ndistribute.device import Array, Device
 from ndistribute.timeline import span
 from ndistribute.variables.cell import Cell

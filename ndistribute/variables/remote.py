@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.cluster.requests import Add, Assign, Change, Scatter, Subtract
+from ndistribute.cluster.protocol.requests import Add, Assign, Change, Scatter, Subtract
 from ndistribute.device import Array, to_host
 from ndistribute.variables.copies import LocalCopy
 from ndistribute.variables.policy import VariablePolicy

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ndistribute import context
-from ndistribute.cluster.requests import Change
+from ndistribute.cluster.protocol.requests import Change
 from ndistribute.device import Array, copy_to
 from ndistribute.variables.array_like import ArrayLike
 from ndistribute.variables.mirrored import write_once

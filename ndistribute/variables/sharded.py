@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.cluster.requests import Change
+from ndistribute.cluster.protocol.requests import Change
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, Device
 from ndistribute.variables.copies import LocalCopy

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ndistribute.cluster.client import Client
-from ndistribute.cluster.guard import Guard
-from ndistribute.cluster.rpc import GrpcServer, GrpcTransport
-from ndistribute.cluster.service import Service
-from ndistribute.cluster.tensors import MalformedError
-from ndistribute.cluster.transfers import Limits
+from ndistribute.cluster.wire.client import Client
+from ndistribute.cluster.wire.guard import Guard
+from ndistribute.cluster.wire.rpc import GrpcServer, GrpcTransport
+from ndistribute.cluster.wire.service import Service
+from ndistribute.cluster.wire.tensors import MalformedError
+from ndistribute.cluster.wire.transfers import Limits
 
 ROOT = Path(__file__).parents[2]
 SECRET = b"correct horse battery staple"

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.cluster.shelf import Shelf
-from ndistribute.cluster.shelf_layout import Place
-from ndistribute.cluster.shelf_reader import ShelfReader
+from ndistribute.cluster.shelf.layout import Place
+from ndistribute.cluster.shelf.reader import ShelfReader
+from ndistribute.cluster.shelf.shelf import Shelf
 
 ROOT = Path(__file__).parents[2]
 

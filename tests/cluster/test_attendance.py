@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ndistribute.cluster.attendance import Attendance, Outlook
+from ndistribute.cluster.serving.attendance import Attendance, Outlook
 from ndistribute.cluster.spec import ClusterSpec
 
 LED = {"chief": ["a:1"], "worker": ["a:2", "a:3"], "ps": ["a:4"], "evaluator": ["a:5"]}

@@ -6,10 +6,10 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from ndistribute.cluster.closures import Closure, ClosureQueue
-from ndistribute.cluster.pickles import dump
-from ndistribute.cluster.remote_value import RemoteValue
-from ndistribute.cluster.spans import Span
+from ndistribute.cluster.coordination.closures import Closure, ClosureQueue
+from ndistribute.cluster.coordination.pickles import dump
+from ndistribute.cluster.coordination.remote_value import RemoteValue
+from ndistribute.cluster.protocol.spans import Span
 
 NOTHING = dump(None)
 

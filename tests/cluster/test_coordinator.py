@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ndistribute.cluster import SimpleClusterResolver, worker_desk, worker_link
-from ndistribute.cluster import coordinator as coordinators
-from ndistribute.cluster.coordinator import ClusterCoordinator
-from ndistribute.cluster.spans import Span
-from ndistribute.cluster.this_task import Task, enter, worker_index
+from ndistribute.cluster import SimpleClusterResolver
+from ndistribute.cluster.coordination import coordinator as coordinators
+from ndistribute.cluster.coordination import worker_desk, worker_link
+from ndistribute.cluster.coordination.coordinator import ClusterCoordinator
+from ndistribute.cluster.coordination.this_task import Task, enter, worker_index
+from ndistribute.cluster.protocol.spans import Span
 from ndistribute.errors import CollectiveTimeoutError
 from tests.cluster.errands import double, fail
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ndistribute.cluster import worker_link
-from ndistribute.cluster.coordinator import ClusterCoordinator
+from ndistribute.cluster.coordination import worker_link
+from ndistribute.cluster.coordination.coordinator import ClusterCoordinator
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 from tests.cluster import errands
 from tests.faults.tasks import Tasks, Zygote

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster.endings import TaskState, Verdict, verdict, work_is_done
+from ndistribute.cluster.launcher.endings import TaskState, Verdict, verdict, work_is_done
 
 CODES = st.one_of(st.none(), st.sampled_from([0, 1, 137]))
 TASKS = st.lists(

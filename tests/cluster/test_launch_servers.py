@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ndistribute.cluster import supervisor
-from ndistribute.cluster.hosts import Host
-from ndistribute.cluster.launch import launch
-from ndistribute.cluster.plan import JobOptions
+from ndistribute.cluster.launcher import supervisor
+from ndistribute.cluster.launcher.hosts import Host
+from ndistribute.cluster.launcher.launch import launch
+from ndistribute.cluster.launcher.plan import JobOptions
 from tests.cluster.jobs import lasting, read_pids, run, started
 
 # What the scripts begin with: the task, how often it was started, and words for its servers.
@@ -141,7 +141,7 @@ def reached():
 
 if job == "ps":
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    from ndistribute.cluster.server import Server
+    from ndistribute.cluster.serving.server import Server
     with Server(cluster, job, index):
         signal.sigwait([signal.SIGUSR1])
 else:

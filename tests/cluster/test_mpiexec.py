@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from ndistribute.cluster import mpiexec
-from ndistribute.cluster.hosts import Host
-from ndistribute.cluster.mpiexec import (
+from ndistribute.cluster.launcher import mpiexec
+from ndistribute.cluster.launcher.hosts import Host
+from ndistribute.cluster.launcher.mpiexec import (
     Mpiexec,
     blamed_rank,
     exit_code,

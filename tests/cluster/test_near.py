@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ndistribute.cluster import lifelines, near, near_line, near_server
-from ndistribute.cluster.client import connect
-from ndistribute.cluster.guard import UnknownSessionError
-from ndistribute.cluster.near import NearTransport
-from ndistribute.cluster.near_line import Line
-from ndistribute.cluster.tensors import PART_BYTES, MalformedError
-from ndistribute.cluster.transfers import Limits
-from ndistribute.cluster.transport import UnreachableError
+from ndistribute.cluster.wire import lifelines, near, near_line, near_server
+from ndistribute.cluster.wire.client import connect
+from ndistribute.cluster.wire.guard import UnknownSessionError
+from ndistribute.cluster.wire.near import NearTransport
+from ndistribute.cluster.wire.near_line import Line
+from ndistribute.cluster.wire.tensors import PART_BYTES, MalformedError
+from ndistribute.cluster.wire.transfers import Limits
+from ndistribute.cluster.wire.transport import UnreachableError
 from ndistribute.errors import CollectiveTimeoutError
 from tests.cluster.desks import (
     SECRET,
@@ -337,7 +337,7 @@ def test_an_answer_may_come_late_and_from_any_thread(way):
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_dropped(monkeypatch):
-    monkeypatch.setattr("ndistribute.cluster.service.HOLD_SECONDS", 0.02)
+    monkeypatch.setattr("ndistribute.cluster.wire.service.HOLD_SECONDS", 0.02)
     desk = EchoDesk()
     with (
         serving(desk) as server,

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ndistribute.cluster import near_line
-from ndistribute.cluster.near_line import Line
-from ndistribute.cluster.near_tray import ReceiverTray, SenderTray
-from ndistribute.cluster.tensors import MalformedError
+from ndistribute.cluster.wire import near_line
+from ndistribute.cluster.wire.near_line import Line
+from ndistribute.cluster.wire.near_tray import ReceiverTray, SenderTray
+from ndistribute.cluster.wire.tensors import MalformedError
 from tests.cluster.desks import client_of, serving
 
 Ends = tuple[Line, Line]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster.output import Console, Lines, last_report, tells_of_another
+from ndistribute.cluster.launcher.output import Console, Lines, last_report, tells_of_another
 
 
 @given(st.text("ab\n\r", max_size=40), st.lists(st.integers(0, 40), max_size=5))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster import records, replies, requests
-from ndistribute.cluster.replies import decode_reply, encode_reply
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol import replies, requests
+from ndistribute.cluster.protocol.replies import decode_reply, encode_reply
+from ndistribute.cluster.protocol.requests import (
     Add,
     Apply,
     Barrier,
@@ -26,7 +26,8 @@ from ndistribute.cluster.requests import (
     decode_request,
     encode_request,
 )
-from ndistribute.cluster.tensors import MalformedError, pack
+from ndistribute.cluster.wire import records
+from ndistribute.cluster.wire.tensors import MalformedError, pack
 
 LIMIT = 1 << 20
 NAMES = st.text(max_size=8)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from ndistribute.cluster.client import Client
-from ndistribute.cluster.guard import UnknownSessionError
-from ndistribute.cluster.rpc import GrpcTransport
-from ndistribute.cluster.tensors import PART_BYTES, MalformedError
-from ndistribute.cluster.transfers import Limits
-from ndistribute.cluster.transport import Envelope, UnreachableError
+from ndistribute.cluster.wire.client import Client
+from ndistribute.cluster.wire.guard import UnknownSessionError
+from ndistribute.cluster.wire.rpc import GrpcTransport
+from ndistribute.cluster.wire.tensors import PART_BYTES, MalformedError
+from ndistribute.cluster.wire.transfers import Limits
+from ndistribute.cluster.wire.transport import Envelope, UnreachableError
 from ndistribute.errors import (
     AuthenticationError,
     CollectiveTimeoutError,

@@ -18,10 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ndistribute.cluster.client import Client, connect
-from ndistribute.cluster.local import LocalServer, connect_local
-from ndistribute.cluster.replies import Changed, Created, Failure, Released, Step, Token, Value
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol.replies import (
+    Changed,
+    Created,
+    Failure,
+    Released,
+    Step,
+    Token,
+    Value,
+)
+from ndistribute.cluster.protocol.requests import (
     Add,
     Barrier,
     Create,
@@ -33,10 +39,12 @@ from ndistribute.cluster.requests import (
     ReadStep,
     Transaction,
 )
-from ndistribute.cluster.rpc import GrpcTransport
-from ndistribute.cluster.server import Server
+from ndistribute.cluster.serving.local import LocalServer, connect_local
+from ndistribute.cluster.serving.server import Server
 from ndistribute.cluster.spec import ClusterSpec
-from ndistribute.cluster.transport import UnreachableError
+from ndistribute.cluster.wire.client import Client, connect
+from ndistribute.cluster.wire.rpc import GrpcTransport
+from ndistribute.cluster.wire.transport import UnreachableError
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 from tests.cluster.desks import free_port, start_python
 
@@ -47,7 +55,7 @@ ENVIRON = {"NDISTRIBUTE_SECRET": SECRET, "NDISTRIBUTE_HEARTBEAT_SECONDS": "4"}
 KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes".split()
 PS = """
 import sys
-from ndistribute.cluster.server import Server
+from ndistribute.cluster.serving.server import Server
 server = Server({"ps": [sys.argv[1]]}, "ps", 0)
 print(server.target, flush=True)
 server.join()
@@ -125,7 +133,7 @@ def test_clients_meet_at_a_server():
 
 
 def test_a_wait_that_outlasts_a_hold_is_asked_for_again(monkeypatch):
-    monkeypatch.setattr("ndistribute.cluster.service.HOLD_SECONDS", 0.05)
+    monkeypatch.setattr("ndistribute.cluster.wire.service.HOLD_SECONDS", 0.05)
     with local_server() as server, reach(server) as client, ThreadPoolExecutor(1) as pool:
         token = pool.submit(client.request, Dequeue(Origin(client.name, 1), "tokens"))
         with pytest.raises(CollectiveTimeoutError):

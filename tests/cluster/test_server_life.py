@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ndistribute.cluster.client import Client, connect
-from ndistribute.cluster.replies import Changed, Failure, Saved, Total
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol.replies import Changed, Failure, Saved, Total
+from ndistribute.cluster.protocol.requests import (
     Add,
     Barrier,
     Batch,
@@ -31,10 +30,11 @@ from ndistribute.cluster.requests import (
     SaveSnapshot,
     Transaction,
 )
-from ndistribute.cluster.saving import SavingDesk
-from ndistribute.cluster.server import Server
-from ndistribute.cluster.snapshots import Snapshots
+from ndistribute.cluster.serving.saving import SavingDesk
+from ndistribute.cluster.serving.server import Server
+from ndistribute.cluster.serving.snapshots import Snapshots
 from ndistribute.cluster.store import Store
+from ndistribute.cluster.wire.client import Client, connect
 from ndistribute.errors import CheckpointCorruptError, WorkerLostError
 from tests.cluster.desks import free_port, start_python
 
@@ -44,18 +44,18 @@ ENVIRON = {"NDISTRIBUTE_SECRET": secrets.token_hex(16), "NDISTRIBUTE_HEARTBEAT_S
 SERVER = """
 import json, os, sys
 os.dup2(1, 2)
-from ndistribute.cluster.saving import SavingDesk
-from ndistribute.cluster.server import Server
+from ndistribute.cluster.serving.saving import SavingDesk
+from ndistribute.cluster.serving.server import Server
 server = Server(json.loads(sys.argv[1]), sys.argv[2], 0)
 print("up", flush=True)
 server.join()
 """
 CLIENT = """
 import sys
-from ndistribute.cluster import records
-from ndistribute.cluster.client import connect
-from ndistribute.cluster.requests import ReadTotal
-from ndistribute.cluster.worker_requests import Hello
+from ndistribute.cluster.wire import records
+from ndistribute.cluster.wire.client import connect
+from ndistribute.cluster.protocol.requests import ReadTotal
+from ndistribute.cluster.coordination.worker_requests import Hello
 for address, request in zip(sys.argv[2:], (ReadTotal(), Hello())):
     connect(address, sys.argv[1], timeout=20).call(records.encode(request))
 print("here", flush=True)
@@ -125,7 +125,7 @@ def add(client: Client, number: int) -> int:
 @pytest.fixture
 def soon(monkeypatch) -> None:
     """Let nobody wait long for clients that left cleanly."""
-    monkeypatch.setattr("ndistribute.cluster.server.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("ndistribute.cluster.serving.server.GRACE_SECONDS", 0.05)
 
 
 def test_when_the_chief_is_killed_servers_and_workers_end_at_once():
@@ -258,7 +258,7 @@ def slowly(monkeypatch) -> tuple[threading.Event, threading.Event]:
 
 
 def test_a_server_answers_while_it_writes_what_was_before(tmp_path, slowly, monkeypatch):
-    monkeypatch.setattr("ndistribute.cluster.service.HOLD_SECONDS", 0.05)
+    monkeypatch.setattr("ndistribute.cluster.wire.service.HOLD_SECONDS", 0.05)
     began, go_on = slowly
     with (
         Server({"ps": ["127.0.0.1:0"]}, environ=ENVIRON, **saving(tmp_path, 3600)) as server,

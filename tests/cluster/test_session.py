@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster import guard as guards
-from ndistribute.cluster.guard import CHALLENGE_SECONDS, Guard, UnknownSessionError
-from ndistribute.cluster.session import Introduction, Session
+from ndistribute.cluster.wire import guard as guards
+from ndistribute.cluster.wire.guard import CHALLENGE_SECONDS, Guard, UnknownSessionError
+from ndistribute.cluster.wire.session import Introduction, Session
 from ndistribute.errors import AuthenticationError
 
 SECRET, OTHER_SECRET = b"correct horse battery", b"wrong horse battery"

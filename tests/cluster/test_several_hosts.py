@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster.hosts import Host, assign, is_this_machine, parse_hostfile, parse_hosts
-from ndistribute.cluster.plan import JobOptions, addresses_of
-from ndistribute.cluster.ssh import remote_script, ssh_command
+from ndistribute.cluster.launcher.hosts import (
+    Host,
+    assign,
+    is_this_machine,
+    parse_hostfile,
+    parse_hosts,
+)
+from ndistribute.cluster.launcher.plan import JobOptions, addresses_of
+from ndistribute.cluster.launcher.ssh import remote_script, ssh_command
 from tests.cluster.jobs import lasting, read_pids, run, started
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,9}", fullmatch=True)

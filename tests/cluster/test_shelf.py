@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster import shelf_layout
-from ndistribute.cluster.shelf import Shelf
-from ndistribute.cluster.shelf_layout import HEAD_BYTES, WORD_BYTES, Layout
-from ndistribute.cluster.shelf_reader import ShelfReader
-from ndistribute.cluster.shelved import Shelved
+from ndistribute.cluster.shelf import layout as shelf_layout
+from ndistribute.cluster.shelf.layout import HEAD_BYTES, WORD_BYTES, Layout
+from ndistribute.cluster.shelf.reader import ShelfReader
+from ndistribute.cluster.shelf.shelf import Shelf
+from ndistribute.cluster.shelf.shelved import Shelved
 from tests.cluster.shelf_child import Child, open_shelf
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="anonymous files are Linux's")

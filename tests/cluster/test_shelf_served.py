@@ -10,12 +10,12 @@ import sys
 import numpy as np
 import pytest
 
-from ndistribute.cluster.client import Client, connect
-from ndistribute.cluster.replies import Failure, Located
-from ndistribute.cluster.requests import Add, Create, Locate, Origin, Transaction
-from ndistribute.cluster.server import Server
-from ndistribute.cluster.shelf_layout import Place
-from ndistribute.cluster.shelf_reader import ShelfReader
+from ndistribute.cluster.protocol.replies import Failure, Located
+from ndistribute.cluster.protocol.requests import Add, Create, Locate, Origin, Transaction
+from ndistribute.cluster.serving.server import Server
+from ndistribute.cluster.shelf.layout import Place
+from ndistribute.cluster.shelf.reader import ShelfReader
+from ndistribute.cluster.wire.client import Client, connect
 
 pytest.importorskip("grpc")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="anonymous files are Linux's")

@@ -10,14 +10,14 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from ndistribute.cluster.snapshots import Snapshots
+from ndistribute.cluster.serving.snapshots import Snapshots
 from ndistribute.errors import CheckpointCorruptError
 from tests.cluster.desks import start_python
 
 ENDLESS = """
 import itertools, sys
 import numpy as np
-from ndistribute.cluster.snapshots import Snapshots
+from ndistribute.cluster.serving.snapshots import Snapshots
 files = Snapshots(sys.argv[1], "ps:0")
 for step in itertools.count(1):
     files.write({"step": step}, [np.full(200_000, step), np.full(7, step)])

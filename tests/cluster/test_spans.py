@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster.spans import Span, Spans
+from ndistribute.cluster.protocol.spans import Span, Spans
 
 SPANS = st.builds(
     lambda first, more: Span(first, first + more), st.integers(1, 30), st.integers(0, 8)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster.tensors import (
+from ndistribute.cluster.wire.tensors import (
     DTYPES,
     PART_BYTES,
     MalformedError,

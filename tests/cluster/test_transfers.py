@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster.pieces import Pieces
-from ndistribute.cluster.tensors import PART_BYTES, MalformedError, parts
-from ndistribute.cluster.transfers import Inbox, Limits, Outbox
-from ndistribute.cluster.transport import Envelope, NoRoomError, TransferLostError
+from ndistribute.cluster.wire.pieces import Pieces
+from ndistribute.cluster.wire.tensors import PART_BYTES, MalformedError, parts
+from ndistribute.cluster.wire.transfers import Inbox, Limits, Outbox
+from ndistribute.cluster.wire.transport import Envelope, NoRoomError, TransferLostError
 
 MESSAGE = os.urandom(5 * PART_BYTES + 12345)
 PLAN = parts(len(MESSAGE))

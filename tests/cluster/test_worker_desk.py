@@ -12,15 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ndistribute.cluster import records
-from ndistribute.cluster.client import Client
-from ndistribute.cluster.guard import Guard, UnknownSessionError
-from ndistribute.cluster.local import LocalTransport
-from ndistribute.cluster.origins import current_closure
-from ndistribute.cluster.pickles import Pickled, dump, load
-from ndistribute.cluster.service import Service
-from ndistribute.cluster.worker_desk import INLINE_BYTES, WorkerDesk
-from ndistribute.cluster.worker_requests import (
+from ndistribute.cluster.coordination.pickles import Pickled, dump, load
+from ndistribute.cluster.coordination.worker_desk import INLINE_BYTES, WorkerDesk
+from ndistribute.cluster.coordination.worker_requests import (
     Collect,
     Exchange,
     Forgotten,
@@ -30,6 +24,12 @@ from ndistribute.cluster.worker_requests import (
     Welcome,
     decode_worker_reply,
 )
+from ndistribute.cluster.links.origins import current_closure
+from ndistribute.cluster.serving.local import LocalTransport
+from ndistribute.cluster.wire import records
+from ndistribute.cluster.wire.client import Client
+from ndistribute.cluster.wire.guard import Guard, UnknownSessionError
+from ndistribute.cluster.wire.service import Service
 from ndistribute.errors import AuthenticationError
 from tests.cluster.errands import Evil, double
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.cluster.client import connect
-from ndistribute.cluster.tensors import MalformedError
+from ndistribute.cluster.wire.client import connect
+from ndistribute.cluster.wire.tensors import MalformedError
 from tests.faults.commands import DEADLINE, commanded
 from tests.faults.tasks import Tasks, Zygote
 

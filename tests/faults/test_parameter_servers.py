@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.cluster import worker_link
+from ndistribute.cluster.coordination import worker_link
 from tests.cluster import errands
 from tests.faults.commands import DEADLINE, commanded, taking_part
 from tests.faults.loops import Shared

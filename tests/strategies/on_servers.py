@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ndistribute as nd
-from ndistribute.cluster.link import Link
-from ndistribute.cluster.local import LocalServer
-from ndistribute.cluster.servers import Servers
+from ndistribute.cluster.links.link import Link
+from ndistribute.cluster.links.servers import Servers
+from ndistribute.cluster.serving.local import LocalServer
 from ndistribute.strategies.linking import Links
 from tests.kinds import DEADLINE, cpus
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.cluster import this_task
-from ndistribute.cluster.server import Server
+from ndistribute.cluster.coordination import this_task
+from ndistribute.cluster.serving.server import Server
 from ndistribute.strategies.handles import strategy_of
 from tests.cluster.desks import free_port
 from tests.kinds import DEADLINE

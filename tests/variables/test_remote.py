@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.cluster.link import Link
-from ndistribute.cluster.origins import closure
-from ndistribute.cluster.requests import Assign, Create, Origin, Transaction
-from ndistribute.cluster.shelf import Shelf
-from ndistribute.cluster.shelf_view import ShelfView
+from ndistribute.cluster.links.link import Link
+from ndistribute.cluster.links.origins import closure
+from ndistribute.cluster.protocol.requests import Assign, Create, Origin, Transaction
+from ndistribute.cluster.shelf.shelf import Shelf
+from ndistribute.cluster.shelf.view import ShelfView
 from ndistribute.cluster.store import Store
 from ndistribute.variables.copies import LocalCopy
 from ndistribute.variables.remote import RemoteVariable

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ndistribute.cluster.replies import Taken
-from ndistribute.cluster.requests import Dense, Gradient, Rows
+from ndistribute.cluster.protocol.replies import Taken
+from ndistribute.cluster.protocol.requests import Dense, Gradient, Rows
 from ndistribute.cluster.store.refusal import Refused
 from ndistribute.cluster.store.rows import check_rows, summed
-from ndistribute.cluster.tensors import Array
+from ndistribute.cluster.wire.tensors import Array
 
 __all__ = ["Accumulator", "is_float"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ndistribute.cluster.requests import Gradient
+from ndistribute.cluster.protocol.requests import Gradient
 from ndistribute.cluster.store.accumulator import Accumulator
 from ndistribute.cluster.store.refusal import Refused
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ndistribute.cluster.replies import Reply
+from ndistribute.cluster.protocol.replies import Reply
 
 __all__ = ["Answer"]
 

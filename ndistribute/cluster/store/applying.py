@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ndistribute.cluster.replies import Done
-from ndistribute.cluster.requests import Apply, Dense, Gradient, Rows
+from ndistribute.cluster.protocol.replies import Done
+from ndistribute.cluster.protocol.requests import Apply, Dense, Gradient, Rows
 from ndistribute.cluster.store.accumulator import is_float
 from ndistribute.cluster.store.cell import Cell
 from ndistribute.cluster.store.refusal import Refused
 from ndistribute.cluster.store.rows import check_rows, dense_of, summed
 from ndistribute.cluster.store.state import State
-from ndistribute.cluster.tensors import Array
+from ndistribute.cluster.wire.tensors import Array
 from ndistribute.update_rules import Rule, rule_named
 
 __all__ = ["Update"]

@@ -11,9 +11,9 @@ import sys
 
 import numpy as np
 
-from ndistribute.cluster.shelf import Shelf
-from ndistribute.cluster.shelved import Shelved
-from ndistribute.cluster.tensors import Array
+from ndistribute.cluster.shelf.shelf import Shelf
+from ndistribute.cluster.shelf.shelved import Shelved
+from ndistribute.cluster.wire.tensors import Array
 
 __all__ = ["Cell", "OwnCell", "make_cell", "owned"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ndistribute.cluster.replies import Accumulated, Done, Outcome, Step
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol.replies import Accumulated, Done, Outcome, Step
+from ndistribute.cluster.protocol.requests import (
     Accumulate,
     Add,
     Aggregate,
@@ -32,7 +32,7 @@ from ndistribute.cluster.store.limits import Limits
 from ndistribute.cluster.store.refusal import Refused
 from ndistribute.cluster.store.rows import change_rows, check_rows
 from ndistribute.cluster.store.state import State
-from ndistribute.cluster.tensors import Array
+from ndistribute.cluster.wire.tensors import Array
 
 __all__ = ["Planned", "plan"]
 

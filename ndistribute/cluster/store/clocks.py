@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ndistribute.cluster.requests import AwaitClock
+from ndistribute.cluster.protocol.requests import AwaitClock
 from ndistribute.cluster.store.refusal import Refused
 
 __all__ = ["Clock", "Clocks", "Group"]
@@ -40,7 +40,7 @@ class Group:
 class Clocks:
     """Hold groups of clocks by name.
 
-    >>> from ndistribute.cluster.requests import Origin
+    >>> from ndistribute.cluster.protocol.requests import Origin
     >>> clocks = Clocks()
     >>> step = [AwaitClock(Origin("any", 1), "g", clock, slack=1, count=2) for clock in range(3)]
     >>> clocks.arrive("a#1", step[0])

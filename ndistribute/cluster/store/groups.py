@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ndistribute.cluster.requests import Quorum
+from ndistribute.cluster.protocol.requests import Quorum
 
 __all__ = ["Group", "Groups"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ndistribute.cluster.replies import Changed, Reply
-from ndistribute.cluster.requests import Transaction
+from ndistribute.cluster.protocol.replies import Changed, Reply
+from ndistribute.cluster.protocol.requests import Transaction
 from ndistribute.cluster.store.changes import plan
 from ndistribute.cluster.store.limits import Limits
 from ndistribute.cluster.store.origins import Windows

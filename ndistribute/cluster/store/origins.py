@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.cluster.replies import Failure, Reply
-from ndistribute.cluster.requests import Origin
-from ndistribute.cluster.spans import Span, Spans
+from ndistribute.cluster.protocol.replies import Failure, Reply
+from ndistribute.cluster.protocol.requests import Origin
+from ndistribute.cluster.protocol.spans import Span, Spans
 from ndistribute.cluster.store.limits import Limits
 from ndistribute.cluster.store.refusal import Refused
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ndistribute.cluster.replies import Failure, FailureKind
+from ndistribute.cluster.protocol.replies import Failure, FailureKind
 
 __all__ = ["Refused"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.cluster.requests import Rows
+from ndistribute.cluster.protocol.requests import Rows
 from ndistribute.cluster.store.refusal import Refused
-from ndistribute.cluster.tensors import Array
+from ndistribute.cluster.wire.tensors import Array
 
 __all__ = ["change_rows", "check_indices", "check_rows", "dense_of", "summed"]
 

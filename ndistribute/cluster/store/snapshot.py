@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.cluster import records
-from ndistribute.cluster.replies import Reply
-from ndistribute.cluster.requests import Rows
-from ndistribute.cluster.spans import Span
+from ndistribute.cluster.protocol.replies import Reply
+from ndistribute.cluster.protocol.requests import Rows
+from ndistribute.cluster.protocol.spans import Span
 from ndistribute.cluster.store.accumulator import Accumulator
 from ndistribute.cluster.store.aggregation import Aggregation
 from ndistribute.cluster.store.cell import owned
@@ -22,7 +21,8 @@ from ndistribute.cluster.store.clocks import Clock, Clocks
 from ndistribute.cluster.store.groups import Group, Groups
 from ndistribute.cluster.store.origins import Windows
 from ndistribute.cluster.store.state import State
-from ndistribute.cluster.tensors import Array, MalformedError
+from ndistribute.cluster.wire import records
+from ndistribute.cluster.wire.tensors import Array, MalformedError
 
 __all__ = ["Parts", "restored", "taken"]
 

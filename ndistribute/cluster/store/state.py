@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from ndistribute.cluster.shelf import Shelf
+from ndistribute.cluster.shelf.shelf import Shelf
 from ndistribute.cluster.store.accumulator import Accumulator
 from ndistribute.cluster.store.aggregation import Aggregation
 from ndistribute.cluster.store.cell import Cell, make_cell
 from ndistribute.cluster.store.refusal import Refused
-from ndistribute.cluster.tensors import Array
+from ndistribute.cluster.wire.tensors import Array
 
 __all__ = ["State"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ndistribute.cluster.replies import (
+from ndistribute.cluster.protocol.replies import (
     Batched,
     Done,
     Plain,
@@ -16,7 +16,7 @@ from ndistribute.cluster.replies import (
     Step,
     Total,
 )
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol.requests import (
     Accumulate,
     Acknowledge,
     Aggregate,
@@ -37,7 +37,7 @@ from ndistribute.cluster.requests import (
     Transaction,
     Waiting,
 )
-from ndistribute.cluster.shelf import Shelf
+from ndistribute.cluster.shelf.shelf import Shelf
 from ndistribute.cluster.store.answer import Answer
 from ndistribute.cluster.store.clocks import Clocks
 from ndistribute.cluster.store.groups import Groups
@@ -49,7 +49,7 @@ from ndistribute.cluster.store.snapshot import Parts, restored, taken
 from ndistribute.cluster.store.state import State
 from ndistribute.cluster.store.variables import create, locate, read, read_rows
 from ndistribute.cluster.store.waiting import Wait, WaitingRoom
-from ndistribute.cluster.tensors import Array
+from ndistribute.cluster.wire.tensors import Array
 
 __all__ = ["Store"]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ndistribute.cluster.replies import Created, Located, Value
-from ndistribute.cluster.requests import Create, Read, ReadRows
-from ndistribute.cluster.shelved import Shelved
+from ndistribute.cluster.protocol.replies import Created, Located, Value
+from ndistribute.cluster.protocol.requests import Create, Read, ReadRows
+from ndistribute.cluster.shelf.shelved import Shelved
 from ndistribute.cluster.store.refusal import Refused
 from ndistribute.cluster.store.rows import check_indices
 from ndistribute.cluster.store.state import State
-from ndistribute.cluster.tensors import DTYPES
+from ndistribute.cluster.wire.tensors import DTYPES
 
 __all__ = ["create", "locate", "read", "read_rows"]
 

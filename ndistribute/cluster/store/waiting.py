@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ndistribute.cluster.replies import Failure, Released, Reply, Step, Token
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol.replies import Failure, Released, Reply, Step, Token
+from ndistribute.cluster.protocol.requests import (
     AwaitClock,
     AwaitStep,
     Barrier,

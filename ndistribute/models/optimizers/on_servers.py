@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute import context
-from ndistribute.cluster.requests import Apply, Dense, Gradient, Rows
+from ndistribute.cluster.protocol.requests import Apply, Dense, Gradient, Rows
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import to_host
 from ndistribute.update_rules import Rule, hyperparameters_of

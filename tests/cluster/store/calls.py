@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 
-from ndistribute.cluster.replies import Changed
-from ndistribute.cluster.requests import Apply, Create, Origin, Read, Transaction
+from ndistribute.cluster.protocol.replies import Changed
+from ndistribute.cluster.protocol.requests import Apply, Create, Origin, Read, Transaction
 from ndistribute.cluster.store import Store
 
 

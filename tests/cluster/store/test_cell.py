@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from ndistribute.cluster.shelf import make_shelf
+from ndistribute.cluster.shelf.shelf import make_shelf
 from ndistribute.cluster.store.cell import OwnCell, make_cell
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.cluster.replies import Released
-from ndistribute.cluster.requests import Acknowledge, AwaitClock, Leave, Origin
+from ndistribute.cluster.protocol.replies import Released
+from ndistribute.cluster.protocol.requests import Acknowledge, AwaitClock, Leave, Origin
 from ndistribute.cluster.store import Store
 from tests.cluster.store.calls import Calls
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.cluster.replies import Located
-from ndistribute.cluster.requests import Add, Assign, Create, Enqueue, Locate, Origin, Read
-from ndistribute.cluster.shelf import make_shelf
+from ndistribute.cluster.protocol.replies import Located
+from ndistribute.cluster.protocol.requests import Add, Assign, Create, Enqueue, Locate, Origin, Read
+from ndistribute.cluster.shelf.shelf import make_shelf
 from ndistribute.cluster.store import Store
 from tests.cluster.store.calls import Calls, content, one
 from tests.cluster.store.test_once import program, setting

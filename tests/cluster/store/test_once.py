@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.cluster.replies import Done, Failure, Step, Token
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol.replies import Done, Failure, Step, Token
+from ndistribute.cluster.protocol.requests import (
     Accumulate,
     Acknowledge,
     Add,
@@ -28,7 +28,7 @@ from ndistribute.cluster.requests import (
     Scatter,
     TakeGradient,
 )
-from ndistribute.cluster.spans import Span
+from ndistribute.cluster.protocol.spans import Span
 from ndistribute.cluster.store import Limits, Store
 from tests.cluster.store.calls import Calls, apply, content, one, origins, rows
 

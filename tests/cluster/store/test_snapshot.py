@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.cluster.replies import Accumulated, Released, Total
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol.replies import Accumulated, Released, Total
+from ndistribute.cluster.protocol.requests import (
     Accumulate,
     Add,
     Aggregate,
@@ -29,7 +29,7 @@ from ndistribute.cluster.requests import (
     TakeGradient,
 )
 from ndistribute.cluster.store import Store
-from ndistribute.cluster.tensors import MalformedError, pack, unpack
+from ndistribute.cluster.wire.tensors import MalformedError, pack, unpack
 from tests.cluster.store.calls import Calls, apply, content, one, rows
 from tests.cluster.store.test_once import program, setting
 

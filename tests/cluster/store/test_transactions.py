@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.cluster.replies import Accumulated, Changed, Done, Failure, Step, Token, Total
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol.replies import (
+    Accumulated,
+    Changed,
+    Done,
+    Failure,
+    Step,
+    Token,
+    Total,
+)
+from ndistribute.cluster.protocol.requests import (
     Accumulate,
     Add,
     Aggregate,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.cluster.replies import Changed, Created, Done, Failure, Value
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol.replies import Changed, Created, Done, Failure, Value
+from ndistribute.cluster.protocol.requests import (
     Add,
     Aggregate,
     Apply,

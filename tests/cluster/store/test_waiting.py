@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.cluster.replies import Accumulated, Failure, Released, Token
-from ndistribute.cluster.requests import (
+from ndistribute.cluster.protocol.replies import Accumulated, Failure, Released, Token
+from ndistribute.cluster.protocol.requests import (
     Accumulate,
     Acknowledge,
     Barrier,

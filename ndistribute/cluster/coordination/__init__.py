@@ -1,0 +1,1 @@
+"""The chief gives functions to workers, and workers run them."""

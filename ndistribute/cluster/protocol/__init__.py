@@ -1,0 +1,1 @@
+"""What a client of a parameter server asks, and what it is answered."""
