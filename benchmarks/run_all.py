@@ -25,7 +25,7 @@ from benchmarks.workers import ROOT
 
 __all__ = ["NAMES", "main"]
 
-NAMES = ("overhead", "input_pipeline", "mlp", "all_reduce", "scaling")
+NAMES = ("overhead", "input_pipeline", "mlp", "all_reduce", "scaling", "parameter_server")
 
 # A full run with peers takes a few minutes a benchmark, that of all_reduce a quarter of an hour.
 BENCHMARK_SECONDS = 3600.0

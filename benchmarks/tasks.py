@@ -27,7 +27,9 @@ def cluster(side: str, workers: int, servers: int) -> Iterator[None]:
         servers: how many hold variables.
     """
     jobs = {"chief": 1, "worker": workers, "ps": servers}
-    addresses = {job: [_free_address() for _ in range(count)] for job, count in jobs.items()}
+    addresses = {
+        job: [_free_address() for _ in range(count)] for job, count in jobs.items() if count
+    }
     os.environ["NDISTRIBUTE_SECRET"] = secrets.token_hex(16)
     tasks = [(job, index) for job in ("ps", "worker") for index in range(jobs[job])]
     with contextlib.ExitStack() as stack:

@@ -79,7 +79,6 @@ def test_four_command_lines_train_on_two_servers_and_two_workers() -> None:
     ("started", "flags"),
     [
         (("--chief",), ()),
-        ((), ("--max_staleness", "1")),
         ((), ("--replicas_to_aggregate", "2")),
     ],
 )
