@@ -21,6 +21,7 @@ from ndistribute.cluster.protocol.replies import Reply, decode_reply
 from ndistribute.cluster.protocol.requests import Request, encode_request
 from ndistribute.cluster.wire.connection import Connection
 from ndistribute.cluster.wire.conversation import Conversation
+from ndistribute.cluster.wire.giving_up import gave_up
 from ndistribute.cluster.wire.guard import UnknownSessionError
 from ndistribute.cluster.wire.near import near_wanted
 from ndistribute.cluster.wire.pieces import Pieces
@@ -34,12 +35,7 @@ from ndistribute.cluster.wire.transport import (
     Transport,
     UnreachableError,
 )
-from ndistribute.errors import (
-    AuthenticationError,
-    CollectiveTimeoutError,
-    DistributeError,
-    WorkerLostError,
-)
+from ndistribute.errors import DistributeError
 from ndistribute.trust.secret import find_secret
 from ndistribute.trust.tls import tls_files
 
@@ -118,7 +114,7 @@ class Client:
     ) -> None:
         self.name = name
         self.address = transport.address
-        self._audience = audience
+        self._who = f"{audience or 'the server'} at {self.address}"
         self._timeout = timeout
         self._beat = beat_seconds
         self._limits = limits or Limits()
@@ -192,10 +188,11 @@ class Client:
                 missed = min(missed, time.monotonic()) if away else math.inf
                 if time.monotonic() - missed > _SILENT_SECONDS and not told:
                     told = True
-                    _log.warning("%s waits for %s at %s", self.name, self._who, self.address)
+                    _log.warning("%s waits for %s", self.name, self._who)
             pause = min(pause, min(deadline, missed + patience) - time.monotonic())
             if pause <= 0 or self._closing.wait(timeout=pause):
-                raise self._gave_up(problem, time.monotonic() - start) from problem
+                gone = self._closing.is_set()
+                raise gave_up(self.name, self._who, start, problem, closed=gone) from problem
 
     def probe(self, timeout: float) -> bool:
         """Say whether the very incarnation of the server last spoken to is there and answers.
@@ -258,10 +255,6 @@ class Client:
     ) -> None:
         self.close()
 
-    @property
-    def _who(self) -> str:
-        return self._audience or "the server"
-
     def _live(self) -> None:
         """Let the server hear of this client, in time and whenever it may believe it dead."""
         while not self._closing.is_set():
@@ -274,18 +267,3 @@ class Client:
                     self._connection.tend(time.monotonic() + max(self._beat, _FAREWELL_SECONDS))
                 except (DistributeError, MalformedError, TimeoutError):
                     continue  # The next call of this client says what is wrong.
-
-    def _gave_up(self, problem: Exception | None, seconds: float) -> DistributeError:
-        who = f"{self._who} at {self.address}"
-        if self._closing.is_set():
-            return WorkerLostError(f"This client of {who} was closed while a call was on its way.")
-        if isinstance(problem, UnreachableError):
-            return WorkerLostError(
-                f"{self.name} did not reach {who} in {seconds:.1f} s: {str(problem).rstrip('.')}. "
-                "Check that it runs, and that both use TLS or neither; a longer timeout waits for "
-                "its return."
-            )
-        if isinstance(problem, UnknownSessionError):
-            return AuthenticationError(f"{who} let {self.name} in and knew it no more: {problem}")
-        why = f": {problem}" if problem is not None and str(problem) else ""
-        return CollectiveTimeoutError(f"{who} did not answer {self.name} in {seconds:.1f} s{why}.")
