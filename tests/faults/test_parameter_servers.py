@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -227,6 +228,27 @@ def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(
             coordinator.schedule(errands.double, args=(1,))
             coordinator.join(timeout=DEADLINE)
         assert [tasks.code("worker", index) for index in range(2)] == [0, 0]
+
+
+def test_when_the_chief_is_stopped_for_too_long_all_end(zygote: Zygote) -> None:
+    with Tasks(zygote, workers=1, servers=1, NDISTRIBUTE_HEARTBEAT_SECONDS="1") as tasks:
+        tasks.start_all()
+        tasks.start("chief", 0, TASK_RUNS="command")
+        with taking_part(tasks) as strategy:
+            shared = Shared(strategy)
+            wait_until(lambda: int(np.sum(shared.steps)) > 20)
+        tasks.stop("chief", 0)
+        assert [tasks.code(job, 0) for job in ("ps", "worker")] == [1, 1]
+        assert "the chief died" in tasks.said()
+
+
+def test_a_server_whose_port_is_taken_ends_and_says_so(zygote: Zygote) -> None:
+    with Tasks(zygote, workers=0, servers=1, chief=False) as tasks:
+        host, _, port = tasks.cluster["ps"][0].rpartition(":")
+        with socket.create_server((host, int(port))):
+            tasks.start("ps", 0)
+            assert tasks.code("ps", 0) == 1
+        assert f"cannot listen at {host} port {port}" in tasks.said()
 
 
 def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other(zygote: Zygote) -> None:
