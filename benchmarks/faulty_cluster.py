@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.case import OURS
-from benchmarks.workers import END_SECONDS, ROOT, WorkerError, read_line
+from benchmarks.workers import END_SECONDS, ROOT, WorkerError, free_addresses, read_line
 
 __all__ = ["DEADLINE", "Cluster"]
 
@@ -37,7 +36,7 @@ class Cluster:
         self, workers: int, servers: int, environ: dict[str, str], *, chief: bool = True
     ) -> None:
         jobs = {"ps": servers, "worker": workers, "chief": int(chief)}
-        self.addresses = {job: _free_addresses(count) for job, count in jobs.items() if count}
+        self.addresses = free_addresses(jobs)
         self.environ = {"NDISTRIBUTE_SECRET": secrets.token_hex(16), **environ}
         self.processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
         self._buffers: dict[tuple[str, int], bytearray] = {}
@@ -133,13 +132,3 @@ class Cluster:
 def _close(process: subprocess.Popen[bytes]) -> None:
     process.stdin.close()
     process.stdout.close()
-
-
-def _free_addresses(count: int) -> list[str]:
-    # Somebody else may take a port now: then the task fails, and the measurement with it.
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-    finally:
-        for listener in listeners:
-            listener.close()

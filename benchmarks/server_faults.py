@@ -279,8 +279,7 @@ def _hang_once(path: str) -> None:
             file.write(str(nd.cluster.worker_index()))
     except FileExistsError:
         return
-    while not os.path.exists(f"{path}.go"):
-        time.sleep(0.001)
+    wait_until(lambda: os.path.exists(f"{path}.go"))
 
 
 def tables(written: Row) -> str:

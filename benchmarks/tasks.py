@@ -6,13 +6,12 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
 from benchmarks.case import OURS
-from benchmarks.workers import END_SECONDS, ROOT
+from benchmarks.workers import END_SECONDS, ROOT, free_addresses
 
 __all__ = ["cluster"]
 
@@ -27,9 +26,7 @@ def cluster(side: str, workers: int, servers: int) -> Iterator[None]:
         servers: how many hold variables.
     """
     jobs = {"chief": 1, "worker": workers, "ps": servers}
-    addresses = {
-        job: [_free_address() for _ in range(count)] for job, count in jobs.items() if count
-    }
+    addresses = free_addresses(jobs)
     os.environ["NDISTRIBUTE_SECRET"] = secrets.token_hex(16)
     tasks = [(job, index) for job in ("ps", "worker") for index in range(jobs[job])]
     with contextlib.ExitStack() as stack:
@@ -39,12 +36,6 @@ def cluster(side: str, workers: int, servers: int) -> Iterator[None]:
         task = {"type": "chief", "index": 0}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": addresses, "task": task})
         yield
-
-
-def _free_address() -> str:
-    # Somebody else may take the port now: then the task fails, and with it this contender.
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from benchmarks.workers import (
     END_SECONDS,
     ROOT,
     WorkerError,
+    free_addresses,
     on_cores,
     pinned,
     read_line,
@@ -166,7 +167,8 @@ def _together(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _by_inheritance(
     python: str, size: int, environ: dict[str, str], errors: IO[bytes]
 ) -> list[subprocess.Popen[bytes]]:
-    listeners, addresses = _free_addresses(size)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+    addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
     try:
         return [
             _start([python], environ | own | {LISTENING: str(door.fileno())}, errors, door.fileno())
@@ -180,20 +182,14 @@ def _by_inheritance(
 def _by_tf_config(
     python: str, size: int, environ: dict[str, str], errors: IO[bytes]
 ) -> list[subprocess.Popen[bytes]]:
-    listeners, addresses = _free_addresses(size)
-    # Somebody else may take a port now: then the processes fail, and get others the next time.
-    for listener in listeners:
-        listener.close()
+    addresses = free_addresses({"worker": size})["worker"]
     return [_start([python], environ | own, errors) for own in _tf_configs(addresses)]
 
 
 def _beside_servers(
     python: str, size: int, environ: dict[str, str], errors: IO[bytes], servers: int
 ) -> list[subprocess.Popen[bytes]]:
-    listeners, addresses = _free_addresses(size + servers)
-    for listener in listeners:
-        listener.close()
-    cluster = {"worker": addresses[:size], "ps": addresses[size:]}
+    cluster = free_addresses({"worker": size, "ps": servers})
     own = environ | {"NDISTRIBUTE_SECRET": secrets.token_hex(16)}
     processes = []
     for job, command in (("ps", ["benchmarks.task", OURS]), ("worker", ["benchmarks.worker"])):
@@ -202,11 +198,6 @@ def _beside_servers(
             task = {"TF_CONFIG": json.dumps(config), "BENCHMARK_RANK": str(index)}
             processes.append(_start([python], own | task, errors, module=command))
     return processes
-
-
-def _free_addresses(size: int) -> tuple[list[socket.socket], list[str]]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
-    return listeners, [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
 
 
 def _tf_configs(addresses: Sequence[str]) -> Iterator[dict[str, str]]:

@@ -11,10 +11,11 @@ import contextlib
 import json
 import os
 import select
+import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,16 @@ from benchmarks.case import Contender
 if TYPE_CHECKING:
     from benchmarks.team import Team
 
-__all__ = ["ROOT", "Worker", "WorkerError", "Workers", "on_cores", "pinned", "read_line"]
+__all__ = [
+    "ROOT",
+    "Worker",
+    "WorkerError",
+    "Workers",
+    "free_addresses",
+    "on_cores",
+    "pinned",
+    "read_line",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,6 +64,27 @@ def on_cores(count: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def free_addresses(jobs: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return a cluster with so many tasks of each job, at addresses where nobody listens now.
+
+    Somebody else may take a port before it is used: then what listens there fails, and says so.
+    """
+    listeners = {
+        job: [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        for job, count in jobs.items()
+        if count
+    }
+    try:
+        return {
+            job: [f"127.0.0.1:{listener.getsockname()[1]}" for listener in some]
+            for job, some in listeners.items()
+        }
+    finally:
+        for some in listeners.values():
+            for listener in some:
+                listener.close()
 
 
 def read_line(pipe: int, buffer: bytearray, deadline: float) -> bytes:

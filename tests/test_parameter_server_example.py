@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.faults.tasks import free_addresses
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = "examples/parameter_server.py"
@@ -32,18 +33,9 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def free_addresses(count: int) -> list[str]:
-    listeners = [socket.create_server(("localhost", 0)) for _ in range(count)]
-    try:
-        return [f"localhost:{listener.getsockname()[1]}" for listener in listeners]
-    finally:
-        for listener in listeners:
-            listener.close()
-
-
 def test_four_command_lines_train_on_two_servers_and_two_workers() -> None:
-    addresses = free_addresses(4)
-    hosts = ["--ps_hosts", ",".join(addresses[:2]), "--worker_hosts", ",".join(addresses[2:])]
+    cluster = free_addresses({"ps": 2, "worker": 2})
+    hosts = [f"--{job}_hosts={','.join(addresses)}" for job, addresses in cluster.items()]
     processes = [
         subprocess.Popen(
             [

@@ -34,6 +34,7 @@ from tests.cluster.desks import (
     serving,
     stop,
 )
+from tests.faults.tasks import wait_until
 
 grpc = pytest.importorskip("grpc")
 
@@ -65,13 +66,6 @@ def is_ended(sock: socket.socket) -> bool:
         while sock.recv(4096):
             pass
     return True
-
-
-def wait_until(condition, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(timeout=0.005)
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_400, 65_536, 70_000, 5_000_000])
@@ -137,7 +131,7 @@ def test_more_calls_at_once_than_connections_go_by_the_network(monkeypatch):
         ThreadPoolExecutor(6) as pool,
     ):
         calls = [pool.submit(client.call, [b"wait"]) for _ in range(6)]
-        wait_until(lambda: len(desk.waiting) == 6)
+        wait_until(lambda: len(desk.waiting) == 6, seconds=5.0)
         assert client.is_near
         client.call([b"wake"])
         assert {bytes(call.result(timeout=10)) for call in calls} == {b"woken"}
@@ -183,7 +177,7 @@ def test_malformed_frames_by_the_hundred_stop_nothing():
             if k % 30 == 0:
                 assert bytes(client.call([b"echo"], timeout=5)) == b"echo"
         assert client.is_near
-        wait_until(lambda: len(server._near._lines) <= 3)
+        wait_until(lambda: len(server._near._lines) <= 3, seconds=5.0)
 
 
 def test_strangers_who_say_nothing_hold_little_and_not_for_long(monkeypatch):
@@ -244,7 +238,7 @@ def test_a_lifeline_that_the_network_ends_is_no_death_as_long_as_the_client_spea
         for _ in range(2):
             ended = opened.lifeline
             ended.cancel()
-            wait_until(lambda ended=ended: opened.lifeline is not ended)
+            wait_until(lambda ended=ended: opened.lifeline is not ended, seconds=5.0)
         assert not desk.departed.wait(timeout=0.6)
         assert client._connection._opened is opened
         assert opened.lifeline is not first
@@ -258,7 +252,7 @@ def test_a_client_that_says_good_bye_did_not_die(way):
             client.call([b"echo"])
             client.call([b"echo", bytes(100_000)])
         assert (desk.left, desk.died) == (["worker:0"], [])
-        wait_until(lambda: not server._near._lines)
+        wait_until(lambda: not server._near._lines, seconds=5.0)
     assert desk.closed
 
 
@@ -345,7 +339,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_dropped(monkeypatch):
         ThreadPoolExecutor(1) as pool,
     ):
         late = pool.submit(client.call, [b"late"])
-        wait_until(lambda: len(desk.owed) >= 2)  # It asked again.
+        wait_until(lambda: len(desk.owed) >= 2, seconds=5.0)  # It asked again.
         desk.deliver(desk.owed[:1])
         assert bytes(client.call([b"echo"])) == b"echo"
         while not late.done():

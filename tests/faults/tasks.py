@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from ndistribute.cluster import SimpleClusterResolver
 
-__all__ = ["Tasks", "Zygote", "wait_until"]
+__all__ = ["Tasks", "Zygote", "free_addresses", "wait_until"]
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 30.0
@@ -100,7 +100,7 @@ class Tasks:
         **environ: str,
     ) -> None:
         jobs = {"ps": servers, "worker": workers, "chief": int(chief)}
-        self.cluster = {job: _free_addresses(count) for job, count in jobs.items() if count}
+        self.cluster = free_addresses(jobs)
         self.environ = {"NDISTRIBUTE_SECRET": secrets.token_hex(16), **environ}
         self._zygote = zygote
         self._pids: dict[Task, int] = {}
@@ -193,10 +193,19 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _free_addresses(count: int) -> list[str]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+def free_addresses(jobs: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return a cluster with so many tasks of each job, at addresses where nobody listens now."""
+    listeners = {
+        job: [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        for job, count in jobs.items()
+        if count
+    }
     try:
-        return [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+        return {
+            job: [f"127.0.0.1:{listener.getsockname()[1]}" for listener in some]
+            for job, some in listeners.items()
+        }
     finally:
-        for listener in listeners:
-            listener.close()
+        for some in listeners.values():
+            for listener in some:
+                listener.close()

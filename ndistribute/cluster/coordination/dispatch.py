@@ -66,7 +66,7 @@ class Dispatch:
             while self._queue.full or self._queue.error is not None:
                 self._raise_if_any()
                 self._check_open()
-                self._changed.wait()
+                self._changed.wait()  # Ends when workers take some, or `absent` gives them up.
             self._check_open()
             for value in closure.inputs:
                 if value.error is not None:
@@ -130,7 +130,7 @@ class Dispatch:
                     self._changed.notify_all()
                 if taken or not wait:
                     return taken
-                self._work.wait()
+                self._work.wait()  # Its thread has nothing else to do until `close`.
             return []
 
     def succeed(self, worker: int, closure: Closure, result: Pickled) -> None:
