@@ -28,7 +28,7 @@ LAYERS = (
         "stream",
         "timeline",
         "trace_report",
-        "trust",
+        "transport",
         "update_rules",
     },
     {"context"},
@@ -43,7 +43,7 @@ LAYERS = (
 # What a layer may not import although it lies lower: models know strategies through context alone.
 FORBIDDEN = {("models", "strategies")}
 
-REQUIRED = {"numpy", "threadpoolctl"}
+REQUIRED = {"msgspec", "numpy", "threadpoolctl"}
 # An optional package, and the files that may import it; an empty set: any one file.
 OPTIONAL: dict[str, set[str]] = {
     "cupy": {"device.py", "collective/nccl.py"},

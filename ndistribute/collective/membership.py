@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndistribute.trust.address import split_address
-from ndistribute.trust.gate import listen
-from ndistribute.trust.secret import find_secret
-from ndistribute.trust.tls import TlsFiles, tls_files
+from ndistribute.transport.address import split_address
+from ndistribute.transport.gate import listen
+from ndistribute.transport.secret import find_secret
+from ndistribute.transport.tls import TlsFiles, tls_files
 
 __all__ = ["Membership", "host_identity", "membership_from_addresses", "membership_from_exchange"]
 

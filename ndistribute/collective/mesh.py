@@ -19,9 +19,9 @@ from typing import Any
 
 from ndistribute.collective.membership import Membership
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, DistributeError
-from ndistribute.trust.address import split_address
-from ndistribute.trust.gate import Gate
-from ndistribute.trust.handshake import authenticate
+from ndistribute.transport.address import split_address
+from ndistribute.transport.gate import Gate
+from ndistribute.transport.handshake import authenticate
 
 __all__ = ["Mesh"]
 

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from ndistribute.trust.address import split_address
+from ndistribute.transport.address import split_address
 
 __all__ = ["LISTEN_FD", "release_inherited"]
 

@@ -31,9 +31,9 @@ from ndistribute.cluster.wire.rpc import GrpcServer
 from ndistribute.cluster.wire.service import Desk, Service
 from ndistribute.cluster.wire.transfers import Limits
 from ndistribute.errors import WorkerLostError
-from ndistribute.trust.address import split_address
-from ndistribute.trust.secret import find_secret
-from ndistribute.trust.tls import tls_files
+from ndistribute.transport.address import split_address
+from ndistribute.transport.secret import find_secret
+from ndistribute.transport.tls import tls_files
 
 __all__ = ["Server"]
 

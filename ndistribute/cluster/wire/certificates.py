@@ -8,8 +8,8 @@ from typing import Any
 
 from ndistribute.cluster.wire.transport import UnreachableError
 from ndistribute.errors import AuthenticationError
-from ndistribute.trust.address import split_address
-from ndistribute.trust.tls import TlsFiles, tls_context
+from ndistribute.transport.address import split_address
+from ndistribute.transport.tls import TlsFiles, tls_context
 
 __all__ = ["name_of_certificate"]
 

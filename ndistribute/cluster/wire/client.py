@@ -36,8 +36,8 @@ from ndistribute.cluster.wire.transport import (
     UnreachableError,
 )
 from ndistribute.errors import DistributeError
-from ndistribute.trust.secret import find_secret
-from ndistribute.trust.tls import tls_files
+from ndistribute.transport.secret import find_secret
+from ndistribute.transport.tls import tls_files
 
 __all__ = ["Client", "connect"]
 

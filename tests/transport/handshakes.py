@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ndistribute.trust.handshake import TlsFiles, authenticate
+from ndistribute.transport.handshake import TlsFiles, authenticate
 
 SECRET = b"a secret of the job"
 WRONG_SECRET = b"a secret of another"

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndistribute.errors import AuthenticationError
-from ndistribute.trust.address import is_loopback, split_address
-from ndistribute.trust.secret import find_secret
+from ndistribute.transport.address import is_loopback, split_address
+from ndistribute.transport.secret import find_secret
 
 LOCAL = ["localhost:1", "127.0.0.2:2", "[::1]:3"]
 AWAY = ["localhost:1", "node1:2"]
@@ -117,7 +117,7 @@ def test_the_users_folder_for_state_is_where_the_system_says(home, tmp_path):
 
 def test_processes_that_ask_at_once_find_the_same(tmp_path):
     script = (
-        "import sys; from ndistribute.trust.secret import find_secret\n"
+        "import sys; from ndistribute.transport.secret import find_secret\n"
         "for home in map(str.strip, iter(sys.stdin.readline, '')):\n"
         "    print(find_secret(['localhost:1'], {'HOME': home}).decode(), flush=True)\n"
     )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ndistribute.trust.handshake import TlsFiles, authenticate
+from ndistribute.transport.handshake import TlsFiles, authenticate
 
 __all__ = ["MAXIMUM_HANDSHAKES", "Admission", "RefusalLog"]
 

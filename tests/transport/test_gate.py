@@ -20,10 +20,10 @@ from collections.abc import Iterator
 import pytest
 
 from ndistribute.errors import AuthenticationError
-from ndistribute.trust.admission import MAXIMUM_HANDSHAKES
-from ndistribute.trust.gate import MAXIMUM_STRANGERS, Gate, listen
-from ndistribute.trust.handshake import authenticate
-from tests.trust.handshakes import SECRET, WRONG_SECRET, at_once, outcome, receive
+from ndistribute.transport.admission import MAXIMUM_HANDSHAKES
+from ndistribute.transport.gate import MAXIMUM_STRANGERS, Gate, listen
+from ndistribute.transport.handshake import authenticate
+from tests.transport.handshakes import SECRET, WRONG_SECRET, at_once, outcome, receive
 
 GREETING = b"NDST" + struct.pack("!Hc32s", 1, b"C", bytes(32))
 FRAMES = 10_000
@@ -307,7 +307,7 @@ def test_a_callback_may_close_the_gate():
 def test_a_process_with_few_files_left_serves_its_peers():
     script = (
         "import resource, socket, sys\n"
-        "from ndistribute.trust.gate import Gate, listen\n"
+        "from ndistribute.transport.gate import Gate, listen\n"
         "def welcome(sock, hello):\n"
         "    sock.close()\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ndistribute.errors import AuthenticationError
-from ndistribute.trust.address import is_loopback, split_address
+from ndistribute.transport.address import is_loopback, split_address
 
 __all__ = ["MINIMUM_SECRET_LENGTH", "find_secret", "split_address"]
 

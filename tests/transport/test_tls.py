@@ -9,9 +9,9 @@ import subprocess
 import pytest
 
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
-from ndistribute.trust.gate import Gate, listen
-from ndistribute.trust.handshake import TlsFiles, tls_files
-from tests.trust.handshakes import (
+from ndistribute.transport.gate import Gate, listen
+from ndistribute.transport.handshake import TlsFiles, tls_files
+from tests.transport.handshakes import (
     SECRET,
     WRONG_SECRET,
     at_once,

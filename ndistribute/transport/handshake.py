@@ -27,8 +27,8 @@ import struct
 from collections.abc import Callable
 
 from ndistribute.errors import AuthenticationError
-from ndistribute.trust.line import Line
-from ndistribute.trust.tls import TlsFiles, tls_files
+from ndistribute.transport.line import Line
+from ndistribute.transport.tls import TlsFiles, tls_files
 
 __all__ = ["MAXIMUM_HELLO_BYTES", "TlsFiles", "authenticate", "tls_files"]
 

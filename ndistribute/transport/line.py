@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
-from ndistribute.trust.address import name_of_peer
-from ndistribute.trust.tls import TlsFiles, tls_context
+from ndistribute.transport.address import name_of_peer
+from ndistribute.transport.tls import TlsFiles, tls_context
 
 __all__ = ["Line"]
 

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from ndistribute.trust.address import name_of_peer, split_address
-from ndistribute.trust.admission import Admission, RefusalLog
-from ndistribute.trust.handshake import TlsFiles
-from ndistribute.trust.tls import tls_context
+from ndistribute.transport.address import name_of_peer, split_address
+from ndistribute.transport.admission import Admission, RefusalLog
+from ndistribute.transport.handshake import TlsFiles
+from ndistribute.transport.tls import tls_context
 
 __all__ = ["MAXIMUM_STRANGERS", "Gate", "listen"]
 

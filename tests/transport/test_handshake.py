@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
-from ndistribute.trust.handshake import MAXIMUM_HELLO_BYTES, authenticate
-from tests.trust.handshakes import (
+from ndistribute.transport.handshake import MAXIMUM_HELLO_BYTES, authenticate
+from tests.transport.handshakes import (
     GREETING_BYTES,
     SECRET,
     WRONG_SECRET,
@@ -287,8 +287,8 @@ def test_no_secret_and_a_long_hello_are_errors_of_the_caller(secret, hello):
 def test_a_peer_in_another_process_gets_in_or_learns_why_not(theirs, expected):
     script = (
         "import os, socket, sys, time\n"
-        "from ndistribute.trust.handshake import authenticate\n"
-        "from ndistribute.trust.secret import find_secret\n"
+        "from ndistribute.transport.handshake import authenticate\n"
+        "from ndistribute.transport.secret import find_secret\n"
         "address = ('127.0.0.1', int(sys.argv[1]))\n"
         "sock = socket.create_connection(address, timeout=5)\n"
         "secret = find_secret(['127.0.0.1:1'], os.environ)\n"
