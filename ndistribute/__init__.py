@@ -62,8 +62,7 @@ from ndistribute.variables import (
     VariableSynchronization,
     partitioners,
 )
-
-__version__ = "0.1.0"
+from ndistribute.version import __version__ as __version__
 
 __all__ = [
     "AuthenticationError",
