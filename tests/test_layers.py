@@ -30,6 +30,7 @@ LAYERS = (
         "trace_report",
         "transport",
         "update_rules",
+        "version",
     },
     {"context"},
     {"replica_context"},
