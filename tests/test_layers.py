@@ -26,6 +26,7 @@ LAYERS = (
         "tree",
         "device",
         "stream",
+        "tensor_files",
         "timeline",
         "trace_report",
         "transport",
@@ -43,7 +44,11 @@ LAYERS = (
 # What a layer may not import although it lies lower: models know strategies through context alone.
 FORBIDDEN = {("models", "strategies")}
 
+<<<<<<< HEAD
 REQUIRED = {"msgspec", "numpy", "threadpoolctl"}
+=======
+REQUIRED = {"numpy", "safetensors", "threadpoolctl"}
+>>>>>>> engines
 # An optional package, and the files that may import it; an empty set: any one file.
 OPTIONAL: dict[str, set[str]] = {
     "cupy": {"device.py", "collective/nccl.py"},
@@ -51,6 +56,7 @@ OPTIONAL: dict[str, set[str]] = {
     "cloudpickle": set(),
     "grpc": set(),
     "matplotlib": set(),
+    "ml_dtypes": set(),
     "mpi4py": set(),
     "sklearn": set(),
     "tensorflow": set(),
