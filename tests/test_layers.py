@@ -34,7 +34,7 @@ LAYERS = (
     },
     {"context"},
     {"replica_context"},
-    {"collective", "cluster"},
+    {"collective", "cluster", "parameter_server"},
     {"variables", "data", "autodiff"},
     {"strategies"},
     {"models"},
@@ -44,11 +44,7 @@ LAYERS = (
 # What a layer may not import although it lies lower: models know strategies through context alone.
 FORBIDDEN = {("models", "strategies")}
 
-<<<<<<< HEAD
-REQUIRED = {"msgspec", "numpy", "threadpoolctl"}
-=======
-REQUIRED = {"numpy", "safetensors", "threadpoolctl"}
->>>>>>> engines
+REQUIRED = {"msgspec", "numpy", "safetensors", "threadpoolctl"}
 # An optional package, and the files that may import it; an empty set: any one file.
 OPTIONAL: dict[str, set[str]] = {
     "cupy": {"device.py", "collective/nccl.py"},
