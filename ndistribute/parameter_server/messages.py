@@ -13,48 +13,6 @@ import msgspec
 
 from ndistribute.transport.codec import Array, Record
 
-__all__ = [
-    "Accumulated",
-    "Add",
-    "Aggregate",
-    "Apply",
-    "Assign",
-    "AwaitClock",
-    "AwaitStep",
-    "Change",
-    "Changed",
-    "Create",
-    "Created",
-    "CreatedVariable",
-    "Delete",
-    "Deleted",
-    "Dense",
-    "Done",
-    "Failure",
-    "FailureKind",
-    "Gradient",
-    "NewVariable",
-    "Outcome",
-    "Read",
-    "ReadRows",
-    "Released",
-    "Reply",
-    "Report",
-    "Request",
-    "Rows",
-    "RowsOf",
-    "SaveSnapshot",
-    "Saved",
-    "Scatter",
-    "Status",
-    "Step",
-    "Subtract",
-    "Totals",
-    "Transaction",
-    "Value",
-    "Values",
-]
-
 
 class Dense(Record, frozen=True):
     """A gradient with a value for every element."""
