@@ -242,7 +242,7 @@ FailureKind = Literal[
 
 
 class Failure(Record, frozen=True):
-    """Say why a request was not carried out; nothing was changed that a restart would show."""
+    """Say why a request was not carried out."""
 
     kind: FailureKind
     message: str

@@ -6,6 +6,7 @@ for the disk under the lock: snapshots are written, and the log is synced, besid
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -143,15 +144,15 @@ class StoreService:
             if isinstance(request, Logged):
                 if self._closing:  # The next life of this server will be asked again.
                     return None
-                broken = next((log for log in self._logs if log.broken), None)
-                if broken is not None:
-                    return self._not_logged(broken, "nothing was changed")
+                for log in self._logs:
+                    if log.broken:
+                        return self._not_logged(log, log.broken, "nothing was changed")
             answers = self._store.handle(peer.name, (peer, call), request)
             self._changed = self._changed or not reads
-            log = self._logs[-1] if self._logs else None
-            position = log.written if log is not None else 0
-        if log is not None and not reads:
-            answers = self._synced(log, position, answers)
+            in_use = self._logs[-1] if self._logs and not reads else None
+            position = in_use.written if in_use is not None else 0
+        if in_use is not None:
+            answers = self._synced(in_use, position, answers)
         reply = None
         for (to, number), answer in answers:
             if to is peer and number == call:
@@ -187,7 +188,7 @@ class StoreService:
             _log.error("%s still writes its last snapshot and is left to it", self._task)
             return
         for log in self._logs:
-            log.close()
+            log.close(covered=False)
         self._claim.close()
 
     def _append(self, request: Logged) -> None:
@@ -212,17 +213,17 @@ class StoreService:
         try:
             log.sync(position)
             return answers
-        except OSError:
+        except OSError as error:
             with self._lock:  # Only a snapshot can tell what the disk holds.
                 self._due = True
                 self._wake.notify_all()
-            failure = self._not_logged(log, "what was changed may be lost; ask again")
+            failure = self._not_logged(log, error, "what was changed may be lost")
             return [(call, failure) for call, _ in answers]
 
-    def _not_logged(self, log: UpdateLog, consequence: str) -> Failure:
+    def _not_logged(self, log: UpdateLog, error: OSError, consequence: str) -> Failure:
         return Failure(
             "full",
-            f"{self._task} could not bring {log.path} to the disk ({log.broken}): {consequence}. "
+            f"{self._task} could not bring {log.path} to the disk ({error}): {consequence}. "
             "It takes changes again once it could write a snapshot.",
         )
 
@@ -263,7 +264,7 @@ class StoreService:
         directory = self._directory or Path()
         try:
             with self._lock:
-                if self._logs and self._logs[-1].written:
+                if self._logs and (self._logs[-1].written or self._logs[-1].broken):
                     self._logs.append(UpdateLog(self._log_path(self._log_number + 1)))
                     self._log_number += 1
                 self._changed = False
@@ -282,12 +283,13 @@ class StoreService:
         with self._lock:
             self._logs = self._logs[len(replaced) :]
         for log in replaced:
-            log.close()
+            log.close(covered=True)
         # The snapshot before this one is kept, and so are the logs that it goes on with.
         self._kept_from = [self._kept_from[-1], first]
         for number, old in self._log_paths(directory).items():
             if number < self._kept_from[0]:
-                old.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # It goes with the next ones.
+                    old.unlink()
         _log.info("%s wrote %s after %d transactions", self._task, path, total)
         return Saved(total)
 

@@ -189,11 +189,15 @@ class UpdateLog:
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """Close the file: a snapshot holds what is in it, or it was synced."""
+    def close(self, *, covered: bool) -> None:
+        """Close the file; a second call does nothing.
+
+        Args:
+            covered: whether a snapshot on the disk holds all that is in it.
+        """
         with self._turn:
             self._turn.wait_for(lambda: not self._syncing, _SYNC_SECONDS)
-            self._synced = self.written
+            self._synced = self.written if covered else self._synced
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1

@@ -228,8 +228,9 @@ def _initial(new: NewVariable, dtype: np.dtype[np.generic]) -> Array:
         _check_same(new, dtype, initial)
         return initial
     try:
-        return np.full(new.shape, new.fill, dtype)
-    except (ValueError, OverflowError) as error:
+        with np.errstate(invalid="raise", over="raise"):
+            return np.full(new.shape, new.fill, dtype)
+    except (ValueError, ArithmeticError) as error:
         raise Refused(
             "mismatch",
             f"variable {new.name!r} of shape {new.shape} and dtype {dtype} can not be filled with "
