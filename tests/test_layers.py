@@ -35,7 +35,7 @@ LAYERS = (
     {"context"},
     {"replica_context"},
     {"collective", "cluster"},
-    {"variables", "data", "autodiff"},
+    {"variables", "data", "autodiff", "launcher"},
     {"strategies"},
     {"models"},
     {"cli"},
