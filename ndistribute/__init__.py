@@ -10,6 +10,7 @@ from ndistribute.cluster import (
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    TorchrunClusterResolver,
 )
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
@@ -103,6 +104,7 @@ __all__ = [
     "SlurmClusterResolver",
     "Strategy",
     "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

@@ -36,7 +36,7 @@ LAYERS = (
     {"context"},
     {"replica_context"},
     {"collective", "cluster", "parameter_server"},
-    {"variables", "data", "autodiff"},
+    {"variables", "data", "autodiff", "launcher", "coordinator"},
     {"strategies"},
     {"models"},
     {"cli"},

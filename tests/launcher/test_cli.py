@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ndistribute import cli
-from ndistribute.cluster.launcher import blas_kernel, doctor
-from ndistribute.cluster.launcher.hosts import Host
-from tests.cluster.jobs import ROOT, run
+from ndistribute.launcher import doctor
+from ndistribute.launcher.hosts import Host
+from tests.launcher.jobs import ROOT, run
 
 
 def options(*arguments):
@@ -150,26 +150,26 @@ AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl", "avx2"}
 def test_other_kernels_are_asked_for_only_where_blas_chose_below_the_processor(
     flags, architecture, better
 ):
-    assert blas_kernel.better_kernel(flags, architecture) == better
+    assert doctor.better_kernel(flags, architecture) == better
 
 
 def test_ranks_get_the_better_kernel_but_never_in_place_of_the_users(monkeypatch):
-    monkeypatch.setattr(blas_kernel, "cpu_flags", lambda: AVX512)
-    monkeypatch.setattr(blas_kernel, "blas_architecture", lambda: "Haswell")
-    monkeypatch.setattr(blas_kernel, "usable_cores", lambda: 6)
-    settings = blas_kernel.blas_settings({}, 4)
+    monkeypatch.setattr(doctor, "_cpu_flags", lambda: AVX512)
+    monkeypatch.setattr(doctor, "_architecture", lambda: "Haswell")
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 6)
+    settings = doctor.blas_settings({}, 4)
     assert settings == {
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_CORETYPE": "SkylakeX",
     }
-    assert blas_kernel.blas_settings({}, 2)["OMP_NUM_THREADS"] == "3"
+    assert doctor.blas_settings({}, 2)["OMP_NUM_THREADS"] == "3"
     mine = {"OPENBLAS_CORETYPE": "Zen", "OMP_NUM_THREADS": "5"}
-    assert blas_kernel.blas_settings(mine, 2) == {}
+    assert doctor.blas_settings(mine, 2) == {}
 
 
 def test_matrix_products_are_measured_with_a_kernel():
-    rate = blas_kernel.gemm_rate(None)
+    rate = doctor._gemm_rate(None)
     assert rate is not None
     assert rate > 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import lasting, read_pids, run, started
+from tests.launcher.jobs import lasting, read_pids, run, started
 
 # What the scripts begin with: the rank, and a wait that only a signal ends.
 PREAMBLE = """
@@ -109,14 +109,12 @@ def test_one_that_only_lost_another_is_not_blamed(script):
     path = script("""
 class WorkerLostError(Exception):
     pass
+host, port = config["cluster"]["worker"][1].split(":")
 if rank == 0:
+    peer = socket.create_connection((host, int(port)), timeout=10)
     raise WorkerLostError("rank 1 is gone")
-while True:  # until rank 0 has ended: its listening socket goes with it
-    try:
-        host, port = config["cluster"]["worker"][0].split(":")
-        socket.create_connection((host, int(port)), timeout=10).recv(1)
-    except OSError:
-        break
+own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
+own.accept()[0].recv(1)  # until rank 0 has ended: its connection goes with it
 os.kill(os.getpid(), signal.SIGKILL)
 """)
     done = run("run", "-n", "2", path)
@@ -215,13 +213,21 @@ print("pid", child.pid)
     assert lasting([int(done.stdout.rpartition(" ")[2])], 0) == []
 
 
-def test_a_failed_job_starts_again_with_fresh_ports_and_a_fresh_secret(script, tmp_path):
+def test_a_failed_job_starts_again_at_its_addresses_with_a_fresh_secret(script, tmp_path):
     path = script(f"""
 with open({str(tmp_path / "tries")!r} + str(rank), "a") as tries:
-    tries.write(os.environ["NDISTRIBUTE_SECRET"] + " " + os.environ["TF_CONFIG"] + "\\n")
-    count = tries.tell()
+    names = "NDISTRIBUTE_SECRET", "NDISTRIBUTE_JOB_ID", "TF_CONFIG"
+    tries.write(" ".join(os.environ[name] for name in names) + "\\n")
 print("try")
+own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
 if rank == 0:
+    own.setblocking(False)
+    try:
+        own.accept()
+        print("somebody of the last attempt")
+    except BlockingIOError:
+        own.setblocking(True)
+    socket.create_connection(own.getsockname(), timeout=10)
     with open({str(tmp_path / "tries")!r} + "0") as tries:
         sys.exit(len(tries.readlines()) < 3 and 5)
 """)
@@ -230,8 +236,7 @@ if rank == 0:
     assert done.stderr.count("starting again") == 2
     tries = (tmp_path / "tries0").read_text().splitlines()
     assert len(tries) == 3
-    for part in (0, 1):
-        assert len({line.split(" ", 1)[part] for line in tries}) == 3
+    assert [len({line.split(" ", 2)[part] for line in tries}) for part in range(3)] == [3, 1, 1]
     logs = {path.name for path in (tmp_path / "logs").iterdir() if path.name.startswith("rank-0")}
     assert logs == {"rank-0.log", "rank-0.1.log", "rank-0.2.log"}
     assert (tmp_path / "logs" / "rank-0.log").read_text() == "try\n"

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.cluster.jobs import SECONDS, environment, run
-from tests.cluster.test_mpiexec import has_mpi
+from tests.launcher.jobs import SECONDS, environment, run
+from tests.launcher.test_mpiexec import has_mpi
 
 SCRIPT = """
 import sys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ndistribute.cluster.launcher import supervisor
-from ndistribute.cluster.launcher.hosts import Host
-from ndistribute.cluster.launcher.launch import launch
-from ndistribute.cluster.launcher.plan import JobOptions
-from tests.cluster.jobs import lasting, read_pids, run, started
+from ndistribute.launcher import supervisor
+from ndistribute.launcher.hosts import Host
+from ndistribute.launcher.launch import JobOptions, launch
+from tests.launcher.jobs import lasting, read_pids, run, started
 
 # What the scripts begin with: the task, how often it was started, and words for its servers.
 PREAMBLE = """
@@ -218,11 +216,12 @@ def test_a_job_with_servers_that_takes_too_long_is_stopped(script, tmp_path):
 def test_servers_that_do_not_end_are_stopped_once_the_work_is_done(script, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "_FINISH_SECONDS", 0.3)
     path = script("if job == 'ps':\n    wait()\nprint('done')")
-    out, err = io.BytesIO(), io.BytesIO()
     options = JobOptions((str(path),), (Host("localhost", 2),), servers=1, timeout=20)
-    assert launch(options, out, err) == 0
-    assert sorted(out.getvalue().splitlines()) == [b"[worker:0] done", b"[worker:1] done"]
-    assert err.getvalue() == b""
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        assert launch(options, stdout.fileno(), stderr.fileno()) == 0
+    assert sorted(out.read_text().splitlines()) == ["[worker:0] done", "[worker:1] done"]
+    assert err.read_text() == ""
     assert lasting(lives(tmp_path, "ps0"), 0) == []
 
 

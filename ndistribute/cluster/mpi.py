@@ -1,21 +1,20 @@
 """Reads from the environment whether `mpiexec` or `srun` started this process, and as which rank.
 
-MPI itself is not needed to know: its launchers say so in variables, each family in its own. Where
-the processes are is exchanged through MPI later, so there are no addresses here.
+MPI itself is not needed to know: each family of launchers sets variables of its own. Addresses are
+exchanged through MPI later, so there are none here.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
 
-from ndistribute.cluster.base import Bootstrap, ClusterResolver
+from ndistribute.cluster.resolvers import Bootstrap, ClusterResolver, number_in
 from ndistribute.cluster.spec import ClusterSpec
 
-__all__ = ["MPIClusterResolver", "Place", "mpi_place"]
+__all__ = ["MPIClusterResolver", "mpi_rank_and_size"]
 
-# The variables of a rank and of the number of ranks. PMIx says the rank alone: its size is in the
+# The variables of a rank and of the number of ranks. PMIx sets the rank alone: the size is in the
 # variables of whoever started it, Open MPI's mpiexec or Slurm's srun.
 _VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -23,13 +22,6 @@ _VARIABLES = (
     ("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
     ("PMIX_RANK", "SLURM_NTASKS"),
 )
-
-
-class Place(NamedTuple):
-    """A rank, and how many there are."""
-
-    rank: int
-    size: int
 
 
 class MPIClusterResolver(ClusterResolver):
@@ -49,16 +41,16 @@ class MPIClusterResolver(ClusterResolver):
     """
 
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
-        environ = os.environ if environ is None else environ
-        place = mpi_place(environ)
-        if place is None:
-            names = sorted({name for pair in _VARIABLES for name in pair[:1]})
+        found = mpi_rank_and_size(os.environ if environ is None else environ)
+        if found is None:
+            names = sorted({rank for rank, _ in _VARIABLES})
             raise ValueError(
                 f"MPI did not start this process: none of {', '.join(names)} is set. Start it with "
                 "`mpiexec -n 4 python script.py` or `ndistribute run --mpi -n 4 script.py`."
             )
-        cluster = ClusterSpec({"worker": [f"mpi:{rank}" for rank in range(place.size)]})
-        super().__init__(cluster, "worker", place.rank, "mpi")
+        rank, size = found
+        cluster = ClusterSpec({"worker": [f"mpi:{other}" for other in range(size)]})
+        super().__init__(cluster, "worker", rank, "mpi")
 
     @property
     def bootstrap(self) -> Bootstrap:
@@ -71,29 +63,22 @@ class MPIClusterResolver(ClusterResolver):
         return ()
 
 
-def mpi_place(environ: Mapping[str, str]) -> Place | None:
-    """Return this process's rank among those that MPI started, or None if it started none.
+def mpi_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return this process's rank and the number of ranks, or None if MPI did not start it.
 
     Raises:
         ValueError: a rank or size is no number, or the rank is not below the size.
 
-    >>> mpi_place({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"})
-    Place(rank=2, size=3)
+    >>> mpi_rank_and_size({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"})
+    (2, 3)
     """
-    for rank, size in _VARIABLES:
-        if rank in environ and size in environ:
-            place = Place(_number(environ, rank), _number(environ, size))
-            if place.rank >= place.size:
+    for rank_name, size_name in _VARIABLES:
+        if rank_name in environ and size_name in environ:
+            rank, size = number_in(environ, rank_name), number_in(environ, size_name)
+            if rank >= size:
                 raise ValueError(
-                    f"{rank}={place.rank} is not below {size}={place.size}: the variables are left "
+                    f"{rank_name}={rank} is not below {size_name}={size}: the variables are left "
                     "from different launchers. Start the job from a clean environment."
                 )
-            return place
+            return rank, size
     return None
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ[name]
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{name}={text!r} is no number.")
-    return int(text)

@@ -1,7 +1,6 @@
 """How a job is started through MPI: which mpiexec, of which family, with which options.
 
-The families differ in everything but `-n`. Variables go along by name, never by value, so that the
-job's secret stands on no command line.
+The families differ in everything but `-n`. Variables go along by name, never by value.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndistribute.cluster.launcher.hosts import Host
-from ndistribute.cluster.launcher.output import MPIEXEC
 from ndistribute.errors import MissingDependencyError
+from ndistribute.launcher.hosts import Host
+from ndistribute.launcher.output import MPIEXEC
 
 __all__ = [
     "Mpiexec",
@@ -28,13 +27,11 @@ __all__ = [
     "mpiexec_command",
     "parse_tagged",
     "redirection",
-    "require_mpi4py",
 ]
 
 _HOW = "Install both with: pip install ndistribute[mpi]"
 # Open MPI writes [1,0]<stdout>: and, since version 5, [job@1,0]<stdout>: ; MPICH writes [0] .
 _TAG = re.compile(rb"\[(?:[^\]\s]*,)?(?P<rank>\d+)\](?:<std(?:out|err|diag)>:)? ?")
-
 _BLAMED = re.compile(
     rb"process rank (\d+) with PID|\bAbort\(\d+\) on node (\d+) \(rank"
     rb"|\bWorkerLostError: worker (\d+)\b"
@@ -54,8 +51,10 @@ def find_mpiexec() -> Mpiexec:
     """Find mpiexec: the one beside this Python, as wheels put it there, else the one on the path.
 
     Raises:
-        MissingDependencyError: there is none that works.
+        MissingDependencyError: there is none that works, or no mpi4py.
     """
+    if importlib.util.find_spec("mpi4py") is None:
+        raise MissingDependencyError(f"--mpi needs mpi4py, which is not installed. {_HOW}")
     beside = Path(sys.executable).parent / "mpiexec"
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if path is None:
@@ -67,23 +66,15 @@ def find_mpiexec() -> Mpiexec:
     except (OSError, subprocess.SubprocessError) as error:
         raise MissingDependencyError(f"{path} --version failed: {error}. {_HOW}") from error
     text = said.stdout + said.stderr
+    number = re.search(r"\d+\.\d+(?:\.\d+)?", text)
+    version = number[0] if number else "of unknown version"
     if "HYDRA" in text or "Intel(R) MPI" in text:
-        return Mpiexec(path, "mpich", _version(text))
-    if "Open MPI" in text or "OpenRTE" in text or "PRRTE" in text or "prte" in text.lower():
-        return Mpiexec(path, "openmpi", _version(text))
+        return Mpiexec(path, "mpich", version)
+    if re.search("Open MPI|OpenRTE|prte", text, re.IGNORECASE):
+        return Mpiexec(path, "openmpi", version)
     raise MissingDependencyError(
         f"{path} is neither MPICH's nor Open MPI's; it says {text[:80]!r}. {_HOW}"
     )
-
-
-def require_mpi4py() -> None:
-    """Check that mpi4py is installed, without loading it and MPI.
-
-    Raises:
-        MissingDependencyError: it is not.
-    """
-    if importlib.util.find_spec("mpi4py") is None:
-        raise MissingDependencyError(f"--mpi needs mpi4py, which is not installed. {_HOW}")
 
 
 def mpiexec_command(
@@ -93,7 +84,6 @@ def mpiexec_command(
     variables: Sequence[str],
     *,
     local: bool = True,
-    root: bool | None = None,
     redirect: str = "",
 ) -> list[str]:
     """Return the command line that starts a job through MPI.
@@ -104,15 +94,10 @@ def mpiexec_command(
         python: what comes after the interpreter: the script and its arguments.
         variables: the names of the variables that every process gets from this environment.
         local: all hosts are this machine, which MPI then need not be told.
-        root: whether root starts it; found out by default.
         redirect: a shell script that sends each rank's output elsewhere, see ``redirection``.
-
-    >>> mpiexec_command(Mpiexec("mpiexec", "mpich", ""), [Host("a", 2)], ["x.py"], [])[:6]
-    ['mpiexec', '-n', '2', '-genvall', '-prepend-rank', ...]
     """
-    count = str(sum(host.slots for host in hosts))
     where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-    command = [mpi.path, "-n", count]
+    command = [mpi.path, "-n", str(sum(host.slots for host in hosts))]
     if mpi.family == "mpich":
         # All variables: a list of some would leave out those that MPI itself may need.
         command += ["-genvall", *([] if local else ["-hosts", where])]
@@ -121,8 +106,7 @@ def mpiexec_command(
         # Bound to one core each, the threads of a rank would all share it.
         command += ["--oversubscribe", "--bind-to", "none"]
         command += [] if redirect else ["--tag-output"]
-        if os.geteuid() == 0 if root is None else root:
-            command.append("--allow-run-as-root")
+        command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         command += [] if local else ["--host", where]
         command += [part for name in variables for part in ("-x", name)]
     # mpi4py's runner ends the job when one rank raises; with plain Python the others would wait.
@@ -166,24 +150,13 @@ def parse_tagged(line: bytes) -> tuple[str, bytes]:
     (('0', b'hello'), ('2', b'hello'), ('mpiexec', b'oh'))
     """
     match = _TAG.match(line)
-    if match is None:
-        return MPIEXEC, line
-    return match["rank"].decode(), line[match.end() :]
+    return (match["rank"].decode(), line[match.end() :]) if match else (MPIEXEC, line)
 
 
 def blamed_rank(said: Sequence[bytes]) -> str | None:
-    """Return the rank that the messages of MPI, or of those that lost it, name; or None.
-
-    >>> blamed_rank([b"prterun noticed that process rank 1 with PID 7 on node n exited on"])
-    '1'
-    """
+    """Return the rank that the messages of MPI, or of those that lost it, name; or None."""
     for line in said:
         match = _BLAMED.search(line)
         if match:
             return str(int(next(filter(None, match.groups()))))
     return None
-
-
-def _version(text: str) -> str:
-    match = re.search(r"\d+\.\d+(?:\.\d+)?", text)
-    return match[0] if match else "of unknown version"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import itertools
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster.launcher.output import Console, Lines, last_report, tells_of_another
+from ndistribute.launcher.output import Console, Lines, Writer, last_report, tells_of_another
+
+
+@pytest.fixture
+def console(tmp_path):
+    """Return a function that opens a console, and one that closes it and returns what it wrote."""
+    paths = tmp_path / "out", tmp_path / "err"
+    with paths[0].open("wb") as out, paths[1].open("wb") as err:
+
+        def written(console: Console) -> tuple[bytes, bytes]:
+            console.close()
+            return paths[0].read_bytes(), paths[1].read_bytes()
+
+        yield lambda *folder: Console(out.fileno(), err.fileno(), *folder), written
 
 
 @given(st.text("ab\n\r", max_size=40), st.lists(st.integers(0, 40), max_size=5))
@@ -36,34 +50,67 @@ def test_a_line_without_an_end_does_not_fill_the_memory():
     assert lines.close() == []
 
 
-def test_a_log_holds_both_streams_without_the_rank(tmp_path):
-    out, err = io.BytesIO(), io.BytesIO()
-    console = Console(out, err, tmp_path / "new" / "logs")
-    console.take("1", "stdout", [b"a", b"b"])
-    console.take("1", "stderr", [b"c"])
-    console.close()
-    assert (out.getvalue(), err.getvalue()) == (b"[1] a\n[1] b\n", b"[1] c\n")
+def test_a_log_holds_both_streams_without_the_rank(tmp_path, console):
+    opened, written = console
+    shown = opened(tmp_path / "new" / "logs")
+    shown.take("1", "stdout", [b"a", b"b"])
+    shown.take("1", "stderr", [b"c"])
+    assert (shown.kept("1"), shown.kept("0")) == ([b"c"], [])
+    assert written(shown) == (b"[1] a\n[1] b\n", b"[1] c\n")
     assert (tmp_path / "new" / "logs" / "rank-1.log").read_bytes() == b"a\nb\nc\n"
-    assert (console.kept("1"), console.kept("0")) == ([b"c"], [])
 
 
 @pytest.mark.parametrize(("label", "name"), [("1", "rank-1"), ("ps:0", "ps-0"), ("chief", "chief")])
-def test_a_log_is_named_after_its_process(tmp_path, label, name):
+def test_a_log_is_named_after_its_process_and_attempt(tmp_path, console, label, name):
+    opened, written = console
+    shown = opened(tmp_path)
     for attempt, suffix in ((0, ""), (2, ".2")):
-        console = Console(io.BytesIO(), io.BytesIO(), tmp_path, attempt)
-        console.take(label, "stdout", [b"a"])
-        console.close()
-        assert (tmp_path / f"{name}{suffix}.log").is_file()
+        shown.begin(attempt)
+        shown.take(label, "stdout", [b"a"])
+        assert (tmp_path / f"{name}{suffix}.log").read_bytes() == b"a\n"
+    written(shown)
 
 
-def test_a_message_of_the_launcher_is_not_taken_for_a_ranks(tmp_path):
-    out, err = io.BytesIO(), io.BytesIO()
-    console = Console(out, err)
-    console.take("ps:0", "stderr", [b"Traceback (most recent call last):"])
-    console.forget("ps:0")
-    console.say("well.", [b"[0] a"])
-    assert err.getvalue().endswith(b"last):\nndistribute run: well.\n[0] a\n")
-    assert (out.getvalue(), console.kept("ps:0")) == (b"", [])
+def test_a_message_of_the_launcher_is_not_taken_for_a_ranks(console):
+    opened, written = console
+    shown = opened()
+    shown.take("ps:0", "stderr", [b"Traceback (most recent call last):"])
+    shown.forget("ps:0")
+    shown.say("well.", [b"[0] a"])
+    assert shown.kept("ps:0") == []
+    out, err = written(shown)
+    assert (out, err.endswith(b"last):\nndistribute run: well.\n[0] a\n")) == (b"", True)
+
+
+def test_lines_that_are_not_read_are_dropped_and_counted(tmp_path):
+    """The newest are kept, and a line stands where the others were."""
+    reader, writer = os.pipe()
+    out = Writer(writer, most=100_000)
+    with contextlib.closing(os.fdopen(reader, "rb")) as pipe:
+        for number in range(1000):
+            out.write(b"%09d " % number * 100 + b"\n")
+        lines = [pipe.readline() for _ in range(50)]
+        while not lines[-1].startswith(b"000000999"):
+            lines.append(pipe.readline())
+        assert out.close() == 0
+    os.close(writer)
+    (told,) = [line for line in lines if line.startswith(b"ndistribute run: ")]
+    assert int(told.split()[2]) == (1001 - len(lines)) * 1001
+    assert len(lines) < 300
+
+
+def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path, console):
+    opened, written = console
+    shown = opened(tmp_path)
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    shown.take("0", "stdout", [b"a"])
+    shown.take("0", "stdout", [b"b"])
+    out, err = written(shown)
+    assert out == b"[0] a\n[0] b\n"
+    path = tmp_path / "rank-0.log"
+    assert err.decode() == f"ndistribute run: {path} lacks lines: No space left on device. " + (
+        "The job goes on.\n"
+    )
 
 
 def errors_of(program: str) -> list[bytes]:

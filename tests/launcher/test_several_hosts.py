@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster.launcher.hosts import (
+from ndistribute.launcher.hosts import (
     Host,
     assign,
     is_this_machine,
-    parse_hostfile,
     parse_hosts,
+    remote_script,
+    ssh_command,
 )
-from ndistribute.cluster.launcher.plan import JobOptions, addresses_of
-from ndistribute.cluster.launcher.ssh import remote_script, ssh_command
-from tests.cluster.jobs import lasting, read_pids, run, started
+from tests.launcher.jobs import lasting, read_pids, run, started
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,9}", fullmatch=True)
 HOSTS = st.lists(
@@ -32,7 +31,7 @@ def test_hosts_are_read_as_they_were_written(hosts):
     assert parse_hosts(",".join(f"{host.name}:{host.slots}" for host in hosts)) == hosts
     for form in ("{}:{}", "{} {}", "{} slots={}", "{}  slots = {}  # a comment"):
         lines = [form.format(host.name, host.slots) for host in hosts]
-        assert parse_hostfile("\n# a comment\n\n" + "\n".join(lines)) == hosts
+        assert parse_hosts("\n# a comment\n\n" + "\n".join(lines), "\n") == hosts
 
 
 @given(HOSTS, st.data())
@@ -61,7 +60,7 @@ def test_malformed_hosts_are_named(text):
 @pytest.mark.parametrize("text", ["", "# nothing\n", "a slots=", "a:2 slots=2", "a slots=2 b"])
 def test_a_malformed_hostfile_is_named(text):
     with pytest.raises(ValueError, match=r"hostfile|is not HOST"):
-        parse_hostfile(text)
+        parse_hosts(text, "\n")
 
 
 @pytest.mark.parametrize("processes", [0, -1, 3])
@@ -77,24 +76,15 @@ def test_this_machine_is_known_by_its_names():
     assert not is_this_machine("elsewhere.example")
 
 
-def test_addresses_are_what_the_other_hosts_can_reach():
-    options = JobOptions(("x.py",), (Host("me@a", 2), Host("localhost", 1)), port=5000)
-    assert addresses_of(options) == ["a:5000", "a:5001", f"{socket.gethostname()}:5000"]
-    with pytest.raises(ValueError, match="--port 65535"):
-        addresses_of(JobOptions(("x.py",), (Host("a", 2),), port=65535))
-
-
 def test_the_command_line_of_ssh_says_nothing_of_the_job():
     assert ssh_command("me@b") == ["ssh", "-o", "BatchMode=yes", "--", "me@b", "exec /bin/sh -s"]
 
 
 def test_the_script_for_the_other_side_carries_what_belongs_to_the_job():
     environ = {"NDISTRIBUTE_SECRET": "it's", "NDISTRIBUTE_LISTEN_FD": "7", "HOME": "/h", "A": "b"}
-    script = remote_script(
-        "job", ["python", "x y.py"], {"TF_CONFIG": '{"a": 1}'}, environ, 2, "/d e"
-    )
+    script = remote_script("job", ["python", "x y.py"], {"TF_CONFIG": '{"a": 1}'}, environ, 2)
     lines = script.splitlines()
-    assert lines[0] == "cd '/d e' || exit 72"
+    assert lines[0] == f"cd {os.getcwd()} || exit 72"
     assert "export TF_CONFIG='{\"a\": 1}'" in lines
     assert """export NDISTRIBUTE_SECRET='it'"'"'s'""" in lines
     assert not any(name in script.partition("exec ")[0] for name in ("LISTEN_FD", "HOME", "A="))
@@ -118,30 +108,54 @@ def fake_ssh(tmp_path):
 
 SHOW = """
 import json, os, sys
+from pathlib import Path
 config = json.loads(os.environ["TF_CONFIG"])
 print(config["task"]["index"], *config["cluster"]["worker"], *sys.argv[1:])
-print(len(os.environ["NDISTRIBUTE_SECRET"]), os.environ["OMP_NUM_THREADS"], os.getcwd())
-print(os.environ.get("NDISTRIBUTE_LISTEN_FD"), os.environ.get("MINE"), sys.stdin.read() == "")
+secret = os.environ["NDISTRIBUTE_SECRET"].encode()
+shown = False
+for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        shown = shown or secret in cmdline.read_bytes()
+    except OSError:
+        pass
+print(len(secret), shown, os.environ["OMP_NUM_THREADS"], os.getcwd())
+print(os.environ["NDISTRIBUTE_JOB_ID"], os.environ.get("MINE"), sys.stdin.read() == "")
 """
+
+
+def free_port() -> int:
+    with socket.create_server((socket.gethostname(), 0)) as server:
+        return server.getsockname()[1]
 
 
 def test_a_job_runs_on_other_hosts_in_the_same_folder(tmp_path, fake_ssh):
     (tmp_path / "show.py").write_text(SHOW)
-    env = {**fake_ssh, "MINE": "not for others"}
-    hosts = ["--hosts", "far.example:2,localhost:1", "--port", "4000"]
+    env = {**fake_ssh, "MINE": "not for others", "NDISTRIBUTE_JOB_ID": "j1"}
+    port = free_port()
+    hosts = ["--hosts", "far.example:2,localhost:1", "--port", str(port)]
     done = run("run", *hosts, "show.py", "it's", env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     cores = len(os.sched_getaffinity(0))
-    addresses = f"far.example:4000 far.example:4001 {socket.gethostname()}:4000"
+    addresses = f"far.example:{port} far.example:{port + 1} {socket.gethostname()}:{port}"
     for rank, sharing in ((0, 2), (1, 2), (2, 1)):
         mine = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")]
         assert mine == [
             f"[{rank}] {rank} {addresses} it's",
-            f"[{rank}] 64 {max(1, cores // sharing)} {tmp_path}",
-            f"[{rank}] None {'not for others' if rank == 2 else None} True",
+            f"[{rank}] 64 False {max(1, cores // sharing)} {tmp_path}",
+            f"[{rank}] j1 {'not for others' if rank == 2 else None} True",
         ]
     asked = (tmp_path / "asked").read_text()
     assert asked == "-o BatchMode=yes -- far.example exec /bin/sh -s\n" * 2
+
+
+def test_a_port_that_is_taken_is_named_before_anything_is_started(tmp_path, fake_ssh):
+    with socket.create_server((socket.gethostname(), 0)) as server:
+        port = server.getsockname()[1]
+        hosts = ["--hosts", "far.example:1,localhost:1", "--port", str(port)]
+        done = run("run", *hosts, "show.py", env=fake_ssh)
+    assert done.returncode == 2
+    assert f"can not listen at {socket.gethostname()}:{port}" in done.stderr
+    assert not (tmp_path / "asked").exists()
 
 
 def test_a_failure_on_another_host_is_reported_and_ends_the_rest(tmp_path, fake_ssh):
