@@ -26,6 +26,7 @@ LAYERS = (
         "tree",
         "device",
         "stream",
+        "tensor_files",
         "timeline",
         "trace_report",
         "transport",
@@ -34,7 +35,7 @@ LAYERS = (
     },
     {"context"},
     {"replica_context"},
-    {"collective", "cluster"},
+    {"collective", "cluster", "parameter_server"},
     {"variables", "data", "autodiff"},
     {"strategies"},
     {"models"},
@@ -44,7 +45,7 @@ LAYERS = (
 # What a layer may not import although it lies lower: models know strategies through context alone.
 FORBIDDEN = {("models", "strategies")}
 
-REQUIRED = {"msgspec", "numpy", "threadpoolctl"}
+REQUIRED = {"msgspec", "numpy", "safetensors", "threadpoolctl"}
 # An optional package, and the files that may import it; an empty set: any one file.
 OPTIONAL: dict[str, set[str]] = {
     "cupy": {"device.py", "collective/nccl.py"},
@@ -52,6 +53,7 @@ OPTIONAL: dict[str, set[str]] = {
     "cloudpickle": set(),
     "grpc": set(),
     "matplotlib": set(),
+    "ml_dtypes": set(),
     "mpi4py": set(),
     "sklearn": set(),
     "tensorflow": set(),

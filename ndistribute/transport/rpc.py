@@ -39,6 +39,7 @@ _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds before connecting again; the last o
 _HANDSHAKE_SECONDS = 10.0
 _SILENT_SECONDS = 5.0  # After so long a wait for a server its user wants to know of it.
 _MOST_CONNECTIONS = 4096
+_LOOK_SECONDS = 0.5
 _log = logging.getLogger("ndistribute")
 
 
@@ -114,16 +115,93 @@ class Failed(Record, frozen=True):
     message: str
 
 
-class _Pending:
-    """A call that waits for its reply."""
+class Call:
+    """A call under way; `Client.start` makes it."""
 
-    __slots__ = ("error", "here", "result", "take")
+    def __init__(
+        self, client: Client, request: Record, deadline: float, take: Callable[[Any], Any]
+    ) -> None:
+        self._client, self._request, self._take = client, request, take
+        self._begun, self.deadline = time.monotonic(), deadline
+        self._number = 0
+        self._connection: Connection | None = None
+        self._problem: Exception | None = None
+        self._told = False
+        self._here = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._send()
 
-    def __init__(self, take: Callable[[Any], Any]) -> None:
-        self.take = take
-        self.here = False
-        self.result: Any = None
-        self.error: BaseException | None = None
+    def result(self) -> Any:
+        """Return what was taken from the reply; see `Client.call`."""
+        pauses = iter(_PAUSES)
+        try:
+            while not self._here:
+                if self._problem is not None:
+                    self._again(self._problem, next(pauses, _PAUSES[-1]))
+                    continue
+                try:
+                    self._client._receive(self)
+                except ConnectionLostError as error:
+                    self._problem = error
+                except TimeoutError as error:
+                    raise self._client._late(self._begun) from error
+        finally:
+            self.cancel()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def cancel(self) -> None:
+        """Wait no more: a reply that comes is dropped."""
+        self._client._pending.pop(self._number, None)
+
+    def deliver(self, reply: Any) -> None:
+        """Take the reply, on the thread that received it."""
+        try:
+            if isinstance(reply, Failed):
+                raise DistributeError(f"{self._client.title} failed: {reply.message}")
+            self._value = self._take(reply)
+        except BaseException as error:
+            self._error = error
+        self._here = True
+
+    @property
+    def here(self) -> bool:
+        """Return True once the reply has been taken."""
+        return self._here
+
+    @property
+    def connection(self) -> Connection:
+        """Return the connection on which the request went out."""
+        if self._connection is None:
+            raise ConnectionLostError("the request was never sent.")
+        return self._connection
+
+    def _send(self) -> None:
+        self.cancel()
+        self._number = next(self._client._numbers)
+        try:
+            self._connection = self._client._connected(self.deadline)
+            self._client._pending[self._number] = self
+            self._connection.send(self._request, self._number, self.deadline)
+            self._problem = None
+        except (ConnectionLostError, CollectiveTimeoutError) as error:
+            self._problem = error
+        except TimeoutError as error:
+            self.cancel()
+            raise self._client._late(self._begun) from error
+
+    def _again(self, problem: Exception, pause: float) -> None:
+        """Send the request once more, since the connection was lost."""
+        client, now = self._client, time.monotonic()
+        if now - self._begun > _SILENT_SECONDS and not self._told:
+            self._told = True
+            _log.warning("%s waits for %s: %s", client.name, client.title, problem)
+        pause = min(pause, self.deadline - now)
+        if pause <= 0 or client._closing.wait(timeout=pause):
+            raise client._gone(self._begun, problem) from problem
+        self._send()
 
 
 class Client:
@@ -160,14 +238,14 @@ class Client:
         """Which life of the server was spoken to last; empty before the first call."""
         self._address, self._credentials = address, credentials
         self._hello = Hello(name=self.name, purpose=purpose, audience=audience)
-        self._who = f"{audience or 'the server'} at {address}"
+        self.title = f"{audience or 'the server'} at {address}"
         self._kinds: Decoder[Any] = Decoder(replies | Failed)
         self._timeout = timeout
-        self._calls = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._connecting = threading.Lock()
         self._turn = threading.Condition()
         self._receiving = False
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Call] = {}
         self._connection: Connection | None = None
         self._closing = threading.Event()
         self._process = os.getpid()
@@ -199,25 +277,13 @@ class Client:
             WorkerLostError: the server was not reached in time.
             ValueError: the request is too long.
         """
-        start = time.monotonic()
-        deadline = start + (self._timeout if timeout is None else timeout)
-        pauses, told = iter(_PAUSES), False
-        while True:
-            try:
-                return self._attempt(request, deadline, take)
-            except ConnectionLostError as error:
-                problem = error
-            except TimeoutError as error:
-                raise self._late(start, error) from error
-            if os.getpid() != self._process:
-                raise RuntimeError(str(problem))
-            now = time.monotonic()
-            if now - start > _SILENT_SECONDS and not told:
-                told = True
-                _log.warning("%s waits for %s: %s", self.name, self._who, problem)
-            pause = min(next(pauses, _PAUSES[-1]), deadline - now)
-            if pause <= 0 or self._closing.wait(timeout=pause):
-                raise self._gone(start, problem) from problem
+        result: T = self.start(request, timeout, take).result()
+        return result
+
+    def start(self, request: Record, timeout: float | None, take: Callable[[Any], Any]) -> Call:
+        """Send a request; the result of the call returned is what `call` returns."""
+        seconds = self._timeout if timeout is None else timeout
+        return Call(self, request, time.monotonic() + seconds, take)
 
     def close(self) -> None:
         """Say good-bye to the server; a second call does nothing."""
@@ -229,58 +295,38 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def _attempt(self, request: Record, deadline: float, take: Callable[[Any], T]) -> T:
-        connection = self._connection
-        if connection is None or not connection.is_open:
-            connection = self._connected(deadline)
-        call, pending = next(self._calls), _Pending(take)
-        self._pending[call] = pending
-        try:
-            connection.send(request, call, deadline)
-            self._receive(connection, pending, deadline)
-        finally:
-            self._pending.pop(call, None)
-        if pending.error is not None:
-            raise pending.error
-        result: T = pending.result
-        return result
-
-    def _receive(self, connection: Connection, pending: _Pending, deadline: float) -> None:
+    def _receive(self, call: Call) -> None:
         """Wait for a reply: receive it, or let the thread that receives deliver it."""
-        while not pending.here:
-            with self._turn:
-                while self._receiving and not pending.here:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise TimeoutError
-                    self._turn.wait(timeout=left)
-                if pending.here:
-                    return
-                self._receiving = True
-            try:
-                self._deliver(*connection.receive(deadline))
-                connection.release()
-            finally:
-                with self._turn:
-                    self._receiving = False
-                    self._turn.notify_all()
-
-    def _deliver(self, call: int, reply: Any) -> None:
-        found = self._pending.pop(call, None)
-        if found is None:
-            return  # Whoever asked waits no more.
+        connection = call.connection
+        with self._turn:
+            while self._receiving and not call.here:
+                left = call.deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                if not connection.is_open:  # Another thread receives on the next one already.
+                    raise ConnectionLostError("the connection was lost.")
+                self._turn.wait(timeout=min(left, _LOOK_SECONDS))
+            if call.here:
+                return
+            self._receiving = True
         try:
-            if isinstance(reply, Failed):
-                raise DistributeError(f"{self._who} failed: {reply.message}")
-            found.result = found.take(reply)
-        except BaseException as error:
-            found.error = error
-        found.here = True
+            number, reply = connection.receive(call.deadline)
+            found = self._pending.pop(number, None)
+            if found is not None:  # Else whoever asked waits no more.
+                found.deliver(reply)
+            connection.release()
+        finally:
+            with self._turn:
+                self._receiving = False
+                self._turn.notify_all()
 
     def _connected(self, deadline: float) -> Connection:
+        connection = self._connection
+        if connection is not None and connection.is_open:
+            return connection
         if os.getpid() != self._process:
-            raise ConnectionLostError(
-                "this process is a fork of the one that made the strategy: make strategies and "
+            raise RuntimeError(
+                "this process is a fork of the one that made the connection: make strategies and "
                 "coordinators in the process that uses them."
             )
         with self._connecting:
@@ -299,19 +345,19 @@ class Client:
             self._connection = fresh
             return fresh
 
-    def _late(self, start: float, error: Exception) -> DistributeError:
+    def _late(self, start: float) -> DistributeError:
         waited = time.monotonic() - start
         return CollectiveTimeoutError(
-            f"{self.name}: {self._who} did not answer within {waited:.1f} s. It may be stopped or "
+            f"{self.name}: {self.title} did not answer within {waited:.1f} s. It may be stopped or "
             "busy; raise timeout_seconds if it needs longer."
         )
 
     def _gone(self, start: float, problem: Exception) -> DistributeError:
         why = f"{problem}".rstrip(".")
         if self._closing.is_set():
-            return WorkerLostError(f"{self.name} was closed while it asked {self._who}: {why}.")
+            return WorkerLostError(f"{self.name} was closed while it asked {self.title}: {why}.")
         return WorkerLostError(
-            f"{self.name}: {self._who} was not reached within {time.monotonic() - start:.1f} s: "
+            f"{self.name}: {self.title} was not reached within {time.monotonic() - start:.1f} s: "
             f"{why}. Was it started, with the same secret, and is the address reachable from here?"
         )
 

@@ -1,0 +1,297 @@
+"""Named tensors and JSON on disk, in numbered generations that are whole or not there.
+
+A generation is a folder with `tensors.safetensors`, `data.json` and their checksums, in the form
+that `sha256sum --check SHA256SUMS` reads. It is written beside its final name, synced and renamed,
+so a process or machine that stops in between leaves the earlier ones as they were. Nothing that
+is read is ever run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+import safetensors.numpy
+
+from ndistribute.errors import CheckpointCorruptError, DistributeError, MissingDependencyError
+
+__all__ = ["Saved", "claim", "newest", "write"]
+
+Array = npt.NDArray[Any]
+
+_FORMAT = 1
+_TENSORS, _DATA, _SUMS = "tensors.safetensors", "data.json", "SHA256SUMS"
+_DTYPES = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+    "float16 float32 float64 bfloat16 complex64 complex128".split()
+)
+_POLL_SECONDS = 0.05
+_log = logging.getLogger("ndistribute")
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A generation as it was read.
+
+    Args:
+        path: its folder.
+        saved_at: when it was written, in seconds since 1970.
+        tensors: the arrays by name, in the order in which they were given. They are writable, and
+            their memory is their own.
+        data: what JSON held.
+    """
+
+    path: Path
+    saved_at: float
+    tensors: dict[str, Array]
+    data: Any
+
+
+def write(
+    directory: str | os.PathLike[str],
+    name: str,
+    tensors: Mapping[str, Array],
+    data: Any = None,
+    keep: int = 2,
+) -> Path:
+    """Write a generation, and return its folder once it would outlast a power cut.
+
+    The tensors are written from where they are: only those that are not contiguous are copied.
+
+    Args:
+        directory: made if it is not there, for this user alone.
+        name: of the series; a directory can hold several. One process at a time may write each,
+            see `claim`.
+        tensors: arrays that do not change meanwhile. They are stored in this machine's byte order.
+        data: what JSON can hold.
+        keep: how many generations stay, this one included.
+
+    Raises:
+        ValueError: a tensor has a dtype that can not be stored, or the data is no JSON.
+        TypeError: the data is no JSON.
+        OSError: it could not be written; the generations before are as they were.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = write(directory, "ps-0", {"w": np.arange(3)}, {"step": 7})
+    ...     saved = newest(directory, "ps-0")
+    ...     path.name, saved.tensors["w"], saved.data
+    ('ps-0.000001', array([0, 1, 2]), {'step': 7})
+    """
+    directory = Path(directory)
+    stored = {key: _storable(key, tensor) for key, tensor in tensors.items()}
+    described = {
+        "format": _FORMAT,
+        "saved_at": time.time(),
+        "dtypes": {key: array.dtype.name for key, array in stored.items()},
+        "data": data,
+    }
+    text = json.dumps(described, allow_nan=False).encode()
+    _make_directory(directory)
+    for path in _paths(directory, name, ".writing"):
+        shutil.rmtree(path)
+    numbers = [_number(path) for kind in ("", ".broken") for path in _paths(directory, name, kind)]
+    path = directory / f"{name}.{max(numbers, default=0) + 1:06d}"
+    temporary = path.with_name(f"{path.name}.writing")
+    try:
+        temporary.mkdir(mode=0o700)
+        _write_tensors(temporary / _TENSORS, stored)
+        (temporary / _DATA).write_bytes(text)
+        (temporary / _SUMS).write_bytes(_checksums(temporary))
+        for file in temporary.iterdir():
+            file.chmod(0o600)
+            _sync(file)
+        _sync(temporary)
+        temporary.rename(path)
+        _sync(directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    for old in _paths(directory, name)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)  # What stays of it goes with the next ones.
+    return path
+
+
+def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
+    """Return the newest whole generation, or None if there is none, whole or broken.
+
+    Broken ones that are newer are renamed to end in ``.broken``, with a warning.
+
+    Args:
+        directory: where `write` put it.
+        name: of the series.
+
+    Raises:
+        CheckpointCorruptError: there are some, and none is whole.
+        DistributeError: it was written by a later version of the package.
+        MissingDependencyError: it holds bfloat16, and ml_dtypes is not installed.
+        OSError: it can not be read.
+    """
+    broken: list[tuple[Path, CheckpointCorruptError]] = []
+    for path in reversed(_paths(Path(directory), name)):
+        try:
+            saved = _read(path)
+        except CheckpointCorruptError as error:
+            broken.append((path, error))
+            continue
+        for bad, reason in broken:
+            _log.warning("%s is set aside, %s is taken: %s", bad, path.name, reason)
+            bad.rename(bad.with_name(f"{bad.name}.broken"))  # It must not count among those kept.
+        return saved
+    if broken:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in broken)
+        raise CheckpointCorruptError(
+            f"Nothing that was saved as {name!r} is whole. Move it away to start anew. {reasons}"
+        )
+    return None
+
+
+def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> IO[bytes]:
+    """Return a lock on a series, held until it is closed or its process ends.
+
+    Args:
+        directory: made if it is not there, for this user alone.
+        name: of the series.
+        seconds: how long to wait for another process that holds it, and may be ending.
+
+    Raises:
+        OSError: the directory can not be used, or the other process still holds it.
+    """
+    directory = Path(directory)
+    _make_directory(directory)
+    path = directory / f"{name}.lock"
+    path.touch(mode=0o600)
+    deadline = time.monotonic() + seconds
+    with contextlib.ExitStack() as on_error:
+        file = on_error.enter_context(path.open("ab"))
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise OSError(
+                        f"Another process uses the files of {name!r} in {directory}, and still "
+                        f"did after {seconds:g} s. Give each job a directory of its own."
+                    ) from error
+                time.sleep(_POLL_SECONDS)
+            else:
+                on_error.pop_all()
+                return file
+
+
+def _storable(name: str, tensor: Array) -> Array:
+    """Return a tensor as contiguous memory in this machine's byte order, copied where needed."""
+    tensor = np.asarray(tensor)
+    if tensor.dtype.name not in _DTYPES:
+        raise ValueError(
+            f"The tensor {name!r} has the dtype {tensor.dtype}, which can not be stored. Convert "
+            f"it to one of {', '.join(sorted(_DTYPES))}."
+        )
+    return np.asarray(tensor, tensor.dtype.newbyteorder("="), order="C")
+
+
+def _write_tensors(path: Path, tensors: dict[str, Array]) -> None:
+    stored = {_key(name): _as_safetensors(tensor) for name, tensor in tensors.items()}
+    try:
+        safetensors.numpy.save_file(stored, path)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{path} can not be written: {error}") from error
+
+
+def _as_safetensors(tensor: Array) -> Array:
+    if tensor.dtype != np.complex128:
+        return tensor
+    # The format has no such type: real and imaginary parts are its last axis.
+    return tensor.reshape(-1).view(np.float64).reshape(*tensor.shape, 2)
+
+
+def _read(path: Path) -> Saved:
+    try:
+        if (path / _SUMS).read_bytes() != _checksums(path):
+            raise CheckpointCorruptError("its checksums are wrong")
+        described = json.loads((path / _DATA).read_bytes())
+        if described["format"] > _FORMAT:
+            raise DistributeError(
+                f"{path} has format {described['format']}, and this version of ndistribute reads "
+                f"{_FORMAT}. Use the version that wrote it, or move it away to start anew."
+            )
+        tensors = dict(_read_tensors(path / _TENSORS, described["dtypes"]))
+        return Saved(path, float(described["saved_at"]), tensors, described["data"])
+    except FileNotFoundError as error:
+        raise CheckpointCorruptError(f"{error.filename} is missing") from error
+    except (ValueError, TypeError, KeyError, RecursionError, safetensors.SafetensorError) as error:
+        raise CheckpointCorruptError(f"it is not what is written here: {error!r}") from error
+
+
+def _read_tensors(path: Path, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Array]]:
+    if "bfloat16" in dtypes.values():
+        try:
+            import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 once it is imported)
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"{path} holds bfloat16, which NumPy knows from a package: pip install ml_dtypes."
+            ) from error
+    with safetensors.safe_open(path, "numpy", backend="pread") as file:
+        for name, dtype in dtypes.items():
+            tensor = file.get_tensor(_key(name))
+            if dtype == "complex128":
+                tensor = tensor.reshape(-1).view(dtype).reshape(tensor.shape[:-1])
+            yield name, tensor
+
+
+def _key(name: str) -> str:
+    """Return a tensor's name in the file: its own, where the format can hold it."""
+    plain = not name.startswith(("%", "__")) and name.isprintable()
+    return name if plain else "%" + name.encode("utf-8", "surrogatepass").hex()
+
+
+def _checksums(folder: Path) -> bytes:
+    lines = []
+    for name in (_TENSORS, _DATA):
+        with (folder / name).open("rb") as file:
+            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+    return "".join(lines).encode()
+
+
+def _paths(directory: Path, name: str, kind: str = "") -> list[Path]:
+    """Return the folders of a series that are complete, or of another kind, the newest last."""
+    wanted = re.compile(rf"{re.escape(name)}\.\d{{6,}}{re.escape(kind)}", re.ASCII)
+    try:
+        found = [path for path in directory.iterdir() if wanted.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(re.findall(r"\d+", path.name, re.ASCII)[-1])
+
+
+def _make_directory(directory: Path) -> None:
+    new = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in new:
+        _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Bring a file or folder to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

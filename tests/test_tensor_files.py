@@ -1,0 +1,285 @@
+"""Tensors on disk: what was written is found again, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import hypothesis.extra.numpy as arrays
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+
+from ndistribute import tensor_files
+from ndistribute.errors import CheckpointCorruptError, DistributeError
+
+FILES = ("SHA256SUMS", "data.json", "tensors.safetensors")
+DTYPES = [
+    *(np.dtype(code) for code in "? i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16 >f4 >i2".split()),
+    np.dtype(ml_dtypes.bfloat16),
+]
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    # Any text, lone surrogates too.
+    | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+ENDLESS = """
+import itertools, sys
+import numpy as np
+from ndistribute import tensor_files
+with tensor_files.claim(sys.argv[1], "ps-0", 10):
+    for step in itertools.count(1):
+        tensors = {"a": np.full(500_000, step), "b": np.full(7, step)}
+        tensor_files.write(sys.argv[1], "ps-0", tensors, step)
+        print(step, flush=True)
+"""
+
+
+@st.composite
+def any_array(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+    raw = draw(st.binary(min_size=int(np.prod(shape)) * dtype.itemsize).map(bytearray))
+    if dtype.kind == "b":
+        raw = bytearray(byte & 1 for byte in raw)
+    array = np.frombuffer(raw, dtype, int(np.prod(shape))).reshape(shape)
+    return array.T if draw(st.booleans()) else array
+
+
+@contextlib.contextmanager
+def python(source: str, *arguments: str):
+    command = [sys.executable, "-c", source, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        process.stdout.close()
+
+
+def write(directory, step: int) -> Path:
+    tensors = {"w": np.full((2, 3), step, np.float32), "scalar": np.array(step)}
+    return tensor_files.write(directory, "ps-0", tensors, {"step": step})
+
+
+def newest_step(directory) -> int:
+    saved = tensor_files.newest(directory, "ps-0")
+    assert saved.data["step"] == saved.tensors["scalar"]
+    return saved.data["step"]
+
+
+def folders(directory) -> list[str]:
+    return sorted(path.name for path in Path(directory).iterdir() if path.is_dir())
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@given(
+    st.dictionaries(st.text(st.characters(exclude_categories=())), any_array(), max_size=4), JSON
+)
+def test_what_was_written_is_read(tmp_path_factory, tensors, data):
+    tensors["__metadata__"] = np.arange(3)  # The format itself uses this name.
+    before = {name: array.copy() for name, array in tensors.items()}
+    directory = tmp_path_factory.mktemp("files")
+    tensor_files.write(directory, "x", tensors, data)
+    saved = tensor_files.newest(directory, "x")
+    shutil.rmtree(directory)
+    assert saved.data == data
+    assert list(saved.tensors) == list(tensors)
+    for name, array in saved.tensors.items():
+        given = before[name]
+        assert array.dtype == given.dtype.newbyteorder("=")
+        assert array.shape == given.shape
+        assert array.tobytes() == given.astype(array.dtype).tobytes()
+        assert tensors[name].tobytes() == given.tobytes()  # Ours is as it was.
+        array[...] = 0  # Its memory is its own.
+
+
+def test_another_program_reads_the_tensors_and_checks_the_sums(tmp_path):
+    path = write(tmp_path, 3)
+    loaded = safetensors.numpy.load_file(path / "tensors.safetensors")
+    np.testing.assert_array_equal(loaded["w"], np.full((2, 3), 3, np.float32))
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True)
+
+
+def test_nothing_is_found_where_nothing_was_written(tmp_path):
+    assert tensor_files.newest(tmp_path / "absent", "ps-0") is None
+    tensor_files.write(tmp_path, "ps-0.1", {})
+    tensor_files.write(tmp_path, "ps-01", {})
+    assert tensor_files.newest(tmp_path, "ps-0") is None
+
+
+def test_the_last_two_are_kept_and_files_are_private(tmp_path):
+    directory = tmp_path / "made" / "here"
+    for step in range(1, 5):
+        write(directory, step)
+    assert folders(directory) == ["ps-0.000003", "ps-0.000004"]
+    assert newest_step(directory) == 4
+    with tensor_files.claim(directory, "ps-0", 1.0):
+        modes = {path.name: path.stat().st_mode & 0o777 for path in directory.rglob("*")}
+    assert {modes.pop(name) for name in ("ps-0.000003", "ps-0.000004")} == {0o700}
+    assert modes == dict.fromkeys((*FILES, "ps-0.lock"), 0o600)
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "longer", "missing"])
+def test_a_broken_generation_is_set_aside_and_the_one_before_taken(tmp_path, caplog, harm, file):
+    write(tmp_path, 1)
+    path = write(tmp_path, 2) / file
+    match harm:
+        case "flip":
+            flip(path, path.stat().st_size // 2)
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-1])
+        case "empty":
+            path.write_bytes(b"")
+        case "longer":
+            path.write_bytes(path.read_bytes() + b" ")
+        case "missing":
+            path.unlink()
+    with caplog.at_level(logging.WARNING, "ndistribute"):
+        assert newest_step(tmp_path) == 1
+    assert "ps-0.000002 is set aside" in caplog.text
+    write(tmp_path, 3)
+    # The broken one keeps its number and does not count among the two.
+    assert folders(tmp_path) == ["ps-0.000001", "ps-0.000002.broken", "ps-0.000003"]
+    assert newest_step(tmp_path) == 3
+
+
+def test_each_flipped_byte_is_noticed(tmp_path):
+    path = write(tmp_path, 1)
+    for file in FILES:
+        for at in range((path / file).stat().st_size):
+            flip(path / file, at)
+            with pytest.raises(CheckpointCorruptError):
+                tensor_files.newest(tmp_path, "ps-0")
+            flip(path / file, at)
+    assert newest_step(tmp_path) == 1
+
+
+def test_broken_ones_alone_are_no_fresh_start(tmp_path):
+    for step in (1, 2):
+        flip(write(tmp_path, step) / "data.json", 3)
+    for _ in range(2):
+        with pytest.raises(CheckpointCorruptError, match=r"start anew.*000002.*000001"):
+            tensor_files.newest(tmp_path, "ps-0")
+
+
+@pytest.mark.parametrize(
+    ("found", "error", "says"),
+    [
+        ({"format": 2}, DistributeError, "format 2"),
+        ({"dtypes": {"gone": "int8"}}, CheckpointCorruptError, "gone"),
+        ({"saved_at": None}, CheckpointCorruptError, "not what is written"),
+    ],
+)
+def test_a_whole_generation_of_another_form_is_refused(tmp_path, found, error, says):
+    path = write(tmp_path, 1)
+    text = json.dumps(json.loads((path / "data.json").read_text()) | found).encode()
+    (path / "data.json").write_bytes(text)
+    sums = [f"{sha256((path / name).read_bytes()).hexdigest()}  {name}\n" for name in FILES[:0:-1]]
+    (path / "SHA256SUMS").write_text("".join(sums))
+    with pytest.raises(error, match=says):
+        tensor_files.newest(tmp_path, "ps-0")
+    assert folders(tmp_path) == ["ps-0.000001"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "data"),
+    [
+        ({"x": np.array(["text"])}, None),
+        ({"x": np.array([None])}, None),
+        ({}, float("nan")),
+        ({}, {"x": {1}}),
+    ],
+)
+def test_what_can_not_be_stored_is_refused_before_anything_is_written(tmp_path, tensors, data):
+    with pytest.raises((TypeError, ValueError)):
+        tensor_files.write(tmp_path / "x", "ps-0", tensors, data)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "data"), [({"w": np.zeros(1_000_000)}, 0), ({}, "x" * 1_000_000)]
+)
+def test_a_file_that_can_not_grow_harms_no_earlier_generation(tmp_path, tensors, data):
+    """The system refuses a write, as it does on a full disk."""
+    write(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            tensor_files.write(tmp_path, "ps-0", tensors, data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert folders(tmp_path) == ["ps-0.000001"]
+    assert newest_step(tmp_path) == 1
+
+
+def test_a_writer_that_is_killed_leaves_a_whole_generation(tmp_path):
+    for _ in range(4):
+        with python(ENDLESS, str(tmp_path)) as process:
+            for _ in range(3):
+                written = int(process.stdout.readline())
+            while not list(tmp_path.glob("*.writing")) and process.poll() is None:
+                pass
+            process.send_signal(signal.SIGKILL)
+        saved = tensor_files.newest(tmp_path, "ps-0")
+        assert saved.data >= written
+        assert all((tensor == saved.data).all() for tensor in saved.tensors.values())
+    assert len(folders(tmp_path)) <= 4  # Two, one complete, one half written or half removed.
+    write(tmp_path, 1)
+    assert len(folders(tmp_path)) == 2
+
+
+def test_a_second_process_waits_for_the_first_one(tmp_path):
+    with python(ENDLESS, str(tmp_path)) as process:
+        process.stdout.readline()
+        with pytest.raises(OSError, match=r"ps-0.*directory of its own"):
+            tensor_files.claim(tmp_path, "ps-0", 0.1)
+        tensor_files.claim(tmp_path, "ps-1", 0.1).close()
+        process.send_signal(signal.SIGKILL)
+        tensor_files.claim(tmp_path, "ps-0", 10.0).close()
+    tensor_files.claim(tmp_path, "ps-0", 0.1).close()
+
+
+def test_writing_and_reading_do_not_copy_the_tensors(tmp_path):
+    source = f"""
+import resource
+import numpy as np
+from ndistribute import tensor_files
+tensors = {{str(i): np.full(8 << 20, i, np.uint8) for i in range(16)}}
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+before = peak()
+tensor_files.write({str(tmp_path)!r}, "x", tensors)
+print(peak() - before)
+del tensors
+saved = tensor_files.newest({str(tmp_path)!r}, "x")
+print(peak() - before)
+"""
+    with python(source) as process:
+        growth = [int(line) for line in process.stdout]
+    assert len(growth) == 2
+    assert max(growth) < 32  # MiB, where there are 128 of them.
