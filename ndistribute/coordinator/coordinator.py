@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import collections
 import functools
+import logging
 import os
 import secrets
 import threading
@@ -26,7 +27,7 @@ from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, requir
 from ndistribute.coordinator.queue import Closure, ClosureQueue
 from ndistribute.coordinator.remote_value import PerWorkerDataset, RemoteValue, dump_arguments
 from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, WorkerService
-from ndistribute.transport.codec import Decoder
+from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError
 from ndistribute.transport.handshake import Hello
 from ndistribute.transport.rpc import connect
@@ -42,6 +43,7 @@ _END_SECONDS = 6.0
 _LONG_SECONDS = 0.02  # Beside this a round trip is nothing, so no closure is sent in advance.
 _MOST_DEPTH = 8
 _outcomes: Decoder[Outcome] = Decoder(Outcome)
+_log = logging.getLogger("ndistribute")
 Connector = Callable[[], Connection]
 
 
@@ -425,15 +427,19 @@ class _Link:
 
     def _receive(self, connection: Connection) -> bool:
         """Take outcomes until the connection ends; return True if there were any."""
-        ran = False
+        ran, why = False, "the coordinator is closing."
         try:
             self.arrive(connection)
             while not self._queue.closing.is_set():
                 self.finish(connection.receive()[1])
                 ran = True
         except Exception as error:
-            connection.abort(str(error))
-            self.lose(error)
+            why = str(error)
+            connection.abort(why)
+            if not isinstance(error, ConnectionLostError | MalformedError):
+                _log.exception("an outcome could not be taken")
+        # A new error, for it is kept, and the frames of the old one hold the connection.
+        self.lose(ConnectionLostError(why))
         connection.close()
         return ran
 
