@@ -198,8 +198,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
                 starts = _starts(options, ports, environ, mark)
             else:
                 starts = [_mpi_start(mpi, options, environ, mark)]
-            delay = restart_delay(attempt - 1) if attempt else 0.0
-            outcome = supervisor.run(starts, delay)
+            outcome = supervisor.run(starts, restart_delay(attempt - 1))
             if mpi is not None and outcome.reason == "failed":
                 outcome = _explained(outcome, options, console)
             _report(options, outcome, console, again - attempt)
@@ -429,7 +428,10 @@ def _report(options: JobOptions, outcome: Outcome, console: Console, restarts_le
     else:
         console.say(f"{who} ended without a last snapshot ({how}).{last}", report)
     if restarts_left and outcome.reason == "failed":
-        console.say(f"starting again ({restarts_left} left).")
+        attempt = options.max_restarts - restarts_left
+        delay = restart_delay(attempt)
+        when = f" in {delay} s" if delay else ""
+        console.say(f"starting again{when} ({restarts_left} left).")
 
 
 def _open_standard_streams() -> None:
@@ -464,7 +466,7 @@ def _check_limits(options: JobOptions) -> None:
             len(os.listdir("/proc/self/fd")),
             8 * most + 16,
         ),
-        (resource.RLIMIT_NPROC, "u", "threads", threads, 2 * most + 8),
+        (resource.RLIMIT_NPROC, "u", "threads", threads, most + 4),
         (resource.RLIMIT_AS, "v", "bytes of memory", memory, 64 << 20),
     ):
         allowed = resource.getrlimit(limit)[0]

@@ -140,7 +140,7 @@ def restart_delay(restarts: int) -> float:
     >>> [restart_delay(n) for n in (0, 1, 2, 9)]
     [0.0, 0.5, 1.0, 30.0]
     """
-    return min(_LONGEST_DELAY_SECONDS, 0.25 * 2**restarts) if restarts else 0.0
+    return min(_LONGEST_DELAY_SECONDS, 0.25 * 2**restarts) if restarts > 0 else 0.0
 
 
 class Supervisor:
