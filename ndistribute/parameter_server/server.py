@@ -18,6 +18,7 @@ from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server.messages import (
     Failure,
+    KeepLog,
     Read,
     ReadRows,
     Reply,
@@ -108,6 +109,7 @@ class StoreService:
         self._changed = self._due = self._closing = False
         self._logs: list[UpdateLog] = []  # Those that no snapshot replaces; the last is in use.
         self._log_number = 1
+        self._kept_log = False  # Whether an earlier life of this server kept a log.
         self._kept_from = [1]  # The first log that each of the last snapshots goes on with.
         self._store = Store()
         self._writer: threading.Thread | None = None
@@ -116,9 +118,8 @@ class StoreService:
         self._claim = tensor_files.claim(self._directory, self._stem, _CLAIM_SECONDS)
         try:
             self._resume(self._directory)
-            if durability == "log":
-                self._logs = [UpdateLog(self._log_path(self._log_number))]
-                self._store.log = self._append
+            if durability == "log" or self._kept_log:
+                self._keep_log()
         except BaseException:
             self._claim.close()
             raise
@@ -137,6 +138,9 @@ class StoreService:
         """Do what a request asks, and return the reply unless that comes later."""
         reads = isinstance(request, Read | ReadRows | Status)
         with self._lock:
+            if isinstance(request, KeepLog) and self._writer is not None:
+                self._keep_log()
+                request = SaveSnapshot()  # What is there already has to be on the disk as well.
             if isinstance(request, SaveSnapshot) and self._writer is not None:
                 self._asked[peer.name] = (peer, call)
                 self._wake.notify_all()
@@ -190,6 +194,11 @@ class StoreService:
         for log in self._logs:
             log.close(covered=False)
         self._claim.close()
+
+    def _keep_log(self) -> None:
+        if not self._logs:
+            self._logs = [UpdateLog(self._log_path(self._log_number))]
+            self._store.log = self._append
 
     def _append(self, request: Logged) -> None:
         """Append what is about to be changed to the log.
@@ -332,6 +341,7 @@ class StoreService:
             self._replay(paths[number])
         self.resumed, self._store.began = True, self._store.total
         self._changed = bool(numbers)
+        self._kept_log = logged
         self._log_number = first + len(numbers)
         self._kept_from = [first]
 
