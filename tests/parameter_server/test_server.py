@@ -317,6 +317,15 @@ def test_a_snapshot_replaces_the_log_and_the_one_before_is_enough_as_well(tmp_pa
         assert totals(client) == (6, 6)
 
 
+def test_a_log_that_grows_long_is_replaced_before_a_snapshot_is_due(tmp_path, monkeypatch):
+    monkeypatch.setattr("ndistribute.parameter_server.server._LOG_BYTES", 300)
+    with serving(tmp_path, "log") as (_, client):
+        client.ask(Create((new("w", ONES),)))
+        for _ in range(4):
+            client.change(Add("w", ONES))
+        until(lambda: tensor_files.newest(tmp_path, "ps-0"))
+
+
 def test_a_log_that_is_missing_is_told(tmp_path):
     left = tmp_path / "left"
     with killed(left) as (_, client):
