@@ -10,6 +10,7 @@ from ndistribute.cluster import (
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    TorchrunClusterResolver,
 )
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
@@ -62,8 +63,7 @@ from ndistribute.variables import (
     VariableSynchronization,
     partitioners,
 )
-
-__version__ = "0.1.0"
+from ndistribute.version import __version__ as __version__
 
 __all__ = [
     "AuthenticationError",
@@ -104,6 +104,7 @@ __all__ = [
     "SlurmClusterResolver",
     "Strategy",
     "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

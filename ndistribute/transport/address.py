@@ -6,11 +6,13 @@ what a name server answers.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
+import os
 import re
 import socket
 
-__all__ = ["is_loopback", "name_of_peer", "split_address"]
+__all__ = ["is_loopback", "name_of_peer", "split_address", "unix_name"]
 
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
@@ -19,7 +21,9 @@ def split_address(address: str) -> tuple[str, int]:
     """Return the host and the port of an address.
 
     Args:
-        address: ``host:port``, where an IPv6 host stands in brackets. Port 0 means any free port.
+        address: ``host:port``, where an IPv6 host stands in brackets, or ``grpc://host:port``,
+        which
+            is read as the same. Port 0 means any free port.
 
     Returns:
         The host, without brackets, and the port.
@@ -30,7 +34,7 @@ def split_address(address: str) -> tuple[str, int]:
     >>> split_address("localhost:12345"), split_address("[::1]:80")
     (('localhost', 12345), ('::1', 80))
     """
-    host, colon, port = address.rpartition(":")
+    host, colon, port = address.removeprefix("grpc://").rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
@@ -61,6 +65,20 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def unix_name(address: str) -> bytes:
+    """Return the name of the Unix socket beside an address, for clients of the same host.
+
+    It is in the system's abstract space: no file has it, and each network namespace has its own.
+
+    >>> unix_name("localhost:1234") == unix_name("127.0.0.1:1234")
+    True
+    """
+    host, port = split_address(address)
+    host = "loopback" if is_loopback(host) else host.lower()
+    place = f"{os.environ.get('NDISTRIBUTE_HOST_ID', '')} {os.geteuid()} {host}:{port}"
+    return b"\0ndistribute-" + hashlib.sha256(place.encode()).hexdigest()[:32].encode()
 
 
 def name_of_peer(sock: socket.socket) -> str:

@@ -1,9 +1,9 @@
 """Records and tensors as the parts of a frame: a short control record, and the tensors' raw bytes.
 
 A record is a frozen `msgspec` structure. Its type annotations are its schema: what comes is read by
-them and by nothing else, so no message can make an object that they do not name. An array in a record
-becomes a buffer beside it, of which the record holds the number, the dtype and the shape; a dtype
-is one of a list, and a shape has to fit the bytes that came.
+them and by nothing else, so no message can make an object that they do not name. An array in a
+record becomes a buffer beside it, of which the record holds the number, the dtype and the shape; a
+dtype is one of a list, and a shape has to fit the bytes that came.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def encode(record: Record) -> tuple[bytes, list[Buffer]]:
     >>> Decoder(Scale).decode(control, buffers).by
     array([1., 2.])
     """
-    _buffers.now = buffers = []
+    buffers: list[Buffer] = []
+    _buffers.now = buffers
     try:
         return _encoder.encode(record), buffers
     finally:

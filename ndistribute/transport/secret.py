@@ -6,23 +6,73 @@ user's own serves, so that a local run needs no set-up; beyond this host nothing
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 import shlex
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from ndistribute.errors import AuthenticationError
 from ndistribute.transport.address import is_loopback, split_address
+from ndistribute.transport.handshake import Hello
+from ndistribute.transport.tls import TlsFiles, tls_files
+from ndistribute.version import __version__
 
-__all__ = ["MINIMUM_SECRET_LENGTH", "find_secret", "split_address"]
+__all__ = ["MINIMUM_SECRET_LENGTH", "Credentials", "credentials_of", "find_secret"]
 
 MINIMUM_SECRET_LENGTH = 16
 _MAXIMUM_FILE_BYTES = 65536
 _MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a process of a job shows to the others.
+
+    Args:
+        secret: what all of them know, and nobody else.
+        job: the identity of the job, so that two jobs of one user never mix.
+        tls: the files of this process's certificate, where the job uses TLS.
+    """
+
+    secret: bytes
+    job: str
+    tls: TlsFiles | None = None
+
+    def signed(self, hello: Hello) -> Hello:
+        """Return a hello with the job's identity and the package's version."""
+        return msgspec.structs.replace(hello, job=self.job, version=__version__)
+
+
+def credentials_of(
+    addresses: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Credentials:
+    """Return what this process shows to the others of its job.
+
+    Args:
+        addresses: ``host:port`` of every process of the job. Its identity is made of them where
+            nobody has set `NDISTRIBUTE_JOB_ID`, as launchers do.
+        environ: where the secret, the identity and the TLS files are named.
+
+    Raises:
+        AuthenticationError: there is no secret, or an unsafe one.
+        ValueError: an address is not one, or only some of the TLS files are named.
+
+    >>> credentials_of(["localhost:1"], {"NDISTRIBUTE_JOB_ID": "blue"}).job
+    'blue'
+    """
+    environ = os.environ if environ is None else environ
+    described = hashlib.sha256(json.dumps(list(addresses)).encode()).hexdigest()[:16]
+    job = environ.get("NDISTRIBUTE_JOB_ID") or f"of addresses {described}"
+    return Credentials(find_secret(addresses, environ), job, tls_files(environ))
 
 
 def find_secret(addresses: Sequence[str], environ: Mapping[str, str]) -> bytes:

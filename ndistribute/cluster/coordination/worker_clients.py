@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 
-from ndistribute.cluster.base import ClusterResolver
 from ndistribute.cluster.coordination.worker_desk import WorkerDesk
+from ndistribute.cluster.resolvers import ClusterResolver
 from ndistribute.cluster.serving.local import LocalTransport
 from ndistribute.cluster.wire.client import Client, connect
 from ndistribute.cluster.wire.guard import Guard

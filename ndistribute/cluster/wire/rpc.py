@@ -25,7 +25,7 @@ from ndistribute.cluster.wire.service import Service
 from ndistribute.cluster.wire.tensors import PART_BYTES, Buffer
 from ndistribute.cluster.wire.transport import MAXIMUM_BODY_BYTES, UnreachableError
 from ndistribute.errors import AuthenticationError, DistributeError, MissingDependencyError
-from ndistribute.transport.gate import listen
+from ndistribute.transport.listener import listen
 from ndistribute.transport.tls import TlsFiles, tls_context
 
 __all__ = ["GrpcServer", "GrpcTransport"]
