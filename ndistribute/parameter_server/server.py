@@ -63,7 +63,7 @@ class StoreService:
         seconds: after so long something that changed is written.
         durability: ``"snapshot"``: what changed since the last snapshot is lost with a server that
             is killed. ``"log"``: a change is answered once it is in a log on the disk, so nothing
-            that was acknowledged is lost.
+            that was acknowledged is lost. Others may read a change before it is acknowledged.
         return_seconds: so long after a restart, clients of before that have no connection count
             as dead: others may wait for them.
 
@@ -172,8 +172,8 @@ class StoreService:
                 return
             del self._peers[peer.name]
             self._asked.pop(peer.name, None)
+            self._changed = self._changed or peer.name in self._store.clients
             answers = self._store.left(peer.name)
-            self._changed = True
         _send(answers)
 
     def close(self) -> None:
