@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
@@ -30,28 +30,16 @@ from ndistribute.parameter_server.messages import (
 from ndistribute.parameter_server.snapshot import UpdateLog, read_log, restore, take
 from ndistribute.parameter_server.store import Answers, Logged, Store
 from ndistribute.parameter_server.variables import Refused
-from ndistribute.transport.codec import MalformedError, Record
+from ndistribute.transport.codec import MalformedError
+from ndistribute.transport.rpc import Peer
 
-__all__ = ["Peer", "StoreService"]
+__all__ = ["StoreService"]
 
 _EPOCH_BITS = 30
 _CLAIM_SECONDS = 30.0  # A process that is being stopped still writes its last snapshot.
 _CLOSE_SECONDS = 600.0
 _LOG_BYTES = 1 << 30  # A longer log is replaced by a snapshot before that is due.
 _log = logging.getLogger("ndistribute")
-
-
-class Peer(Protocol):
-    """The other end of a connection."""
-
-    @property
-    def name(self) -> str:
-        """Return the client's id."""
-        ...
-
-    def send(self, record: Record, call: int = 0) -> bool:
-        """Send a reply; return False if the other end is gone."""
-        ...
 
 
 class StoreService:
