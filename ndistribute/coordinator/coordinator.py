@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ndistribute import tree
-from ndistribute.cluster.base import ClusterResolver
+from ndistribute.cluster.resolvers import ClusterResolver
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
 from ndistribute.coordinator.queue import Closure, ClosureQueue
 from ndistribute.coordinator.remote_value import PerWorkerDataset, RemoteValue, dump_arguments
@@ -33,10 +33,8 @@ from ndistribute.transport.handshake import Hello
 from ndistribute.transport.rpc import connect
 from ndistribute.transport.secret import credentials_of
 
-__all__ = ["ClusterCoordinator", "backoff_seconds", "forget", "next_depth"]
+__all__ = ["ClusterCoordinator", "backoff_seconds", "forget"]
 
-MOST_INPUTS = 4096
-"""A function gets at most so many results of other functions."""
 _TIMEOUT_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
 _END_SECONDS = 6.0
@@ -57,19 +55,6 @@ def backoff_seconds(failures: int) -> float:
     [0.1, 0.2, 0.4, 4.0]
     """
     return min(0.1 * 2.0 ** min(failures - 1, 10), 4.0)
-
-
-def next_depth(depth: int, seconds: float) -> int:
-    """Return how many closures a worker may have at a time.
-
-    Args:
-        depth: how many it might have until now.
-        seconds: how long it took for the last one.
-
-    >>> next_depth(1, 0.001), next_depth(8, 0.001), next_depth(8, 1.0)
-    (2, 8, 1)
-    """
-    return 1 if seconds > _LONG_SECONDS else min(2 * depth, _MOST_DEPTH)
 
 
 class ClusterCoordinator:
@@ -101,18 +86,15 @@ class ClusterCoordinator:
         require_cloudpickle()
         self._strategy = strategy
         self._process = os.getpid()
+        self._pickled: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, Pickled]]
+        self._pickled = weakref.WeakKeyDictionary()
         patience = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
         connectors = _connectors(strategy.cluster_resolver)
         self._queue = ClosureQueue(tuple(connectors), patience)
-        self._pickled: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, Pickled]]
-        self._pickled = weakref.WeakKeyDictionary()
         series = f"closures#{secrets.token_hex(8)}"
-        self._links = [
-            _Link(index, self._queue, series, self._learn, self._wake)
-            for index in range(len(connectors))
-        ]
+        self._links = [_Link(index, series, self) for index in range(len(connectors))]
         for link, (name, connector) in zip(self._links, connectors.items(), strict=True):
-            link.start(connector, name, longest_pause=patience / 4)
+            link.start(name, connector, longest_pause=patience / 4)
         _coordinators.add(self)
         atexit.register(self.close)  # So that workers see the chief leave, and not die.
 
@@ -159,8 +141,9 @@ class ClusterCoordinator:
         except Exception as error:
             raise _unpicklable(name, args, named, error) from error
         inputs = collected.values
-        if inputs:
-            self._check_inputs(name, inputs)
+        for value in inputs:
+            if value.owner is not self._queue:
+                raise ValueError(f"{name} got {value!r} of another coordinator: fetch it before.")
         result = RemoteValue(self._queue, name)
         functions = {key: function, **collected.functions}
         closure = Closure(name, functions, arguments, inputs, [fn, *collected.kept], result)
@@ -211,7 +194,7 @@ class ClusterCoordinator:
             ValueError: it can not be pickled.
         """
         _, function = self._pickled_function(dataset, "")
-        return PerWorkerDataset(function, self._forget)
+        return PerWorkerDataset(function, forget)
 
     def close(self) -> None:
         """Cancel what is not over, and let the workers go.
@@ -241,14 +224,6 @@ class ClusterCoordinator:
         while (worker := self._queue.idle_worker()) is not None:
             self._links[worker].fill()
 
-    def _learn(self, outcome: Outcome) -> None:
-        if outcome.reports:
-            self._strategy.servers.learn(outcome.reports)
-
-    def _forget(self, key: str) -> None:
-        for link in self._links:
-            link.forget(key)
-
     def _pickled_function(self, function: Any, name: str) -> tuple[str, Pickled]:
         # Only a plain function is the same thing next time; an object may have changed.
         plain = isinstance(function, types.FunctionType)
@@ -267,16 +242,6 @@ class ClusterCoordinator:
                 self._pickled[function] = found
         return found
 
-    def _check_inputs(self, name: str, inputs: Sequence[RemoteValue]) -> None:
-        if len(inputs) > MOST_INPUTS:
-            raise ValueError(
-                f"{name} got {len(inputs)} results of other functions, and at most {MOST_INPUTS} "
-                "travel together: combine them in several steps."
-            )
-        for value in inputs:
-            if not value.belongs_to(self._queue):
-                raise ValueError(f"{name} got {value!r} of another coordinator: fetch it before.")
-
 
 _coordinators: weakref.WeakSet[ClusterCoordinator] = weakref.WeakSet()
 
@@ -288,49 +253,30 @@ def forget(key: str) -> None:
     finalizer is, for it takes no lock and waits for nothing.
     """
     for coordinator in tuple(_coordinators):
-        coordinator._forget(key)
+        for link in coordinator._links:
+            link.forget(key)
 
 
 class _Link:
-    """Keep one worker busy.
+    """Keep one worker busy: send it closures of a series, and take their outcomes."""
 
-    Args:
-        index: of the worker.
-        queue: where closures come from.
-        series: in which they are numbered.
-        learn: takes the servers' reports that come with outcomes.
-        wake: called when there may be work for other workers.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        queue: ClosureQueue,
-        series: str,
-        learn: Callable[[Outcome], None],
-        wake: Callable[[], None],
-    ) -> None:
-        self._index, self._queue, self._series = index, queue, series
-        self._learn, self._wake = learn, wake
+    def __init__(self, index: int, series: str, owner: ClusterCoordinator) -> None:
+        self._index, self._series, self._owner, self._queue = index, series, owner, owner._queue
         # Closures are taken and sent under it. Reentrant, for a local worker is lost at once.
         self._sending = threading.RLock()
         self._line: Connection | _LocalLine | None = None  # None while the worker is away.
-        self._depth = 1
+        self._depth = 1  # How many closures it may have.
         self._known: dict[str, None] = {}  # The functions that the worker keeps, as it does.
         self._forgotten: collections.deque[str] = collections.deque()
         self._thread: threading.Thread | None = None
 
-    def start(self, connector: Connector | None, name: str, longest_pause: float) -> None:
+    def start(self, name: str, connector: Connector | None, longest_pause: float) -> None:
         """Look for the worker; without a connector it is in this process."""
         if connector is None:
             self.arrive(_LocalLine(WorkerService(name), self))
             return
-        self._thread = threading.Thread(
-            target=self._serve,
-            args=(connector, longest_pause),
-            name=f"ndistribute {name}",
-            daemon=True,
-        )
+        serve = functools.partial(self._serve, connector, longest_pause)
+        self._thread = threading.Thread(target=serve, name=f"ndistribute {name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -361,12 +307,14 @@ class _Link:
 
     def finish(self, outcome: Outcome) -> None:
         """Take the outcome of a closure, and send the next ones."""
-        self._learn(outcome)
-        self._depth = next_depth(self._depth, outcome.seconds)
+        if outcome.reports:
+            self._owner.strategy.servers.learn(outcome.reports)
+        long = outcome.seconds > _LONG_SECONDS
+        self._depth = 1 if long else min(2 * self._depth, _MOST_DEPTH)
         result = outcome.value if outcome.good else _exception(outcome.value, outcome.trace)
         self._queue.finish(self._index, outcome.number, result, outcome.trace)
         self.fill()
-        self._wake()
+        self._owner._wake()
 
     def forget(self, key: str) -> None:
         """Let the worker drop something before it runs more; this takes no lock."""
@@ -421,7 +369,7 @@ class _Link:
                 self._queue.absent(self._index, error)
             else:
                 failures = 1 if self._receive(connection) else failures + 1
-                self._wake()
+                self._owner._wake()
             pause = min(backoff_seconds(failures), longest_pause)
             self._queue.closing.wait(timeout=pause)
 

@@ -13,19 +13,14 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
 
 from ndistribute.coordinator.pickling import Pickled
 from ndistribute.coordinator.remote_value import RemoteValue
-from ndistribute.errors import (
-    AuthenticationError,
-    CollectiveTimeoutError,
-    DistributeError,
-    WorkerLostError,
-)
+from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 
 __all__ = ["ATTEMPTS", "Closure", "ClosureQueue"]
 
@@ -36,29 +31,17 @@ _log = logging.getLogger("ndistribute")
 
 @dataclass(eq=False, slots=True)
 class Closure:
-    """Hold a function with its arguments.
+    """Hold a scheduled function, its arguments, and what stands for its result."""
 
-    Args:
-        name: of the function, for messages.
-        functions: by their keys what is run, and then what makes the datasets in the arguments.
-        arguments: its args and kwargs.
-        inputs: the results that stand in the arguments.
-        kept: what must live until it has run.
-        result: what it returns is to be found there.
-        number: of the closure, from 1, in the order in which they were scheduled.
-        missing: how many of its inputs are not there yet.
-        lost_on: the workers that were lost while they ran it.
-    """
-
-    name: str
-    functions: dict[str, Pickled]
+    name: str  # Of the function, for messages.
+    functions: dict[str, Pickled]  # By keys: what is run, and what makes datasets in arguments.
     arguments: Pickled
-    inputs: Sequence[RemoteValue]
-    kept: Sequence[Any]
+    inputs: Sequence[RemoteValue]  # The results that stand in the arguments.
+    kept: Sequence[Any]  # What must live until it has run.
     result: RemoteValue
-    number: int = 0
-    missing: int = 0
-    lost_on: list[str] = field(default_factory=list)
+    number: int = 0  # From 1, in the order in which closures were scheduled.
+    missing: int = 0  # How many of its inputs are not there yet.
+    lost_on: list[str] = field(default_factory=list)  # The workers that were lost running it.
 
     def __str__(self) -> str:
         return f"closure {self.number} ({self.name})"
@@ -72,8 +55,8 @@ class ClosureQueue:
         patience: for how many seconds all workers may be away while work waits.
     """
 
-    capacity = 4096  # So many closures may wait, and none is added once
-    capacity_bytes = 1 << 30  # the arguments of those that wait take so much.
+    capacity = 4096  # How many closures may wait.
+    capacity_bytes = 1 << 30  # None is added once the arguments of those that wait take so much.
 
     def __init__(self, workers: Sequence[str], patience: float = 60.0) -> None:
         self.lock = threading.Lock()
@@ -88,8 +71,8 @@ class ClosureQueue:
         self._last = 0
         self._over: set[int] = set()  # The numbers above the low water of closures that are.
         self._ready: deque[Closure] = deque()
-        self._blocked: dict[RemoteValue, list[Closure]] = defaultdict(list)
-        self._waiting = 0  # How many closures are blocked.
+        self._blocked: dict[Closure, None] = {}  # Those that lack an input.
+        self._followers: dict[RemoteValue, list[Closure]] = defaultdict(list)
         self._bytes = 0  # Of the arguments of all that are ready or blocked.
         # What each worker that is there has, in the order in which it runs them.
         self._in_flight: dict[int, dict[int, Closure]] = {}
@@ -120,9 +103,9 @@ class ClosureQueue:
             closure.number, closure.missing = self._last, len(missing)
             self._bytes += closure.arguments.nbytes
             for value in missing:
-                self._blocked[value].append(closure)
+                self._followers[value].append(closure)
             if missing:
-                self._waiting += 1
+                self._blocked[closure] = None
             else:
                 self._ready.append(closure)
 
@@ -212,14 +195,7 @@ class ClosureQueue:
     def finish(
         self, worker: int, number: int, result: Pickled | Exception, trace: str = ""
     ) -> None:
-        """Take what a closure returned or raised; an error cancels what no worker has yet.
-
-        Args:
-            worker: which ran it.
-            number: of the closure.
-            result: what it returned or raised.
-            trace: where it raised that.
-        """
+        """Take what a closure returned or raised; an error cancels what no worker has yet."""
         with self.lock:
             closure = self._in_flight.get(worker, {}).pop(number, None)
             if closure is None:
@@ -232,10 +208,10 @@ class ClosureQueue:
                 self._abort(result)
             else:
                 self._settle(closure, result)
-                for follower in self._blocked.pop(closure.result, ()):
+                for follower in self._followers.pop(closure.result, ()):
                     follower.missing -= 1
                     if not follower.missing:
-                        self._waiting -= 1
+                        del self._blocked[follower]
                         self._ready.append(follower)
             self._tell_waiters()
 
@@ -251,7 +227,12 @@ class ClosureQueue:
             if lost and self._error is None:
                 lost[0].lost_on.append(self._workers[worker])
                 if len(lost[0].lost_on) >= ATTEMPTS:
-                    error = _tried_enough(lost[0])
+                    error = WorkerLostError(
+                        f"{lost[0]} was run {ATTEMPTS} times, and each time its worker was lost: "
+                        f"{', '.join(lost[0].lost_on)}. It is not run again: most likely it ends "
+                        "the process that runs it, or takes more memory than there is; see what "
+                        "those workers wrote last."
+                    )
                     error.__cause__ = problem
                     self._settle(lost[0], error)
                     self._abort(error)
@@ -259,7 +240,7 @@ class ClosureQueue:
                 self._ready.extendleft(reversed(lost))
                 self._bytes += sum(closure.arguments.nbytes for closure in lost)
             else:
-                self._cancel(closure for closure in lost if not closure.result.done())
+                self._cancel([closure for closure in lost if not closure.result.done()])
             self._tell_waiters()
         if not self.closing.is_set():
             what = ", ".join(map(str, lost)) or "nothing"
@@ -277,19 +258,24 @@ class ClosureQueue:
             refused = all(isinstance(why, AuthenticationError) for why in self._away.values())
             if refused or now - self._stalled >= self._patience:
                 self._stalled = None
-                error = self._nobody_left(problem, refused)
+                error: Exception = WorkerLostError(
+                    f"No worker was there for {self._patience:g} s while {self._queued()} "
+                    f"function(s) waited{self._who_is_away()}. Start the workers again, or give "
+                    "them longer by timeout_seconds."
+                )
+                if refused:
+                    error = AuthenticationError(f"No worker let this process in: {problem}")
                 error.__cause__ = problem
                 self._give_up(error)
 
     def _queued(self) -> int:
-        return len(self._ready) + self._waiting
+        return len(self._ready) + len(self._blocked)
 
     def _full(self) -> bool:
-        waiting = len(self._ready) + self._waiting
-        return waiting >= self.capacity or self._bytes >= self.capacity_bytes
+        return self._queued() >= self.capacity or self._bytes >= self.capacity_bytes
 
     def _at_rest(self) -> bool:
-        return not (self._flying or self._ready or self._waiting)
+        return not (self._flying or self._ready or self._blocked)
 
     def _settle(self, closure: Closure, result: Pickled | Exception) -> None:
         closure.result.settle(result)
@@ -302,12 +288,11 @@ class ClosureQueue:
     def _abort(self, error: Exception) -> None:
         """Keep an error for who asks, unless there is one, and cancel what no worker has."""
         self._error = self._error or error
-        waiting = dict.fromkeys(self._ready)  # Each once: it may lack several inputs.
-        for some in self._blocked.values():
-            waiting.update(dict.fromkeys(some))
+        waiting = [*self._ready, *self._blocked]
         self._ready.clear()
         self._blocked.clear()
-        self._waiting = self._bytes = 0
+        self._followers.clear()
+        self._bytes = 0
         self._cancel(waiting)
 
     def _give_up(self, error: Exception) -> None:
@@ -319,14 +304,12 @@ class ClosureQueue:
         self._abort(error)
         self._changed.notify_all()
 
-    def _cancel(self, closures: Iterable[Closure]) -> None:
+    def _cancel(self, closures: Sequence[Closure]) -> None:
         # Its own text may be what can not be made.
         before = traceback.format_exception_only(self._error)[0].strip()
+        reason = f"since this was raised before: {before}. Schedule it again."
         for closure in closures:
-            cancelled = CancelledError(
-                f"{closure} was cancelled, since this was raised before: {before}. Schedule it "
-                "again."
-            )
+            cancelled = CancelledError(f"{closure} was cancelled, {reason}")
             cancelled.__cause__ = self._error
             self._settle(closure, cancelled)
 
@@ -345,26 +328,9 @@ class ClosureQueue:
         if self.closing.is_set():
             raise RuntimeError("The coordinator was closed: make another one.")
 
-    def _nobody_left(self, problem: Exception, refused: bool) -> DistributeError:
-        if refused:
-            return AuthenticationError(f"No worker let this process in: {problem}")
-        return WorkerLostError(
-            f"No worker was there for {self._patience:g} s while {self._queued()} function(s) "
-            f"waited{self._who_is_away()}. Start the workers again, or give them longer by "
-            "timeout_seconds."
-        )
-
     def _who_is_away(self) -> str:
         away = [
             f"{self._workers[worker]} ({self._away[worker] or 'not seen yet'})"
             for worker in sorted(self._away)
         ]
         return f"; away: {', '.join(away)}" if away else ""
-
-
-def _tried_enough(closure: Closure) -> WorkerLostError:
-    return WorkerLostError(
-        f"{closure} was run {len(closure.lost_on)} times, and each time its worker was lost: "
-        f"{', '.join(closure.lost_on)}. It is not run again: most likely it ends the process that "
-        "runs it, or takes more memory than there is; see what those workers wrote last."
-    )

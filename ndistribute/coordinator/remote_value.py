@@ -85,10 +85,10 @@ class RemoteValue:
     4
     """
 
-    __slots__ = ("_arrived", "_name", "_owner", "_value", "error", "payload")
+    __slots__ = ("_arrived", "_name", "_value", "error", "owner", "payload")
 
     def __init__(self, owner: Any, name: str) -> None:
-        self._owner = owner  # The queue of the coordinator that made this.
+        self.owner = owner  # The queue of the coordinator that made this.
         self._name = name
         self._arrived: threading.Event | None = None  # Made when somebody waits: most are not.
         self._value: list[Any] = []  # Empty until it is first fetched.
@@ -118,15 +118,11 @@ class RemoteValue:
             raise self.error
         if not self._value and self.payload is not None:
             loaded = load(self.payload)  # Without the lock, for this runs code of the user.
-            with self._owner.lock:
+            with self.owner.lock:
                 self._value = self._value or [loaded]
         return self._value[0]
 
     get = fetch
-
-    def belongs_to(self, owner: object) -> bool:
-        """Return True if a coordinator made this."""
-        return self._owner is owner
 
     def settle(self, outcome: Pickled | Exception) -> None:
         """Take what became of the function; the caller has the owner's lock."""
@@ -138,8 +134,8 @@ class RemoteValue:
             self._arrived.set()
 
     def _wait(self, timeout: float | None) -> None:
-        self._owner.check_process()
-        with self._owner.lock:
+        self.owner.check_process()
+        with self.owner.lock:
             if self.done():
                 return
             arrived = self._arrived = self._arrived or threading.Event()

@@ -1,27 +1,23 @@
-"""When one worker's update becomes everybody's: at once, with others', or within bounds.
+"""When one worker's update becomes everybody's: at once, within bounds, or together with others'.
 
-Pushes are sent here in whatever way was chosen, and this is where a worker waits for the others.
+Updates go to the servers through here, and this is where a worker waits for others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from ndistribute.cluster.links.servers import Outcomes, Servers
-from ndistribute.cluster.protocol.replies import Outcome
-from ndistribute.cluster.protocol.requests import Aggregate, Apply, Quorum
 from ndistribute.errors import CollectiveTimeoutError
+from ndistribute.parameter_server.client import Servers, Then
+from ndistribute.parameter_server.messages import Aggregate, Apply, Outcome
 
-__all__ = ["Pace", "pace_of"]
-
-_GROUP = "workers"
-Then = Callable[[Outcomes], None]
+__all__ = ["UpdateMode", "update_mode_of"]
 
 
-class Pace(Protocol):
+class UpdateMode(Protocol):
     """Send the updates of one worker.
 
     Attributes:
@@ -42,15 +38,16 @@ class Pace(Protocol):
         ...
 
 
-def pace_of(
+def update_mode_of(
     workers: int,
     replicas_to_aggregate: int | None,
     total_num_replicas: int | None,
     max_staleness: int | None,
     *,
+    namespace: str,
     coordinated: bool,
     timeout: float,
-) -> Pace:
+) -> UpdateMode:
     """Return how a worker sends its updates.
 
     Args:
@@ -58,6 +55,7 @@ def pace_of(
         replicas_to_aggregate: how many workers' gradients make a step; None: one's.
         total_num_replicas: how many workers give gradients.
         max_staleness: how many steps a worker may be ahead; None: any number.
+        namespace: tells what is the strategy's own on the servers.
         coordinated: whether a chief sends functions to the workers, which then never wait.
         timeout: seconds to wait for others.
 
@@ -67,7 +65,7 @@ def pace_of(
     if replicas_to_aggregate is None and total_num_replicas is not None:
         raise ValueError("total_num_replicas is of use with replicas_to_aggregate only.")
     if replicas_to_aggregate is None and max_staleness is None:
-        return _Free()
+        return _Asynchronous()
     if coordinated:
         raise ValueError(
             "replicas_to_aggregate and max_staleness let workers wait for each other, which "
@@ -79,7 +77,7 @@ def pace_of(
             raise ValueError("give replicas_to_aggregate or max_staleness, not both.")
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be 0 or more, got {max_staleness}.")
-        return _Bounded(max_staleness, workers)
+        return _Bounded(max_staleness, workers, f"{namespace}workers")
     needed = replicas_to_aggregate or 0
     total = needed if total_num_replicas is None else total_num_replicas
     if not 1 <= needed <= total <= workers:
@@ -87,7 +85,7 @@ def pace_of(
             f"replicas_to_aggregate={needed} of total_num_replicas={total}: there must be at least "
             f"1, and no more of either than the {workers} worker(s) of the cluster."
         )
-    return _Together(needed, timeout)
+    return _Synchronous(needed, namespace, timeout)
 
 
 @contextlib.contextmanager
@@ -99,7 +97,7 @@ def _naming(what: str) -> Iterator[None]:
         raise CollectiveTimeoutError(f"This worker waited for {what}: {error}") from error
 
 
-class _Free:
+class _Asynchronous:
     """Send each update as it is, and wait for nobody."""
 
     together = False
@@ -113,9 +111,8 @@ class _Bounded:
 
     together = False
 
-    def __init__(self, slack: int, workers: int) -> None:
-        self._slack = slack
-        self._workers = workers
+    def __init__(self, slack: int, workers: int, group: str) -> None:
+        self._slack, self._workers, self._group = slack, workers, group
         self._clock = 0
 
     def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
@@ -127,50 +124,41 @@ class _Bounded:
 
     def _wait(self, servers: Servers) -> None:
         with _naming(f"worker(s) that are more than {self._slack} step(s) behind"):
-            servers.await_clock(_GROUP, self._clock, self._slack, self._workers)
+            servers.await_clock(self._group, self._clock, self._slack, self._workers)
 
 
-class _Together:
+class _Synchronous:
     """Let the mean of several workers' updates make a step, and wait until it is made."""
 
     together = True
 
-    def __init__(self, needed: int, timeout: float) -> None:
-        self._needed = needed
-        self._timeout = timeout
+    def __init__(self, needed: int, namespace: str, timeout: float) -> None:
+        self._needed, self._namespace, self._timeout = needed, namespace, timeout
         self._steps: dict[tuple[str, int], int] = {}
-        self._joined: dict[str, Quorum] = {}
 
     def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
-        quorum = self._joined.get(name)
-        if quorum is None:
-            # For each optimizer: a worker may be done with one that others still use.
-            quorum = self._joined[name] = Quorum(f"{_GROUP} of {name}", self._needed)
-            servers.join_group(quorum.group)
-        for server in applies:
-            # A worker that comes later learns the step from having its first gradients dropped.
-            self._steps.setdefault((name, server), 0)
+        aggregate = self._namespace + name
         deadline = time.monotonic() + self._timeout
         outcomes: dict[int, tuple[Outcome, ...]] = {}
-
-        def give(server: int) -> int:
-            """Return to which step a server has come; no other server is waited for meanwhile.
-
-            Another worker may need this one's gradients here to come to its step elsewhere.
-            """
-            step, reached = self._steps[name, server], -1
-            # A server that was restored from a snapshot may have lost this worker's gradients.
-            while reached <= step:
-                if time.monotonic() > deadline:
-                    raise CollectiveTimeoutError(
-                        f"the step of {name!r} was not made in {self._timeout:g} s."
-                    )
-                aggregate = Aggregate(name, step, self._needed, applies[server])
-                servers.change({server: [aggregate]}, outcomes.update)
-                with _naming(f"{self._needed} workers' gradients for a step of {name!r}"):
-                    reached = servers.await_step({server: (name, step + 1)}, quorum)[server]
-            return reached
-
-        for server, reached in servers.together(applies, give).items():
-            self._steps[name, server] = reached
+        # A worker that comes later learns the step from having its first gradients dropped.
+        steps = {server: self._steps.get((name, server), 0) for server in applies}
+        waiting = dict(steps)
+        while waiting:
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(
+                    f"the step of {name!r} was not made in {self._timeout:g} s."
+                )
+            given = {
+                server: [Aggregate(aggregate, step, self._needed, applies[server])]
+                for server, step in waiting.items()
+            }
+            servers.change(given, outcomes.update)
+            awaited = {server: (aggregate, step + 1) for server, step in waiting.items()}
+            with _naming(f"{self._needed} workers' gradients for a step of {name!r}"):
+                reached = servers.await_step(awaited, self._needed)
+            for server, step in reached.items():
+                # A server that was restored from a snapshot may have lost this worker's gradients.
+                if step > steps[server]:
+                    self._steps[name, server] = step
+                    del waiting[server]
         then(outcomes)
