@@ -50,10 +50,12 @@ OPTIONAL: dict[str, set[str]] = {
     "cupy": {"device.py", "collective/nccl.py"},
     "autograd": set(),
     "cloudpickle": set(),
+    "distributed": set(),
     "grpc": set(),
     "matplotlib": set(),
     "ml_dtypes": set(),
     "mpi4py": set(),
+    "ray": set(),
     "sklearn": set(),
     "tensorflow": set(),
 }
