@@ -17,23 +17,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from ndistribute.launcher import reaper
+from ndistribute.launcher.hosts import ssh_command
 from ndistribute.launcher.output import Console, Lines, ending, tells_of_another
 
-__all__ = [
-    "Outcome",
-    "Start",
-    "Supervisor",
-    "TaskState",
-    "Verdict",
-    "reaped",
-    "restart_delay",
-    "signals_as_bytes",
-    "verdict",
-]
+__all__ = ["Outcome", "Start", "Supervisor", "TaskState", "Verdict", "restart_delay", "verdict"]
+
+_Parse = Callable[[bytes], tuple[str, bytes]]
 
 # How long a rank that only tells of another's end waits for that other one's own report.
 _PATIENCE_SECONDS = 2.0
@@ -42,53 +35,33 @@ _FINISH_SECONDS = 10.0
 # The other side of a connection has its own grace; this is for the way there and back.
 _REMOTE_SECONDS = 2.0
 _LONGEST_DELAY_SECONDS = 30.0
-_NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class Start:
-    """A process to start.
+    """A process to start."""
 
-    Args:
-        label: its rank, its task such as ``ps:0``, or a name for its own output.
-        argv: its command line.
-        environ: its whole environment.
-        task_type: chief, worker or ps; what starts ranks counts as a worker.
-        saves: it may write a last snapshot when it is told to end, and has longer for it.
-        listener: a socket that it inherits under its number, or None; the caller closes it.
-        script: what it reads on standard input, which then stays open for as long as the job
-            runs; None for no input.
-        pipes: read ends of pipes that its children write to, with the rank and stream of each.
-        writers: the other ends, which are kept open for as long as a child may come to open them.
-        parse: finds out which rank a line came from, where one process relays several.
-    """
-
-    label: str
+    label: str  # Its rank, its task such as ``ps:0``, or a name for its own output.
     argv: Sequence[str]
-    environ: Mapping[str, str]
+    settings: Mapping[str, str]  # What is added to the environment of the job.
     task_type: str = "worker"
-    saves: bool = False
-    listener: socket.socket | None = None
-    script: bytes | None = None
-    pipes: tuple[tuple[int, str, str], ...] = ()
-    writers: tuple[int, ...] = ()
-    parse: _Parse | None = None
-
-    @property
-    def relays(self) -> bool:
-        """Return True if the process stands for several ranks, as mpiexec does."""
-        return self.parse is not None or bool(self.pipes)
+    host: str | None = None  # The machine to reach by ssh; None: this one.
+    listener: socket.socket | None = None  # Inherited under its number.
+    script: bytes | None = (
+        None  # Standard input, which then stays open for as long as the job runs.
+    )
+    saves: bool = False  # It may write a last snapshot when it is told to end.
+    pipes: tuple[tuple[int, str, str], ...] = ()  # Those that ranks write to; rank and stream.
+    writers: tuple[int, ...] = ()  # Their other ends, kept open as a rank may come to open them.
+    parse: _Parse | None = None  # Whose a line is, where one process relays several ranks.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """How an attempt ended, the exit code that tells of it, and what failed first.
 
-    Args:
-        reason: ``done``, ``failed``, ``timeout``, ``signal``, ``deaf`` (nobody read the output) or
-            ``unsaved`` (a server did not write its last snapshot).
-        code: the exit code that tells of it.
-        label: the rank or task that failed first.
+    The reason is ``done``, ``failed``, ``timeout``, ``signal``, ``deaf`` (nobody reads the output)
+    or ``unsaved`` (a server did not write its last snapshot).
     """
 
     reason: str
@@ -148,6 +121,7 @@ class Supervisor:
 
     Args:
         job: the mark of the job, which the processes have in their environment.
+        environ: the environment of all of them.
         console: where output goes.
         signals: a descriptor from which signals that end the job can be read.
         deadline: the moment of `time.monotonic` at which everything is stopped, or None.
@@ -158,13 +132,15 @@ class Supervisor:
     def __init__(
         self,
         job: str,
+        environ: Mapping[str, str],
         console: Console,
         signals: int,
-        deadline: float | None = None,
-        restarts: int = 0,
-        saving_seconds: float = reaper.GRACE_SECONDS,
+        deadline: float | None,
+        restarts: int,
+        saving_seconds: float,
     ) -> None:
         self._job = job
+        self._environ = environ
         self._console = console
         self._restarts = restarts
         self._saving_seconds = saving_seconds
@@ -209,13 +185,13 @@ class Supervisor:
 
     def _start(self, start: Start) -> None:
         self._waiting.remove(start)
-        process = _Process(start)
+        process = _Process(start, self._environ)
         self._processes.append(process)
         ended = partial(self._ended, process)
         self._selector.register(process.pidfd, selectors.EVENT_READ, ended)
-        for stream, name in ((process.popen.stdout, "stdout"), (process.popen.stderr, "stderr")):
-            if stream is not None:
-                self._relay(stream.fileno(), start.label, name, start.parse)
+        for name in ("stdout", "stderr"):
+            fd = getattr(process.popen, name).fileno()
+            self._relay(fd, start.label, name, start.parse)
         for fd, rank, name in start.pipes:
             self._relay(fd, rank, name, None)
 
@@ -266,13 +242,11 @@ class Supervisor:
         delay = restart_delay(self._again[label])
         self._again[label] += 1
         self._restarts -= 1
-        when = f" in {delay} s" if delay else ""
-        self._console.say(
-            f"{label} ended ({how}); starting it again{when} ({self._restarts} left)."
-        )
+        when = f"starting it again in {delay:g} s ({self._restarts} left)"
+        self._console.say(f"{label} ended ({how}); {when}.")
         # What it left behind would go on beside its successor.
         process.signal(signal.SIGKILL)
-        self._finish_output(label)
+        self._let_go(label)
         self._console.forget(label)
         self._processes.remove(process)
         process.close()
@@ -283,7 +257,7 @@ class Supervisor:
         first = [p for p in self._failed if not self._state(p).tells_of_another]
         process = [*first, *self._failed][0]
         label = process.start.label
-        if process.start.relays:
+        if process.start.pipes or process.start.parse:
             # One process relays several ranks: the first that reported an error of its own.
             kept, reported = self._console.kept, self._console.reported
             label = next((r for r in reported if not tells_of_another(kept(r))), label)
@@ -345,7 +319,7 @@ class Supervisor:
         for fd in [fd for start in starts for fd in start.writers]:
             os.close(fd)
         self._drain(1.0)
-        self._finish_output()
+        self._let_go()
         self._selector.close()
         for process in self._processes:
             process.close()
@@ -362,10 +336,10 @@ class Supervisor:
             return  # It ended while another event of the same turn was handled.
         with contextlib.suppress(BlockingIOError):
             data = os.read(fd, 1 << 16)
-            if data:
-                self._take(self._sources[fd], self._sources[fd].lines.feed(data))
-            else:
-                self._finish_source(fd)
+            self._sources[fd].show(self._console, data)
+            if not data:
+                self._selector.unregister(fd)
+                del self._sources[fd]
 
     def _drain(self, seconds: float) -> None:
         """Read what has been written, for a time at most: some may go on writing for ever."""
@@ -377,24 +351,13 @@ class Supervisor:
             for fd in ready:
                 self._read(fd)
 
-    def _finish_output(self, label: str | None = None) -> None:
-        """Let go of the pipes of a process, or of all; lines that were not ended are shown."""
+    def _let_go(self, label: str | None = None) -> None:
+        """Close the pipes of a process, or of all; lines that were not ended are shown."""
         for fd, source in list(self._sources.items()):
             if label is None or source.label == label:
-                self._finish_source(fd)
-
-    def _finish_source(self, fd: int) -> None:
-        self._selector.unregister(fd)
-        source = self._sources.pop(fd)
-        self._take(source, source.lines.close())
-
-    def _take(self, source: _Source, lines: list[bytes]) -> None:
-        if source.parse is None:
-            self._console.take(source.label, source.stream, lines)
-            return
-        for line in lines:
-            rank, text = source.parse(line)
-            self._console.take(rank, source.stream, [text])
+                source.show(self._console, b"")
+                self._selector.unregister(fd)
+                del self._sources[fd]
 
 
 @contextlib.contextmanager
@@ -405,11 +368,8 @@ def signals_as_bytes() -> Iterator[int]:
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    heeded = [
-        signum
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(signum) != signal.SIG_IGN
-    ]
+    ending_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [signum for signum in ending_signals if signal.getsignal(signum) != signal.SIG_IGN]
     before = {signum: signal.signal(signum, lambda *_: None) for signum in heeded}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
@@ -424,13 +384,7 @@ def signals_as_bytes() -> Iterator[int]:
 
 @contextlib.contextmanager
 def reaped(job: str, saving_seconds: float, mpi: bool) -> Iterator[None]:
-    """Keep a reaper for a ``with`` block, which ends the job when this process is gone.
-
-    Args:
-        job: the mark of the job.
-        saving_seconds: how long a server has for its last snapshot.
-        mpi: whether MPI starts it, which leaves shared memory when it is killed.
-    """
+    """Keep a reaper for a ``with`` block, which ends the job when this process is gone."""
     arguments = ["watch", job, str(saving_seconds), *(["mpi"] if mpi else [])]
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", reaper.__file__, *arguments],
@@ -443,26 +397,30 @@ def reaped(job: str, saving_seconds: float, mpi: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if process.stdin is not None:
-            process.stdin.close()
         try:
-            process.wait(3 * reaper.GRACE_SECONDS)
+            process.communicate(timeout=3 * reaper.GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(reaper.GRACE_SECONDS)
 
 
-_Parse = Callable[[bytes], tuple[str, bytes]]
-
-
-@dataclass
 class _Source:
     """One pipe: whose it is, and the line that is not complete yet."""
 
-    label: str
-    stream: str
-    parse: _Parse | None
-    lines: Lines = field(default_factory=Lines)
+    def __init__(self, label: str, stream: str, parse: _Parse | None) -> None:
+        self.label = label
+        self._stream = stream
+        self._parse = parse
+        self._lines = Lines()
+
+    def show(self, console: Console, data: bytes) -> None:
+        """Show the lines that are complete now; without data, that is at the end, all of them."""
+        lines = self._lines.feed(data) if data else self._lines.close()
+        if self._parse is None:
+            console.take(self.label, self._stream, lines)
+            return
+        for rank, line in map(self._parse, lines):
+            console.take(rank, self._stream, [line])
 
 
 class _Process:
@@ -472,11 +430,12 @@ class _Process:
     can be sent to the group.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, environ: Mapping[str, str]) -> None:
         self.start = start
+        self.code: int | None = None
         self.popen = subprocess.Popen(
-            start.argv,
-            env=start.environ,
+            start.argv if start.host is None else ssh_command(start.host),
+            env={**environ, **start.settings},
             stdin=subprocess.DEVNULL if start.script is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -484,7 +443,6 @@ class _Process:
             pass_fds=() if start.listener is None else (start.listener.fileno(),),
         )
         self.pidfd = os.pidfd_open(self.popen.pid)
-        self.code: int | None = None
         if self.popen.stdin is not None and start.script is not None:
             with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
                 self.popen.stdin.write(start.script)
@@ -503,18 +461,16 @@ class _Process:
 
     def hang_up(self) -> bool:
         """Close its input, which ends a process on another host; return True if it had one."""
-        if self.popen.stdin is None:
-            return False
-        with contextlib.suppress(BrokenPipeError):
-            self.popen.stdin.close()
-        return True
+        if self.popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.popen.stdin.close()
+        return self.popen.stdin is not None
 
     def close(self) -> None:
         """Reap it, and close what belongs to it."""
         self.hang_up()
-        for stream in (self.popen.stdout, self.popen.stderr):
-            if stream is not None:
-                stream.close()
+        for stream in filter(None, (self.popen.stdout, self.popen.stderr)):
+            stream.close()
         os.close(self.pidfd)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(reaper.GRACE_SECONDS)
