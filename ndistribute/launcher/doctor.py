@@ -6,6 +6,7 @@ before NumPy loads is found out here as well.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -24,6 +25,8 @@ from ndistribute.launcher.hosts import THREAD_VARIABLES
 from ndistribute.launcher.mpiexec import find_mpiexec
 
 __all__ = ["Finding", "better_kernel", "blas_settings", "examine", "usable_cores"]
+
+State = Literal["ok", "slow", "missing", "absent"]
 
 _LEAST_SHARED_MEMORY = 512 << 20
 _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
@@ -69,7 +72,7 @@ class Finding:
     """
 
     name: str
-    state: Literal["ok", "slow", "missing", "absent"]
+    state: State
     text: str
     remedy: str = ""
 
@@ -123,13 +126,9 @@ def _python() -> Iterator[Finding]:
 
 
 def _blas(measure: bool) -> Iterator[Finding]:
-    pool = next((pool for pool in _pools() if pool.get("user_api") == "blas"), None)
-    if pool is None:
-        remedy = "pip install --force-reinstall numpy"
-        yield Finding("BLAS", "slow", "none that threadpoolctl knows", remedy)
-    else:
-        version, threads = pool.get("version") or "", pool["num_threads"]
-        yield Finding("BLAS", "ok", f"{pool['internal_api']} {version}, {threads} threads")
+    pools = [pool for pool in _pools() if pool.get("user_api") == "blas"]
+    found = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in pools]
+    yield _either("BLAS", found, "slow", "none known", "pip install --force-reinstall numpy")
     yield _kernel(measure)
     names = (*THREAD_VARIABLES, "MKL_NUM_THREADS")
     found = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
@@ -158,14 +157,9 @@ def _packages() -> Iterator[Finding]:
     for name, packages, remedy in _OPTIONAL:
         found = []
         for package in packages.split():
-            try:
+            with contextlib.suppress(metadata.PackageNotFoundError):
                 found.append(f"{package} {metadata.version(package)}")
-            except metadata.PackageNotFoundError:
-                continue
-        if found:
-            yield Finding(name, "ok", found[0])
-        else:
-            yield Finding(name, "absent", "not installed", remedy)
+        yield _either(name, found, "absent", "not installed", remedy)
     try:
         mpi = find_mpiexec()
         yield Finding("mpiexec", "ok", f"{mpi.family} {mpi.version} at {mpi.path}")
@@ -187,38 +181,35 @@ def _machine() -> Iterator[Finding]:
         text = f"/dev/shm has {free >> 20} MiB free"
     except OSError as error:
         free, text = 0, f"/dev/shm: {error.strerror}"
-    if free >= _LEAST_SHARED_MEMORY:
-        yield Finding("shared memory", "ok", text)
-    else:
-        remedy = "mount -o remount,size=2G /dev/shm (in Docker: --shm-size=2g)"
-        yield Finding("shared memory", "slow", text, remedy)
+    enough = [text] if free >= _LEAST_SHARED_MEMORY else []
+    remedy = "mount -o remount,size=2G /dev/shm (in Docker: --shm-size=2g)"
+    yield _either("shared memory", enough, "slow", text, remedy)
 
 
 def _network() -> Iterator[Finding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            text = f"127.0.0.1 gives free ports, {listener.getsockname()[1]} for example"
-        yield Finding("loopback", "ok", text)
+            found, text = [f"127.0.0.1 gives free ports: {listener.getsockname()[1]}"], ""
     except OSError as error:
-        text = f"no free port on 127.0.0.1: {error.strerror}"
-        yield Finding("loopback", "missing", text, "ip link set lo up")
+        found, text = [], f"no free port on 127.0.0.1: {error.strerror}"
+    yield _either("loopback", found, "missing", text, "ip link set lo up")
     name = socket.gethostname()
     # In a process of its own: a name server that is gone would keep this one waiting.
     ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
     address = _said([sys.executable, "-I", "-S", "-c", ask, name], seconds=5.0)
-    text = f"{name} is {address}" if address else f"{name} does not resolve"
-    if address and not address.startswith("127."):
-        yield Finding("host name", "ok", text)
-    else:
-        text += " here, which no other host can reach" if address else ""
-        remedy = f"add '<address> {name}' to /etc/hosts; needed for jobs on several hosts"
-        yield Finding("host name", "absent", text, remedy)
-    path = shutil.which("ssh")
-    if path is not None:
-        yield Finding("ssh", "ok", path)
-    else:
-        remedy = "apt-get install openssh-client"
-        yield Finding("ssh", "absent", "no ssh; needed for --hosts", remedy)
+    text = f"{name} is {address} here, which no other host can reach"
+    found = [f"{name} is {address}"] if address and not address.startswith("127.") else []
+    remedy = f"add '<address> {name}' to /etc/hosts; needed for jobs on several hosts"
+    text = text if address else f"{name} does not resolve"
+    yield _either("host name", found, "absent", text, remedy)
+    found = [path] if (path := shutil.which("ssh")) else []
+    remedy = "apt-get install openssh-client"
+    yield _either("ssh", found, "absent", "no ssh; needed for --hosts", remedy)
+
+
+def _either(name: str, found: list[str], state: State, text: str, remedy: str) -> Finding:
+    """Return that something was found, or else in which state it is and how to mend it."""
+    return Finding(name, "ok", found[0]) if found else Finding(name, state, text, remedy)
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -116,36 +116,21 @@ def restart_delay(restarts: int) -> float:
     return min(_LONGEST_DELAY_SECONDS, 0.25 * 2**restarts) if restarts > 0 else 0.0
 
 
+@dataclass
 class Supervisor:
-    """Run one attempt.
+    """Run one attempt."""
 
-    Args:
-        job: the mark of the job, which the processes have in their environment.
-        environ: the environment of all of them.
-        console: where output goes.
-        signals: a descriptor from which signals that end the job can be read.
-        deadline: the moment of `time.monotonic` at which everything is stopped, or None.
-        restarts: how many tasks, the chief aside, may be started again alone.
-        saving_seconds: how long a server has for its last snapshot.
-    """
+    job: str  # The mark of the job, which the processes have in their environment.
+    environ: Mapping[str, str]  # The environment of all of them.
+    console: Console
+    signals: int  # A descriptor from which the signals that end the job can be read.
+    deadline: float | None  # The moment of `time.monotonic` at which everything is stopped.
+    restarts: int  # How many tasks, the chief aside, may be started again alone.
+    saving_seconds: float  # How long a server has for its last snapshot.
 
-    def __init__(
-        self,
-        job: str,
-        environ: Mapping[str, str],
-        console: Console,
-        signals: int,
-        deadline: float | None,
-        restarts: int,
-        saving_seconds: float,
-    ) -> None:
-        self._job = job
-        self._environ = environ
-        self._console = console
-        self._restarts = restarts
-        self._saving_seconds = saving_seconds
+    def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._selector.register(signals, selectors.EVENT_READ, partial(self._signalled, signals))
+        self._selector.register(self.signals, selectors.EVENT_READ, self._signalled)
         self._sources: dict[int, _Source] = {}
         self._processes: list[_Process] = []
         self._waiting: list[Start] = []
@@ -153,8 +138,8 @@ class Supervisor:
         self._failed: list[_Process] = []
         self._outcome: Outcome | None = None
         self._due: dict[Callable[[], None], float] = {}
-        if deadline is not None:
-            self._due[partial(self._stop, Outcome("timeout", 124))] = deadline
+        if self.deadline is not None:
+            self._due[partial(self._stop, Outcome("timeout", 124))] = self.deadline
 
     def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
         """Start everything after a delay, and return once all of it has ended.
@@ -185,7 +170,7 @@ class Supervisor:
 
     def _start(self, start: Start) -> None:
         self._waiting.remove(start)
-        process = _Process(start, self._environ)
+        process = _Process(start, self.environ)
         self._processes.append(process)
         ended = partial(self._ended, process)
         self._selector.register(process.pidfd, selectors.EVENT_READ, ended)
@@ -205,7 +190,7 @@ class Supervisor:
         left = min([1.0, *(moment - now for moment in self._due.values())])
         for key, _ in self._selector.select(max(0.0, left)):
             key.data()
-        if self._console.nobody_reads:
+        if self.console.nobody_reads:
             self._stop(Outcome("deaf", 128 + signal.SIGPIPE))
 
     def _ended(self, process: _Process) -> None:
@@ -217,7 +202,7 @@ class Supervisor:
             self._drain(0.1)
         states = [self._state(p) for p in self._processes]
         states += [TaskState(start.task_type) for start in self._waiting]
-        restarts = 0 if self._give_up in self._due else self._restarts
+        restarts = 0 if self._give_up in self._due else self.restarts
         match verdict(self._state(process), states, restarts):
             case Verdict.AGAIN:
                 self._start_again(process)
@@ -233,7 +218,7 @@ class Supervisor:
                 self._due = {self._finish: time.monotonic() + _FINISH_SECONDS}
 
     def _state(self, process: _Process) -> TaskState:
-        told = bool(process.code) and tells_of_another(self._console.kept(process.start.label))
+        told = bool(process.code) and tells_of_another(self.console.kept(process.start.label))
         return TaskState(process.start.task_type, process.code, told)
 
     def _start_again(self, process: _Process) -> None:
@@ -241,13 +226,13 @@ class Supervisor:
         label, how = process.start.label, ending(process.code or 0)
         delay = restart_delay(self._again[label])
         self._again[label] += 1
-        self._restarts -= 1
-        when = f"starting it again in {delay:g} s ({self._restarts} left)"
-        self._console.say(f"{label} ended ({how}); {when}.")
+        self.restarts -= 1
+        when = f"starting it again in {delay:g} s ({self.restarts} left)"
+        self.console.say(f"{label} ended ({how}); {when}.")
         # What it left behind would go on beside its successor.
         process.signal(signal.SIGKILL)
         self._let_go(label)
-        self._console.forget(label)
+        self.console.forget(label)
         self._processes.remove(process)
         process.close()
         self._start_after(delay, process.start)
@@ -259,7 +244,7 @@ class Supervisor:
         label = process.start.label
         if process.start.pipes or process.start.parse:
             # One process relays several ranks: the first that reported an error of its own.
-            kept, reported = self._console.kept, self._console.reported
+            kept, reported = self.console.kept, self.console.reported
             label = next((r for r in reported if not tells_of_another(kept(r))), label)
         return Outcome("failed", process.code or 1, label)
 
@@ -269,8 +254,8 @@ class Supervisor:
     def _finish(self) -> None:
         self._stop(Outcome("done", 0))
 
-    def _signalled(self, signals: int) -> None:
-        numbers = os.read(signals, 64)
+    def _signalled(self) -> None:
+        numbers = os.read(self.signals, 64)
         if self._outcome is None:
             self._stop(Outcome("signal", 128 + numbers[0]))
         elif self._due:  # Asked again: what was to come later comes now.
@@ -291,21 +276,21 @@ class Supervisor:
         now = time.monotonic()
         self._due = {
             partial(self._kill, saving=False): now + grace,
-            partial(self._kill, saving=True): now + max(grace, self._saving_seconds),
+            partial(self._kill, saving=True): now + max(grace, self.saving_seconds),
         }
 
     def _kill(self, saving: bool) -> None:
         """Kill what is left, at first but for those that may be writing a last snapshot."""
-        left = [process for process in self._processes if process.code is None]
-        for process in left:
+        savers = []
+        for process in self._processes:
             if saving or not process.start.saves:
                 process.signal(signal.SIGKILL)
-        reaper.send((self._job, self._job + reaper.SAVING)[: 1 + saving], signal.SIGKILL)
-        savers = ", ".join(process.start.label for process in left if process.start.saves)
-        if savers and not saving:
-            self._console.say(
-                f"waiting {self._saving_seconds:g} s at most until {savers} wrote a last snapshot."
-            )
+            elif process.code is None:
+                savers.append(process.start.label)
+        reaper.send((self.job, self.job + reaper.SAVING)[: 1 + saving], signal.SIGKILL)
+        if savers:
+            wait = f"waiting {self.saving_seconds:g} s at most"
+            self.console.say(f"{wait} until {', '.join(savers)} wrote a last snapshot.")
 
     def _end(self, starts: Sequence[Start]) -> None:
         """Leave nothing: what the ranks started and left behind ends as well."""
@@ -313,7 +298,7 @@ class Supervisor:
             # Those that still run are here after an error of the launcher's own.
             process.hang_up()
         still = any(process.code is None for process in self._processes)
-        reaper.end_processes(self._job, self._saving_seconds if still else reaper.GRACE_SECONDS)
+        reaper.end_processes(self.job, self.saving_seconds if still else reaper.GRACE_SECONDS)
         for process in self._processes:
             process.signal(signal.SIGKILL)
         for fd in [fd for start in starts for fd in start.writers]:
@@ -336,7 +321,7 @@ class Supervisor:
             return  # It ended while another event of the same turn was handled.
         with contextlib.suppress(BlockingIOError):
             data = os.read(fd, 1 << 16)
-            self._sources[fd].show(self._console, data)
+            self._sources[fd].show(self.console, data)
             if not data:
                 self._selector.unregister(fd)
                 del self._sources[fd]
@@ -355,7 +340,7 @@ class Supervisor:
         """Close the pipes of a process, or of all; lines that were not ended are shown."""
         for fd, source in list(self._sources.items()):
             if label is None or source.label == label:
-                source.show(self._console, b"")
+                source.show(self.console, b"")
                 self._selector.unregister(fd)
                 del self._sources[fd]
 
