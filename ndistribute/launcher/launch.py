@@ -71,6 +71,7 @@ class JobOptions:
     timeout: float | None = None  # Seconds after which everything is stopped.
     snapshot_dir: Path | None = None
     snapshot_seconds: float | None = None
+    durable: bool = False  # Servers log each update there before they acknowledge it.
 
     @property
     def processes(self) -> int:
@@ -268,6 +269,8 @@ def _tasks(
             settings[_SNAPSHOT_DIR] = str(options.snapshot_dir.absolute())
         if task_type == "ps" and options.snapshot_seconds is not None:
             settings["NDISTRIBUTE_SNAPSHOT_SECONDS"] = str(options.snapshot_seconds)
+        if task_type == "ps" and options.durable:
+            settings["NDISTRIBUTE_DURABILITY"] = "log"
         label = f"{task_type}:{index}" if options.servers else str(index)
         tasks.append(
             Start(
