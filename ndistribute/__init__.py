@@ -3,13 +3,12 @@
 from ndistribute import cluster, errors, models
 from ndistribute.autodiff import GradientTape, custom_gradient
 from ndistribute.cluster import (
-    ClusterCoordinator,
     ClusterSpec,
     MPIClusterResolver,
-    Server,
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    TorchrunClusterResolver,
 )
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
@@ -29,6 +28,8 @@ from ndistribute.context import (
     set_seed,
     set_strategy,
 )
+from ndistribute.coordinator.coordinator import ClusterCoordinator
+from ndistribute.coordinator.server import Server
 from ndistribute.data import (
     AutoShardPolicy,
     Dataset,
@@ -63,6 +64,9 @@ from ndistribute.variables import (
     partitioners,
 )
 from ndistribute.version import __version__ as __version__
+
+# What stands on a higher floor of the house, and belongs there for its users.
+cluster.ClusterCoordinator, cluster.Server = ClusterCoordinator, Server  # type: ignore[attr-defined]
 
 __all__ = [
     "AuthenticationError",
@@ -103,6 +107,7 @@ __all__ = [
     "SlurmClusterResolver",
     "Strategy",
     "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ndistribute.cluster.launcher.hosts import Host, assign, parse_hostfile, parse_hosts
-from ndistribute.cluster.launcher.plan import DEFAULT_PORT, JobOptions
 from ndistribute.errors import DistributeError
+from ndistribute.launcher.hosts import Host, assign, parse_hosts
+from ndistribute.launcher.launch import DEFAULT_PORT, JobOptions
 
 __all__ = ["job_options", "main", "parser"]
 
@@ -143,7 +143,7 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
     if options.hosts is not None:
         return assign(parse_hosts(options.hosts), options.processes)
     if options.hostfile is not None:
-        return assign(parse_hostfile(options.hostfile.read_text()), options.processes)
+        return assign(parse_hosts(options.hostfile.read_text(), "\n"), options.processes)
     if options.servers is not None:
         return [Host("localhost", options.workers)]
     if options.processes is None:
@@ -183,7 +183,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ndistribute.cluster.launcher.launch import dry_run, launch
+    from ndistribute.launcher.launch import dry_run, launch
 
     job = job_options(options)
     if options.dry_run:
@@ -193,7 +193,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from ndistribute.cluster.launcher.doctor import examine
+    from ndistribute.launcher.doctor import examine
 
     findings = examine(measure=not options.fast)
     for finding in findings:

@@ -1,27 +1,58 @@
-"""Who is in the job, how its processes are reached, and how a job is started on this machine."""
+"""Which processes a job has, which of them this one is, and where the others are."""
 
-from ndistribute.cluster.coordination.coordinator import ClusterCoordinator
-from ndistribute.cluster.coordination.this_task import worker_index
-from ndistribute.cluster.resolvers import (
-    ClusterResolver,
-    MPIClusterResolver,
-    SimpleClusterResolver,
-    SlurmClusterResolver,
-    TFConfigClusterResolver,
-    resolve,
-)
-from ndistribute.cluster.serving.server import Server
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ndistribute.cluster.mpi import MPIClusterResolver, mpi_rank_and_size
+from ndistribute.cluster.resolvers import ClusterResolver, SimpleClusterResolver
+from ndistribute.cluster.slurm import SlurmClusterResolver, slurm_tasks
 from ndistribute.cluster.spec import ClusterSpec
+from ndistribute.cluster.task import worker_index
+from ndistribute.cluster.tf_config import TFConfigClusterResolver
+from ndistribute.cluster.torchrun import TorchrunClusterResolver, torchrun_size
 
 __all__ = [
-    "ClusterCoordinator",
     "ClusterResolver",
     "ClusterSpec",
     "MPIClusterResolver",
-    "Server",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
     "resolve",
     "worker_index",
 ]
+
+
+def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
+    """Return the resolver for how this process was started, or None if it works alone.
+
+    ``TF_CONFIG`` comes first, as somebody wrote it for this process; then torchrun, which may
+    itself have been started by MPI or Slurm; then MPI and Slurm; then torchrun's variables where
+    another program set them.
+
+    Args:
+        environ: the environment to read.
+
+    Raises:
+        ValueError: the environment is malformed.
+
+    >>> resolve({}) is None
+    True
+    >>> resolve({"PMI_RANK": "0", "PMI_SIZE": "2"}).bootstrap
+    'mpi'
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("TF_CONFIG", "").strip():
+        return TFConfigClusterResolver(environ=environ)
+    under_torchrun = torchrun_size(environ) > 1
+    if under_torchrun and "TORCHELASTIC_RUN_ID" in environ:
+        return TorchrunClusterResolver(environ=environ)
+    mpi = mpi_rank_and_size(environ)
+    if mpi is not None and mpi[1] > 1:
+        return MPIClusterResolver(environ=environ)
+    if mpi is None and slurm_tasks(environ) > 1:
+        return SlurmClusterResolver(environ=environ)
+    return TorchrunClusterResolver(environ=environ) if under_torchrun else None

@@ -1,23 +1,31 @@
 """Reads from Slurm's environment which task of a step this process is, and where the others are.
 
-Every task can work out all addresses by itself: hosts in the order of Slurm's list, tasks in the
-order of Slurm's ranks, consecutive ports for those that share a node.
+Every task works out all addresses by itself: hosts in the order of Slurm's list, tasks in the order
+of Slurm's ranks, consecutive ports for those that share a node. Slurm's abbreviations, for lists of
+hosts and for tasks on each node, are expanded here, so no `scontrol` is needed.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+import re
 from collections.abc import Mapping
 
-from ndistribute.cluster.base import ClusterResolver
-from ndistribute.cluster.slurm_syntax import expand_hosts, expand_tasks
+from ndistribute.cluster.resolvers import ClusterResolver, number_in
 from ndistribute.cluster.spec import ClusterSpec
 
-__all__ = ["SlurmClusterResolver", "slurm_tasks"]
+__all__ = ["SlurmClusterResolver", "expand_hosts", "expand_tasks", "slurm_tasks"]
 
 # Below the ports that Linux gives to outgoing connections (32768 and up); 16 for each of the jobs
 # that may share a node, told apart by their number.
 _FIRST_PORT, _PORTS_PER_JOB, _DISTINCT_JOBS = 10_000, 16, 1_400
+_PART = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?", re.ASCII)
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+# More than any machine has; a slip such as [1-99999999999] is caught before it fills the memory.
+_MOST_HOSTS = 1 << 17
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -58,7 +66,8 @@ class SlurmClusterResolver(ClusterResolver):
                 f"Slurm names {len(hosts)} nodes, but tasks for {len(tasks_per_node)} of them."
             )
         nodes = _nodes_of_ranks(tasks_per_node, environ.get("SLURM_DISTRIBUTION", "block"))
-        rank = _number("SLURM_PROCID", _need(environ, "SLURM_PROCID"))
+        _need(environ, "SLURM_PROCID")
+        rank = number_in(environ, "SLURM_PROCID")
         _check_node(nodes, rank, environ)
         base = _port_base(environ) if port_base is None else port_base
         addresses = _addresses(hosts, nodes, base)
@@ -66,6 +75,14 @@ class SlurmClusterResolver(ClusterResolver):
             {"worker": len(nodes)} if jobs is None else jobs, addresses, rank
         )
         super().__init__(cluster, task_type, task_id, "slurm")
+
+    @property
+    def address_hint(self) -> str:
+        """Return where the ports come from."""
+        return (
+            "The ports are those that `srun --resv-ports` reserved, else follow from the job's "
+            "number: choose others with SlurmClusterResolver(port_base=...)."
+        )
 
 
 def slurm_tasks(environ: Mapping[str, str]) -> int:
@@ -76,7 +93,59 @@ def slurm_tasks(environ: Mapping[str, str]) -> int:
     >>> slurm_tasks({"SLURM_NTASKS": "4"}), slurm_tasks({"SLURM_STEP_NUM_TASKS": "4"})
     (0, 4)
     """
-    return _number("SLURM_STEP_NUM_TASKS", environ.get("SLURM_STEP_NUM_TASKS", "0"))
+    name = "SLURM_STEP_NUM_TASKS"
+    return number_in(environ, name) if name in environ else 0
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the hosts that a Slurm host list names, in order.
+
+    Args:
+        text: such as ``"n[001-003,7],gpu-[1-2]x[3,5],login"``.
+
+    Raises:
+        ValueError: the list is malformed; the message names the part.
+
+    >>> expand_hosts("n[001-003,7],gpu-[1-2]x[3,5],login")
+    ['n001', 'n002', 'n003', 'n7', 'gpu-1x3', 'gpu-1x5', 'gpu-2x3', 'gpu-2x5', 'login']
+    """
+    hosts: list[str] = []
+    for entry in _entries(text):
+        # re.split puts what stands in brackets at the odd places.
+        pieces = _PART.split(entry)
+        if any(bracket in piece for piece in pieces[::2] for bracket in "[]"):
+            raise ValueError(f"The host list {text!r} has brackets that do not match in {entry!r}.")
+        ranges = [_ranges(piece, text) for piece in pieces[1::2]]
+        if len(hosts) + math.prod(sum(len(r) for r, _ in part) for part in ranges) > _MOST_HOSTS:
+            raise ValueError(f"The host list {text!r} names more than {_MOST_HOSTS} hosts.")
+        words: list[list[str]] = [[piece] for piece in pieces]
+        words[1::2] = [[str(n).zfill(w) for r, w in part for n in r] for part in ranges]
+        hosts += map("".join, itertools.product(*words))
+    return hosts
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Return how many tasks each node has.
+
+    Args:
+        text: such as ``"2(x3),1"``.
+
+    Raises:
+        ValueError: the text is malformed.
+
+    >>> expand_tasks("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"The tasks per node {text!r} are malformed at {part!r}.")
+        times = int(match[2] or 1)
+        if len(counts) + times > _MOST_HOSTS:
+            raise ValueError(f"The tasks per node {text!r} are for more than {_MOST_HOSTS} nodes.")
+        counts += [int(match[1])] * times
+    return counts
 
 
 def _nodes_of_ranks(tasks_per_node: list[int], distribution: str) -> list[int]:
@@ -97,7 +166,7 @@ def _check_node(nodes: list[int], rank: int, environ: Mapping[str, str]) -> None
     if rank >= len(nodes):
         raise ValueError(f"SLURM_PROCID={rank}, but Slurm's nodes have {len(nodes)} tasks in all.")
     said = environ.get("SLURM_NODEID")
-    if said is not None and _number("SLURM_NODEID", said) != nodes[rank]:
+    if said is not None and number_in(environ, "SLURM_NODEID") != nodes[rank]:
         raise ValueError(
             f"Rank {rank} should be on node {nodes[rank]} but is on node {said}: the tasks are "
             "spread in an unknown way. Start the step with `srun --distribution=block`."
@@ -133,9 +202,9 @@ def _assign(
 
 
 def _port_base(environ: Mapping[str, str]) -> int:
-    reserved = environ.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
-    if reserved:
-        return _number("SLURM_STEP_RESV_PORTS", reserved)
+    name = "SLURM_STEP_RESV_PORTS"
+    if environ.get(name):
+        return number_in({name: re.split("[-,]", environ[name])[0]}, name)
     job = environ.get("SLURM_JOB_ID", "0")
     number = int(job) if job.isascii() and job.isdigit() else 0
     return _FIRST_PORT + number % _DISTINCT_JOBS * _PORTS_PER_JOB
@@ -151,7 +220,20 @@ def _need(environ: Mapping[str, str], *names: str) -> str:
     )
 
 
-def _number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{name}={text!r} is no number.")
-    return int(text)
+def _entries(text: str) -> list[str]:
+    """Cut at the commas that stand outside brackets."""
+    entries = re.split(r",(?![^\[]*\])", text.strip())
+    if not all(entries):
+        raise ValueError(f"The host list {text!r} is empty, or has an empty entry.")
+    return entries
+
+
+def _ranges(inside: str, text: str) -> list[tuple[range, int]]:
+    """Return the ranges in brackets, each with the width in which its first number is written."""
+    ranges = []
+    for part in inside.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise ValueError(f"The host list {text!r} has a malformed range {part!r}.")
+        ranges.append((range(int(match[1]), int(match[2] or match[1]) + 1), len(match[1])))
+    return ranges

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ndistribute import tree
-from ndistribute.cluster.base import ClusterResolver
+from ndistribute.cluster.resolvers import ClusterResolver
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
 from ndistribute.coordinator.queue import Closure, ClosureQueue
 from ndistribute.coordinator.remote_value import PerWorkerDataset, RemoteValue, dump_arguments

@@ -195,7 +195,7 @@ class ClosureQueue:
     def finish(
         self, worker: int, number: int, result: Pickled | Exception, trace: str = ""
     ) -> None:
-        """Take what a closure returned, or raised; an error cancels what no worker has yet."""
+        """Take what a closure returned or raised; an error cancels what no worker has yet."""
         with self.lock:
             closure = self._in_flight.get(worker, {}).pop(number, None)
             if closure is None:

@@ -77,74 +77,50 @@ class Sum:
     """Sum the gradients of one variable for one step, 16-bit floats in float32.
 
     Args:
+        kind: what is common to the gradients, in words.
         dtype: of the gradients, and of their mean.
-        shape: of a gradient, or of its rows if `sparse`.
-        sparse: whether gradients are rows.
         count: how many are in the sum.
         total: the sum of dense gradients; while there is none, memory to use again.
         rows: gradients that are rows; their sum is what counts.
     """
 
+    kind: str = ""
     dtype: str = ""
-    shape: tuple[int, ...] = ()
-    sparse: bool = False
     count: int = 0
     total: Array | None = None
     rows: list[Rows] = field(default_factory=list)
 
     def begin(self, gradient: Gradient) -> None:
         """Begin a step whose first gradient is this one, which is yet to be added."""
-        self.dtype, self.shape, self.sparse = _kind_of(gradient)
+        self.kind, self.dtype = _kind_of(gradient), gradient.values.dtype.name
         self.count, self.rows = 0, []
-
-    def check(self, gradient: Gradient, name: str) -> None:
-        """Check that a gradient is like the first one of the step.
-
-        Raises:
-            Refused: it is not.
-        """
-        expected, got = (self.dtype, self.shape, self.sparse), _kind_of(gradient)
-        if got != expected:
-            first, this = (f"{('dense', 'rows')[s]} {n} {d}" for d, n, s in (expected, got))
-            raise Refused(
-                "mismatch",
-                f"the first gradient of {name!r} for this step was {first}, got {this}. All "
-                "clients must give the same.",
-            )
 
     def add(self, gradient: Gradient) -> None:
         """Add a gradient that was checked."""
-        values = gradient.values
+        values, total = gradient.values, self.total
         wide = np.dtype(np.float32) if values.dtype.itemsize == 2 else values.dtype
         self.count += 1
         if isinstance(gradient, Rows):
             self.rows.append(Rows(gradient.indices.astype(np.int64), values.astype(wide)))
             if len(self.rows) >= _ROWS_KEPT:
                 self.rows = [self._joined()]
-        elif self.count > 1 and self.total is not None:
-            self.total += values
-        elif self.total is not None and (self.total.shape, self.total.dtype) == (
-            values.shape,
-            wide,
-        ):
-            np.copyto(self.total, values)
+        elif self.count > 1 and total is not None:
+            total += values
+        elif total is not None and (total.shape, total.dtype) == (values.shape, wide):
+            np.copyto(total, values)
         else:
             self.total = values.astype(wide)  # A copy: the sum is ours to change.
 
     def mean(self) -> Gradient:
         """Return the mean, which is valid until the next step begins."""
-        if self.sparse:
+        if self.rows:
             once = self._joined()
             return Rows(once.indices, self._divided(once.values))
-        return Dense(self._divided(self.total if self.total is not None else np.zeros(self.shape)))
+        return Dense(self._divided(np.asarray(self.total)))
 
     def _joined(self) -> Rows:
-        return summed(
-            Rows(
-                np.concatenate([part.indices for part in self.rows]),
-                np.concatenate([part.values for part in self.rows]),
-            )
-        )
+        indices = np.concatenate([part.indices for part in self.rows])
+        return summed(Rows(indices, np.concatenate([part.values for part in self.rows])))
 
     def _divided(self, total: Array) -> Array:
         if self.count > 1:
@@ -192,7 +168,13 @@ class Aggregation:
                 f"was of {', '.join(self.sums)}. All must be of the same variables.",
             )
         for name, gradient in zip(names, gradients, strict=True):
-            self.sums[name].check(gradient, name)
+            first, this = self.sums[name].kind, _kind_of(gradient)
+            if this != first:
+                raise Refused(
+                    "mismatch",
+                    f"the first gradient of {name!r} for step {self.step} was {first}, got {this}. "
+                    "All clients must give the same.",
+                )
 
     def takes(self, client: str, at_step: int) -> bool:
         """Return True if a set would be added."""
@@ -245,6 +227,6 @@ class Aggregation:
         )
 
 
-def _kind_of(gradient: Gradient) -> tuple[str, tuple[int, ...], bool]:
-    sparse, shape = isinstance(gradient, Rows), gradient.values.shape
-    return gradient.values.dtype.name, shape[1:] if sparse else shape, sparse
+def _kind_of(gradient: Gradient) -> str:
+    shape, dtype = gradient.values.shape, gradient.values.dtype
+    return f"rows {shape[1:]} {dtype}" if isinstance(gradient, Rows) else f"dense {shape} {dtype}"

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from ndistribute.parameter_server.messages import (
     Delete,
     Deleted,
     Failure,
+    KeepLog,
     NewVariable,
     Outcome,
     Read,
@@ -462,9 +463,18 @@ class Servers:
         if then is not None:
             then(outcomes)
 
-    def greet(self) -> None:
-        """Wait until all servers are up; from now on they know whether this process lives."""
-        self._ask({i: (Status(), Totals) for i in range(len(self))})
+    def greet(self, durability: Literal["snapshot", "log"] = "snapshot") -> None:
+        """Wait until all servers are up; from now on they know whether this process lives.
+
+        Args:
+            durability: ``"log"``: updates are acknowledged once they are in a log on the disk.
+
+        Raises:
+            DistributeError: a server has no directory for a log.
+        """
+        logged = durability == "log"
+        asked: tuple[Record, type[Any]] = (KeepLog(), Saved) if logged else (Status(), Totals)
+        self._ask(dict.fromkeys(range(len(self)), asked))
 
     def await_step(self, steps: Mapping[int, tuple[str, int]], count: int) -> dict[int, int]:
         """Wait until aggregates have come to a step, and return at which each is.

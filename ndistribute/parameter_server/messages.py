@@ -228,8 +228,21 @@ class SaveSnapshot(Record, frozen=True):
     """Write a snapshot now; answered by `Saved`, by servers that have a directory for them."""
 
 
+class KeepLog(Record, frozen=True):
+    """Acknowledge updates from now on once they are in a log on the disk; answered by `Saved`."""
+
+
 Request = (
-    Create | Read | ReadRows | Transaction | Delete | AwaitStep | AwaitClock | Status | SaveSnapshot
+    Create
+    | Read
+    | ReadRows
+    | Transaction
+    | Delete
+    | AwaitStep
+    | AwaitClock
+    | Status
+    | SaveSnapshot
+    | KeepLog
 )
 
 FailureKind = Literal[

@@ -12,12 +12,13 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server.messages import (
     Failure,
+    KeepLog,
     Read,
     ReadRows,
     Reply,
@@ -29,28 +30,16 @@ from ndistribute.parameter_server.messages import (
 from ndistribute.parameter_server.snapshot import UpdateLog, read_log, restore, take
 from ndistribute.parameter_server.store import Answers, Logged, Store
 from ndistribute.parameter_server.variables import Refused
-from ndistribute.transport.codec import MalformedError, Record
+from ndistribute.transport.codec import MalformedError
+from ndistribute.transport.rpc import Peer
 
-__all__ = ["Peer", "StoreService"]
+__all__ = ["StoreService"]
 
 _EPOCH_BITS = 30
 _CLAIM_SECONDS = 30.0  # A process that is being stopped still writes its last snapshot.
 _CLOSE_SECONDS = 600.0
 _LOG_BYTES = 1 << 30  # A longer log is replaced by a snapshot before that is due.
 _log = logging.getLogger("ndistribute")
-
-
-class Peer(Protocol):
-    """The other end of a connection."""
-
-    @property
-    def name(self) -> str:
-        """Return the client's id."""
-        ...
-
-    def send(self, record: Record, call: int = 0) -> bool:
-        """Send a reply; return False if the other end is gone."""
-        ...
 
 
 class StoreService:
@@ -62,7 +51,7 @@ class StoreService:
         seconds: after so long something that changed is written.
         durability: ``"snapshot"``: what changed since the last snapshot is lost with a server that
             is killed. ``"log"``: a change is answered once it is in a log on the disk, so nothing
-            that was acknowledged is lost.
+            that was acknowledged is lost. Others may read a change before it is acknowledged.
         return_seconds: so long after a restart, clients of before that have no connection count
             as dead: others may wait for them.
 
@@ -108,6 +97,7 @@ class StoreService:
         self._changed = self._due = self._closing = False
         self._logs: list[UpdateLog] = []  # Those that no snapshot replaces; the last is in use.
         self._log_number = 1
+        self._kept_log = False  # Whether an earlier life of this server kept a log.
         self._kept_from = [1]  # The first log that each of the last snapshots goes on with.
         self._store = Store()
         self._writer: threading.Thread | None = None
@@ -116,9 +106,8 @@ class StoreService:
         self._claim = tensor_files.claim(self._directory, self._stem, _CLAIM_SECONDS)
         try:
             self._resume(self._directory)
-            if durability == "log":
-                self._logs = [UpdateLog(self._log_path(self._log_number))]
-                self._store.log = self._append
+            if durability == "log" or self._kept_log:
+                self._keep_log()
         except BaseException:
             self._claim.close()
             raise
@@ -137,6 +126,9 @@ class StoreService:
         """Do what a request asks, and return the reply unless that comes later."""
         reads = isinstance(request, Read | ReadRows | Status)
         with self._lock:
+            if isinstance(request, KeepLog) and self._writer is not None:
+                self._keep_log()
+                request = SaveSnapshot()  # What is there already has to be on the disk as well.
             if isinstance(request, SaveSnapshot) and self._writer is not None:
                 self._asked[peer.name] = (peer, call)
                 self._wake.notify_all()
@@ -168,8 +160,8 @@ class StoreService:
                 return
             del self._peers[peer.name]
             self._asked.pop(peer.name, None)
+            self._changed = self._changed or peer.name in self._store.clients
             answers = self._store.left(peer.name)
-            self._changed = True
         _send(answers)
 
     def close(self) -> None:
@@ -190,6 +182,11 @@ class StoreService:
         for log in self._logs:
             log.close(covered=False)
         self._claim.close()
+
+    def _keep_log(self) -> None:
+        if not self._logs:
+            self._logs = [UpdateLog(self._log_path(self._log_number))]
+            self._store.log = self._append
 
     def _append(self, request: Logged) -> None:
         """Append what is about to be changed to the log.
@@ -332,6 +329,7 @@ class StoreService:
             self._replay(paths[number])
         self.resumed, self._store.began = True, self._store.total
         self._changed = bool(numbers)
+        self._kept_log = logged
         self._log_number = first + len(numbers)
         self._kept_from = [first]
 

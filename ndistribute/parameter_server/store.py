@@ -27,6 +27,7 @@ from ndistribute.parameter_server.messages import (
     Deleted,
     Done,
     Failure,
+    KeepLog,
     Outcome,
     Read,
     ReadRows,
@@ -227,10 +228,10 @@ class Store:
                 return Deleted(self.variables.delete(names))
             case Status():
                 return Totals(self.total, self.began)
-            case SaveSnapshot():
+            case SaveSnapshot() | KeepLog():
                 raise Refused(
                     "unknown",
-                    "this server writes no snapshots: start it with a directory for them.",
+                    "this server writes nothing to a disk: start it with a snapshot directory.",
                 )
         raise Refused("mismatch", f"a server can not answer a {type(request).__name__}.")
 

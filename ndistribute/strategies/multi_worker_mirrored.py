@@ -28,8 +28,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     that nothing says is one of several, or an evaluator, works alone.
 
     Args:
-        cluster_resolver: who is in the job; None finds out from `TF_CONFIG`, the environment of
-            MPI or that of Slurm.
+        cluster_resolver: who is in the job; None finds out from `TF_CONFIG`, or from the
+            environment of MPI, Slurm or torchrun.
         communication_options: how the workers communicate, and how long they wait for each other.
         devices: of this worker's replicas; None means all visible GPUs, else ``cpu:0`` alone.
             Workers may have different numbers of them.
@@ -155,4 +155,9 @@ def _join(
             f"a {resolver.task_type} takes no part in MultiWorkerMirroredStrategy: the cluster's "
             "workers are its chief and workers."
         )
-    return join_workers(resolver.worker_addresses, rank, devices, options)
+    try:
+        return join_workers(resolver.worker_addresses, rank, devices, options)
+    except OSError as error:
+        if resolver.address_hint:
+            error.add_note(resolver.address_hint)
+        raise

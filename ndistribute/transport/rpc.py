@@ -396,9 +396,12 @@ class Service(Protocol):
         keep_arrays: whether arrays of requests stay valid after `handle`.
     """
 
-    requests: Any
-    sealed: bool
-    keep_arrays: bool
+    @property
+    def requests(self) -> Any: ...
+    @property
+    def sealed(self) -> bool: ...
+    @property
+    def keep_arrays(self) -> bool: ...
 
     def connected(self, peer: Peer) -> None:
         """Know that a client is here."""

@@ -14,6 +14,7 @@ from ndistribute.cluster import (
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    TorchrunClusterResolver,
     resolve,
 )
 
@@ -233,6 +234,38 @@ def test_slurm_options_that_do_not_fit_are_named(arguments, message):
         SlurmClusterResolver(**arguments, environ=STEP)
 
 
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "LOCAL_WORLD_SIZE": "3",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_ranks_of_torchrun_listen_beside_its_own_port():
+    me = resolve(TORCHRUN)
+    assert me.worker_addresses == ("127.0.0.1:29501", "127.0.0.1:29502", "127.0.0.1:29503")
+    assert (me.worker_index, me.environment, me.bootstrap) == (1, "torchrun", "tcp")
+    assert "--master-port" in me.address_hint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": ""}, "torchrun did not start this process: RANK is not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is no number"),
+        ({"RANK": "3"}, "RANK=3 is not below WORLD_SIZE=3"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "several hosts.*ndistribute run --hosts"),
+        ({"MASTER_PORT": "65533"}, "leaves no 3 ports"),
+    ],
+)
+def test_a_wrong_torchrun_environment_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        TorchrunClusterResolver(environ={**TORCHRUN, **change})
+
+
 def test_the_simple_one_says_what_it_was_told():
     me = SimpleClusterResolver(
         {"worker": ["a:1", "b:1"]}, "m:1", "worker", 1, "lab", num_accelerators={"GPU": 3}
@@ -240,7 +273,7 @@ def test_the_simple_one_says_what_it_was_told():
     assert (me.master(), me.master("worker", 0), me.environment) == ("m:1", "a:1", "lab")
     assert (me.num_accelerators(), me.worker_index) == ({"GPU": 3}, 1)
     assert SimpleClusterResolver({}).num_accelerators().keys() == {"GPU"}
-    with pytest.raises(ValueError, match="is none of 'chief', 'worker'"):
+    with pytest.raises(ValueError, match="is none of 'worker'"):
         SimpleClusterResolver({"worker": ["a:1"]}, task_type="boss", task_id=0)
 
 
@@ -250,6 +283,8 @@ def test_the_simple_one_says_what_it_was_told():
         {},
         {"PMI_RANK": "0", "PMI_SIZE": "1"},
         {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
+        {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"},
+        {name: text for name, text in TORCHRUN.items() if name != "MASTER_PORT"},
         # A batch script may start tasks, but is none itself.
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "n1"},
     ],
@@ -262,4 +297,8 @@ def test_what_was_written_for_this_process_comes_first():
     mpi = {"PMI_RANK": "1", "PMI_SIZE": "2"}
     assert isinstance(resolve({**tf_config(), **mpi, **STEP}), TFConfigClusterResolver)
     assert isinstance(resolve({**mpi, **STEP}), MPIClusterResolver)
-    assert isinstance(resolve(STEP), SlurmClusterResolver)
+    assert isinstance(resolve({**STEP, **TORCHRUN}), SlurmClusterResolver)
+    assert isinstance(resolve(TORCHRUN), TorchrunClusterResolver)
+    # As after `srun torchrun`: Slurm started torchrun, and torchrun this process.
+    started = {**STEP, **mpi, **TORCHRUN, "TORCHELASTIC_RUN_ID": "7"}
+    assert isinstance(resolve(started), TorchrunClusterResolver)

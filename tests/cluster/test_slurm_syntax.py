@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.cluster.slurm_syntax import expand_hosts, expand_tasks
+from ndistribute.cluster.slurm import expand_hosts, expand_tasks
 
 
 @st.composite

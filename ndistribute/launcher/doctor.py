@@ -1,0 +1,317 @@
+"""Says what this machine has for distributed jobs, and what is missing or slow with its remedy.
+
+Every check is a function that returns one finding and raises nothing: a broken machine is what it
+is for. What a process should set for its BLAS before NumPy loads is found out here as well.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from ndistribute.device import list_devices
+from ndistribute.errors import MissingDependencyError
+from ndistribute.launcher.hosts import THREAD_VARIABLES
+from ndistribute.launcher.mpiexec import find_mpiexec
+
+__all__ = ["Finding", "State", "better_kernel", "blas_settings", "examine", "usable_cores"]
+
+State = Literal["ok", "slow", "missing", "absent"]
+
+_LEAST_SHARED_MEMORY = 512 << 20
+_DNS_SECONDS = 5.0
+_KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
+# A kernel has to be worth the setting; less is within what a measurement moves by.
+_WORTH = 1.1
+_MEASURE_SECONDS = 30.0
+_MEASURE = """
+import time
+import numpy as np
+a = np.ones((512, 512), np.float32)
+best = 1.0
+for _ in range(20):
+    start = time.perf_counter()
+    a @ a
+    best = min(best, time.perf_counter() - start)
+print(2 * 512**3 / best / 1e9)
+"""
+_AVX512 = frozenset(("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"))
+# Those that OpenBLAS has for x86-64 processors without AVX-512; an unknown one is left alone.
+_BELOW_AVX512 = frozenset(
+    "Haswell Zen Excavator Steamroller Piledriver Bulldozer Sandybridge SandyBridge Nehalem Penryn "
+    "Dunnington Core2 Atom Barcelona Bobcat Prescott Katmai".split()
+)
+_FOR_MPI = "pip install 'ndistribute[mpi]'"
+_FOR_GPUS = "with a GPU: pip install 'ndistribute[cuda12]'"
+_FOR_SERVERS = "for parameter servers: pip install 'ndistribute[ps]'"
+# Packages of which one is enough, under the name of what they bring.
+_OPTIONAL = {
+    "mpi4py": (("mpi4py",), _FOR_MPI),
+    "CuPy": (("cupy-cuda13x", "cupy-cuda12x", "cupy"), _FOR_GPUS),
+    "NCCL": (("nvidia-nccl-cu13", "nvidia-nccl-cu12"), _FOR_GPUS),
+    "gRPC": (("grpcio",), _FOR_SERVERS),
+    "cloudpickle": (("cloudpickle",), _FOR_SERVERS),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Args:
+        name: what was looked at.
+        state: ``ok``; ``slow``: works, but could be faster; ``missing``: needed by every job;
+            ``absent``: needed by some jobs only.
+        text: what is there.
+        remedy: the command or setting that mends it.
+
+    >>> print(Finding("ssh", "absent", "no ssh command", "apt-get install openssh-client"))
+    absent   ssh               no ssh command
+                               -> apt-get install openssh-client
+    """
+
+    name: str
+    state: State
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.state:<8} {self.name:<17} {self.text}"
+        return f"{line}\n{'':26} -> {self.remedy}" if self.remedy else line
+
+
+def examine(measure: bool = True) -> list[Finding]:
+    """Look at everything.
+
+    Args:
+        measure: run matrix products for a second where another BLAS kernel may be faster.
+    """
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _processor,
+        _blas,
+        lambda: _kernel(measure),
+        _threads,
+        lambda: _optional("mpi4py"),
+        _mpiexec,
+        _gpus,
+        *(lambda name=name: _optional(name) for name in list(_OPTIONAL)[1:]),
+        _shared_memory,
+        _loopback,
+        _hostname,
+        _ssh,
+    ]
+    return [check() for check in checks]
+
+
+def better_kernel(flags: Collection[str], architecture: str | None) -> str | None:
+    """Return the OpenBLAS kernels to ask for, or None where it chose well or is not in use.
+
+    OpenBLAS picks its kernels by the processor's family, and takes the AVX2 ones for some families
+    that have AVX-512: a product then ran at 100 GFLOP/s a core where 215 were possible.
+
+    >>> better_kernel({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}, "Haswell")
+    'SkylakeX'
+    """
+    wrong = architecture in _BELOW_AVX512 and frozenset(flags) >= _AVX512
+    return "SkylakeX" if wrong else None
+
+
+def blas_settings(environ: Mapping[str, str], parts: int) -> dict[str, str]:
+    """Return the variables to add for a process that shares this machine's cores.
+
+    What the user has set stays: threads where neither variable is set, kernels where none are.
+
+    Args:
+        environ: the environment that the process gets otherwise.
+        parts: among how many processes the cores are divided.
+    """
+    settings = {}
+    if not any(environ.get(name) for name in THREAD_VARIABLES):
+        settings = dict.fromkeys(THREAD_VARIABLES, str(max(1, usable_cores() // parts)))
+    kernel = better_kernel(_cpu_flags(), _architecture())
+    if kernel is not None and not environ.get(_KERNEL_VARIABLE):
+        settings[_KERNEL_VARIABLE] = kernel
+    return settings
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _python() -> Finding:
+    text = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
+    return Finding("Python", "ok", text)
+
+
+def _processor() -> Finding:
+    flags = _cpu_flags()
+    widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in flags]
+    text = f"{usable_cores()} cores, {widest[0] if widest else 'no AVX'}"
+    return Finding("processor", "ok", text)
+
+
+def _blas() -> Finding:
+    for pool in _pools():
+        if pool.get("user_api") == "blas":
+            version, threads = pool.get("version") or "", pool["num_threads"]
+            return Finding("BLAS", "ok", f"{pool['internal_api']} {version}, {threads} threads")
+    remedy = "pip install --force-reinstall numpy"
+    return Finding("BLAS", "slow", "none that threadpoolctl knows", remedy)
+
+
+def _kernel(measure: bool) -> Finding:
+    chosen = _architecture()
+    better = better_kernel(_cpu_flags(), chosen)
+    if better is None:
+        return Finding("BLAS kernels", "ok", chosen or "not OpenBLAS's")
+    text = f"{chosen}, on a processor with AVX-512"
+    if measure:
+        now, then = _gemm_rate(chosen), _gemm_rate(better)
+        if now is not None and then is not None:
+            text += f": {now:.0f} GFLOP/s a core, {then:.0f} with {better}"
+            if then < _WORTH * now:
+                return Finding("BLAS kernels", "ok", text)
+    mine = os.environ.get(_KERNEL_VARIABLE)
+    remedy = f"unset {_KERNEL_VARIABLE}" if mine else f"export {_KERNEL_VARIABLE}={better}"
+    return Finding("BLAS kernels", "slow", text, f"{remedy} (`ndistribute run` then sets it)")
+
+
+def _threads() -> Finding:
+    names = (*THREAD_VARIABLES, "MKL_NUM_THREADS")
+    found = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
+    text = " ".join(found) or "not set: `ndistribute run` shares the cores among its processes"
+    return Finding("BLAS threads", "ok", text)
+
+
+def _mpiexec() -> Finding:
+    try:
+        mpi = find_mpiexec()
+    except MissingDependencyError as error:
+        return Finding("mpiexec", "absent", str(error), _FOR_MPI)
+    name = {"mpich": "MPICH", "openmpi": "Open MPI"}[mpi.family]
+    return Finding("mpiexec", "ok", f"{name} {mpi.version} at {mpi.path}")
+
+
+def _gpus() -> Finding:
+    count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    usable = len(list_devices("gpu"))
+    if usable or not count:
+        return Finding("GPUs", "ok" if usable else "absent", f"{usable} usable")
+    remedy = "pip install 'ndistribute[cuda12]' (or cuda13, as `nvidia-smi` says)"
+    return Finding("GPUs", "slow", f"{count} in the machine, but none usable", remedy)
+
+
+def _optional(name: str) -> Finding:
+    packages, remedy = _OPTIONAL[name]
+    for package in packages:
+        try:
+            return Finding(name, "ok", f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return Finding(name, "absent", "not installed", remedy)
+
+
+def _shared_memory() -> Finding:
+    remedy = "mount -o remount,size=2G /dev/shm (in Docker: --shm-size=2g)"
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Finding("shared memory", "slow", f"/dev/shm: {error.strerror}", remedy)
+    free = status.f_bavail * status.f_frsize
+    text = f"/dev/shm has {free >> 20} MiB free"
+    if free < _LEAST_SHARED_MEMORY:
+        return Finding("shared memory", "slow", text, remedy)
+    return Finding("shared memory", "ok", text)
+
+
+def _loopback() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+    except OSError as error:
+        text = f"no free port on 127.0.0.1: {error.strerror}"
+        return Finding("loopback", "missing", text, "ip link set lo up")
+    return Finding("loopback", "ok", f"127.0.0.1 gives free ports, {port} for example")
+
+
+def _hostname() -> Finding:
+    name = socket.gethostname()
+    remedy = f"add '<address> {name}' to /etc/hosts; needed for jobs on several hosts"
+    # In a process of its own: a name server that is gone would keep this one waiting.
+    ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
+    address = _said([sys.executable, "-I", "-S", "-c", ask, name], _DNS_SECONDS)
+    if address is None:
+        return Finding("host name", "absent", f"{name} does not resolve", remedy)
+    if address.startswith("127."):
+        text = f"{name} is {address} here, which no other host can reach"
+        return Finding("host name", "absent", text, remedy)
+    return Finding("host name", "ok", f"{name} is {address}")
+
+
+def _ssh() -> Finding:
+    path = shutil.which("ssh")
+    if path is None:
+        text, remedy = "no ssh; needed for --hosts", "apt-get install openssh-client"
+        return Finding("ssh", "absent", text, remedy)
+    return Finding("ssh", "ok", path)
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Return what the processor can do; nothing where /proc does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _pools() -> list[dict[str, Any]]:
+    """Return the thread pools of NumPy's libraries in this process."""
+    import numpy as np  # noqa: F401, its BLAS is what threadpoolctl finds
+    import threadpoolctl
+
+    return list(threadpoolctl.threadpool_info())
+
+
+def _architecture() -> str | None:
+    """Return the kernels that NumPy's OpenBLAS uses in this process, or None if it uses another."""
+    pools = [pool for pool in _pools() if pool.get("internal_api") == "openblas"]
+    return pools[0].get("architecture") if pools else None
+
+
+def _gemm_rate(kernel: str | None) -> float | None:
+    """Measure one core's float32 products with some kernels, in GFLOP/s; None if it can not be."""
+    environ = {name: value for name, value in os.environ.items() if name != _KERNEL_VARIABLE}
+    environ |= dict.fromkeys(THREAD_VARIABLES, "1")
+    if kernel is not None:
+        environ[_KERNEL_VARIABLE] = kernel
+    rate = _said([sys.executable, "-c", _MEASURE], _MEASURE_SECONDS, environ)
+    return None if rate is None else float(rate)
+
+
+def _said(
+    command: list[str], seconds: float, environ: Mapping[str, str] | None = None
+) -> str | None:
+    """Return what a command prints, or None if it fails or takes too long."""
+    try:
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=seconds, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,139 @@
+"""The hosts of a job: read from a command line or a file, filled with processes, reached by ssh.
+
+The environment of a process on another host, and with it the job's secret, goes over the standard
+input of ssh and stands on no command line. The end of the connection is the end of the process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ndistribute.launcher import reaper
+
+__all__ = [
+    "THREAD_VARIABLES",
+    "Host",
+    "assign",
+    "is_this_machine",
+    "parse_hosts",
+    "remote_script",
+    "ssh_command",
+]
+
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+
+# A name has no dash at its start: ssh would take it for an option.
+_HOST = re.compile(
+    r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.@-]*|\[[0-9A-Fa-f:.]+\])"
+    r"(?:(?::|\s+(?:slots\s*=\s*)?)(?P<slots>\d+))?(?:\s+max_slots=\d+)?"
+)
+# What goes along of the user's environment; the rest belongs to this machine, or to one process.
+_CARRIED = ("NDISTRIBUTE_", "OMP_", "OPENBLAS_", "MKL_", "NCCL_", "PYTHON")
+_NOT_CARRIED = ("NDISTRIBUTE_LISTEN_FD", "NDISTRIBUTE_HOST_ID", reaper.MARK)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine and how many processes it takes."""
+
+    name: str
+    slots: int
+
+
+def parse_hosts(text: str, separator: str = ",") -> list[Host]:
+    r"""Return the hosts of a list such as ``a:2,b``, or of a file with one in each line.
+
+    Raises:
+        ValueError: an entry is malformed, a host is named twice, or there is none.
+
+    >>> parse_hosts("a:2,b")
+    [Host(name='a', slots=2), Host(name='b', slots=1)]
+    >>> parse_hosts("# rack 1\na slots=2\nb 2\n", separator="\n")
+    [Host(name='a', slots=2), Host(name='b', slots=2)]
+    """
+    entries = [entry.partition("#")[0].strip() for entry in text.split(separator)]
+    hosts: dict[str, Host] = {}
+    for entry in entries if separator == "," else filter(None, entries):
+        match = _HOST.fullmatch(entry)
+        if match is None or match["slots"] == "0":
+            raise ValueError(f"{entry!r} is not HOST or HOST:PROCESSES.")
+        name = match["name"]
+        if name in hosts:
+            raise ValueError(f"the host {name!r} is named twice: write {name}:2 for two processes.")
+        hosts[name] = Host(name, int(match["slots"] or 1))
+    if not hosts:
+        raise ValueError("the hostfile names no host.")
+    return list(hosts.values())
+
+
+def assign(hosts: Sequence[Host], processes: int | None) -> list[Host]:
+    """Return how many of a number of processes each host gets, filling one after the other.
+
+    Raises:
+        ValueError: the hosts do not take as many, or it is not at least one.
+
+    >>> assign([Host("a", 2), Host("b", 2), Host("c", 2)], 3)
+    [Host(name='a', slots=2), Host(name='b', slots=1)]
+    """
+    room = sum(host.slots for host in hosts)
+    left = room if processes is None else processes
+    if left < 1:
+        raise ValueError(f"-n must be at least 1, got {left}.")
+    if left > room:
+        raise ValueError(f"-n {left} is more than the {room} processes that the hosts take.")
+    used = []
+    for host in hosts:
+        if left > 0:
+            used.append(Host(host.name, min(host.slots, left)))
+            left -= host.slots
+    return used
+
+
+def is_this_machine(name: str) -> bool:
+    """Return True if a host's name is one of this machine's own."""
+    mine = socket.gethostname().lower()
+    known = {"localhost", "127.0.0.1", "::1", mine, mine.partition(".")[0]}
+    return name.strip("[]").lower() in known
+
+
+def ssh_command(host: str) -> list[str]:
+    """Return the command that runs a shell on a host, which reads what to do from its input."""
+    return ["ssh", "-o", "BatchMode=yes", "--", host.strip("[]"), "exec /bin/sh -s"]
+
+
+def remote_script(
+    job: str,
+    argv: Sequence[str],
+    settings: Mapping[str, str],
+    environ: Mapping[str, str],
+    sharing: int,
+) -> str:
+    """Return what the remote shell reads: go to the same folder, set the environment, run.
+
+    Args:
+        job: the mark by which the remote reaper knows what belongs to this process.
+        argv: the process's command line.
+        settings: its variables; they come before the user's.
+        environ: the launcher's environment, of which the part about the job goes along.
+        sharing: how many processes share the cores of the host.
+    """
+    carried = {name: value for name, value in environ.items() if name.startswith(_CARRIED)}
+    variables = {**carried, **settings}
+    lines = [f"cd {shlex.quote(os.getcwd())} || exit 72"]
+    if not any(variables.get(name) for name in THREAD_VARIABLES):
+        # Only the host knows how many cores it has.
+        lines.append(f"threads=$(( $(nproc 2>/dev/null || echo 1) / {sharing} ))")
+        lines.append('[ "$threads" -ge 1 ] || threads=1')
+        lines += [f"export {name}=$threads" for name in THREAD_VARIABLES]
+    for name, value in variables.items():
+        if name not in _NOT_CARRIED:
+            lines.append(f"export {name}={shlex.quote(value)}")
+    # Its source goes along, so that it reads as a whole before it runs what shares its input.
+    command = [argv[0], "-I", "-S", "-c", inspect.getsource(reaper), "run", job, *argv]
+    return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"

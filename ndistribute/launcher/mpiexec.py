@@ -1,0 +1,162 @@
+"""How a job is started through MPI: which mpiexec, of which family, with which options.
+
+The families differ in everything but `-n`. Variables go along by name, never by value.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ndistribute.errors import MissingDependencyError
+from ndistribute.launcher.hosts import Host
+from ndistribute.launcher.output import MPIEXEC
+
+__all__ = [
+    "Mpiexec",
+    "blamed_rank",
+    "exit_code",
+    "find_mpiexec",
+    "mpiexec_command",
+    "parse_tagged",
+    "redirection",
+]
+
+_HOW = "Install both with: pip install ndistribute[mpi]"
+# Open MPI writes [1,0]<stdout>: and, since version 5, [job@1,0]<stdout>: ; MPICH writes [0] .
+_TAG = re.compile(rb"\[(?:[^\]\s]*,)?(?P<rank>\d+)\](?:<std(?:out|err|diag)>:)? ?")
+_BLAMED = re.compile(
+    rb"process rank (\d+) with PID|\bAbort\(\d+\) on node (\d+) \(rank"
+    rb"|\bWorkerLostError: worker (\d+)\b"
+)
+
+
+@dataclass(frozen=True)
+class Mpiexec:
+    """An mpiexec: its path, its family and what it says of its version."""
+
+    path: str
+    family: str
+    version: str
+
+
+def find_mpiexec() -> Mpiexec:
+    """Find mpiexec: the one beside this Python, as wheels put it there, else the one on the path.
+
+    Raises:
+        MissingDependencyError: there is none that works, or no mpi4py.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        raise MissingDependencyError(f"--mpi needs mpi4py, which is not installed. {_HOW}")
+    beside = Path(sys.executable).parent / "mpiexec"
+    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if path is None:
+        raise MissingDependencyError(f"--mpi needs mpiexec, and there is none. {_HOW}")
+    try:
+        said = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise MissingDependencyError(f"{path} --version failed: {error}. {_HOW}") from error
+    text = said.stdout + said.stderr
+    number = re.search(r"\d+\.\d+(?:\.\d+)?", text)
+    version = number[0] if number else "of unknown version"
+    if "HYDRA" in text or "Intel(R) MPI" in text:
+        return Mpiexec(path, "mpich", version)
+    if re.search("Open MPI|OpenRTE|prte", text, re.IGNORECASE):
+        return Mpiexec(path, "openmpi", version)
+    raise MissingDependencyError(
+        f"{path} is neither MPICH's nor Open MPI's; it says {text[:80]!r}. {_HOW}"
+    )
+
+
+def mpiexec_command(
+    mpi: Mpiexec,
+    hosts: Sequence[Host],
+    python: Sequence[str],
+    variables: Sequence[str],
+    *,
+    local: bool = True,
+    redirect: str = "",
+) -> list[str]:
+    """Return the command line that starts a job through MPI.
+
+    Args:
+        mpi: what was found.
+        hosts: where, and how many processes on each.
+        python: what comes after the interpreter: the script and its arguments.
+        variables: the names of the variables that every process gets from this environment.
+        local: all hosts are this machine, which MPI then need not be told.
+        redirect: a shell script that sends each rank's output elsewhere, see ``redirection``.
+    """
+    where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    command = [mpi.path, "-n", str(sum(host.slots for host in hosts))]
+    if mpi.family == "mpich":
+        # All variables: a list of some would leave out those that MPI itself may need.
+        command += ["-genvall", *([] if local else ["-hosts", where])]
+        command += [] if redirect else ["-prepend-rank"]
+    else:
+        # Bound to one core each, the threads of a rank would all share it.
+        command += ["--oversubscribe", "--bind-to", "none"]
+        command += [] if redirect else ["--tag-output"]
+        command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        command += [] if local else ["--host", where]
+        command += [part for name in variables for part in ("-x", name)]
+    # mpi4py's runner ends the job when one rank raises; with plain Python the others would wait.
+    shell = ["/bin/sh", "-c", redirect, "sh"] if redirect else []
+    return [*command, *shell, sys.executable, "-m", "mpi4py", *python]
+
+
+def redirection(launcher: int, writers: Sequence[tuple[int, int]]) -> str:
+    """Return a shell script with which ranks of this machine write to the launcher's own pipes.
+
+    What goes through mpiexec arrives in pieces and can not be told apart: it marks every write with
+    the rank, and one line of Python's may be several.
+
+    Args:
+        launcher: the process that holds the pipes.
+        writers: for each rank the descriptors for its output and its errors there.
+    """
+    fds = f"/proc/{launcher}/fd"
+    cases = [f'{n}) exec "$@" >{fds}/{out} 2>{fds}/{err};;' for n, (out, err) in enumerate(writers)]
+    rank = "${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-$PMIX_RANK}}"
+    return f'case "{rank}" in {" ".join(cases)} esac; exec "$@"'
+
+
+def exit_code(code: int, said: Sequence[bytes]) -> int:
+    """Return the code for what mpiexec said, which MPICH's does not tell of signals.
+
+    >>> exit_code(9, [b"... WITH THE EXIT STRING: Killed (signal 9)"])
+    137
+    """
+    for line in said:
+        match = re.search(rb"EXIT STRING: .*\(signal (\d+)\)", line)
+        if match:
+            return 128 + int(match[1])
+    return code
+
+
+def parse_tagged(line: bytes) -> tuple[str, bytes]:
+    """Return the rank that a line came from, ``"mpiexec"`` for its own lines, and the rest.
+
+    >>> parse_tagged(b"[1,0]<stdout>: hello"), parse_tagged(b"[2] hello"), parse_tagged(b"oh")
+    (('0', b'hello'), ('2', b'hello'), ('mpiexec', b'oh'))
+    """
+    match = _TAG.match(line)
+    return (match["rank"].decode(), line[match.end() :]) if match else (MPIEXEC, line)
+
+
+def blamed_rank(said: Sequence[bytes]) -> str | None:
+    """Return the rank that the messages of MPI, or of those that lost it, name; or None."""
+    for line in said:
+        match = _BLAMED.search(line)
+        if match:
+            return str(int(next(filter(None, match.groups()))))
+    return None

@@ -1,0 +1,268 @@
+"""What the processes of a job print: shown line by line with whose it is, kept in files, quoted.
+
+A line is shown when it is complete. Those that end in a carriage return, as progress bars write
+them, count as complete. Only `close` waits for whoever reads the launcher's own output.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+
+__all__ = ["MPIEXEC", "Console", "Lines", "Writer", "ending", "last_report", "tells_of_another"]
+
+# What stands for a rank in front of mpiexec's own lines, which it writes to either stream.
+MPIEXEC = "mpiexec"
+
+_BREAK = re.compile(rb"\r\n|\n|\r(?!\Z)")
+_LONGEST_LINE = 1 << 16
+_KEPT_LINES = 400
+_HEADER = re.compile(rb"^\s*(?:\+ Exception Group )?Traceback \(most recent call last\):")
+_CHAINED = (
+    b"During handling of the above exception, another exception occurred:",
+    b"The above exception was the direct cause of the following exception:",
+)
+_LOST_ANOTHER = re.compile(rb"^(?:[\w.]*\.)?WorkerLostError\b")
+_WRITE_BYTES = 1 << 14
+
+
+class Lines:
+    """Cut a stream of bytes into lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that are complete now, without their ends."""
+        *lines, self._rest = _BREAK.split(self._rest + data)
+        if len(self._rest) > _LONGEST_LINE:
+            lines.append(self._rest)
+            self._rest = b""
+        return lines
+
+    def close(self) -> list[bytes]:
+        """Return what was not ended by a line break."""
+        rest, self._rest = self._rest.rstrip(b"\r"), b""
+        return [rest] if rest else []
+
+
+class Writer:
+    """Write to a descriptor from a thread, so that a reader who stops reading stops nothing else.
+
+    Of what waits, the oldest is dropped beyond a number of bytes; a line in its place says so.
+    """
+
+    def __init__(self, fd: int, most: int = 8 << 20) -> None:
+        self._fd = fd
+        self._most = most
+        self._waiting: deque[bytes] = deque()
+        self._bytes = self._lost = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        self.error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="ndistribute out", daemon=True)
+        self._thread.start()
+
+    def write(self, data: bytes) -> None:
+        """Hand over bytes to be written."""
+        with self._changed:
+            if self.error is not None:
+                self._lost += len(data)
+                return
+            self._waiting.append(data)
+            self._bytes += len(data)
+            while self._bytes > self._most and len(self._waiting) > 2:
+                self._lost += len(self._waiting[1])  # The first is being written.
+                self._bytes -= len(self._waiting[1])
+                del self._waiting[1]
+            self._changed.notify_all()
+
+    def close(self, patience: float = 10.0) -> int:
+        """Wait while somebody reads; return how many bytes nobody was shown."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            while self._bytes and self._changed.wait(patience):
+                pass
+            lost = self._bytes + self._lost
+        if not self._bytes:
+            self._thread.join(patience)
+        return lost
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                data = self._waiting[0]
+            try:
+                written = os.write(self._fd, data[:_WRITE_BYTES])
+            except OSError as error:
+                self._fail(error)
+                return
+            with self._changed:
+                self._waiting[0] = data[written:]
+                self._bytes -= written
+                if not self._waiting[0]:
+                    self._waiting.popleft()
+                    if self._lost:
+                        told = b"ndistribute run: %d bytes were dropped here: nobody read them.\n"
+                        self._waiting.appendleft(told % self._lost)
+                        self._bytes += len(self._waiting[0])
+                        self._lost = 0
+                self._changed.notify_all()
+
+    def _fail(self, error: OSError) -> None:
+        with self._changed:
+            self.error = error
+            self._lost += self._bytes
+            self._bytes = 0
+            self._waiting.clear()
+            self._changed.notify_all()
+
+
+class Console:
+    """Show lines with the rank or task they came from, and keep the last ones of each.
+
+    Args:
+        stdout: the descriptor where the processes' output goes.
+        stderr: the one where their errors go.
+        log_dir: a folder for a file of each rank or task, or None.
+
+    Raises:
+        OSError: the folder can not be made.
+    """
+
+    def __init__(self, stdout: int, stderr: int, log_dir: Path | None = None) -> None:
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        out = Writer(stdout)
+        # One queue where both are one file, so that the order of lines is kept.
+        same = os.path.sameopenfile(stdout, stderr)
+        self._writers = {"stdout": out, "stderr": out if same else Writer(stderr)}
+        self._log_dir = log_dir
+        self._logs: dict[Path, FileIO] = {}
+        self.begin(0)
+
+    def begin(self, attempt: int) -> None:
+        """Forget what an earlier attempt at the job wrote; later ones get files of their own."""
+        self._close_logs()
+        self._suffix = f".{attempt}.log" if attempt else ".log"
+        self._full: set[Path] = set()
+        self._kept: dict[str, deque[bytes]] = {}
+        self.reported: list[str] = []
+
+    @property
+    def nobody_reads(self) -> bool:
+        """Return True if whoever read the output has gone, rather than stopped for a while."""
+        return any(isinstance(w.error, BrokenPipeError) for w in self._writers.values())
+
+    def take(self, rank: str, stream: str, lines: list[bytes]) -> None:
+        """Keep and show lines of a rank."""
+        if not lines:
+            return
+        if self._log_dir is not None:
+            name = f"rank-{rank}" if rank.isdigit() else rank.replace(":", "-")
+            self._log(self._log_dir / (name + self._suffix), b"".join(b"%b\n" % x for x in lines))
+        if stream == "stderr" or rank == MPIEXEC:
+            self._kept.setdefault(rank, deque(maxlen=_KEPT_LINES)).extend(lines)
+            if rank not in self.reported and any(_HEADER.match(line) for line in lines):
+                self.reported.append(rank)
+        self._writers[stream].write(b"".join(b"[%b] %b\n" % (rank.encode(), x) for x in lines))
+
+    def say(self, message: str, report: Iterable[bytes] = ()) -> None:
+        """Write a message of the launcher's own to the errors, and lines that belong to it."""
+        text = b"\n".join([f"ndistribute run: {message}".encode(), *report])
+        self._writers["stderr"].write(text + b"\n")
+
+    def kept(self, rank: str) -> list[bytes]:
+        """Return the last lines of a rank's errors."""
+        return list(self._kept.get(rank, ()))
+
+    def forget(self, rank: str) -> None:
+        """Keep no more lines of a rank, as another process takes its place."""
+        self._kept.pop(rank, None)
+
+    def close(self) -> None:
+        """Close the files, and wait for whoever still reads."""
+        self._close_logs()
+        out, err = self._writers.values()
+        lost = out.close()
+        if err is not out:
+            if lost and not self.nobody_reads:
+                why = out.error or "nobody read them"
+                self.say(f"{lost} bytes of output were dropped at the end: {why}.")
+            err.close()
+
+    def _close_logs(self) -> None:
+        for log in self._logs.values():
+            log.close()
+        self._logs.clear()
+
+    def _log(self, path: Path, data: bytes) -> None:
+        try:
+            if path not in self._logs:
+                # Not buffered: what a full disk did not take would be written again at the end.
+                self._logs[path] = path.open("wb", buffering=0)
+            _write_all(self._logs[path].fileno(), data)
+        except OSError as error:
+            if path not in self._full:
+                self._full.add(path)
+                self.say(f"{path} lacks lines: {error.strerror}. The job goes on.")
+
+
+def last_report(lines: list[bytes], most: int = 200) -> list[bytes]:
+    """Return the last traceback of what a process wrote, with those it was caused by.
+
+    Where there is none, as after a syntax error, the last lines stand for it.
+
+    >>> last_report([b"loading", b"Traceback (most recent call last):", b"ValueError: no"])
+    [b'Traceback (most recent call last):', b'ValueError: no']
+    """
+    headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
+    # Those of a group stand indented under the group's own.
+    while len(headers) > 1 and lines[headers[-1]][:1].isspace():
+        headers.pop()
+    report = lines[_first_of_chain(lines, headers[-1]) :] if headers else lines[-20:]
+    return report if len(report) <= most else [*report[: most // 2], b"...", *report[-most // 2 :]]
+
+
+def tells_of_another(lines: list[bytes]) -> bool:
+    """Return True if a process ended because it lost another one, which is the one to name."""
+    return any(_LOST_ANOTHER.match(line) for line in last_report(lines))
+
+
+def ending(code: int) -> str:
+    """Return an exit code in words.
+
+    >>> ending(3), ending(137)
+    ('exit code 3', 'signal 9')
+    """
+    return f"signal {code - 128}" if code > 128 else f"exit code {code}"
+
+
+def _first_of_chain(lines: list[bytes], header: int) -> int:
+    """Return where a chain of tracebacks begins; a cause may be a line without a traceback."""
+    before = _last_filled(lines, header)
+    if before < 0 or lines[before].strip() not in _CHAINED:
+        return header
+    start = end = max(0, _last_filled(lines, before))
+    while start > 0 and lines[start - 1].strip() and not _HEADER.match(lines[start]):
+        start -= 1
+    return _first_of_chain(lines, start) if _HEADER.match(lines[start]) else end
+
+
+def _last_filled(lines: list[bytes], end: int) -> int:
+    """Return the last line before a place that is not blank, -1 if there is none."""
+    return next((n for n in range(end - 1, -1, -1) if lines[n].strip()), -1)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

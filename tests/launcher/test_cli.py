@@ -1,0 +1,194 @@
+"""The `ndistribute` command: what it takes, what it refuses, and what it hands on."""
+
+from __future__ import annotations
+
+import configparser
+from pathlib import Path
+
+import pytest
+
+from ndistribute import cli
+from ndistribute.launcher import doctor
+from ndistribute.launcher.hosts import Host
+from tests.launcher.jobs import ROOT, run
+
+
+def options(*arguments):
+    return cli.job_options(cli.parser().parse_args(["run", *arguments]))
+
+
+def test_the_options_of_a_job():
+    job = options(
+        *"-n 3 --hosts a:2,b:2 --max-restarts 2 --log-dir logs --timeout 5 --port 4000".split(),
+        *"x.py -n 9 --timeout no".split(),
+    )
+    assert job.hosts == (Host("a", 2), Host("b", 1))
+    assert job.command == tuple("x.py -n 9 --timeout no".split())
+    assert (job.max_restarts, job.log_dir, job.timeout, job.port) == (2, Path("logs"), 5.0, 4000)
+    assert (job.mpi, job.module, job.processes, job.is_local) == (False, False, 3, False)
+
+
+def test_without_hosts_all_is_on_this_machine():
+    job = options("-n", "2", "--mpi", "-m", "package.module", "-x")
+    assert (job.is_local, job.mpi, job.python) == (True, True, ("-m", "package.module", "-x"))
+    assert options("-n", "2", "--", "x.py").command == ("x.py",)
+
+
+def test_a_cluster_with_servers():
+    job = options(*"--workers 2 --ps 3 --chief --snapshot-dir d --snapshot-seconds 5 x.py".split())
+    assert (job.hosts, job.servers, job.chief) == ((Host("localhost", 2),), 3, True)
+    assert (job.processes, job.is_local) == (6, True)
+    assert (job.snapshot_dir, job.snapshot_seconds) == (Path("d"), 5.0)
+
+
+def test_hosts_come_from_a_file(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\nb\n")
+    assert options("--hostfile", str(tmp_path / "hosts"), "x.py").processes == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("x.py", "how many processes"),
+        ("-n 2", "no script was given"),
+        ("-n 0 x.py", "-n must be at least 1"),
+        ("-n 3 --hosts a:2 x.py", "-n 3 is more than the 2"),
+        ("-n 1 --timeout 0 x.py", "--timeout must be more than 0"),
+        ("-n 1 --max-restarts -1 x.py", "--max-restarts must be 0 or more"),
+        ("--workers 2 x.py", "--workers is for jobs with parameter servers"),
+        ("-n 2 --chief x.py", "--chief is for jobs with parameter servers"),
+        ("-n 2 --snapshot-dir d x.py", "--snapshot-dir is for jobs with parameter servers"),
+        ("--ps 2 x.py", "--workers 2 --ps 1"),
+        ("-n 2 --ps 2 x.py", "--workers 2 --ps 1"),
+        ("--workers 2 --ps 0 x.py", "--ps must be more than 0"),
+        ("--workers 0 --ps 2 x.py", "--workers must be more than 0"),
+        ("--workers 2 --ps 1 --snapshot-seconds 0 x.py", "--snapshot-seconds must be more than 0"),
+        ("--workers 2 --ps 1 --hosts a,b x.py", "start each of them by hand"),
+        ("--workers 2 --ps 1 --mpi x.py", "without MPI"),
+        ("--hosts a: x.py", "is not HOST or HOST:PROCESSES"),
+        ("--hostfile /dev/null x.py", "names no host"),
+        ("--hostfile /no/such/file x.py", "No such file"),
+        ("--hosts far:2 --port 65535 --dry-run x.py", "--port 65535"),
+    ],
+)
+def test_what_does_not_fit_is_said_and_nothing_started(capfd, arguments, message):
+    assert cli.main(["run", *arguments.split()]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("ndistribute: ")
+    assert message in said.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "fly", "run --mpi --tcp -n 1 x.py", "run -n 1 --workers 1 x.py", "trace fly ."],
+)
+def test_an_unknown_command_is_refused(capfd, arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments.split())
+    assert caught.value.code == 2
+    assert "usage: ndistribute" in capfd.readouterr().err
+
+
+def test_the_command_is_installed_under_its_name():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    scripts = config["options.entry_points"]["console_scripts"].split("\n")
+    assert "ndistribute = ndistribute.cli:main" in scripts
+
+
+def test_python_m_is_the_same_command(tmp_path):
+    (tmp_path / "x.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    done = run("run", "-n", "1", tmp_path / "x.py", "--help")
+    assert (done.returncode, done.stdout) == (0, "[0] ['--help']\n")
+    help_text = run("--help")
+    assert help_text.returncode == 0
+    assert all(name in help_text.stdout for name in ("run", "doctor", "bench", "trace"))
+
+
+def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(capfd):
+    code = cli.main(["doctor", "--fast"])
+    said = capfd.readouterr().out
+    names = (
+        "Python|processor|BLAS|BLAS kernels|BLAS threads|mpi4py|mpiexec|GPUs|CuPy|NCCL|"
+        "gRPC|cloudpickle|shared memory|loopback|host name|ssh"
+    )
+    findings = doctor.examine(measure=False)
+    assert [finding.name for finding in findings] == names.split("|")
+    assert all(name in said for name in names.split("|"))
+    assert code == 0, said
+    for finding in findings:
+        mended = finding.state == "ok" or finding.remedy or finding.name == "GPUs"
+        assert mended, finding
+
+
+def test_the_doctor_says_what_is_missing_for_every_job(monkeypatch, capfd):
+    lost = doctor.Finding("loopback", "missing", "no free port", "ip link set lo up")
+    monkeypatch.setattr(doctor, "examine", lambda measure: [lost])
+    assert cli.main(["doctor"]) == 1
+    assert "1 missing" in capfd.readouterr().out
+
+
+AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl", "avx2"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "architecture", "better"),
+    [
+        (AVX512, "Haswell", "SkylakeX"),
+        (AVX512, "Zen", "SkylakeX"),
+        (AVX512, "SkylakeX", None),
+        (AVX512, "Cooperlake", None),
+        (AVX512, "SapphireRapids", None),
+        (AVX512, "neoversen1", None),
+        (AVX512, None, None),
+        (AVX512 - {"avx512vl"}, "Haswell", None),
+        ({"avx2"}, "Haswell", None),
+        ((), "Haswell", None),
+    ],
+)
+def test_other_kernels_are_asked_for_only_where_blas_chose_below_the_processor(
+    flags, architecture, better
+):
+    assert doctor.better_kernel(flags, architecture) == better
+
+
+def test_ranks_get_the_better_kernel_but_never_in_place_of_the_users(monkeypatch):
+    monkeypatch.setattr(doctor, "_cpu_flags", lambda: AVX512)
+    monkeypatch.setattr(doctor, "_architecture", lambda: "Haswell")
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 6)
+    settings = doctor.blas_settings({}, 4)
+    assert settings == {
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_CORETYPE": "SkylakeX",
+    }
+    assert doctor.blas_settings({}, 2)["OMP_NUM_THREADS"] == "3"
+    mine = {"OPENBLAS_CORETYPE": "Zen", "OMP_NUM_THREADS": "5"}
+    assert doctor.blas_settings(mine, 2) == {}
+
+
+def test_matrix_products_are_measured_with_a_kernel():
+    rate = doctor._gemm_rate(None)
+    assert rate is not None
+    assert rate > 0
+
+
+def test_a_benchmark_runs_with_the_remaining_arguments():
+    done = run("bench", "all_reduce", "--help")
+    assert done.returncode == 0
+    assert "usage:" in done.stdout
+
+
+def test_without_the_repository_a_benchmark_says_so(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "ndistribute" / "cli.py"))
+    assert cli.main(["bench", "all_reduce"]) == 2
+    assert "the benchmarks come with the repository" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["merge", "report"])
+def test_a_folder_without_traces_is_refused(capfd, tmp_path, what):
+    assert cli.main(["trace", what, str(tmp_path / "gone")]) == 2
+    assert "is no directory" in capfd.readouterr().err
+    assert cli.main(["trace", what, str(tmp_path)]) == 2
+    assert "NDISTRIBUTE_TRACE" in capfd.readouterr().err

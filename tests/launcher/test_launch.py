@@ -1,0 +1,317 @@
+"""`ndistribute run` on this machine: real processes that print, raise, hang and are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.jobs import lasting, read_pids, run, started
+
+# What the scripts begin with: the rank, and a wait that only a signal ends.
+PREAMBLE = """
+import json, os, signal, socket, subprocess, sys
+config = json.loads(os.environ["TF_CONFIG"])
+rank = config["task"]["index"]
+wait = signal.pause
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(PREAMBLE + text)
+        return path
+
+    return write
+
+
+def test_every_rank_listens_at_the_address_that_the_others_know(script):
+    path = script("""
+workers = config["cluster"]["worker"]
+own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
+assert "%s:%s" % own.getsockname() == workers[rank], workers
+host, port = workers[1 - rank].split(":")
+if rank == 0:
+    with socket.create_connection((host, int(port)), timeout=10) as peer:
+        peer.sendall(b"hello")
+        print("answer", peer.recv(5).decode(), *sys.argv[1:])
+else:
+    own.settimeout(10)
+    peer, _ = own.accept()
+    with peer:
+        peer.sendall(peer.recv(5)[::-1])
+""")
+    done = run("run", "-n", "2", path, "--flag", "two words")
+    assert (done.returncode, done.stdout) == (0, "[0] answer olleh --flag two words\n"), done.stderr
+
+
+def test_output_comes_whole_line_by_line_and_live(script):
+    path = script("""
+for number in range(200):
+    sys.stdout.write("a" * 50)
+    sys.stdout.write(f" {number}\\n")
+print("half", end="")
+print("error", file=sys.stderr)
+""")
+    done = run("run", "-n", "2", path)
+    lines = done.stdout.splitlines()
+    for rank in "01":
+        mine = [line for line in lines if line.startswith(f"[{rank}] ")]
+        expected = [f"[{rank}] {'a' * 50} {number}" for number in range(200)]
+        assert mine == [*expected, f"[{rank}] half"]
+    assert sorted(done.stderr.splitlines()) == ["[0] error", "[1] error"]
+
+
+def test_a_line_is_seen_while_the_job_runs(script):
+    with started("run", "-n", "1", script("print('pid', os.getpid())\nwait()")) as job:
+        assert lasting(read_pids(job, 1), 0) != []
+
+
+def test_the_first_traceback_stands_at_the_end_and_gives_the_exit_code(script):
+    path = script("""
+if rank == 1:
+    try:
+        {}["lost"]
+    except KeyError as error:
+        raise ValueError("boo") from error
+print("pid", os.getpid())
+wait()
+""")
+    done = run("run", "-n", "3", path)
+    assert done.returncode == 1
+    _, _, end = done.stderr.partition("ndistribute run: rank 1 failed first (exit code 1)")
+    assert "[1] KeyError: 'lost'" in end
+    assert end.endswith("[1] ValueError: boo\n")
+    assert end.count("Traceback") == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal 11"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed(script, end, code, words):
+    done = run("run", "-n", "2", script(f"if rank == 0:\n    {end}\nwait()"))
+    assert done.returncode == code
+    assert f"rank 0 failed first ({words})" in done.stderr
+
+
+def test_one_that_only_lost_another_is_not_blamed(script):
+    """Rank 0 ends first, but tells of rank 1, which then ends by a signal."""
+    path = script("""
+class WorkerLostError(Exception):
+    pass
+host, port = config["cluster"]["worker"][1].split(":")
+if rank == 0:
+    peer = socket.create_connection((host, int(port)), timeout=10)
+    raise WorkerLostError("rank 1 is gone")
+own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
+own.accept()[0].recv(1)  # until rank 0 has ended: its connection goes with it
+os.kill(os.getpid(), signal.SIGKILL)
+""")
+    done = run("run", "-n", "2", path)
+    assert "rank 1 failed first (signal 9)" in done.stderr
+    assert done.returncode == 137
+
+
+def test_a_job_whose_ranks_all_lost_each_other_has_failed(script):
+    path = script("""
+class WorkerLostError(Exception):
+    pass
+if rank == 0:
+    raise WorkerLostError("rank 1 is gone")
+""")
+    done = run("run", "-n", "2", path)
+    assert done.returncode == 1
+    assert "rank 0 failed first (exit code 1)" in done.stderr
+
+
+def test_a_rank_that_never_stops_printing_does_not_hide_that_another_failed(script):
+    path = script("""
+if rank == 1:
+    sys.exit(3)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+while True:
+    os.write(1, b"more" * 500 + b"\\n")
+""")
+    done = run("run", "-n", "3", path)
+    assert done.returncode == 3
+    assert "rank 1 failed first (exit code 3)" in done.stderr
+
+
+def test_a_job_that_takes_too_long_is_stopped(script):
+    done = run("run", "-n", "2", "--timeout", "0.5", script("wait()"))
+    assert (done.returncode, done.stdout) == (124, "")
+    assert done.stderr == "ndistribute run: stopped after --timeout 0.5 s.\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_all(script, signum):
+    with started("run", "-n", "2", script("print('pid', os.getpid())\nwait()")) as job:
+        pids = read_pids(job, 2)
+        job.send_signal(signum)
+        assert job.wait(10) == 128 + signum
+        assert lasting(pids) == []
+
+
+# A rank that ignores SIGTERM, and a process of it that left its group.
+STUBBORN = """
+child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"],
+                         start_new_session=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("pid", os.getpid())
+print("pid", child.pid)
+while True:
+    wait()
+"""
+
+
+def test_what_ignores_sigterm_is_killed_after_a_grace(script):
+    """By the launcher, and where that is killed itself by the guardian."""
+    path = script(STUBBORN)
+    with started("run", "-n", "1", path) as job, started("run", "-n", "2", path) as killed:
+        pids, orphans = read_pids(job, 2), read_pids(killed, 4)
+        killed.kill()
+        job.terminate()
+        assert job.wait(15) == 128 + signal.SIGTERM
+        assert lasting(pids, 0) == []
+        assert lasting(orphans) == []
+
+
+def test_a_rank_that_was_stopped_is_killed_as_well(script):
+    with started("run", "-n", "2", script("print('pid', os.getpid())\nwait()")) as job:
+        pids = read_pids(job, 2)
+        os.kill(pids[0], signal.SIGSTOP)
+        job.terminate()
+        job.terminate()  # Asked twice, it does not wait for the grace to pass.
+        assert job.wait(15) == 128 + signal.SIGTERM
+        assert lasting(pids, 0) == []
+
+
+def test_a_host_that_can_not_be_reached_is_an_error(script, tmp_path):
+    done = run("run", "--hosts", "far:1", script("pass"), env={"PATH": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ndistribute: ")
+    assert "'ssh'" in done.stderr
+
+
+def test_what_a_rank_leaves_behind_ends_with_the_job(script):
+    path = script("""
+child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+print("pid", child.pid)
+""")
+    done = run("run", "-n", "1", path)
+    assert done.returncode == 0
+    assert lasting([int(done.stdout.rpartition(" ")[2])], 0) == []
+
+
+def test_a_failed_job_starts_again_at_its_addresses_with_a_fresh_secret(script, tmp_path):
+    path = script(f"""
+with open({str(tmp_path / "tries")!r} + str(rank), "a") as tries:
+    names = "NDISTRIBUTE_SECRET", "NDISTRIBUTE_JOB_ID", "TF_CONFIG"
+    tries.write(" ".join(os.environ[name] for name in names) + "\\n")
+print("try")
+own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
+if rank == 0:
+    own.setblocking(False)
+    try:
+        own.accept()
+        print("somebody of the last attempt")
+    except BlockingIOError:
+        own.setblocking(True)
+    socket.create_connection(own.getsockname(), timeout=10)
+    with open({str(tmp_path / "tries")!r} + "0") as tries:
+        sys.exit(len(tries.readlines()) < 3 and 5)
+""")
+    done = run("run", "-n", "2", "--max-restarts", "3", "--log-dir", tmp_path / "logs", path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("starting again") == 2
+    tries = (tmp_path / "tries0").read_text().splitlines()
+    assert len(tries) == 3
+    assert [len({line.split(" ", 2)[part] for line in tries}) for part in range(3)] == [3, 1, 1]
+    logs = {path.name for path in (tmp_path / "logs").iterdir() if path.name.startswith("rank-0")}
+    assert logs == {"rank-0.log", "rank-0.1.log", "rank-0.2.log"}
+    assert (tmp_path / "logs" / "rank-0.log").read_text() == "try\n"
+
+
+def test_it_starts_again_only_as_often_as_was_said(script):
+    done = run("run", "-n", "1", "--max-restarts", "1", script("print('try')\nsys.exit(5)"))
+    assert (done.returncode, done.stdout) == (5, "[0] try\n" * 2)
+
+
+def test_the_secret_stands_on_no_command_line(script):
+    path = script("""
+from pathlib import Path
+secret = os.environ["NDISTRIBUTE_SECRET"].encode()
+seen = 0
+for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        seen += secret in cmdline.read_bytes()
+    except OSError:
+        pass
+print(len(secret), seen)
+""")
+    done = run("run", "-n", "1", path)
+    assert done.stdout == "[0] 64 0\n"
+
+
+def test_the_secret_of_the_user_is_kept(script):
+    path = script("print(os.environ.get('NDISTRIBUTE_SECRET'))")
+    assert run("run", "-n", "1", path, env={"NDISTRIBUTE_SECRET": "x"}).stdout == "[0] x\n"
+    assert run("run", "-n", "1", path, env={"NDISTRIBUTE_SECRET_FILE": "f"}).stdout == "[0] None\n"
+
+
+SHOW_SETTINGS = """
+names = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE"
+print(*(os.environ.get(name) for name in names))
+"""
+
+
+def test_the_ranks_share_the_cores_unless_the_user_has_said(script):
+    path = script(SHOW_SETTINGS)
+    cores = len(os.sched_getaffinity(0))
+    threads = run("run", "-n", "2", path).stdout.splitlines()[0].split()[1:3]
+    assert threads == [str(max(1, cores // 2))] * 2
+    mine = {"OMP_NUM_THREADS": "3", "OPENBLAS_CORETYPE": "Haswell"}
+    assert run("run", "-n", "1", path, env=mine).stdout == "[0] 3 None Haswell\n"
+
+
+def test_a_module_runs_as_well(tmp_path):
+    (tmp_path / "mine.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    done = run("run", "-n", "1", "-m", "mine", "-x", cwd=tmp_path)
+    assert done.stdout == "[0] __main__ ['-x']\n", done.stderr
+
+
+def test_a_reader_that_goes_away_ends_the_job(script):
+    path = script("print('pid', os.getpid())\nwhile True:\n    print('more')")
+    with started("run", "-n", "2", path) as job:
+        pids = read_pids(job, 2)
+        job.stdout.close()
+        assert job.wait(15) == 128 + signal.SIGPIPE
+        assert lasting(pids) == []
+
+
+def test_a_dry_run_starts_nothing_and_shows_no_secret(tmp_path):
+    secret = "s3cr3t-of-the-user"
+    done = run("run", "-n", "2", "--dry-run", "gone.py", "a b", env={"NDISTRIBUTE_SECRET": secret})
+    first, second = done.stdout.splitlines()
+    assert first.startswith("[0] ")
+    assert first.endswith(f"{sys.executable} gone.py 'a b'")
+    assert '"index": 1' in second
+    assert secret not in done.stdout
+    assert done.returncode == 0
+
+
+def test_a_script_that_is_not_there_is_the_ranks_own_error():
+    done = run("run", "-n", "1", "gone.py")
+    assert done.returncode == 2
+    assert "[0] " in done.stderr
+    assert "can't open file" in done.stderr

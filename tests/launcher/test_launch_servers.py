@@ -1,0 +1,242 @@
+"""`ndistribute run --workers W --ps P`: real servers, workers, chiefs that end and are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from ndistribute.launcher import supervisor
+from ndistribute.launcher.hosts import Host
+from ndistribute.launcher.launch import JobOptions, launch
+from tests.launcher.jobs import lasting, read_pids, run, started
+
+# What the scripts begin with: the task, how often it was started, and words for its servers.
+PREAMBLE = """
+import json, os, signal, socket, subprocess, sys, threading
+config = json.loads(os.environ["TF_CONFIG"])
+cluster, job, index = config["cluster"], config["task"]["type"], config["task"]["index"]
+with open(os.path.join(os.path.dirname(__file__), f"{job}{index}"), "a") as file:
+    file.write(f"{os.getpid()}\\n")
+with open(file.name) as file:
+    life = len(file.readlines())
+wait = signal.pause
+
+def place(job, index):
+    host, port = cluster[job][index].split(":")
+    return host, int(port)
+
+def serve():
+    # Ends when it is told to, by a word or by SIGKILL.
+    with socket.create_server(place(job, index)) as server:
+        while True:
+            peer, _ = server.accept()
+            with peer:
+                word = peer.recv(8)
+                if word == b"die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                peer.sendall(f"{life}".encode())
+                if word == b"end":
+                    return
+
+def tell(index, word):
+    while True:
+        try:
+            with socket.create_connection(place("ps", index), timeout=10) as peer:
+                peer.sendall(word)
+                return peer.recv(8)
+        except OSError:
+            threading.Event().wait(timeout=0.01)  # until it listens
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(PREAMBLE + text)
+        return path
+
+    return write
+
+
+def cluster(workers: int, servers: int, *more: str | Path) -> tuple[str | Path, ...]:
+    return ("run", "--workers", str(workers), "--ps", str(servers), *more)
+
+
+def lives(folder: Path, task: str) -> list[int]:
+    """Return the processes that were a task, one after the other."""
+    return [int(line) for line in (folder / task).read_text().splitlines()]
+
+
+def test_every_task_knows_the_cluster_and_the_servers_end_by_themselves(script, tmp_path):
+    path = script("""
+if job == "ps":
+    print("keeps", os.environ["NDISTRIBUTE_SNAPSHOT_DIR"], os.environ["OMP_NUM_THREADS"])
+    serve()
+elif job == "chief":
+    sizes = {name: len(tasks) for name, tasks in cluster.items()}
+    assert sizes == {"chief": 1, "worker": 2, "ps": 2}
+    print(tell(0, b"end").decode(), tell(1, b"end").decode(), *sys.argv[1:])
+else:
+    print("NDISTRIBUTE_SNAPSHOT_DIR" in os.environ, os.environ["OMP_NUM_THREADS"])
+""")
+    options = ("--chief", "--snapshot-dir", tmp_path / "kept", "--log-dir", tmp_path / "logs")
+    done = run(*cluster(2, 2, *options, path, "--flag"))
+    assert done.returncode == 0, done.stderr
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(done.stdout.splitlines()) == [
+        "[chief] 1 1 --flag",
+        f"[ps:0] keeps {tmp_path / 'kept'} 1",
+        f"[ps:1] keeps {tmp_path / 'kept'} 1",
+        f"[worker:0] False {share}",
+        f"[worker:1] False {share}",
+    ]
+    logs = {path.name for path in (tmp_path / "logs").iterdir()}
+    assert logs == {"chief.log", "ps-0.log", "ps-1.log", "worker-0.log", "worker-1.log"}
+
+
+def test_what_is_killed_comes_back_alone_at_the_same_address(script, tmp_path):
+    path = script("""
+if job == "ps":
+    serve()
+elif index == 0:
+    tell(0, b"die") if life == 1 else None
+    while tell(0, b"life") != b"2":
+        pass
+    if life == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tell(0, b"end")
+    tell(1, b"end")
+else:
+    while tell(0, b"life") != b"2":
+        pass
+""")
+    done = run(*cluster(2, 2, "--max-restarts", "2", path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [
+        "ndistribute run: ps:0 ended (signal 9); starting it again (1 left).",
+        "ndistribute run: worker:0 ended (signal 9); starting it again (0 left).",
+    ]
+    counts = {task: len(lives(tmp_path, task)) for task in ("ps0", "ps1", "worker0", "worker1")}
+    assert counts == {"ps0": 2, "ps1": 1, "worker0": 2, "worker1": 1}
+
+
+def test_a_server_of_the_package_gets_its_port_again(script, tmp_path):
+    path = script("""
+def reached():
+    while True:
+        try:
+            with socket.create_connection(place("ps", 0), timeout=10) as peer:
+                if peer.recv(1):
+                    return
+        except OSError:
+            pass
+        threading.Event().wait(timeout=0.01)
+
+if job == "ps":
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    from ndistribute.cluster.serving.server import Server
+    with Server(cluster, job, index):
+        signal.sigwait([signal.SIGUSR1])
+else:
+    for signum in (signal.SIGKILL, signal.SIGUSR1):
+        reached()
+        with open(os.path.join(os.path.dirname(__file__), "ps0")) as file:
+            os.kill(int(file.readlines()[-1]), signum)
+""")
+    pytest.importorskip("grpc")
+    done = run(*cluster(1, 1, "--max-restarts", "1", path))
+    assert done.returncode == 0, done.stderr
+    assert len(lives(tmp_path, "ps0")) == 2
+
+
+def test_once_the_restarts_are_used_up_the_job_has_failed(script, tmp_path):
+    path = script("""
+if job == "ps":
+    raise KeyError(f"life {life}")
+wait()
+""")
+    done = run(*cluster(1, 1, "--max-restarts", "2", path))
+    assert done.returncode == 1
+    assert "ndistribute run: ps:0 failed first (exit code 1)" in done.stderr
+    assert done.stderr.endswith("[ps:0] KeyError: 'life 3'\n")
+    assert lasting(lives(tmp_path, "worker0"), 0) == []
+
+
+def test_a_restarted_task_leaves_nothing_of_its_former_life(script):
+    path = script("""
+if job == "worker":
+    sys.exit(0) if life > 1 else None
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+    print("pid", child.pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+if job == "chief":
+    wait()
+""")
+    with started(*cluster(1, 1, "--chief", "--max-restarts", "1", path)) as job:
+        assert lasting(read_pids(job, 1)) == []
+        assert job.poll() is None
+
+
+HANG = "print('pid', os.getpid())\nwait()"
+
+
+def test_without_the_chief_all_is_over(script):
+    path = script(HANG)
+    with started(*cluster(2, 1, "--chief", "--max-restarts", "5", path)) as job:
+        pids = read_pids(job, 4)
+        (chief,) = lives(path.parent, "chief0")
+        os.kill(chief, signal.SIGKILL)
+        assert job.wait(10) == 128 + signal.SIGKILL
+        assert lasting(pids, 0) == []
+        assert "chief failed first (signal 9)" in job.stderr.read()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_task_outlives_the_launcher(script, signum):
+    with started(*cluster(1, 1, "--chief", "--max-restarts", "5", script(HANG))) as job:
+        pids = read_pids(job, 3)
+        job.send_signal(signum)
+        expected = 128 + signum if signum != signal.SIGKILL else -signum
+        assert job.wait(10) == expected
+        assert lasting(pids) == []
+
+
+def test_a_job_with_servers_that_takes_too_long_is_stopped(script, tmp_path):
+    done = run(*cluster(1, 1, "--timeout", "0.5", "--max-restarts", "5", script("wait()")))
+    assert done.returncode == 124
+    assert done.stderr == "ndistribute run: stopped after --timeout 0.5 s.\n"
+    assert lasting([*lives(tmp_path, "ps0"), *lives(tmp_path, "worker0")], 0) == []
+
+
+def test_servers_that_do_not_end_are_stopped_once_the_work_is_done(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_FINISH_SECONDS", 0.3)
+    path = script("if job == 'ps':\n    wait()\nprint('done')")
+    options = JobOptions((str(path),), (Host("localhost", 2),), servers=1, timeout=20)
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        assert launch(options, stdout.fileno(), stderr.fileno()) == 0
+    assert sorted(out.read_text().splitlines()) == ["[worker:0] done", "[worker:1] done"]
+    assert err.read_text() == ""
+    assert lasting(lives(tmp_path, "ps0"), 0) == []
+
+
+def test_a_dry_run_shows_every_task(tmp_path):
+    more = ("--chief", "--snapshot-dir", tmp_path, "--snapshot-seconds", "5", "--dry-run", "x.py")
+    done = run(*cluster(1, 2, *more))
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["[ps:0]", "[ps:1]", "[worker:0]", "[chief]"]
+    assert all(line.endswith(f"{sys.executable} x.py") for line in lines)
+    spec = '{"ps": ["127.0.0.1:PORT0", "127.0.0.1:PORT1"], "worker": ["127.0.0.1:PORT2"], '
+    assert all(spec in line for line in lines)
+    assert ["NDISTRIBUTE_SNAPSHOT_SECONDS=5.0" in line for line in lines] == [
+        True,
+        True,
+        False,
+        False,
+    ]

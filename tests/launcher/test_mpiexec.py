@@ -1,0 +1,197 @@
+"""Jobs through MPI: the command for each family, and real ones where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+import pytest
+
+from ndistribute.errors import MissingDependencyError
+from ndistribute.launcher.hosts import Host
+from ndistribute.launcher.mpiexec import (
+    Mpiexec,
+    exit_code,
+    find_mpiexec,
+    mpiexec_command,
+    parse_tagged,
+)
+from tests.launcher.jobs import lasting, read_pids, run, started
+
+MPICH = Mpiexec("mpiexec", "mpich", "5.0")
+OPEN_MPI = Mpiexec("mpiexec", "openmpi", "5.0")
+PYTHON = [sys.executable, "-m", "mpi4py", "x.py", "a"]
+TWO = [Host("a", 2), Host("b", 1)]
+
+
+def test_the_command_for_mpich():
+    command = mpiexec_command(MPICH, TWO, ["x.py", "a"], ["NAME"], local=False)
+    assert command == [
+        "mpiexec",
+        "-n",
+        "3",
+        "-genvall",
+        "-hosts",
+        "a:2,b:1",
+        "-prepend-rank",
+        *PYTHON,
+    ]
+
+
+def test_the_command_for_open_mpi():
+    command = mpiexec_command(OPEN_MPI, TWO, ["x.py", "a"], ["N", "M"], local=False)
+    flags = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    assert command == [
+        *"mpiexec -n 3 --oversubscribe --bind-to none --tag-output".split(),
+        *flags,
+        *"--host a:2,b:1 -x N -x M".split(),
+        *PYTHON,
+    ]
+
+
+def test_lines_are_told_apart_by_the_tags_of_either_family():
+    assert parse_tagged(b"[12] x [3]") == ("12", b"x [3]")
+    assert parse_tagged(b"[1,3]<stderr>: x") == ("3", b"x")
+    assert parse_tagged(b"[prterun-a-1@1,3]<stdout>:x") == ("3", b"x")
+    assert parse_tagged(b"[mpiexec@a] x") == ("mpiexec", b"[mpiexec@a] x")
+
+
+def test_a_signal_is_read_from_what_mpich_says():
+    assert exit_code(9, [b"EXIT STRING: Killed (signal 9)"]) == 137
+    assert exit_code(9, [b"EXIT CODE: 9"]) == 9
+
+
+def an_mpiexec(folder, text):
+    path = folder / "mpiexec"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("says", "family", "version"),
+    [
+        ("HYDRA build details:\n  Version:  4.3.1", "mpich", "4.3.1"),
+        ("mpiexec (Open MPI) 5.0.11", "openmpi", "5.0.11"),
+        ("mpirun (Open MPI) 4.1.4", "openmpi", "4.1.4"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9", "mpich", "2021.9"),
+    ],
+)
+def test_the_family_is_told_by_the_version(tmp_path, monkeypatch, says, family, version):
+    path = an_mpiexec(tmp_path, f"echo '{says}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    assert find_mpiexec() == Mpiexec(str(path), family, version)
+
+
+@pytest.mark.parametrize("text", ["echo something else", "exit 3"])
+def test_an_unknown_one_is_an_error_that_says_how_to_get_a_known_one(tmp_path, monkeypatch, text):
+    an_mpiexec(tmp_path, text)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(MissingDependencyError, match=r"pip install ndistribute\[mpi\]"):
+        find_mpiexec()
+
+
+def test_none_at_all_is_an_error_that_says_how_to_get_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingDependencyError, match=r"pip install ndistribute\[mpi\]"):
+        find_mpiexec()
+
+
+def has_mpi() -> bool:
+    try:
+        find_mpiexec()
+    except MissingDependencyError:
+        return False
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+real = pytest.mark.skipif(not has_mpi(), reason="mpi4py and mpiexec are not installed")
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(
+            "import os, signal, sys\nfrom mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\n" + text
+        )
+        return path
+
+    return write
+
+
+@real
+def test_ranks_under_mpi_have_the_same_settings_and_whole_lines(script):
+    path = script("""
+print("in", "pieces", MPI.COMM_WORLD.size, len(os.environ["NDISTRIBUTE_JOB_ID"]))
+print(os.environ.get("TF_CONFIG"), os.environ["OMP_NUM_THREADS"], *sys.argv[1:])
+print("error", file=sys.stderr)
+""")
+    done = run("run", "--mpi", "-n", "2", path, "a b", env={"TF_CONFIG": "{}"})
+    assert done.returncode == 0, done.stderr
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    for rank in "01":
+        mine = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")]
+        assert mine == [f"[{rank}] in pieces 2 32", f"[{rank}] None {threads} a b"]
+    assert sorted(done.stderr.splitlines()) == ["[0] error", "[1] error"]
+
+
+@real
+def test_a_rank_that_raises_ends_the_job_and_its_traceback_stands_at_the_end(script):
+    done = run("run", "--mpi", "-n", "2", script("if rank:\n    {}['lost']\nsignal.pause()"))
+    assert done.returncode == 1
+    _, _, end = done.stderr.partition("ndistribute run: rank 1 failed first (exit code 1)")
+    assert "[1] KeyError: 'lost'" in end
+
+
+@real
+def test_a_rank_that_is_killed_ends_the_job(script):
+    path = script("if rank:\n    os.kill(os.getpid(), signal.SIGKILL)\nsignal.pause()")
+    done = run("run", "--mpi", "-n", "2", path)
+    assert done.returncode == 137
+    assert "failed first (signal 9)" in done.stderr
+
+
+@real
+@pytest.mark.parametrize("end", ["terminate", "kill"])
+def test_no_rank_outlives_the_launcher(script, end):
+    path = script("print('pid', os.getpid())\nsignal.pause()")
+    with started("run", "--mpi", "-n", "2", path) as job:
+        pids = read_pids(job, 2)
+        getattr(job, end)()
+        job.wait(10)
+        assert lasting(pids) == []
+
+
+@real
+def test_the_secret_does_not_go_to_other_hosts(script, tmp_path):
+    """Two addresses of this machine stand for the hosts, and an ssh that stays here for ssh."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(
+        f'#!/bin/sh\necho "$*" >> "{tmp_path}/asked"\n'
+        'while [ "${1#-}" != "$1" ]; do shift; done\nshift\nexec sh -c "$*"\n'
+    )
+    ssh.chmod(0o755)
+    path = script("""
+settings = [name for name, value in os.environ.items() if "s3cr3t" in value]
+with open(f"/proc/{os.getppid()}/environ") as environ:
+    shown = "s3cr3t" in environ.read()
+print(f'rank {rank} {settings} {shown} {os.environ["NDISTRIBUTE_JOB_ID"]}', flush=True)
+""")
+    secret = "s3cr3t" * 4
+    env = {
+        "PATH": f"{ssh.parent}{os.pathsep}{os.environ['PATH']}",
+        "NDISTRIBUTE_SECRET": secret,
+        "NDISTRIBUTE_JOB_ID": "j1",
+        "PYTHONUNBUFFERED": "",
+    }
+    done = run("run", "--mpi", "--hosts", "127.0.0.2:1,127.0.0.3:1", path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{n}] rank {n} [] False j1" for n in (0, 1)]
+    asked = (tmp_path / "asked").read_text()
+    assert "127.0.0.3" in asked
+    assert secret not in asked

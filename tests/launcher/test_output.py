@@ -1,0 +1,174 @@
+"""What ranks print: cut into lines, shown with the rank, and the part that is worth repeating."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute.launcher.output import Console, Lines, Writer, last_report, tells_of_another
+
+
+@pytest.fixture
+def console(tmp_path):
+    """Return a function that opens a console, and one that closes it and returns what it wrote."""
+    paths = tmp_path / "out", tmp_path / "err"
+    with paths[0].open("wb") as out, paths[1].open("wb") as err:
+
+        def written(console: Console) -> tuple[bytes, bytes]:
+            console.close()
+            return paths[0].read_bytes(), paths[1].read_bytes()
+
+        yield lambda *folder: Console(out.fileno(), err.fileno(), *folder), written
+
+
+@given(st.text("ab\n\r", max_size=40), st.lists(st.integers(0, 40), max_size=5))
+def test_lines_do_not_depend_on_how_the_bytes_arrive(text, cuts):
+    data = text.encode()
+    places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    pieces, whole = Lines(), Lines()
+    found = [line for a, b in itertools.pairwise(places) for line in pieces.feed(data[a:b])]
+    assert found + pieces.close() == whole.feed(data) + whole.close()
+
+
+def test_a_progress_bar_is_seen_as_it_goes_on():
+    lines = Lines()
+    assert lines.feed(b"10%\r20%\r") == [b"10%"]
+    assert lines.feed(b"30%\r\nnext") == [b"20%", b"30%"]
+    assert lines.close() == [b"next"]
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory():
+    lines = Lines()
+    assert [len(line) for line in lines.feed(b"x" * 100_000)] == [100_000]
+    assert lines.close() == []
+
+
+def test_a_log_holds_both_streams_without_the_rank(tmp_path, console):
+    opened, written = console
+    shown = opened(tmp_path / "new" / "logs")
+    shown.take("1", "stdout", [b"a", b"b"])
+    shown.take("1", "stderr", [b"c"])
+    assert (shown.kept("1"), shown.kept("0")) == ([b"c"], [])
+    assert written(shown) == (b"[1] a\n[1] b\n", b"[1] c\n")
+    assert (tmp_path / "new" / "logs" / "rank-1.log").read_bytes() == b"a\nb\nc\n"
+
+
+@pytest.mark.parametrize(("label", "name"), [("1", "rank-1"), ("ps:0", "ps-0"), ("chief", "chief")])
+def test_a_log_is_named_after_its_process_and_attempt(tmp_path, console, label, name):
+    opened, written = console
+    shown = opened(tmp_path)
+    for attempt, suffix in ((0, ""), (2, ".2")):
+        shown.begin(attempt)
+        shown.take(label, "stdout", [b"a"])
+        assert (tmp_path / f"{name}{suffix}.log").read_bytes() == b"a\n"
+    written(shown)
+
+
+def test_a_message_of_the_launcher_is_not_taken_for_a_ranks(console):
+    opened, written = console
+    shown = opened()
+    shown.take("ps:0", "stderr", [b"Traceback (most recent call last):"])
+    shown.forget("ps:0")
+    shown.say("well.", [b"[0] a"])
+    assert shown.kept("ps:0") == []
+    out, err = written(shown)
+    assert (out, err.endswith(b"last):\nndistribute run: well.\n[0] a\n")) == (b"", True)
+
+
+def test_lines_that_are_not_read_are_dropped_and_counted(tmp_path):
+    """The newest are kept, and a line stands where the others were."""
+    reader, writer = os.pipe()
+    out = Writer(writer, most=100_000)
+    with contextlib.closing(os.fdopen(reader, "rb")) as pipe:
+        for number in range(1000):
+            out.write(b"%09d " % number * 100 + b"\n")
+        lines = [pipe.readline() for _ in range(50)]
+        while not lines[-1].startswith(b"000000999"):
+            lines.append(pipe.readline())
+        assert out.close() == 0
+    os.close(writer)
+    (told,) = [line for line in lines if line.startswith(b"ndistribute run: ")]
+    assert int(told.split()[2]) == (1001 - len(lines)) * 1001
+    assert len(lines) < 300
+
+
+def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path, console):
+    opened, written = console
+    shown = opened(tmp_path)
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    shown.take("0", "stdout", [b"a"])
+    shown.take("0", "stdout", [b"b"])
+    out, err = written(shown)
+    assert out == b"[0] a\n[0] b\n"
+    path = tmp_path / "rank-0.log"
+    assert err.decode() == f"ndistribute run: {path} lacks lines: No space left on device. " + (
+        "The job goes on.\n"
+    )
+
+
+def errors_of(program: str) -> list[bytes]:
+    """Run a program that fails, and return the lines of its standard error."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=20, check=False
+    )
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("program", "first", "last", "tracebacks"),
+    [
+        ("raise ValueError('no')", b"Traceback", b"ValueError: no", 1),
+        ("try:\n    {}[1]\nexcept KeyError:\n    1 / 0", b"Traceback", b"ZeroDivisionError", 2),
+        (
+            "try:\n    {}[1]\nexcept KeyError as e:\n    raise OSError from e",
+            b"Traceback",
+            b"OSError",
+            2,
+        ),
+        ("raise OSError('a') from KeyError('b')", b"KeyError: 'b'", b"OSError: a", 1),
+        ("raise OSError('a') from TypeError('b\\n\\nc')", b"c", b"OSError: a", 1),
+        ("raise ExceptionGroup('g', [OSError('x'), KeyError('y')])", b"  + Exception", b"    +", 1),
+        ("import sys; sys.exit('sorry')", b"loading", b"sorry", 0),
+    ],
+)
+def test_the_last_report_is_whole_and_without_what_was_said_before(
+    program, first, last, tracebacks
+):
+    noise = "import sys; print('loading', file=sys.stderr)\n"
+    caught = "import traceback\ntry:\n    raise RuntimeError\nexcept RuntimeError:\n    print()\n"
+    report = last_report(errors_of(noise + caught + program))
+    assert report[0].startswith(first)
+    assert report[-1].startswith(last)
+    assert sum(b"Traceback" in line for line in report) == tracebacks
+
+
+def test_a_long_report_is_cut_in_its_middle():
+    report = last_report(
+        [b"Traceback (most recent call last):", *[b"  line"] * 500, b"Error: x"], 10
+    )
+    assert report[0].startswith(b"Traceback")
+    assert report[-1] == b"Error: x"
+    assert b"..." in report
+
+
+LOST = "class WorkerLostError(Exception): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (LOST + "raise WorkerLostError('worker 1')", True),
+        (LOST + "raise OSError('x') from WorkerLostError('worker 1')", True),
+        (LOST + "raise ValueError('WorkerLostError')", False),
+        ("", False),
+    ],
+)
+def test_a_report_of_a_lost_worker_is_known(program, told):
+    assert tells_of_another(errors_of(program)) is told

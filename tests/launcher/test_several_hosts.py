@@ -1,0 +1,190 @@
+"""Other hosts: which there are, what ssh is told, and a job through an `ssh` that stays here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute.launcher.hosts import (
+    Host,
+    assign,
+    is_this_machine,
+    parse_hosts,
+    remote_script,
+    ssh_command,
+)
+from tests.launcher.jobs import lasting, read_pids, run, started
+
+NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,9}", fullmatch=True)
+HOSTS = st.lists(
+    st.builds(Host, NAMES, st.integers(1, 9)), min_size=1, max_size=5, unique_by=lambda h: h.name
+)
+
+
+@given(HOSTS)
+def test_hosts_are_read_as_they_were_written(hosts):
+    assert parse_hosts(",".join(f"{host.name}:{host.slots}" for host in hosts)) == hosts
+    for form in ("{}:{}", "{} {}", "{} slots={}", "{}  slots = {}  # a comment"):
+        lines = [form.format(host.name, host.slots) for host in hosts]
+        assert parse_hosts("\n# a comment\n\n" + "\n".join(lines), "\n") == hosts
+
+
+@given(HOSTS, st.data())
+def test_hosts_are_filled_in_order(hosts, data):
+    room = sum(host.slots for host in hosts)
+    processes = data.draw(st.integers(1, room))
+    used = assign(hosts, processes)
+    assert sum(host.slots for host in used) == processes
+    assert [host.name for host in used] == [host.name for host in hosts[: len(used)]]
+    assert used[:-1] == hosts[: len(used) - 1]
+    assert assign(hosts, None) == hosts
+
+
+def test_a_name_alone_takes_one_process():
+    assert parse_hosts("me@a,[::1]:2") == [Host("me@a", 1), Host("[::1]", 2)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a:", "a:0", "a:x", "a,,b", "a b", "-oProxyCommand=x", "a,a:2"]
+)
+def test_malformed_hosts_are_named(text):
+    with pytest.raises(ValueError, match=r"is not HOST or HOST:PROCESSES|named twice"):
+        parse_hosts(text)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "a slots=", "a:2 slots=2", "a slots=2 b"])
+def test_a_malformed_hostfile_is_named(text):
+    with pytest.raises(ValueError, match=r"hostfile|is not HOST"):
+        parse_hosts(text, "\n")
+
+
+@pytest.mark.parametrize("processes", [0, -1, 3])
+def test_what_the_hosts_do_not_take_is_refused(processes):
+    with pytest.raises(ValueError, match=r"-n"):
+        assign([Host("a", 2)], processes)
+
+
+def test_this_machine_is_known_by_its_names():
+    assert all(
+        is_this_machine(n) for n in ("localhost", "127.0.0.1", "[::1]", socket.gethostname())
+    )
+    assert not is_this_machine("elsewhere.example")
+
+
+def test_the_command_line_of_ssh_says_nothing_of_the_job():
+    assert ssh_command("me@b") == ["ssh", "-o", "BatchMode=yes", "--", "me@b", "exec /bin/sh -s"]
+
+
+def test_the_script_for_the_other_side_carries_what_belongs_to_the_job():
+    environ = {"NDISTRIBUTE_SECRET": "it's", "NDISTRIBUTE_LISTEN_FD": "7", "HOME": "/h", "A": "b"}
+    script = remote_script("job", ["python", "x y.py"], {"TF_CONFIG": '{"a": 1}'}, environ, 2)
+    lines = script.splitlines()
+    assert lines[0] == f"cd {os.getcwd()} || exit 72"
+    assert "export TF_CONFIG='{\"a\": 1}'" in lines
+    assert """export NDISTRIBUTE_SECRET='it'"'"'s'""" in lines
+    assert not any(name in script.partition("exec ")[0] for name in ("LISTEN_FD", "HOME", "A="))
+    assert "/ 2 ))" in script
+    assert script.endswith("job python 'x y.py'\n")
+
+
+@pytest.fixture
+def fake_ssh(tmp_path):
+    """An ssh that notes its command line and runs the command here, as sshd would, with a shell."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(
+        f'#!/bin/sh\necho "$*" >> "{tmp_path}/asked"\n'
+        'while [ "$1" != -- ]; do shift; done\nshift 2\n'
+        'exec env -i HOME="$HOME" PATH="$PATH" sh -c "$*"\n'
+    )
+    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
+    return {"PATH": f"{ssh.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+SHOW = """
+import json, os, sys
+from pathlib import Path
+config = json.loads(os.environ["TF_CONFIG"])
+print(config["task"]["index"], *config["cluster"]["worker"], *sys.argv[1:])
+secret = os.environ["NDISTRIBUTE_SECRET"].encode()
+shown = False
+for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        shown = shown or secret in cmdline.read_bytes()
+    except OSError:
+        pass
+print(len(secret), shown, os.environ["OMP_NUM_THREADS"], os.getcwd())
+print(os.environ["NDISTRIBUTE_JOB_ID"], os.environ.get("MINE"), sys.stdin.read() == "")
+"""
+
+
+def free_port() -> int:
+    with socket.create_server((socket.gethostname(), 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_job_runs_on_other_hosts_in_the_same_folder(tmp_path, fake_ssh):
+    (tmp_path / "show.py").write_text(SHOW)
+    env = {**fake_ssh, "MINE": "not for others", "NDISTRIBUTE_JOB_ID": "j1"}
+    port = free_port()
+    hosts = ["--hosts", "far.example:2,localhost:1", "--port", str(port)]
+    done = run("run", *hosts, "show.py", "it's", env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    cores = len(os.sched_getaffinity(0))
+    addresses = f"far.example:{port} far.example:{port + 1} {socket.gethostname()}:{port}"
+    for rank, sharing in ((0, 2), (1, 2), (2, 1)):
+        mine = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")]
+        assert mine == [
+            f"[{rank}] {rank} {addresses} it's",
+            f"[{rank}] 64 False {max(1, cores // sharing)} {tmp_path}",
+            f"[{rank}] j1 {'not for others' if rank == 2 else None} True",
+        ]
+    asked = (tmp_path / "asked").read_text()
+    assert asked == "-o BatchMode=yes -- far.example exec /bin/sh -s\n" * 2
+
+
+def test_a_port_that_is_taken_is_named_before_anything_is_started(tmp_path, fake_ssh):
+    with socket.create_server((socket.gethostname(), 0)) as server:
+        port = server.getsockname()[1]
+        hosts = ["--hosts", "far.example:1,localhost:1", "--port", str(port)]
+        done = run("run", *hosts, "show.py", env=fake_ssh)
+    assert done.returncode == 2
+    assert f"can not listen at {socket.gethostname()}:{port}" in done.stderr
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_failure_on_another_host_is_reported_and_ends_the_rest(tmp_path, fake_ssh):
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import os, signal\n"
+        "if '\"index\": 1' in os.environ['TF_CONFIG']:\n    raise ValueError('boo')\n"
+        "signal.pause()\n"
+    )
+    done = run("run", "--hosts", "far:1,farther:1", script, env=fake_ssh)
+    assert done.returncode == 1
+    assert "rank 1 failed first (exit code 1)" in done.stderr
+    assert done.stderr.endswith("[1] ValueError: boo\n")
+
+
+@pytest.mark.parametrize("end", ["terminate", "kill"])
+def test_no_process_outlives_the_launcher_on_another_host(tmp_path, fake_ssh, end):
+    script = tmp_path / "hang.py"
+    script.write_text("import os, signal\nprint('pid', os.getpid())\nsignal.pause()\n")
+    with started("run", "--hosts", "far:1,farther:1", script, env=fake_ssh) as job:
+        pids = read_pids(job, 2)
+        getattr(job, end)()
+        job.wait(10)
+        assert lasting(pids) == []
+
+
+def test_a_dry_run_shows_where_each_process_would_start():
+    done = run("run", "--hosts", "far:1,farther:1", "--dry-run", "x.py")
+    first, second = done.stdout.splitlines()
+    assert first.startswith("[0] ssh -o BatchMode=yes -- far 'exec /bin/sh -s' <<<")
+    assert second.startswith("[1] ssh -o BatchMode=yes -- farther ")
+    assert "NDISTRIBUTE_SECRET='(hidden)'" in first.replace("\\'", "'")
