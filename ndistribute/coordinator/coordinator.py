@@ -451,7 +451,7 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
         )
     if "worker" not in cluster.jobs:
         raise ValueError(f"The cluster has no workers: its jobs are {cluster.jobs}.")
-    jobs = (cluster.job_tasks(job) for job in cluster.jobs)
+    jobs = (cluster.job_tasks(job) for job in sorted(cluster.jobs))
     credentials = credentials_of([one for job in jobs for one in job if one is not None])
     name = f"{me}#{secrets.token_hex(6)}"
 

@@ -29,13 +29,7 @@ Command = Callable[..., ClusterCoordinator]
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Tasks]:
     zygote = Zygote()
-    with Tasks(
-        zygote,
-        workers=2,
-        servers=0,
-        NDISTRIBUTE_HEARTBEAT_SECONDS="10",
-        TASK_RUNS="serve_coordinators",
-    ) as workers:
+    with Tasks(zygote, workers=2, servers=0, NDISTRIBUTE_HEARTBEAT_SECONDS="4") as workers:
         yield workers
     zygote.close()
 
@@ -44,8 +38,7 @@ def workers() -> Iterator[Tasks]:
 def command(workers: Tasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """Start the workers, and return what makes their coordinator."""
     for name, value in workers.environ.items():
-        if name != "TASK_RUNS":
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, value)
     made = []
 
     def make(**options: float) -> ClusterCoordinator:
@@ -178,7 +171,7 @@ def test_what_a_killed_worker_had_runs_elsewhere_and_it_comes_back(
 def test_what_a_stopped_worker_had_runs_elsewhere_and_it_comes_back(
     command, workers, tmp_path, fifo, monkeypatch
 ):
-    monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "0.5")
+    monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "2")  # Workers beat twice a second.
     coordinator = command()
     assert meet(coordinator, fifo) == [0, 1]
     survivor = coordinator.schedule(errands.once, (str(tmp_path / "marks"), signal.SIGSTOP)).fetch()
@@ -191,6 +184,9 @@ def test_what_a_stopped_worker_had_runs_elsewhere_and_it_comes_back(
 def test_a_stopped_worker_holds_nothing_up_but_what_it_has(command, workers, fifo, monkeypatch):
     """It reads nothing, and what is sent to it would fill any socket."""
     monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "60")
+    for index in range(2):
+        workers.kill("worker", index)
+        workers.start("worker", index, NDISTRIBUTE_HEARTBEAT_SECONDS="60")
     coordinator = command()
     assert meet(coordinator, fifo) == [0, 1]
     workers.stop("worker", 0)

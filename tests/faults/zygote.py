@@ -22,8 +22,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Serve until the input ends."""
-    for name in ("grpc", "cloudpickle", "ndistribute.cluster.coordination.worker_desk"):
-        importlib.import_module(name)
+    importlib.import_module("cloudpickle")
     nd = importlib.import_module("ndistribute")
     told, tell = os.pipe()
     os.set_blocking(tell, False)
