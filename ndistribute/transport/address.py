@@ -11,9 +11,11 @@ import ipaddress
 import os
 import re
 import socket
+import struct
 
-__all__ = ["is_loopback", "name_of_peer", "split_address", "unix_name"]
+__all__ = ["is_loopback", "is_of_this_user", "name_of_peer", "split_address", "unix_name"]
 
+_PEER = struct.Struct("3i")  # Process, user, group.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
@@ -22,8 +24,7 @@ def split_address(address: str) -> tuple[str, int]:
 
     Args:
         address: ``host:port``, where an IPv6 host stands in brackets, or ``grpc://host:port``,
-        which
-            is read as the same. Port 0 means any free port.
+            which is read as the same. Port 0 means any free port.
 
     Returns:
         The host, without brackets, and the port.
@@ -76,7 +77,7 @@ def unix_name(address: str) -> bytes:
     True
     """
     host, port = split_address(address)
-    host = "loopback" if is_loopback(host) else host.lower()
+    host = "loopback" if host.lower() in ("localhost", "127.0.0.1", "::1") else host.lower()
     place = f"{os.environ.get('NDISTRIBUTE_HOST_ID', '')} {os.geteuid()} {host}:{port}"
     return b"\0ndistribute-" + hashlib.sha256(place.encode()).hexdigest()[:32].encode()
 
@@ -94,6 +95,12 @@ def name_of_peer(sock: socket.socket) -> str:
     if not isinstance(name, tuple):
         return "without an address"  # A pair of sockets within this host.
     return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+
+
+def is_of_this_user(sock: socket.socket) -> bool:
+    """Return True if the process at the other end of a Unix socket is this user's."""
+    peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return bool(_PEER.unpack(peer)[1] == os.geteuid())
 
 
 def _is_version_6(host: str) -> bool:

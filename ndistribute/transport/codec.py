@@ -137,14 +137,15 @@ def _read_array(kind: Any, node: Any) -> Any:
         number, name, shape = node
         data = _buffers.now[number]
         nbytes = nbytes_of(data)
-        fits = len(shape) <= MAX_DIMENSIONS and min(shape, default=0) >= 0
-        # An array without elements needs dimensions that NumPy can multiply all the same.
-        spanned = math.prod(n for n in shape if n) * _dtype_of(name).itemsize
-        if fits and spanned < 1 << 62 and (spanned if 0 not in shape else 0) == nbytes:
-            return np.ndarray(shape, _dtype_of(name), data)
+        plain = number >= 0 and len(shape) <= MAX_DIMENSIONS and all(type(n) is int for n in shape)
+        if plain and min(shape, default=0) >= 0:
+            # An array without elements needs dimensions that NumPy can multiply all the same.
+            spanned = math.prod(n for n in shape if n) * _dtype_of(name).itemsize
+            if spanned < 1 << 62 and (spanned if 0 not in shape else 0) == nbytes:
+                return np.ndarray(shape, _dtype_of(name), data)
     except (TypeError, ValueError, IndexError, KeyError) as error:
         raise MalformedError(f"an array is described by {str(node)[:80]!r}: {error}") from error
-    raise MalformedError(f"{nbytes} bytes can not be {name} of shape {shape}.")
+    raise MalformedError(f"{nbytes} bytes can not be {name} of shape {str(shape)[:80]}.")
 
 
 @functools.lru_cache

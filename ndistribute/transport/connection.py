@@ -6,8 +6,9 @@ A frame is a header, a control record and raw buffers:
     the length of each buffer; the control record; a MAC on sealed connections; the buffers, aligned
 
 Sizes are checked before anything is allocated. On a Unix socket long buffers lie in shared memory
-instead, whose descriptor travels with the first frame that needs it; a flag in a frame of the other
-direction says that they were read. Any thread may send; one at a time receives.
+instead, whose descriptor travels with the first frame that needs it; a flag in a frame or a
+heartbeat of the other direction says that they were read, and another one that the memory is to be
+unmapped. Any thread may send; one at a time receives.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MOST_BUFFERS = 1 << 20
 _HEADER = struct.Struct("<HBBIQIIQ")
 _MAGIC = 0x444E
 _DATA, _HEARTBEAT, _GOODBYE = 1, 2, 3
-_SEALED, _SHARED, _FREE = 1, 2, 4
+_SEALED, _SHARED, _FREE, _UNMAP = 1, 2, 4, 8
 _MAC_BYTES = 32
 _READ_BYTES = 65536
 _SHARED_FROM_BYTES = 65536
@@ -51,6 +52,8 @@ _SOCKET_BYTES = 4 << 20
 _KEPT_BYTES = 1 << 20  # Memory for messages above this is given back when it lies idle.
 _IDLE_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
+_LONGEST_WAIT_SECONDS = 3600.0  # A number of milliseconds that the system takes.
+_QUIET = socket.MSG_NOSIGNAL  # A program may have set SIGPIPE back.
 _PADDING = bytes(64)
 _CLOSED = "it closed the connection, as a process that ends does."
 _FILE_ROOM = socket.CMSG_SPACE(struct.calcsize("i"))
@@ -106,9 +109,13 @@ class Connection:
         self._inbox = memoryview(b"")
         self._inbox_held = self._free_due = False
         self._heard = self._used = time.monotonic()
-        _configure(sock, self._unix, self.silence_seconds)
+        try:
+            _configure(sock, self._unix, self.silence_seconds)
+            detector.watch(self)
+        except BaseException:
+            sock.close()
+            raise
         _open.add(self)
-        detector.watch(self)
 
     @property
     def is_unix(self) -> bool:
@@ -177,6 +184,7 @@ class Connection:
                     self._raise_broken(error)  # Half a frame may be read.
                 if found is not None:
                     return found
+                self._give_back(self._heard)
 
     def release(self) -> None:
         """Let the sender use its memory again: the arrays that were received last are read."""
@@ -200,17 +208,22 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        detector.forget(self)
-        _open.discard(self)
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        if self._lost is None:
-            with contextlib.suppress(OSError):
-                self._say_goodbye(deadline)
-        self.abort("this process closed it.", clean=True)
-        with self._reading:
+        try:
+            detector.forget(self)
+            if self._lost is None:
+                with contextlib.suppress(OSError):
+                    self._say_goodbye(time.monotonic() + _FAREWELL_SECONDS)
+        finally:
+            self.abort("this process closed it.", clean=True)
+            # Whoever sends or receives has been woken: it must not use the descriptor's number
+            # when that is another file's already.
+            locks = [self._writing, self._reading]
+            held = [lock for lock in locks if lock.acquire(timeout=_FAREWELL_SECONDS)]
             self._sock.close()
-            self._outbox.close()
-            self._drop_files()
+            self._forget_memory()
+            _open.discard(self)
+            for lock in held:
+                lock.release()
 
     def _say_goodbye(self, deadline: float) -> None:
         if self._writing.acquire(timeout=_FAREWELL_SECONDS):
@@ -219,10 +232,11 @@ class Connection:
                 self._sock.shutdown(socket.SHUT_WR)
             finally:
                 self._writing.release()
-        # The system may destroy what is on its way if the socket closes with input unread.
-        if self._reading.acquire(blocking=False):
+        # The system may destroy what is on its way if the socket closes with input unread. Where
+        # another thread receives, it reads on until the other end closes as well.
+        if self._reading.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
-                while True:
+                while time.monotonic() < deadline:
                     self._start = self._end = 0
                     self._read_into(self._input, deadline)
             finally:
@@ -235,14 +249,12 @@ class Connection:
         """
         if self._writing.acquire(blocking=False):
             try:
-                beat = self._unsent or _HEADER.pack(_MAGIC, _HEARTBEAT, 0, 0, 0, 0, 0, 0)
-                self._unsent = beat[self._sock.sendmsg([beat]) :]
-                if self._outbox and not self._outbox_busy and now - self._used > _IDLE_SECONDS:
-                    self._outbox.close()
-            except BlockingIOError:
-                pass  # It does not read now; its silence tells whether it ever will.
-            except OSError as error:
-                self.abort(f"{error}.")
+                if not self._unsent:
+                    self._unsent = self._heartbeat(now)
+                # What does not go out now goes before the next frame, unchanged: TLS insists on it.
+                self._unsent = self._unsent[self._sock.sendmsg([self._unsent], (), _QUIET) :]
+            except OSError:
+                pass  # It does not read, or is gone: what it sent last, and its silence, tell that.
             finally:
                 self._writing.release()
         if self._reading.acquire(blocking=False):
@@ -255,33 +267,49 @@ class Connection:
         elif now - self._heard > self.silence_seconds:
             self.abort(f"nothing was heard of it for {now - self._heard:.1f} s.")
 
+    def _heartbeat(self, now: float) -> bytes:
+        """Return a heartbeat, which also says what became of shared memory meanwhile."""
+        flags = _FREE if self._free_due else 0
+        self._free_due = False
+        if self._outbox and not self._outbox_busy and now - self._used > _IDLE_SECONDS:
+            self._outbox.close()
+            flags |= _UNMAP
+        return _HEADER.pack(_MAGIC, _HEARTBEAT, flags, 0, 0, 0, 0, 0)
+
     def _listen(self, now: float) -> None:
         """Take in what has come while nobody receives; called with the reading lock."""
         try:
             while self._end < len(self._input):
-                count = self._sock.recv_into(self._input[self._end :])
-                if not count:
-                    if self._start == self._end:  # Else a good-bye may be in what is to be read.
-                        self.abort(_CLOSED)
-                    return
-                self._heard = now
-                self._end += count
+                self._end += self._read_some(self._input[self._end :])
                 self._skip_heartbeats()
+            self._heard = now  # Its heartbeats wait behind what this process has not read.
         except BlockingIOError:
             pass
         except OSError as error:
-            self.abort(f"{error}.")
-        if now - self._used > _IDLE_SECONDS and self._memory.nbytes > _KEPT_BYTES:
-            self._memory = np.empty(0, np.uint8)
+            if self._start == self._end:  # Else a good-bye may be in what is to be read.
+                self.abort(f"{error}")
+        self._give_back(now)
 
     def _skip_heartbeats(self) -> None:
         while self._end - self._start >= _HEADER.size:
-            magic, kind, *_ = _HEADER.unpack_from(self._input, self._start)
+            magic, kind, flags, *_ = _HEADER.unpack_from(self._input, self._start)
             if (magic, kind) != (_MAGIC, _HEARTBEAT):
                 return
-            self._start += _HEADER.size
-            if self._start == self._end:
-                self._start = self._end = 0
+            self._take_heartbeat(flags)
+
+    def _take_heartbeat(self, flags: int) -> None:
+        self._start += _HEADER.size
+        if self._start == self._end:
+            self._start = self._end = 0
+        if flags & _FREE:
+            self._outbox_busy = False
+        if flags & _UNMAP:
+            self._inbox = memoryview(b"")
+
+    def _give_back(self, now: float) -> None:
+        """Give back memory for long messages that lies idle; called with the reading lock."""
+        if now - self._used > _IDLE_SECONDS and self._memory.nbytes > _KEPT_BYTES:
+            self._memory = np.empty(0, np.uint8)
 
     def _send(
         self,
@@ -326,7 +354,7 @@ class Connection:
         first = 0
         while first < len(left):
             try:
-                sent = self._sock.sendmsg(left[first : first + _BUFFERS_AT_ONCE], beside)
+                sent = self._sock.sendmsg(left[first : first + _BUFFERS_AT_ONCE], beside, _QUIET)
             except BlockingIOError:
                 self._wait(select.POLLOUT, min(deadline, time.monotonic() + self.silence_seconds))
                 continue
@@ -347,24 +375,25 @@ class Connection:
             self._end += self._read_into(self._input[held:], deadline)
 
     def _read_into(self, view: memoryview, deadline: float) -> int:
-        """Receive some bytes, and a descriptor that comes with them."""
+        """Wait for some bytes, and return how many there are."""
         while True:
             try:
-                if self._unix:
-                    count, beside, *_ = self._sock.recvmsg_into(
-                        [view], _FILE_ROOM, socket.MSG_CMSG_CLOEXEC
-                    )
-                    if beside:
-                        self._take_files(beside)
-                else:
-                    count = self._sock.recv_into(view)
+                return self._read_some(view)
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline)
-                continue
-            if not count:
-                raise ConnectionLostError(_CLOSED)
-            self._heard = time.monotonic()
-            return int(count)
+
+    def _read_some(self, view: memoryview) -> int:
+        """Receive the bytes that are here, and a descriptor that comes with them."""
+        if self._unix:
+            count, beside, *_ = self._sock.recvmsg_into([view], _FILE_ROOM, socket.MSG_CMSG_CLOEXEC)
+            if beside:
+                self._take_files(beside)
+        else:
+            count = self._sock.recv_into(view)
+        if not count:
+            raise ConnectionLostError(_CLOSED)
+        self._heard = time.monotonic()
+        return int(count)
 
     def _read_frame(self, deadline: float) -> tuple[int, Any] | None:
         """Return the frame whose header is here; None for a heartbeat."""
@@ -378,7 +407,7 @@ class Connection:
                 f"a frame of {nbytes} + {body} bytes in {count} parts is too long."
             )
         if kind == _HEARTBEAT:
-            self._start += _HEADER.size
+            self._take_heartbeat(flags)
             return None
         if kind == _GOODBYE:
             lost = ConnectionLostError("it said good-bye.")
@@ -460,7 +489,7 @@ class Connection:
             raise TimeoutError("the other end did not answer in time")
         poll = select.poll()
         poll.register(self._sock.fileno(), event)
-        poll.poll(None if left == float("inf") else int(left * 1000) + 1)
+        poll.poll(int(min(left, _LONGEST_WAIT_SECONDS) * 1000) + 1)
         if self._lost is not None:
             raise self._again(self._lost)
 
@@ -478,10 +507,15 @@ class Connection:
         while self._files:
             os.close(self._files.pop())
 
+    def _forget_memory(self) -> None:
+        self._outbox.close()
+        self._inbox = memoryview(b"")
+        self._drop_files()
+
     def _raise_broken(self, error: BaseException) -> NoReturn:
         """Cut the connection after an error in the middle of a frame, and raise what it means."""
         clean = isinstance(error, ConnectionLostError) and error.clean
-        self.abort(f"{error or type(error).__name__}", clean=clean)
+        self.abort(str(error) or type(error).__name__, clean=clean)
         if isinstance(error, TimeoutError) or not isinstance(error, OSError):
             raise error
         raise self._again(self._lost or ConnectionLostError(str(error))) from error
@@ -500,7 +534,10 @@ class Connection:
             "and coordinators in the process that uses them."
         )
         self._closed = True
-        self._sock.let_go() if isinstance(self._sock, _Tls) else os.close(self._sock.detach())
+        self._writing, self._reading = threading.Lock(), threading.Lock()  # Who held them is gone.
+        with contextlib.suppress(OSError):
+            os.close(self._sock.detach())
+        self._forget_memory()
 
 
 class _Tls:
@@ -513,9 +550,9 @@ class _Tls:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._tls = sock
         self._lock = threading.Lock()
-        self.fileno = sock.fileno
+        self.fileno, self.close, self.detach = sock.fileno, sock.close, sock.detach
 
-    def sendmsg(self, buffers: Sequence[Buffer], beside: object = None) -> int:
+    def sendmsg(self, buffers: Sequence[Buffer], beside: object = None, flags: int = 0) -> int:
         try:
             with self._lock:
                 return self._tls.send(buffers[0])
@@ -533,12 +570,6 @@ class _Tls:
 
     def shutdown(self, how: int) -> None:
         socket.socket.shutdown(self._tls, how)  # SSLSocket's own would end reading as well.
-
-    def close(self) -> None:
-        self._tls.close()
-
-    def let_go(self) -> None:
-        os.close(self._tls.detach())
 
 
 def _configure(sock: socket.socket, unix: bool, silence: float) -> None:

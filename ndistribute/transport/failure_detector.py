@@ -9,6 +9,7 @@ others' beats.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ __all__ = ["SILENCE_SECONDS", "FailureDetector", "detector", "silence_seconds"]
 SILENCE_SECONDS = 60.0
 _BEATS = 8  # In the time after which a silent process counts as lost.
 _LONGEST_PAUSE_SECONDS = 5.0
+_log = logging.getLogger("ndistribute")
 
 
 class Watched(Protocol):
@@ -66,46 +68,58 @@ class FailureDetector:
         self._lock = threading.Lock()
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._changed = threading.Event()
+        self._pause = 0.0
         self._thread: threading.Thread | None = None
 
     def watch(self, connection: Watched) -> None:
         """Watch a connection until `forget`."""
         with self._lock:
-            self._watched.add(connection)
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name="ndistribute heartbeat", daemon=True
                 )
-                self._thread.start()
-        self._changed.set()
+                thread.start()
+                self._thread = thread
+            self._watched.add(connection)
+            if connection.silence_seconds / _BEATS < self._pause:
+                self._changed.set()
 
     def forget(self, connection: Watched) -> None:
         """Watch a connection no more; with the last one the thread ends, which this waits for."""
         with self._lock:
             self._watched.discard(connection)
-            thread = self._thread if not self._watched else None
+            if self._watched:
+                return
+            # Whoever watches next starts another thread, so that this one is sure to end.
+            thread, self._thread = self._thread, None
+            changed, self._changed = self._changed, threading.Event()
+        changed.set()
         if thread is not None and thread is not threading.current_thread():
-            self._changed.set()
             thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        before = time.monotonic()
+        before, changed = time.monotonic(), self._changed
         while True:
             with self._lock:
+                if self._thread is not threading.current_thread():
+                    return
                 watched = list(self._watched)
                 if not watched:
                     self._thread = None
                     return
-            shortest = min(connection.silence_seconds for connection in watched)
-            pause = min(shortest / _BEATS, _LONGEST_PAUSE_SECONDS)
+                shortest = min(connection.silence_seconds for connection in watched)
+                self._pause = min(shortest / _BEATS, _LONGEST_PAUSE_SECONDS)
             now = time.monotonic()
             excused = now - before > shortest / 2
             before = now
             for connection in watched:
-                connection.tick(now, excused)
+                try:
+                    connection.tick(now, excused)
+                except Exception:  # The others are watched all the same.
+                    _log.exception("a connection could not be watched")
             del watched, connection  # Nothing is kept alive by being watched.
-            self._changed.wait(timeout=pause)
-            self._changed.clear()
+            changed.wait(timeout=self._pause)
+            changed.clear()
 
 
 detector = FailureDetector()

@@ -146,10 +146,12 @@ def authenticate(
             return sock, accepted
     except BaseException as error:
         sock.close()
-        raise _explained(error, peer) from error
+        if isinstance(error, OSError) and not isinstance(error, AuthenticationError):
+            raise _explained(error, peer) from error
+        raise
 
 
-def _explained(error: BaseException, peer: str) -> BaseException:
+def _explained(error: OSError, peer: str) -> Exception:
     """Return what went wrong with a peer in words that say what to do."""
     if isinstance(error, TimeoutError):
         return CollectiveTimeoutError(
@@ -163,7 +165,7 @@ def _explained(error: BaseException, peer: str) -> BaseException:
         )
     if isinstance(error, ssl.SSLError):
         return tls_error(peer, error)
-    return error
+    return ConnectionError(f"The connection to the peer {peer} failed: {error}.")
 
 
 def tls_error(peer: str, error: ssl.SSLError) -> AuthenticationError:

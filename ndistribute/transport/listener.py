@@ -15,7 +15,6 @@ import resource
 import selectors
 import socket
 import ssl
-import struct
 import threading
 import time
 import weakref
@@ -23,7 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from ndistribute.transport.address import name_of_peer, split_address, unix_name
+from ndistribute.transport.address import (
+    is_of_this_user,
+    name_of_peer,
+    split_address,
+    unix_name,
+)
 from ndistribute.transport.handshake import Accepted, Check, Hello, Steps, accept, tls_error
 from ndistribute.transport.secret import Credentials
 from ndistribute.transport.tls import tls_context
@@ -39,7 +43,6 @@ _LINGER_SECONDS = 0.2  # For a peer that is refused to read why.
 _SAFE_SECONDS = 0.05  # A handshake takes milliseconds, so one that has just begun is left in peace.
 _SECONDS_BETWEEN_RECORDS = 1.0
 _ALERT = bytes.fromhex("15 0301 0002 0246")  # TLS: fatal, protocol version.
-_PEER = struct.Struct("3i")
 _log = logging.getLogger("ndistribute")
 
 
@@ -170,14 +173,19 @@ class Listener:
         self._strangers: dict[socket.socket, _Stranger] = {}  # The oldest comes first.
         self._closing = False
         self._pause = threading.Event()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._waker, self._woken = socket.socketpair()
+        self._spare = _spare_file()
         self._selector = selectors.DefaultSelector()
-        for sock in (*self._sockets, self._woken):
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="ndistribute listener", daemon=True)
-        self._thread.start()
+        self._waker, self._woken = socket.socketpair()
+        try:
+            for sock in (*self._sockets, self._woken):
+                sock.setblocking(False)
+                self._selector.register(sock, selectors.EVENT_READ)
+            name = "ndistribute listener"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._end()
+            raise
         _open.add(self)
 
     def close(self) -> None:
@@ -185,10 +193,10 @@ class Listener:
         if self._closing:
             return
         self._closing = True
-        _open.discard(self)
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
-        self._thread.join(timeout=5.0)
+        if self._thread is not threading.current_thread():  # Else a callback closes it.
+            self._thread.join(timeout=5.0)
         self._refusals.close()
 
     def __enter__(self) -> Self:
@@ -206,9 +214,9 @@ class Listener:
         """Close a forked child's copies of the sockets; the parent's listener goes on."""
         self._closing = True
         for sock in (*self._sockets, *self._strangers, self._waker, self._woken):
-            os.close(sock.detach())
-        self._selector.close()
-        os.close(self._spare)
+            with contextlib.suppress(OSError):
+                os.close(sock.detach())
+        self._end()
 
     def _run(self) -> None:
         try:
@@ -223,10 +231,20 @@ class Listener:
         except Exception:
             _log.exception("the listener failed: nobody else can connect")
         finally:
-            self._selector.close()
-            for sock in (*self._strangers, *self._sockets, self._waker, self._woken):
-                sock.close()
-            os.close(self._spare)
+            self._end()
+
+    def _end(self) -> None:
+        self._selector.close()
+        for sock in (*self._strangers, *self._sockets, self._waker, self._woken):
+            sock.close()
+        self._drop_spare()
+        _open.discard(self)
+
+    def _drop_spare(self) -> None:
+        spare, self._spare = self._spare, -1
+        if spare >= 0:
+            with contextlib.suppress(OSError):
+                os.close(spare)
 
     def _patience(self) -> float | None:
         """Return the seconds to the first deadline, or until there is room for one more."""
@@ -245,9 +263,13 @@ class Listener:
             except ConnectionError:
                 continue  # It was gone before it was accepted.
             except OSError as error:
-                self._make_room(listener, error)
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._make_room(listener, error)
+                else:
+                    self._refusals.add("somebody", error)
+                    self._pause.wait(timeout=_SAFE_SECONDS / 10)
                 return
-            if sock.family == socket.AF_UNIX and not _of_this_user(sock):
+            if sock.family == socket.AF_UNIX and not is_of_this_user(sock):
                 self._refusals.add("another user of this host", "only this user's processes may")
                 sock.close()
                 continue
@@ -264,10 +286,11 @@ class Listener:
         """Drop the stranger that is least likely to be a good peer; return False if all may be."""
         latest = time.monotonic() + self._seconds - _SAFE_SECONDS
         strangers = self._strangers.values()
+        old = [each for each in strangers if each.deadline < latest]
         for found in (
             next((each for each in strangers if each.leaving is not None), None),
-            next((each for each in strangers if each.silent), None),
-            next((each for each in strangers if each.deadline < latest), None),
+            next((each for each in old if each.silent), None),
+            next(iter(old), None),
         ):
             if found is not None:
                 self._drop(found, "too many connections wait, and it is the oldest")
@@ -279,10 +302,10 @@ class Listener:
         self._refusals.add("somebody", f"{error}; raise `ulimit -n`")
         for stranger in list(self._strangers.values()):
             self._drop(stranger, "this process has too many open files")
-        os.close(self._spare)
+        self._drop_spare()
         with contextlib.suppress(OSError):
             listener.accept()[0].close()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._spare = _spare_file()
 
     def _begin(self, stranger: _Stranger) -> None:
         if self._tls is not None:
@@ -401,9 +424,12 @@ class _RefusalLog:
             _log.warning("refused connections (%d more since the last record)", self._unlogged)
 
 
-def _of_this_user(sock: socket.socket) -> bool:
-    peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return bool(_PEER.unpack(peer)[1] == os.geteuid())
+def _spare_file() -> int:
+    """Return a descriptor that holds a place, -1 if there is none."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # Another thread has had it.
+        return -1
 
 
 _open: weakref.WeakSet[Listener] = weakref.WeakSet()

@@ -8,6 +8,7 @@ reads a request, lets its service handle it, and answers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -24,9 +25,10 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
-from ndistribute.transport.address import split_address, unix_name
+from ndistribute.transport.address import is_of_this_user, split_address, unix_name
 from ndistribute.transport.codec import Decoder, MalformedError, Record
 from ndistribute.transport.connection import Connection, ConnectionLostError
+from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen, listen_unix
 from ndistribute.transport.secret import Credentials
@@ -39,7 +41,6 @@ _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds before connecting again; the last o
 _HANDSHAKE_SECONDS = 10.0
 _SILENT_SECONDS = 5.0  # After so long a wait for a server its user wants to know of it.
 _MOST_CONNECTIONS = 4096
-_LOOK_SECONDS = 0.5
 _log = logging.getLogger("ndistribute")
 
 
@@ -103,10 +104,12 @@ def _unix_socket(address: str, deadline: float) -> socket.socket | None:
     try:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         sock.connect(unix_name(address))
-        return sock
+        if is_of_this_user(sock):  # Anybody may take a name; nobody else's process learns a proof.
+            return sock
     except OSError:
-        sock.close()
-        return None
+        pass
+    sock.close()
+    return None
 
 
 class Failed(Record, frozen=True):
@@ -162,14 +165,17 @@ class Call:
             if isinstance(reply, Failed):
                 raise DistributeError(f"{self._client.title} failed: {reply.message}")
             self._value = self._take(reply)
-        except BaseException as error:
+        except Exception as error:
             self._error = error
+        except BaseException:  # It is this thread that is interrupted, not the one that asked.
+            self._problem = ConnectionLostError("the thread that received was interrupted.")
+            raise
         self._here = True
 
     @property
-    def here(self) -> bool:
-        """Return True once the reply has been taken."""
-        return self._here
+    def settled(self) -> bool:
+        """Return True once the reply has been taken, or the request has to be sent again."""
+        return self._here or self._problem is not None
 
     @property
     def connection(self) -> Connection:
@@ -191,6 +197,9 @@ class Call:
         except TimeoutError as error:
             self.cancel()
             raise self._client._late(self._begun) from error
+        except BaseException:
+            self.cancel()
+            raise
 
     def _again(self, problem: Exception, pause: float) -> None:
         """Send the request once more, since the connection was lost."""
@@ -244,7 +253,7 @@ class Client:
         self._numbers = itertools.count(1)
         self._connecting = threading.Lock()
         self._turn = threading.Condition()
-        self._receiving = False
+        self._receiving: set[Connection] = set()
         self._pending: dict[int, Call] = {}
         self._connection: Connection | None = None
         self._closing = threading.Event()
@@ -290,8 +299,7 @@ class Client:
         self._closing.set()
         if os.getpid() != self._process:
             return  # The connection is the parent's.
-        with self._connecting:
-            connection, self._connection = self._connection, None
+        connection = self._connection  # Whoever connects at this moment closes what comes of it.
         if connection is not None:
             connection.close()
 
@@ -299,16 +307,14 @@ class Client:
         """Wait for a reply: receive it, or let the thread that receives deliver it."""
         connection = call.connection
         with self._turn:
-            while self._receiving and not call.here:
+            while connection in self._receiving and not call.settled:
                 left = call.deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError
-                if not connection.is_open:  # Another thread receives on the next one already.
-                    raise ConnectionLostError("the connection was lost.")
-                self._turn.wait(timeout=min(left, _LOOK_SECONDS))
-            if call.here:
+                self._turn.wait(timeout=left)
+            if call.settled:
                 return
-            self._receiving = True
+            self._receiving.add(connection)
         try:
             number, reply = connection.receive(call.deadline)
             found = self._pending.pop(number, None)
@@ -317,7 +323,7 @@ class Client:
             connection.release()
         finally:
             with self._turn:
-                self._receiving = False
+                self._receiving.discard(connection)
                 self._turn.notify_all()
 
     def _connected(self, deadline: float) -> Connection:
@@ -329,7 +335,9 @@ class Client:
                 "this process is a fork of the one that made the connection: make strategies and "
                 "coordinators in the process that uses them."
             )
-        with self._connecting:
+        if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise ConnectionLostError("another thread connects to it.")
+        try:
             connection = self._connection
             if self._closing.is_set():
                 raise ConnectionLostError("the client was closed.")
@@ -337,13 +345,16 @@ class Client:
                 return connection
             if connection is not None:
                 connection.close()
-            self._connection = None
             fresh = connect(
                 self._address, self._credentials, self._hello, self._kinds, deadline=deadline
             )
             self.instance = fresh.peer.instance
             self._connection = fresh
+            if self._closing.is_set():
+                fresh.close()
             return fresh
+        finally:
+            self._connecting.release()
 
     def _late(self, start: float) -> DistributeError:
         waited = time.monotonic() - start
@@ -444,22 +455,24 @@ class RpcServer:
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Connection | None] = {}
         self._closing = False
-        sock = listen(address, environ)
-        self.port: int = sock.getsockname()[1]
-        own = f"{address.rpartition(':')[0]}:{self.port}"
-        unix = listen_unix(own) if unix_wanted(environ) else None
-        self._listeners = []
+        self._silence = silence_seconds(environ)
         hello = Hello(name=name, instance=self.instance)
         plain = Credentials(credentials.secret, credentials.job)
-        for one, shown in ((sock, credentials), (unix, plain)):
-            if one is not None:
-                found = Listener([one], shown, hello, self._on_peer, check=self._refusal)
-                self._listeners.append(found)
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(listen(address, environ))
+            self.port: int = sock.getsockname()[1]
+            own = f"{address.rpartition(':')[0]}:{self.port}"
+            unix = listen_unix(own) if unix_wanted(environ) else None
+            for one, shown in ((sock, credentials), (unix, plain)):
+                if one is not None:
+                    stack.enter_context(one)
+                    listener = Listener([one], shown, hello, self._on_peer, check=self._refusal)
+                    stack.enter_context(listener)
+            self._listeners = stack.pop_all()
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening and end all connections; a second call does nothing."""
-        for listener in self._listeners:
-            listener.close()
+        self._listeners.close()
         with self._lock:
             self._closing = True
             threads = dict(self._threads)
@@ -497,35 +510,39 @@ class RpcServer:
                 raise OSError(f"no thread for it ({error}): raise `ulimit -u`") from error
 
     def _serve(self, sock: socket.socket, accepted: Accepted) -> None:
-        purpose = accepted.hello.purpose
-        service = self._services[purpose]
-        connection = Connection(
-            sock,
-            accepted,
-            self._kinds[purpose],
-            sealed=service.sealed,
-            keep_arrays=service.keep_arrays,
-        )
-        with self._lock:
-            self._threads[threading.current_thread()] = connection
-            if self._closing:
-                connection.abort("the server was stopped.", clean=True)
-        peer = Peer(connection)
-        died = True
+        hello, thread = accepted.hello, threading.current_thread()
+        service = self._services[hello.purpose]
+        try:
+            connection = Connection(
+                sock,
+                accepted,
+                self._kinds[hello.purpose],
+                sealed=service.sealed,
+                keep_arrays=service.keep_arrays,
+                silence=self._silence,
+            )
+            with self._lock:
+                self._threads[thread] = connection
+                if self._closing:
+                    connection.abort("the server was stopped.", clean=True)
+            self._attend(service, connection)
+        except Exception:
+            _log.exception("the connection of %s failed", hello.name)
+        finally:
+            with self._lock:
+                del self._threads[thread]
+
+    def _attend(self, service: Service, connection: Connection) -> None:
+        peer, died = Peer(connection), True
         try:
             service.connected(peer)
             died = self._converse(service, connection, peer)
-        except Exception:
-            _log.exception("the connection of %s failed", peer.name)
         finally:
             connection.abort("the conversation ended.")
             try:
                 service.disconnected(peer, died and not self._closing)
-            except Exception:
-                _log.exception("%s could not be forgotten", peer.name)
-            connection.close()
-            with self._lock:
-                del self._threads[threading.current_thread()]
+            finally:
+                connection.close()
 
     @staticmethod
     def _converse(service: Service, connection: Connection, peer: Peer) -> bool:
@@ -542,10 +559,12 @@ class RpcServer:
                 return True
             try:
                 reply = service.handle(peer, call, request)
+                del request
+                connection.release()
+                here = reply is None or peer.send(reply, call)
             except Exception as error:
                 _log.exception("a request of %s failed", peer.name)
-                reply = Failed(f"{type(error).__name__}: {error}")
-            del request
-            connection.release()
-            if reply is not None and not peer.send(reply, call):
+                connection.release()
+                here = peer.send(Failed(f"{type(error).__name__}: {error}"), call)
+            if not here:
                 return True

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.cluster.jobs import environment
+from tests.launcher.jobs import environment
 
 SCRIPT = """
 import ndistribute as nd

@@ -22,7 +22,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """Serve until the input ends."""
-    importlib.import_module("cloudpickle")
+    for name in ("cloudpickle", "ndistribute.coordinator.worker"):
+        importlib.import_module(name)
     nd = importlib.import_module("ndistribute")
     told, tell = os.pipe()
     os.set_blocking(tell, False)

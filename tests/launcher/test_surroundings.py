@@ -12,6 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -55,32 +57,36 @@ def script(tmp_path):
     return write
 
 
-def test_a_job_in_the_background_ignores_what_it_was_told_to_ignore(script):
+@pytest.mark.parametrize("closed", ["< /dev/null > /dev/null 2>&1", "<&- >&- 2>&-"])
+def test_a_job_in_the_background_ignores_what_it_was_told_to_ignore(script, tmp_path, closed):
     """As under nohup and after `&` in sh: hang-ups and Ctrl-C are ignored, there is no input."""
     path = script("""
 own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
 ignored = [signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGHUP, signal.SIGINT)]
-print(*own.getsockname(), *ignored)
+with open(os.path.join(folder, "ready~"), "w") as file:
+    print(*own.getsockname(), *ignored, file=file)
+os.rename(file.name, os.path.join(folder, "ready"))
 with own.accept()[0] as peer:
     print(peer.recv(5).decode())
 """)
-    line = 'trap "" HUP INT; exec "$@" <&-'
+    line = f'trap "" HUP INT; exec "$@" {closed}'
+    arguments = ("run", "-n", "1", "--log-dir", tmp_path / "logs", path)
     with subprocess.Popen(
-        ["/bin/sh", "-c", line, "sh", *command("run", "-n", "1", path)],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        ["/bin/sh", "-c", line, "sh", *command(*arguments)], env=environment()
     ) as job:
-        first = job.stdout.readline().split()
-        assert first[0] == "[0]", job.stderr.read()
-        assert first[3:] == ["True", "True"]
+        deadline = time.monotonic() + SECONDS
+        while not (tmp_path / "ready").exists():
+            assert job.poll() is None
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
+        host, port, *ignored = (tmp_path / "ready").read_text().split()
+        assert ignored == ["True", "True"]
         job.send_signal(signal.SIGHUP)
         job.send_signal(signal.SIGINT)
-        with socket.create_connection((first[1], int(first[2])), timeout=10) as peer:
+        with socket.create_connection((host, int(port)), timeout=10) as peer:
             peer.sendall(b"hello")
         assert job.wait(SECONDS) == 0
-        assert job.stdout.read() == "[0] hello\n"
+    assert (tmp_path / "logs" / "rank-0.log").read_text() == "hello\n"
 
 
 def test_output_that_nobody_reads_holds_nothing_up(script, tmp_path):
@@ -132,7 +138,7 @@ with socket.socket() as thief:
 
 def test_a_signal_ends_a_job_that_waits_to_start_again(script):
     with started("run", "-n", "1", "--max-restarts", "9", script("sys.exit(3)")) as job:
-        while "in 2.0 s" not in job.stderr.readline():
+        while "again in 2 s" not in job.stderr.readline():
             assert job.poll() is None
         job.terminate()
         assert job.wait(SECONDS) == 128 + signal.SIGTERM
