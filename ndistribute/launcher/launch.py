@@ -300,8 +300,7 @@ def _ports(options: JobOptions) -> list[socket.socket]:
     """Listen for every task of this machine, for as long as the job runs.
 
     No port can be taken by others then, not even between two lives of a task, and who connects
-    meanwhile waits. Tasks beside servers get sockets that are only bound: they listen there
-    themselves, or close theirs and open another one, as gRPC does.
+    meanwhile waits.
     """
     places = [("127.0.0.1", 0)] * options.processes
     if not options.is_local:
@@ -315,8 +314,7 @@ def _ports(options: JobOptions) -> list[socket.socket]:
                 port.bind((host, number))
             except OSError as error:
                 raise OSError(f"can not listen at {host}:{number}: {error.strerror}") from error
-            if not options.servers:
-                port.listen(max(128, options.processes))
+            port.listen(max(128, options.processes))
         opened.pop_all()
     return ports
 

@@ -129,9 +129,12 @@ def authenticate(
             return authenticate(accepted, secret, hello, deadline=deadline)
         sock.settimeout(None)
         return sock, accepted
-    except BaseException as error:
+    except OSError as error:
         sock.close()
         raise _explained(error, peer) from error
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _drive(
