@@ -3,10 +3,8 @@
 from ndistribute import cluster, errors, models
 from ndistribute.autodiff import GradientTape, custom_gradient
 from ndistribute.cluster import (
-    ClusterCoordinator,
     ClusterSpec,
     MPIClusterResolver,
-    Server,
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
@@ -30,6 +28,8 @@ from ndistribute.context import (
     set_seed,
     set_strategy,
 )
+from ndistribute.coordinator.coordinator import ClusterCoordinator
+from ndistribute.coordinator.server import Server
 from ndistribute.data import (
     AutoShardPolicy,
     Dataset,
@@ -63,8 +63,10 @@ from ndistribute.variables import (
     VariableSynchronization,
     partitioners,
 )
+from ndistribute.version import __version__ as __version__
 
-__version__ = "0.1.0"
+# What stands on a higher floor of the house, and belongs there for its users.
+cluster.ClusterCoordinator, cluster.Server = ClusterCoordinator, Server  # type: ignore[attr-defined]
 
 __all__ = [
     "AuthenticationError",

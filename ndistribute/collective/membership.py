@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndistribute.trust.address import split_address
-from ndistribute.trust.gate import listen
-from ndistribute.trust.secret import find_secret
-from ndistribute.trust.tls import TlsFiles, tls_files
+from ndistribute.transport.listener import listen
+from ndistribute.transport.secret import Credentials, credentials_of
+from ndistribute.transport.tls import tls_files
 
 __all__ = ["Membership", "host_identity", "membership_from_addresses", "membership_from_exchange"]
 
@@ -32,18 +31,16 @@ class Membership:
         rank: which process this is.
         addresses: ``host:port`` of every process, in rank order.
         listener: a listening socket for this process's own address.
-        secret: what every process of the job knows, and nobody else.
+        credentials: the job's secret and identity, and this process's certificate.
         host: what processes that can share memory have in common.
-        tls: certificate files, or None for plain connections.
         heartbeat_seconds: after how long a silence a process counts as lost.
     """
 
     rank: int
     addresses: tuple[str, ...]
     listener: socket.socket
-    secret: bytes
+    credentials: Credentials
     host: str
-    tls: TlsFiles | None = None
     heartbeat_seconds: float = HEARTBEAT_SECONDS
 
     @property
@@ -63,15 +60,14 @@ def membership_from_addresses(
     """
     # The port comes last: nothing is left open where a setting is wrong.
     environ = os.environ if environ is None else environ
-    secret, tls = find_secret(addresses, environ), tls_files(environ)
+    credentials = credentials_of(addresses, environ)
     heartbeat = _heartbeat_seconds(environ)
     return Membership(
         rank,
         tuple(addresses),
-        _inherited_listener(addresses[rank], environ) or listen(addresses[rank]),
-        secret,
+        listen(addresses[rank], environ),
+        credentials,
         host_identity(environ),
-        tls,
         heartbeat,
     )
 
@@ -101,9 +97,8 @@ def membership_from_exchange(
         rank,
         tuple(each["address"] for each in everyone),
         listener,
-        everyone[0]["secret"].encode(),
+        Credentials(everyone[0]["secret"].encode(), "started by MPI", tls_files(environ)),
         host,
-        tls_files(environ),
         _heartbeat_seconds(environ),
     )
 
@@ -124,29 +119,6 @@ def host_identity(environ: Mapping[str, str] | None = None) -> str:
     space = Path("/proc/self/ns/pid")
     parts.append(os.readlink(space) if space.exists() else "")
     return "/".join(parts)
-
-
-def _inherited_listener(address: str, environ: Mapping[str, str]) -> socket.socket | None:
-    """Return the socket that the launcher bound for this process, so that no port could be lost."""
-    number = environ.get("NDISTRIBUTE_LISTEN_FD")
-    if not number:
-        return None
-    try:
-        # A duplicate: a second strategy of this process finds the original.
-        listener = socket.socket(fileno=os.dup(int(number)))
-    except (OSError, ValueError) as error:
-        raise OSError(
-            f"NDISTRIBUTE_LISTEN_FD={number} is no open socket of this process. The launcher sets "
-            "it for the processes that it starts; unset it where you start them yourself."
-        ) from error
-    port = listener.getsockname()[1]
-    if port == split_address(address)[1]:
-        return listener
-    listener.close()
-    raise OSError(
-        f"NDISTRIBUTE_LISTEN_FD={number} listens on port {port}, but the cluster has {address} for "
-        "this process. Is its index in TF_CONFIG its own?"
-    )
 
 
 def _outward_address() -> str:

@@ -7,9 +7,9 @@ is believed. What flows over the connections is not this file's concern.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
+import secrets
 import select
 import socket
 import threading
@@ -19,9 +19,9 @@ from typing import Any
 
 from ndistribute.collective.membership import Membership
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, DistributeError
-from ndistribute.trust.address import split_address
-from ndistribute.trust.gate import Gate
-from ndistribute.trust.handshake import authenticate
+from ndistribute.transport.address import split_address
+from ndistribute.transport.handshake import Accepted, Hello, authenticate
+from ndistribute.transport.listener import Listener
 
 __all__ = ["Mesh"]
 
@@ -31,8 +31,6 @@ _RETRY_SECONDS = 0.05
 _ATTEMPT_SECONDS = 10.0
 _CHECK_SECONDS = 0.1
 _WELCOME = b"+"
-_REFUSED = b"-"  # A reason follows.
-_REASON_BYTES = 1000
 
 # Counts the groups of this process: a process that is ahead of another, in the next group already,
 # must not be taken for a member of the last.
@@ -51,18 +49,20 @@ class Mesh:
         self._group = next(_groups)
         self.rank = membership.rank
         self.size = membership.size
-        self.hellos: dict[int, dict[str, Any]] = {self.rank: self._hello("self", 0)}
+        # Rank 0 names this start of the job, and the others learn it there before they meet.
+        self._started = secrets.token_hex(8) if membership.rank == 0 else ""
+        self.hellos: dict[int, dict[str, Any]] = {self.rank: self._details("self", 0)}
         self._arrived: dict[tuple[str, int, int], socket.socket] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._refusal = ""
         self._latest: dict[int, socket.socket] = {}
-        self._gate = Gate(
-            membership.listener,
-            membership.secret,
+        self._listener = Listener(
+            [membership.listener],
+            membership.credentials,
+            self._hello("answer", 0),
             self._admit,
-            hello=json.dumps(self._hello("answer", 0)).encode(),
-            tls=membership.tls,
+            check=self._refusal_of,
         )
 
     def connect(
@@ -103,14 +103,18 @@ class Mesh:
 
     def close(self) -> None:
         """Stop listening, and close what nobody fetched."""
-        self._gate.close(timeout=5.0)
+        self._listener.close()
         with self._changed:
             self._closed = True
             for sock in self._arrived.values():
                 sock.close()
             self._arrived.clear()
 
-    def _hello(self, purpose: str, generation: int) -> dict[str, Any]:
+    def _hello(self, purpose: str, generation: int) -> Hello:
+        name = f"worker {self._membership.rank}"
+        return Hello(name=name, purpose="mesh", details=self._details(purpose, generation))
+
+    def _details(self, purpose: str, generation: int) -> dict[str, str | int]:
         return {
             "rank": self._membership.rank,
             "size": self._membership.size,
@@ -120,45 +124,50 @@ class Mesh:
             "group": self._group,
             "purpose": purpose,
             "generation": generation,
+            "started": self._started,
         }
 
-    def _admit(self, sock: socket.socket, hello: bytes) -> None:
+    def _admit(self, sock: socket.socket, accepted: Accepted) -> None:
         """Keep a connection that a process of a higher rank made."""
-        try:
-            fields = json.loads(hello)
-            rank, size = int(fields["rank"]), int(fields["size"])
-            key = (str(fields["purpose"]), int(fields["generation"]), rank)
-            group = int(fields["group"])
-        except (ValueError, KeyError, TypeError):
-            sock.close()
-            return
-        refusal = self._refusal_of(rank, size, fields)
-        if refusal:
-            self._refusal = f" It refused one: {refusal}."
-            _log.warning("worker %d refused a worker: %s", self.rank, refusal)
-            sock.settimeout(_ATTEMPT_SECONDS)
-            sock.sendall(_REFUSED + refusal.encode()[:_REASON_BYTES])
-            sock.close()
-            return
+        fields: dict[str, Any] = accepted.hello.details
+        rank = fields["rank"]
+        key = (fields["purpose"], fields["generation"], rank)
         with self._changed:
             stale = self._arrived.pop(key, None)
             if stale is not None:
                 stale.close()
-            if self._closed or group != self._group:
+            if self._closed or fields["group"] != self._group or not self._started:
                 sock.close()  # It tries again, and finds the group that it looks for.
                 return
-            sock.settimeout(_ATTEMPT_SECONDS)
-            sock.sendall(_WELCOME)
+            sock.send(_WELCOME)
             self.hellos[rank] = fields
             self._arrived[key] = self._latest[rank] = sock
             self._changed.notify_all()
 
-    def _refusal_of(self, rank: int, size: int, fields: dict[str, Any]) -> str:
+    def _refusal_of(self, hello: Hello) -> str:
         """Return what is wrong with a process that says which one it is, if anything is."""
+        refusal = self._fault_of(hello.details)
+        if refusal:
+            self._refusal = f" It refused one: {refusal}."
+            _log.warning("worker %d refused a worker: %s", self.rank, refusal)
+        return refusal
+
+    def _fault_of(self, fields: dict[str, Any]) -> str:
+        try:
+            rank, size, group = (int(fields[key]) for key in ("rank", "size", "group"))
+            started = str(fields["started"])
+            int(fields["generation"]), str(fields["purpose"])
+        except (ValueError, KeyError, TypeError):
+            return "it is no worker of a group"
         if size != self.size or not self.rank < rank < size:
             return (
                 f"it is worker {rank} of {size}, here is worker {self.rank} of {self.size}; "
                 "every process needs the same cluster, and an index of its own"
+            )
+        if group == self._group and self.rank and self._started and started != self._started:
+            return (
+                "it met another worker 0 than this process: two jobs use the same addresses; give "
+                "each its own ports, and NDISTRIBUTE_JOB_ID where no launcher sets it"
             )
         known = self.hellos.get(rank)
         same = known is not None and all(known[key] == fields.get(key) for key in ("name", "pid"))
@@ -198,13 +207,13 @@ class Mesh:
         check: Callable[[], None],
     ) -> socket.socket:
         """Connect to a process of a lower rank, which may not have started yet."""
-        hello = json.dumps(self._hello(purpose, generation)).encode()
         reason: Exception = TimeoutError("there was no time to try")
         pause = threading.Event()
         while (left := deadline - time.monotonic()) > 0:
             check()
             try:
-                return self._attempt(rank, hello, time.monotonic() + min(left, _ATTEMPT_SECONDS))
+                until = time.monotonic() + min(left, _ATTEMPT_SECONDS)
+                return self._attempt(rank, purpose, generation, until)
             except AuthenticationError:
                 raise
             except OSError as error:
@@ -212,43 +221,39 @@ class Mesh:
             pause.wait(timeout=_RETRY_SECONDS)
         raise self._absent(rank, timeout, f"{type(reason).__name__}: {reason}") from reason
 
-    def _attempt(self, rank: int, hello: bytes, deadline: float) -> socket.socket:
+    def _attempt(self, rank: int, purpose: str, generation: int, deadline: float) -> socket.socket:
         membership = self._membership
         sock = socket.create_connection(
             split_address(membership.addresses[rank]),
             timeout=max(0.001, deadline - time.monotonic()),
         )
+        credentials = membership.credentials
+        sock, accepted = authenticate(
+            sock,
+            credentials.secret,
+            credentials.signed(self._hello(purpose, generation)),
+            deadline=deadline,
+            tls=credentials.tls,
+        )
         try:
-            sock, answer = authenticate(
-                sock, membership.secret, hello, server=False, deadline=deadline, tls=membership.tls
-            )
-            fields = json.loads(answer)
-            if (fields["rank"], fields["size"]) != (rank, self.size):
+            fields: dict[str, Any] = accepted.hello.details
+            if (fields.get("rank"), fields.get("size")) != (rank, self.size):
                 raise DistributeError(
-                    f"{membership.addresses[rank]} answered as worker {fields['rank']} of "
-                    f"{fields['size']}, expected worker {rank} of {self.size}. Every process needs "
-                    "the same cluster, and an index of its own.",
+                    f"{membership.addresses[rank]} answered as worker {fields.get('rank')} of "
+                    f"{fields.get('size')}, expected worker {rank} of {self.size}. Every process "
+                    "needs the same cluster, and an index of its own.",
                     rank=rank,
                 )
             sock.settimeout(max(0.001, deadline - time.monotonic()))
-            self._read_verdict(sock, rank)
+            if sock.recv(1) != _WELCOME:
+                raise ConnectionResetError("it is not ready for this group of processes")
         except BaseException:
             sock.close()
             raise
+        if rank == 0:
+            self._started = str(fields["started"])
         self.hellos[rank] = fields
         return sock
-
-    def _read_verdict(self, sock: socket.socket, rank: int) -> None:
-        verdict = sock.recv(1)
-        if verdict == _REFUSED:
-            reason = b"".join(iter(lambda: sock.recv(_REASON_BYTES), b""))
-            raise DistributeError(
-                f"worker {rank} at {self._membership.addresses[rank]} refused this process: "
-                f"{reason.decode(errors='replace')}.",
-                rank=rank,
-            )
-        if verdict != _WELCOME:
-            raise ConnectionResetError("it is not ready for this group of processes")
 
     def _absent(self, rank: int, timeout: float, why: str) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(

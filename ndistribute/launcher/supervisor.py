@@ -17,23 +17,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from ndistribute.launcher import reaper
+from ndistribute.launcher.hosts import ssh_command
 from ndistribute.launcher.output import Console, Lines, ending, tells_of_another
 
-__all__ = [
-    "Outcome",
-    "Start",
-    "Supervisor",
-    "TaskState",
-    "Verdict",
-    "reaped",
-    "restart_delay",
-    "signals_as_bytes",
-    "verdict",
-]
+__all__ = ["Outcome", "Start", "Supervisor", "TaskState", "Verdict", "restart_delay", "verdict"]
+
+_Parse = Callable[[bytes], tuple[str, bytes]]
 
 # How long a rank that only tells of another's end waits for that other one's own report.
 _PATIENCE_SECONDS = 2.0
@@ -42,53 +35,33 @@ _FINISH_SECONDS = 10.0
 # The other side of a connection has its own grace; this is for the way there and back.
 _REMOTE_SECONDS = 2.0
 _LONGEST_DELAY_SECONDS = 30.0
-_NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class Start:
-    """A process to start.
+    """A process to start."""
 
-    Args:
-        label: its rank, its task such as ``ps:0``, or a name for its own output.
-        argv: its command line.
-        environ: its whole environment.
-        task_type: chief, worker or ps; what starts ranks counts as a worker.
-        saves: it may write a last snapshot when it is told to end, and has longer for it.
-        listener: a socket that it inherits under its number, or None; the caller closes it.
-        script: what it reads on standard input, which then stays open for as long as the job
-            runs; None for no input.
-        pipes: read ends of pipes that its children write to, with the rank and stream of each.
-        writers: the other ends, which are kept open for as long as a child may come to open them.
-        parse: finds out which rank a line came from, where one process relays several.
-    """
-
-    label: str
+    label: str  # Its rank, its task such as ``ps:0``, or a name for its own output.
     argv: Sequence[str]
-    environ: Mapping[str, str]
+    settings: Mapping[str, str]  # What is added to the environment of the job.
     task_type: str = "worker"
-    saves: bool = False
-    listener: socket.socket | None = None
-    script: bytes | None = None
-    pipes: tuple[tuple[int, str, str], ...] = ()
-    writers: tuple[int, ...] = ()
-    parse: _Parse | None = None
-
-    @property
-    def relays(self) -> bool:
-        """Return True if the process stands for several ranks, as mpiexec does."""
-        return self.parse is not None or bool(self.pipes)
+    host: str | None = None  # The machine to reach by ssh; None: this one.
+    listener: socket.socket | None = None  # Inherited under its number.
+    script: bytes | None = (
+        None  # Standard input, which then stays open for as long as the job runs.
+    )
+    saves: bool = False  # It may write a last snapshot when it is told to end.
+    pipes: tuple[tuple[int, str, str], ...] = ()  # Those that ranks write to; rank and stream.
+    writers: tuple[int, ...] = ()  # Their other ends, kept open as a rank may come to open them.
+    parse: _Parse | None = None  # Whose a line is, where one process relays several ranks.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """How an attempt ended, the exit code that tells of it, and what failed first.
 
-    Args:
-        reason: ``done``, ``failed``, ``timeout``, ``signal``, ``deaf`` (nobody read the output) or
-            ``unsaved`` (a server did not write its last snapshot).
-        code: the exit code that tells of it.
-        label: the rank or task that failed first.
+    The reason is ``done``, ``failed``, ``timeout``, ``signal``, ``deaf`` (nobody reads the output)
+    or ``unsaved`` (a server did not write its last snapshot).
     """
 
     reason: str
@@ -140,36 +113,24 @@ def restart_delay(restarts: int) -> float:
     >>> [restart_delay(n) for n in (0, 1, 2, 9)]
     [0.0, 0.5, 1.0, 30.0]
     """
-    return min(_LONGEST_DELAY_SECONDS, 0.25 * 2**restarts) if restarts else 0.0
+    return min(_LONGEST_DELAY_SECONDS, 0.25 * 2**restarts) if restarts > 0 else 0.0
 
 
+@dataclass
 class Supervisor:
-    """Run one attempt.
+    """Run one attempt."""
 
-    Args:
-        job: the mark of the job, which the processes have in their environment.
-        console: where output goes.
-        signals: a descriptor from which signals that end the job can be read.
-        deadline: the moment of `time.monotonic` at which everything is stopped, or None.
-        restarts: how many tasks, the chief aside, may be started again alone.
-        saving_seconds: how long a server has for its last snapshot.
-    """
+    job: str  # The mark of the job, which the processes have in their environment.
+    environ: Mapping[str, str]  # The environment of all of them.
+    console: Console
+    signals: int  # A descriptor from which the signals that end the job can be read.
+    deadline: float | None  # The moment of `time.monotonic` at which everything is stopped.
+    restarts: int  # How many tasks, the chief aside, may be started again alone.
+    saving_seconds: float  # How long a server has for its last snapshot.
 
-    def __init__(
-        self,
-        job: str,
-        console: Console,
-        signals: int,
-        deadline: float | None = None,
-        restarts: int = 0,
-        saving_seconds: float = reaper.GRACE_SECONDS,
-    ) -> None:
-        self._job = job
-        self._console = console
-        self._restarts = restarts
-        self._saving_seconds = saving_seconds
+    def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._selector.register(signals, selectors.EVENT_READ, partial(self._signalled, signals))
+        self._selector.register(self.signals, selectors.EVENT_READ, self._signalled)
         self._sources: dict[int, _Source] = {}
         self._processes: list[_Process] = []
         self._waiting: list[Start] = []
@@ -177,8 +138,8 @@ class Supervisor:
         self._failed: list[_Process] = []
         self._outcome: Outcome | None = None
         self._due: dict[Callable[[], None], float] = {}
-        if deadline is not None:
-            self._due[partial(self._stop, Outcome("timeout", 124))] = deadline
+        if self.deadline is not None:
+            self._due[partial(self._stop, Outcome("timeout", 124))] = self.deadline
 
     def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
         """Start everything after a delay, and return once all of it has ended.
@@ -209,13 +170,13 @@ class Supervisor:
 
     def _start(self, start: Start) -> None:
         self._waiting.remove(start)
-        process = _Process(start)
+        process = _Process(start, self.environ)
         self._processes.append(process)
         ended = partial(self._ended, process)
         self._selector.register(process.pidfd, selectors.EVENT_READ, ended)
-        for stream, name in ((process.popen.stdout, "stdout"), (process.popen.stderr, "stderr")):
-            if stream is not None:
-                self._relay(stream.fileno(), start.label, name, start.parse)
+        for name in ("stdout", "stderr"):
+            fd = getattr(process.popen, name).fileno()
+            self._relay(fd, start.label, name, start.parse)
         for fd, rank, name in start.pipes:
             self._relay(fd, rank, name, None)
 
@@ -229,7 +190,7 @@ class Supervisor:
         left = min([1.0, *(moment - now for moment in self._due.values())])
         for key, _ in self._selector.select(max(0.0, left)):
             key.data()
-        if self._console.nobody_reads:
+        if self.console.nobody_reads:
             self._stop(Outcome("deaf", 128 + signal.SIGPIPE))
 
     def _ended(self, process: _Process) -> None:
@@ -241,7 +202,7 @@ class Supervisor:
             self._drain(0.1)
         states = [self._state(p) for p in self._processes]
         states += [TaskState(start.task_type) for start in self._waiting]
-        restarts = 0 if self._give_up in self._due else self._restarts
+        restarts = 0 if self._give_up in self._due else self.restarts
         match verdict(self._state(process), states, restarts):
             case Verdict.AGAIN:
                 self._start_again(process)
@@ -257,7 +218,7 @@ class Supervisor:
                 self._due = {self._finish: time.monotonic() + _FINISH_SECONDS}
 
     def _state(self, process: _Process) -> TaskState:
-        told = bool(process.code) and tells_of_another(self._console.kept(process.start.label))
+        told = bool(process.code) and tells_of_another(self.console.kept(process.start.label))
         return TaskState(process.start.task_type, process.code, told)
 
     def _start_again(self, process: _Process) -> None:
@@ -265,15 +226,13 @@ class Supervisor:
         label, how = process.start.label, ending(process.code or 0)
         delay = restart_delay(self._again[label])
         self._again[label] += 1
-        self._restarts -= 1
-        when = f" in {delay} s" if delay else ""
-        self._console.say(
-            f"{label} ended ({how}); starting it again{when} ({self._restarts} left)."
-        )
+        self.restarts -= 1
+        when = f"starting it again in {delay:g} s ({self.restarts} left)"
+        self.console.say(f"{label} ended ({how}); {when}.")
         # What it left behind would go on beside its successor.
         process.signal(signal.SIGKILL)
-        self._finish_output(label)
-        self._console.forget(label)
+        self._let_go(label)
+        self.console.forget(label)
         self._processes.remove(process)
         process.close()
         self._start_after(delay, process.start)
@@ -283,9 +242,9 @@ class Supervisor:
         first = [p for p in self._failed if not self._state(p).tells_of_another]
         process = [*first, *self._failed][0]
         label = process.start.label
-        if process.start.relays:
+        if process.start.pipes or process.start.parse:
             # One process relays several ranks: the first that reported an error of its own.
-            kept, reported = self._console.kept, self._console.reported
+            kept, reported = self.console.kept, self.console.reported
             label = next((r for r in reported if not tells_of_another(kept(r))), label)
         return Outcome("failed", process.code or 1, label)
 
@@ -295,8 +254,8 @@ class Supervisor:
     def _finish(self) -> None:
         self._stop(Outcome("done", 0))
 
-    def _signalled(self, signals: int) -> None:
-        numbers = os.read(signals, 64)
+    def _signalled(self) -> None:
+        numbers = os.read(self.signals, 64)
         if self._outcome is None:
             self._stop(Outcome("signal", 128 + numbers[0]))
         elif self._due:  # Asked again: what was to come later comes now.
@@ -317,21 +276,21 @@ class Supervisor:
         now = time.monotonic()
         self._due = {
             partial(self._kill, saving=False): now + grace,
-            partial(self._kill, saving=True): now + max(grace, self._saving_seconds),
+            partial(self._kill, saving=True): now + max(grace, self.saving_seconds),
         }
 
     def _kill(self, saving: bool) -> None:
         """Kill what is left, at first but for those that may be writing a last snapshot."""
-        left = [process for process in self._processes if process.code is None]
-        for process in left:
+        savers = []
+        for process in self._processes:
             if saving or not process.start.saves:
                 process.signal(signal.SIGKILL)
-        reaper.send((self._job, self._job + reaper.SAVING)[: 1 + saving], signal.SIGKILL)
-        savers = ", ".join(process.start.label for process in left if process.start.saves)
-        if savers and not saving:
-            self._console.say(
-                f"waiting {self._saving_seconds:g} s at most until {savers} wrote a last snapshot."
-            )
+            elif process.code is None:
+                savers.append(process.start.label)
+        reaper.send((self.job, self.job + reaper.SAVING)[: 1 + saving], signal.SIGKILL)
+        if savers:
+            wait = f"waiting {self.saving_seconds:g} s at most"
+            self.console.say(f"{wait} until {', '.join(savers)} wrote a last snapshot.")
 
     def _end(self, starts: Sequence[Start]) -> None:
         """Leave nothing: what the ranks started and left behind ends as well."""
@@ -339,13 +298,13 @@ class Supervisor:
             # Those that still run are here after an error of the launcher's own.
             process.hang_up()
         still = any(process.code is None for process in self._processes)
-        reaper.end_processes(self._job, self._saving_seconds if still else reaper.GRACE_SECONDS)
+        reaper.end_processes(self.job, self.saving_seconds if still else reaper.GRACE_SECONDS)
         for process in self._processes:
             process.signal(signal.SIGKILL)
         for fd in [fd for start in starts for fd in start.writers]:
             os.close(fd)
         self._drain(1.0)
-        self._finish_output()
+        self._let_go()
         self._selector.close()
         for process in self._processes:
             process.close()
@@ -362,10 +321,10 @@ class Supervisor:
             return  # It ended while another event of the same turn was handled.
         with contextlib.suppress(BlockingIOError):
             data = os.read(fd, 1 << 16)
-            if data:
-                self._take(self._sources[fd], self._sources[fd].lines.feed(data))
-            else:
-                self._finish_source(fd)
+            self._sources[fd].show(self.console, data)
+            if not data:
+                self._selector.unregister(fd)
+                del self._sources[fd]
 
     def _drain(self, seconds: float) -> None:
         """Read what has been written, for a time at most: some may go on writing for ever."""
@@ -377,24 +336,13 @@ class Supervisor:
             for fd in ready:
                 self._read(fd)
 
-    def _finish_output(self, label: str | None = None) -> None:
-        """Let go of the pipes of a process, or of all; lines that were not ended are shown."""
+    def _let_go(self, label: str | None = None) -> None:
+        """Close the pipes of a process, or of all; lines that were not ended are shown."""
         for fd, source in list(self._sources.items()):
             if label is None or source.label == label:
-                self._finish_source(fd)
-
-    def _finish_source(self, fd: int) -> None:
-        self._selector.unregister(fd)
-        source = self._sources.pop(fd)
-        self._take(source, source.lines.close())
-
-    def _take(self, source: _Source, lines: list[bytes]) -> None:
-        if source.parse is None:
-            self._console.take(source.label, source.stream, lines)
-            return
-        for line in lines:
-            rank, text = source.parse(line)
-            self._console.take(rank, source.stream, [text])
+                source.show(self.console, b"")
+                self._selector.unregister(fd)
+                del self._sources[fd]
 
 
 @contextlib.contextmanager
@@ -405,11 +353,8 @@ def signals_as_bytes() -> Iterator[int]:
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    heeded = [
-        signum
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(signum) != signal.SIG_IGN
-    ]
+    ending_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [signum for signum in ending_signals if signal.getsignal(signum) != signal.SIG_IGN]
     before = {signum: signal.signal(signum, lambda *_: None) for signum in heeded}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
@@ -424,13 +369,7 @@ def signals_as_bytes() -> Iterator[int]:
 
 @contextlib.contextmanager
 def reaped(job: str, saving_seconds: float, mpi: bool) -> Iterator[None]:
-    """Keep a reaper for a ``with`` block, which ends the job when this process is gone.
-
-    Args:
-        job: the mark of the job.
-        saving_seconds: how long a server has for its last snapshot.
-        mpi: whether MPI starts it, which leaves shared memory when it is killed.
-    """
+    """Keep a reaper for a ``with`` block, which ends the job when this process is gone."""
     arguments = ["watch", job, str(saving_seconds), *(["mpi"] if mpi else [])]
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", reaper.__file__, *arguments],
@@ -443,26 +382,30 @@ def reaped(job: str, saving_seconds: float, mpi: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if process.stdin is not None:
-            process.stdin.close()
         try:
-            process.wait(3 * reaper.GRACE_SECONDS)
+            process.communicate(timeout=3 * reaper.GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(reaper.GRACE_SECONDS)
 
 
-_Parse = Callable[[bytes], tuple[str, bytes]]
-
-
-@dataclass
 class _Source:
     """One pipe: whose it is, and the line that is not complete yet."""
 
-    label: str
-    stream: str
-    parse: _Parse | None
-    lines: Lines = field(default_factory=Lines)
+    def __init__(self, label: str, stream: str, parse: _Parse | None) -> None:
+        self.label = label
+        self._stream = stream
+        self._parse = parse
+        self._lines = Lines()
+
+    def show(self, console: Console, data: bytes) -> None:
+        """Show the lines that are complete now; without data, that is at the end, all of them."""
+        lines = self._lines.feed(data) if data else self._lines.close()
+        if self._parse is None:
+            console.take(self.label, self._stream, lines)
+            return
+        for rank, line in map(self._parse, lines):
+            console.take(rank, self._stream, [line])
 
 
 class _Process:
@@ -472,11 +415,12 @@ class _Process:
     can be sent to the group.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, environ: Mapping[str, str]) -> None:
         self.start = start
+        self.code: int | None = None
         self.popen = subprocess.Popen(
-            start.argv,
-            env=start.environ,
+            start.argv if start.host is None else ssh_command(start.host),
+            env={**environ, **start.settings},
             stdin=subprocess.DEVNULL if start.script is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -484,7 +428,6 @@ class _Process:
             pass_fds=() if start.listener is None else (start.listener.fileno(),),
         )
         self.pidfd = os.pidfd_open(self.popen.pid)
-        self.code: int | None = None
         if self.popen.stdin is not None and start.script is not None:
             with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
                 self.popen.stdin.write(start.script)
@@ -503,18 +446,16 @@ class _Process:
 
     def hang_up(self) -> bool:
         """Close its input, which ends a process on another host; return True if it had one."""
-        if self.popen.stdin is None:
-            return False
-        with contextlib.suppress(BrokenPipeError):
-            self.popen.stdin.close()
-        return True
+        if self.popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.popen.stdin.close()
+        return self.popen.stdin is not None
 
     def close(self) -> None:
         """Reap it, and close what belongs to it."""
         self.hang_up()
-        for stream in (self.popen.stdout, self.popen.stderr):
-            if stream is not None:
-                stream.close()
+        for stream in filter(None, (self.popen.stdout, self.popen.stderr)):
+            stream.close()
         os.close(self.pidfd)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(reaper.GRACE_SECONDS)

@@ -1,7 +1,7 @@
 """How a parameter-server strategy, sent to another process, becomes that process's own.
 
 What is pickled says how to make one. A process makes it once, so that all variables and functions
-which were sent there meet in the same strategy.
+which were sent there meet in the same strategy; it is dropped with the coordinator's own.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ndistribute.cluster import SimpleClusterResolver
-from ndistribute.cluster.coordination import this_task
-from ndistribute.device import Device
+from ndistribute.cluster import ClusterResolver, SimpleClusterResolver
+from ndistribute.cluster import task as this_task
+from ndistribute.coordinator.worker import keep
 
 if TYPE_CHECKING:
     from ndistribute.strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["Handle", "handle_of", "strategy_of"]
+__all__ = ["Handle", "namespace_of", "new_handle", "strategy_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,42 +30,61 @@ class Handle:
 
     Args:
         token: no other strategy has it.
+        namespace: stands before all its names on the servers.
         devices: as its maker named them; of each worker itself.
         partitioner: likewise.
         timeout_seconds: likewise.
     """
 
     token: str
+    namespace: str
     devices: tuple[str, ...] | None
     partitioner: Callable[..., Sequence[int]] | None
     timeout_seconds: float | None
 
 
 class _Process:
-    """The strategies of this process that can be sent, or were."""
+    """The strategies that this process made, and how many on each cluster."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.made: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        # Nobody else holds on to those that were sent here between two functions.
-        self.sent: dict[str, Any] = {}
+        self.counts: Counter[str] = Counter()
 
 
 _process = _Process()
 
 
-def handle_of(
-    strategy: Any,
-    devices: Sequence[str | Device] | None,
-    partitioner: Callable[..., Sequence[int]] | None,
-    timeout_seconds: float | None,
-) -> Handle:
-    """Return the handle of a new strategy."""
-    names = None if devices is None else tuple(map(str, devices))
-    handle = Handle(secrets.token_hex(8), names, partitioner, timeout_seconds)
+def namespace_of(resolver: ClusterResolver, restore: bool) -> str:
+    """Return what stands before a new strategy's names on the servers of a cluster.
+
+    The first strategy of each process has an empty one, so that workers share their variables, and
+    a worker that is started again finds them. A second one of a process starts afresh.
+
+    Args:
+        resolver: of the cluster.
+        restore: whether the strategy goes on with the variables of the one before.
+    """
+    cluster = str(resolver.cluster_spec().as_dict())
     with _process.lock:
-        _process.made[handle.token] = strategy
-    return handle
+        if not restore or not _process.counts[cluster]:
+            _process.counts[cluster] += 1
+        count = _process.counts[cluster]
+    return "" if count == 1 else f"strategy_{count}/"
+
+
+def new_handle(strategy: Any, handle: Handle | None, **made_with: Any) -> Handle:
+    """Return the handle of a new strategy of this process.
+
+    Args:
+        strategy: the strategy.
+        handle: the one that it was made from, where it was sent here.
+        made_with: the other fields of a new one.
+    """
+    found = handle or Handle(secrets.token_hex(8), **made_with)
+    with _process.lock:
+        _process.made[found.token] = strategy
+    return found
 
 
 def strategy_of(handle: Handle) -> ParameterServerStrategy:
@@ -77,26 +97,19 @@ def strategy_of(handle: Handle) -> ParameterServerStrategy:
 
     with _process.lock:
         found: ParameterServerStrategy | None = _process.made.get(handle.token)
-        found = found or _process.sent.get(handle.token)
-        if found is not None:
-            return found
-        task = this_task.current()
-        if task is None:
-            raise RuntimeError(
-                "a ParameterServerStrategy, or a variable of one, was sent to a process that is no "
-                "worker of its cluster: only functions that a ClusterCoordinator schedules can "
-                "use them elsewhere."
-            )
-    resolver = SimpleClusterResolver(task.cluster, task_type=task.job, task_id=task.index)
-    made = ParameterServerStrategy(
-        resolver,
-        handle.partitioner,
-        devices=handle.devices,
-        timeout_seconds=handle.timeout_seconds,
-    )
-    made.known_by(handle)
-    with _process.lock:
-        kept: ParameterServerStrategy = _process.sent.setdefault(handle.token, made)
-    if kept is not made:  # Another thread was asked for the same, and was faster.
-        made.close()
+    if found is not None:
+        return found
+    task = this_task.current()
+    if task is None:
+        raise RuntimeError(
+            "a ParameterServerStrategy, or a variable of one, was sent to a process that is no "
+            "worker of its cluster: only functions that a ClusterCoordinator schedules can "
+            "use them elsewhere."
+        )
+
+    def make() -> ParameterServerStrategy:
+        resolver = SimpleClusterResolver(task.cluster, task_type=task.job, task_id=task.index)
+        return ParameterServerStrategy.from_handle(resolver, handle)
+
+    kept: ParameterServerStrategy = keep(handle.token, make, ParameterServerStrategy.close)
     return kept

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from ndistribute import tree
 from ndistribute.cluster import ClusterResolver, resolve
-from ndistribute.cluster.links.servers import Outcomes, Servers
-from ndistribute.cluster.protocol.requests import Apply
-from ndistribute.data import InputContext
+from ndistribute.coordinator.coordinator import forget
+from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.device import Array, Device, resolve_devices
+from ndistribute.parameter_server.client import Outcomes, ServerClient, Servers, current_closure
+from ndistribute.parameter_server.local import LocalServer
+from ndistribute.parameter_server.messages import Accumulated, Apply, Done, Reply
 from ndistribute.strategies.base import Strategy
-from ndistribute.strategies.dealing import dealt
-from ndistribute.strategies.handles import Handle, handle_of, strategy_of
-from ndistribute.strategies.linking import Links, role_of
-from ndistribute.strategies.pace import pace_of
-from ndistribute.strategies.placement import Placement
-from ndistribute.strategies.staleness import StalenessCounts
+from ndistribute.strategies.handles import Handle, namespace_of, new_handle, strategy_of
+from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.timeline import span
+from ndistribute.transport.rpc import Client
+from ndistribute.transport.secret import credentials_of
 from ndistribute.variables.copies import Copies, LocalCopy
 from ndistribute.variables.partitioners import number_of_shards
 from ndistribute.variables.policy import (
@@ -35,9 +38,58 @@ from ndistribute.variables.remote import RemoteVariable
 from ndistribute.variables.sync_on_read import SyncOnReadVariable
 from ndistribute.variables.variable import Variable
 
-__all__ = ["ParameterServerStrategy"]
+__all__ = ["ParameterServerStrategy", "Role", "role_of"]
 
 TIMEOUT_SECONDS = 600.0
+_LIVES_APART = 1 << 29  # Versions of two lives of a server differ by more.
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What this process is among those that use the servers.
+
+    Args:
+        task: its name, such as ``"worker:1"``.
+        num_workers: how many processes train, each with a share of the data.
+        index: which of them this one is.
+        coordinated: whether a chief sends functions to the workers.
+    """
+
+    task: str = "worker:0"
+    num_workers: int = 1
+    index: int = 0
+    coordinated: bool = False
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Return into how many shares data is divided, and which of them is this process's."""
+        shared = self.task.startswith("worker:")
+        return (self.num_workers, self.index) if shared else (1, 0)
+
+
+def role_of(resolver: ClusterResolver | None) -> Role:
+    """Return what a process is.
+
+    Raises:
+        ValueError: it is a parameter server itself, or there is none.
+    """
+    if resolver is None or not resolver.cluster_spec():
+        return Role()
+    jobs = resolver.cluster_spec().jobs
+    job, index = resolver.task_type, resolver.task_id or 0
+    if job == "ps":
+        raise ValueError(
+            "this process is a parameter server: it runs nd.Server(cluster, 'ps', index).join() "
+            "and no strategy."
+        )
+    if "ps" not in jobs:
+        raise ValueError(
+            f"the cluster has {', '.join(jobs)} and no parameter server: give it tasks of the job "
+            "'ps', or use MultiWorkerMirroredStrategy."
+        )
+    workers = resolver.cluster_spec().task_indices("worker") if "worker" in jobs else []
+    place = list(workers).index(index) if job == "worker" else 0
+    return Role(f"{job}:{index}", max(1, len(workers)), place, "chief" in jobs)
 
 
 class ParameterServerStrategy(Strategy):
@@ -57,8 +109,13 @@ class ParameterServerStrategy(Strategy):
             are spare, and gradients that come late are dropped. None: as many as needed.
         max_staleness: how many steps a worker may be ahead of the slowest one; None: any number.
         timeout_seconds: how long to wait for servers and workers; None means 600.
+        durability: ``"snapshot"``; or ``"log"``: the servers put each update into a log in their
+            snapshot folder before they acknowledge it, so that none is lost with a server.
+        restore: go on with the variables of the strategy that this process made before on the same
+            cluster; else a second strategy starts with variables of its own.
 
     Raises:
+        DistributeError: `durability` is ``"log"``, and a server was given no directory.
         ValueError: the cluster has no servers, this process is one, or numbers do not fit.
         WorkerLostError: a server was not reached in time.
 
@@ -80,35 +137,67 @@ class ParameterServerStrategy(Strategy):
         total_num_replicas: int | None = None,
         max_staleness: int | None = None,
         timeout_seconds: float | None = None,
+        durability: Literal["snapshot", "log"] = "snapshot",
+        restore: bool = False,
+        _handle: Handle | None = None,
     ) -> None:
         self._resolver = resolve() if cluster_resolver is None else cluster_resolver
         self._role = role_of(self._resolver)
         self._timeout = TIMEOUT_SECONDS if timeout_seconds is None else float(timeout_seconds)
         if self._timeout <= 0:
             raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}.")
-        self._pace = pace_of(
+        self._durability = durability
+        self._partitioner = variable_partitioner
+        self._staleness: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        self._servers: Servers | None = None
+        self._copies: Copies | None = None
+        self.handles: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
+        """The variables of this process by their names on the servers."""
+        super().__init__(resolve_devices(devices))
+        self._handle = new_handle(
+            self,
+            _handle,
+            namespace="" if _handle else self._new_namespace(restore),
+            devices=None if devices is None else tuple(map(str, devices)),
+            partitioner=variable_partitioner,
+            timeout_seconds=timeout_seconds,
+        )
+        self._mode = update_mode_of(
             self._role.num_workers,
             replicas_to_aggregate,
             total_num_replicas,
             max_staleness,
+            namespace=self.namespace,
             coordinated=self._role.coordinated,
             timeout=self._timeout,
         )
-        self._partitioner = variable_partitioner
-        self._placement = Placement()
-        self._staleness = StalenessCounts()
-        self._linking = threading.Lock()
-        self._links: Links | None = None
-        self.handles: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
-        """The variables of this process by their names on the servers."""
-        super().__init__(resolve_devices(devices))
-        self._handle = handle_of(self, devices, variable_partitioner, timeout_seconds)
-        if self._resolver is not None and self._resolver.cluster_spec():
-            try:
-                self.servers.greet()
-            except BaseException:
-                self.close()
-                raise
+        self._names: set[str] = set()
+        self._asked: Counter[str] = Counter()
+        self._placed = 0
+        if self._is_alone:
+            if durability == "log":
+                raise ValueError(
+                    'durability="log" is kept by the servers of a cluster that have a snapshot '
+                    "directory, and this process has no cluster."
+                )
+            return
+        try:
+            self.servers.greet(durability)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_handle(cls, resolver: ClusterResolver, handle: Handle) -> ParameterServerStrategy:
+        """Return this process's own strategy for one that a coordinator sent."""
+        return cls(
+            resolver,
+            handle.partitioner,
+            devices=handle.devices,
+            timeout_seconds=handle.timeout_seconds,
+            _handle=handle,
+        )
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -117,26 +206,61 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def servers(self) -> Servers:
-        """Return the parameter servers."""
-        return self._linked().servers
+        """Return the parameter servers; connections are made when they are needed first."""
+        with self._lock:
+            if self._servers is None:
+                self._servers = Servers(self.connect())
+                self._copies = Copies(self._servers)
+                weakref.finalize(self, self._servers.close)
+            return self._servers
+
+    @property
+    def copies(self) -> Copies:
+        """Return what this process holds of the variables."""
+        servers = self.servers
+        return self._copies or Copies(servers)
+
+    @property
+    def namespace(self) -> str:
+        """Return what stands before all names of this strategy on the servers."""
+        return self._handle.namespace
 
     @property
     def timeout_seconds(self) -> float:
         """Return for how long it waits for servers, and its coordinator for workers."""
         return self._timeout
 
+    def connect(self) -> list[ServerClient]:
+        """Return a client of each server; called once."""
+        if self._is_alone or self._resolver is None:
+            caller = LocalServer().connect(self._role.task)
+            return [ServerClient(caller, "the server in this process", self._timeout)]
+        cluster = self._resolver.cluster_spec()
+        every = [a for job in sorted(cluster.jobs) for a in cluster.job_tasks(job) if a is not None]
+        credentials = credentials_of(every)
+        clients = []
+        for index in cluster.task_indices("ps"):
+            title = f"ps:{index}"
+            client = Client(
+                cluster.task_address("ps", index),
+                credentials,
+                name=self._role.task,
+                purpose="ps",
+                audience=title,
+                replies=Reply,
+                timeout=self._timeout,
+            )
+            clients.append(ServerClient(client, title, self._timeout))
+        return clients
+
     @property
-    def copies(self) -> Copies:
-        """Return what this process holds of the variables."""
-        return self._linked().copies
+    def _is_alone(self) -> bool:
+        return self._resolver is None or not self._resolver.cluster_spec()
 
-    def known_by(self, handle: Handle) -> None:
-        """Be the one that a handle means, wherever its variables are sent, or sent back."""
-        self._handle = handle
-
-    def connect(self) -> Links:
-        """Connect to the servers; called once, when they are needed first."""
-        return Links.open(self, self._resolver, self._role, self._timeout)
+    def _new_namespace(self, restore: bool) -> str:
+        if self._resolver is None or self._is_alone:
+            return ""
+        return namespace_of(self._resolver, restore)
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
         """Make the variable that a policy means, on the servers or, to be read, here."""
@@ -155,7 +279,19 @@ class ParameterServerStrategy(Strategy):
         Raises:
             RuntimeError: a worker asks in a function that a chief sent.
         """
-        return self._placement.name(name), self._placement.turn(len(self.servers))
+        if current_closure() is not None:
+            raise RuntimeError(
+                f"variable {name!r} was created in a function that the chief sent, which may run "
+                "on any worker, and again: create variables on the chief."
+            )
+        with self._lock:
+            given = name
+            while given in self._names:
+                self._asked[name] += 1
+                given = f"{name}_{self._asked[name]}"
+            self._names.add(given)
+            server, self._placed = self._placed, self._placed + 1
+        return self.namespace + given, server % len(self.servers)
 
     def push(
         self, name: str, applies: Mapping[int, Apply], copies: Mapping[int, Sequence[LocalCopy]]
@@ -171,10 +307,10 @@ class ParameterServerStrategy(Strategy):
         seen = {server: [copy.seen for copy in some] for server, some in copies.items()}
 
         def count(outcomes: Outcomes) -> None:
-            self._staleness.add_update(seen, outcomes, self.servers.restarts)
+            self._count_staleness(seen, outcomes)
 
         with span("push", name):
-            self._pace.push(self.servers, name, applies, count)
+            self._mode.push(self.servers, name, applies, count)
         self.copies.changed(trained)
 
     def staleness(self) -> dict[int, int]:
@@ -186,7 +322,8 @@ class ParameterServerStrategy(Strategy):
         >>> ParameterServerStrategy().staleness()
         {}
         """
-        return self._staleness.as_dict()
+        with self._lock:
+            return dict(sorted(self._staleness.items()))
 
     @property
     def lost_updates(self) -> int:
@@ -199,8 +336,8 @@ class ParameterServerStrategy(Strategy):
         >>> ParameterServerStrategy().lost_updates
         0
         """
-        links = self._links
-        return 0 if links is None else links.servers.lost_updates
+        servers = self._servers
+        return 0 if servers is None else servers.lost_updates
 
     def save_snapshots(self) -> None:
         """Let every server write its variables to its disk, and wait until that is done.
@@ -211,7 +348,7 @@ class ParameterServerStrategy(Strategy):
         self.servers.save_snapshots()
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Deal the batches of a dataset to the workers, and cut each over a worker's replicas.
+        """Divide the batches of a dataset among the workers, and each over a worker's replicas.
 
         Args:
             dataset: of batches for one worker's replicas, the same on every worker: worker w of W
@@ -222,7 +359,7 @@ class ParameterServerStrategy(Strategy):
         Returns:
             A re-iterable of nests of `PerReplica`.
         """
-        own = dealt(dataset, *self._role.share, evenly=self._pace.together)
+        own = _share_of(dataset, *self._role.share, evenly=self._mode.together)
         return super().distribute_dataset(own, options)
 
     def distribute_datasets_from_function(
@@ -242,21 +379,23 @@ class ParameterServerStrategy(Strategy):
 
         What was read last from a variable stays readable.
         """
-        links = self._links
-        if links is not None and links.local is not None and not self._closed:
+        servers, copies = self._servers, self._copies
+        if servers is not None and copies is not None and self._is_alone and not self._closed:
             variables = [v for v in self.handles.values() if isinstance(v, RemoteVariable)]
-            links.copies.pull(variable.local_copy for variable in variables)
+            copies.pull(variable.local_copy for variable in variables)
         super().close()
-        if links is not None:
-            links.copies.stay()
-            links.farewell()
+        if servers is not None and copies is not None:
+            copies.stay()
+            servers.close()
+        if self._role.task.startswith("chief:"):
+            forget(self._handle.token)
 
     experimental_distribute_dataset = distribute_dataset
 
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
         with self._turn.taken(self):
-            if self._links is not None:
-                self._links.copies.begin_step()
+            if self._copies is not None:
+                self._copies.begin_step()
             return super()._run_on_all(step)
 
     def _make_on_read(self, array: Array, policy: VariablePolicy) -> Variable:
@@ -270,15 +409,51 @@ class ParameterServerStrategy(Strategy):
             )
         return RemoteVariable.make(self, array, policy)
 
-    def _linked(self) -> Links:
-        """Return the connections, made when they are needed first."""
-        with self._linking:
-            if self._links is None:
-                self._links = self.connect()
-            return self._links
+    def _count_staleness(self, seen: Mapping[int, Sequence[int]], outcomes: Outcomes) -> None:
+        """Count an update by the variable that others had changed most since it was read."""
+        found = []
+        for server, (outcome, *_) in outcomes.items():
+            if isinstance(outcome, Accumulated):
+                found.append(0 if outcome.accepted else 1)
+            elif isinstance(outcome, Done):
+                between = zip(seen[server], outcome.versions, strict=True)
+                found += [now - 1 - then for then, now in between if 0 < then < now]
+        found = [updates for updates in found if updates < _LIVES_APART]
+        if found:
+            with self._lock:
+                self._staleness[max(found)] += 1
 
     def __reduce__(self) -> Any:
         return strategy_of, (self._handle,)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} of {self._role.task}"
+
+
+def _share_of(dataset: Any, workers: int, index: int, *, evenly: bool) -> Any:
+    """Return a worker's batches: every `workers`-th, from number `index` on.
+
+    Args:
+        dataset: of batches, the same on every worker.
+        workers: how many there are.
+        index: which one this is.
+        evenly: whether all get as many, so that nobody waits for one that has none left: to those
+            that have one less a batch without examples is added.
+
+    >>> batches = Dataset.range(5).batch(2)
+    >>> [batch.tolist() for batch in _share_of(batches, 2, 1, evenly=True)]
+    [[2, 3], []]
+    """
+    if workers == 1:
+        return dataset
+    batches = as_dataset(dataset)
+    known = batches.cardinality()
+    if evenly and known > 0 and known % workers:
+        # A batch in a tuple of its own comes as it is; alone its parts would come one by one.
+        empty = Dataset.zip((batches.take(1), Dataset.range(1))).map(_without_examples)
+        batches = batches.concatenate(empty.repeat(workers - known % workers))
+    return batches.shard(workers, index)
+
+
+def _without_examples(batch: Any, _: Any) -> Any:
+    return tree.map_leaves(lambda leaf: leaf[:0], batch)

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.cluster.links.copy import Version
-from ndistribute.cluster.links.servers import Servers
 from ndistribute.device import Array, Device
+from ndistribute.parameter_server.client import Servers
 from ndistribute.timeline import span
 from ndistribute.variables.cell import Cell
 
@@ -49,32 +48,24 @@ class LocalCopy:
     ) -> None:
         self.server_name = server_name
         self.server = server
-        self.version: Version | None = None
-        self.seen: Version | None = None
+        self.version = 0
+        self.seen = 0
         self.pulled_in = -1
         self._shape = shape
         self._dtype = dtype
         self._cell: Cell | None = None
 
-    def writable(self) -> Array:
-        """Return an array for another version to be written to; there is none until `receive`."""
-        self.version = None
-        if self._cell is None:
-            self._cell = Cell(np.empty(self._shape, self._dtype), Device("cpu:0"))
-        return self._cell.writable(keep=False)
-
-    def saw(self, version: Version) -> None:
+    def saw(self, version: int) -> None:
         """Know that rows of a version were read, which are not held here."""
         self.seen = version
 
-    def receive(self, array: Array | None, version: Version) -> None:
-        """Hold a read-only array, or what was written to `writable`."""
-        self.version = self.seen = version
-        if array is None:
-            return
+    def receive(self, array: Array, version: int) -> None:
+        """Hold a copy of an array."""
+        self.version = 0  # Nothing is held if this is broken off.
         if self._cell is None:
-            self._cell = Cell(np.empty((), self._dtype), Device("cpu:0"))
-        self._cell.replace(array)
+            self._cell = Cell(np.empty(self._shape, self._dtype), Device("cpu:0"))
+        np.copyto(self._cell.writable(keep=False), array)
+        self.version = self.seen = version
 
     def read(self) -> Array:
         """Return a snapshot of what is held.
@@ -82,7 +73,7 @@ class LocalCopy:
         Raises:
             RuntimeError: nothing is.
         """
-        if self._cell is None or self.version is None:
+        if self._cell is None or not self.version:
             raise RuntimeError(
                 f"the value of variable {self.server_name!r} was never fetched from its server."
             )
@@ -111,9 +102,7 @@ class Copies:
             if self._read_now:
                 self._read_before, self._read_now = tuple(self._read_now), {}
 
-    def read(
-        self, copies: Sequence[LocalCopy], *, in_step: bool
-    ) -> list[tuple[Array, Version | None]]:
+    def read(self, copies: Sequence[LocalCopy], *, in_step: bool) -> list[tuple[Array, int]]:
         """Return a snapshot of each of some variables, and its version.
 
         Args:

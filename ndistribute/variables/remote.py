@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.cluster.protocol.requests import Add, Assign, Change, Scatter, Subtract
 from ndistribute.device import Array, to_host
+from ndistribute.parameter_server.messages import Add, Assign, Change, Scatter, Subtract
 from ndistribute.variables.copies import LocalCopy
 from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.served import ServedVariable
@@ -132,7 +132,7 @@ class RemoteVariable(ServedVariable):
 
     def beside(self, label: str, value: float, policy: VariablePolicy) -> RemoteVariable:
         """Make a variable of the same shape and dtype where this one lies, unless it is there."""
-        array = np.full(self.shape, value, self.dtype)
+        array = np.broadcast_to(np.array(value, self.dtype), self.shape)
         name = f"{self._server_name}/{label}"
         return RemoteVariable.make_at(self._strategy, array, policy, name, self._servers)
 

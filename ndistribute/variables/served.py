@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ndistribute import context
-from ndistribute.cluster.protocol.requests import Change
 from ndistribute.device import Array, copy_to
+from ndistribute.parameter_server.messages import Change
 from ndistribute.variables.array_like import ArrayLike
 from ndistribute.variables.mirrored import write_once
 from ndistribute.variables.policy import VariablePolicy, VariableSynchronization

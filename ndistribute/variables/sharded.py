@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.cluster.protocol.requests import Change
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, Device
+from ndistribute.parameter_server.messages import Change
 from ndistribute.variables.copies import LocalCopy
 from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.remote import RemoteVariable

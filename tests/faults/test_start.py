@@ -57,19 +57,20 @@ def test_another_cluster_size_is_an_error_on_both_sides(tmp_path: Path) -> None:
             (other,) = odd.ended()
         first = started.ended()[0]
     assert (first.code, other.code) == (1, 1)
-    expected = "answered as worker 0 of 2, expected worker 0 of 3"
+    expected = "it is worker 2 of 3, here is worker 0 of 2"
     assert expected in other.output, other.output
-    assert "Every process needs the same cluster" in other.output
+    assert "every process needs the same cluster" in other.output
     assert "worker 0 waited 2 s for worker 1" in first.output
 
 
 def test_two_processes_with_one_index_are_told_of_each_other(tmp_path: Path) -> None:
-    with job(tmp_path, BODY, [{}, {}, {}]) as started:
+    one = {"NDISTRIBUTE_JOB_ID": "one"}
+    with job(tmp_path, BODY, [one, one, one]) as started:
         addresses = started.addresses
         started.processes[2].kill()
         # On another host its address would be free; so it is here, on another port.
         second = config([addresses[0], "127.0.0.1:0", addresses[2]], 1)
-        environ = {"TF_CONFIG": second, "NDISTRIBUTE_LISTEN_FD": ""}
+        environ = {**one, "TF_CONFIG": second, "NDISTRIBUTE_LISTEN_FD": ""}
         with job(tmp_path, BODY, [environ]) as odd:
             (double,) = odd.ended()
         first, second_first, _ = started.ended()
@@ -77,6 +78,15 @@ def test_two_processes_with_one_index_are_told_of_each_other(tmp_path: Path) -> 
     refused = [end for end in (second_first, double) if "refused this process" in end.output]
     assert refused, second_first.output + double.output
     assert all("two processes are worker 1, pid " in end.output for end in [*refused, first])
+
+
+def test_processes_of_two_jobs_never_mix(tmp_path: Path) -> None:
+    environs = [{"NDISTRIBUTE_JOB_ID": "first"}, {"NDISTRIBUTE_JOB_ID": "second"}]
+    with job(tmp_path, BODY, environs) as started:
+        first, second = started.ended()
+    assert (first.code, second.code) == (1, 1)
+    assert "it belongs to job second, worker 0 to job first" in second.output, second.output
+    assert "it belongs to job second" in first.output, first.output
 
 
 def test_an_index_that_is_not_that_of_the_inherited_port_is_refused(tmp_path: Path) -> None:

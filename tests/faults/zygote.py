@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Serve until the input ends."""
-    for name in ("grpc", "cloudpickle", "ndistribute.cluster.coordination.worker_desk"):
+    for name in ("cloudpickle", "ndistribute.coordinator.worker"):
         importlib.import_module(name)
     nd = importlib.import_module("ndistribute")
     told, tell = os.pipe()

@@ -110,8 +110,8 @@ def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(
     code = cli.main(["doctor", "--fast"])
     said = capfd.readouterr().out
     names = (
-        "Python|processor|BLAS|BLAS kernels|BLAS threads|mpi4py|mpiexec|GPUs|CuPy|NCCL|"
-        "gRPC|cloudpickle|shared memory|loopback|host name|ssh"
+        "Python|processor|BLAS|BLAS kernels|BLAS threads|mpi4py|CuPy|NCCL|gRPC|cloudpickle|"
+        "mpiexec|GPUs|shared memory|loopback|host name|ssh"
     )
     findings = doctor.examine(measure=False)
     assert [finding.name for finding in findings] == names.split("|")

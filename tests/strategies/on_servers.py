@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ndistribute as nd
-from ndistribute.cluster.links.link import Link
-from ndistribute.cluster.links.servers import Servers
-from ndistribute.cluster.serving.local import LocalServer
-from ndistribute.strategies.linking import Links
+from ndistribute.parameter_server.client import ServerClient
+from ndistribute.parameter_server.local import LocalServer
 from tests.kinds import DEADLINE, cpus
 
 
@@ -21,21 +19,21 @@ class LocallyServed(nd.ParameterServerStrategy):
         self._holders = holders
         super().__init__(*args, timeout_seconds=options.pop("timeout_seconds", DEADLINE), **options)
 
-    def connect(self) -> Links:
-        name = f"{self.cluster_resolver.task_type}:{self.cluster_resolver.task_id}"
-        links = [
-            Link(holder.connect(f"{name}#{id(self)}", self._timeout), f"ps:{index}", self._timeout)
+    def connect(self) -> list[ServerClient]:
+        name = f"{self.cluster_resolver.task_type}:{self.cluster_resolver.task_id}#{id(self)}"
+        return [
+            ServerClient(holder.connect(name), f"ps:{index}", self.timeout_seconds)
             for index, holder in enumerate(self._holders)
         ]
-        servers = Servers(links)
-        return Links(servers, None, servers.close)
+
+    def _new_namespace(self, restore: bool) -> str:
+        return ""  # Each test has servers of its own, behind the same addresses.
 
 
 @contextlib.contextmanager
 def holders(count: int) -> Iterator[list[LocalServer]]:
     """Servers in this process."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(LocalServer()) for _ in range(count)]
+    yield [LocalServer() for _ in range(count)]
 
 
 def worker_of(

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.cluster.links.origins import closure
-from ndistribute.cluster.links.servers import Servers
+from ndistribute.parameter_server.client import closure
+from ndistribute.parameter_server.client import Servers
 from ndistribute.models.optimizers import SGD, Adagrad, Adam, Optimizer
 from tests.kinds import DEADLINE, in_thread
 from tests.strategies.on_servers import holders, served, worker_of

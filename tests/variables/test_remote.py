@@ -11,8 +11,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.cluster.links.link import Link
-from ndistribute.cluster.links.origins import closure
-from ndistribute.cluster.protocol.requests import Assign, Create, Origin, Transaction
+from ndistribute.parameter_server.client import closure
+from ndistribute.parameter_server.messages import Assign, Create, Origin, Transaction
 from ndistribute.cluster.shelf.shelf import Shelf
 from ndistribute.cluster.shelf.view import ShelfView
 from ndistribute.cluster.store import Store

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.cluster.links.origins import closure
-from ndistribute.cluster.protocol.requests import Batch, Read, ReadRows, Transaction
+from ndistribute.parameter_server.client import closure
+from ndistribute.parameter_server.messages import Batch, Read, ReadRows, Transaction
 from ndistribute.variables.partitioners import FixedShardsPartitioner
 from ndistribute.variables.remote import RemoteVariable
 from ndistribute.variables.sharded import ShardedVariable

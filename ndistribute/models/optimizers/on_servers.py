@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ndistribute import context
-from ndistribute.cluster.protocol.requests import Apply, Dense, Gradient, Rows
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import to_host
+from ndistribute.parameter_server.messages import Apply, Dense, Gradient, Rows
 from ndistribute.update_rules import Rule, hyperparameters_of
 from ndistribute.variables.policy import (
     VariableAggregation,
@@ -50,7 +50,7 @@ def counter_of(strategy: Any, name: str) -> RemoteVariable:
         strategy,
         np.array(0, np.int64),
         _policy("iterations"),
-        f"{name}/iterations",
+        f"{strategy.namespace}{name}/iterations",
         range(len(strategy.servers)),
     )
 

@@ -1,1 +1,0 @@
-"""The chief gives functions to workers, and workers run them."""

@@ -1,1 +1,0 @@
-"""What a client of a parameter server asks, and what it is answered."""

@@ -1,0 +1,1 @@
+"""A chief gives functions to workers, and gets their results: `ClusterCoordinator`."""

@@ -1,0 +1,484 @@
+"""`ClusterCoordinator`: the chief gives functions to whichever worker is free.
+
+The chief has one connection to each worker, and a thread that receives outcomes from it. Whoever
+makes work available, a thread that schedules or one that has received an outcome, sends it as well:
+there is no other thread to wake.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import functools
+import logging
+import os
+import secrets
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ndistribute import tree
+from ndistribute.cluster.resolvers import ClusterResolver
+from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
+from ndistribute.coordinator.queue import Closure, ClosureQueue
+from ndistribute.coordinator.remote_value import PerWorkerDataset, RemoteValue, dump_arguments
+from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, WorkerService
+from ndistribute.transport.codec import Decoder, MalformedError
+from ndistribute.transport.connection import Connection, ConnectionLostError
+from ndistribute.transport.handshake import Hello
+from ndistribute.transport.rpc import connect
+from ndistribute.transport.secret import credentials_of
+
+__all__ = ["ClusterCoordinator", "backoff_seconds", "forget"]
+
+_TIMEOUT_SECONDS = 60.0
+_CONNECT_SECONDS = 5.0
+_END_SECONDS = 6.0
+_LONG_SECONDS = 0.02  # Beside this a round trip is nothing, so no closure is sent in advance.
+_MOST_DEPTH = 8
+_outcomes: Decoder[Outcome] = Decoder(Outcome)
+_log = logging.getLogger("ndistribute")
+Connector = Callable[[], Connection]
+
+
+def backoff_seconds(failures: int) -> float:
+    """Return how long to wait before a worker is looked for again.
+
+    Args:
+        failures: how often in a row it was not reached, or was lost before it had run anything.
+
+    >>> [backoff_seconds(failures) for failures in (1, 2, 3, 20)]
+    [0.1, 0.2, 0.4, 4.0]
+    """
+    return min(0.1 * 2.0 ** min(failures - 1, 10), 4.0)
+
+
+class ClusterCoordinator:
+    """Run functions on workers, in no order, each as soon as a worker is free.
+
+    What a function changes on parameter servers is changed once, when it ends; if its worker dies,
+    it runs again elsewhere, but at most 4 times. A process without a cluster is its own worker.
+
+    Args:
+        strategy: where the variables are; its cluster has workers, and this process is its chief.
+        timeout_seconds: for how long all workers may be away while functions wait; None: as long
+            as the strategy waits for servers, else 60 s.
+
+    Raises:
+        AuthenticationError: there is no secret.
+        MissingDependencyError: cloudpickle is not installed.
+        ValueError: the cluster has no workers, or this process is not its chief.
+
+    >>> import ndistribute as nd
+    >>> strategy = nd.ParameterServerStrategy()
+    >>> with strategy, nd.ClusterCoordinator(strategy) as coordinator:
+    ...     squares = [coordinator.schedule(lambda x: x * x, args=(x,)) for x in range(4)]
+    ...     coordinator.join()
+    ...     coordinator.fetch(squares)
+    [0, 1, 4, 9]
+    """
+
+    def __init__(self, strategy: Any, *, timeout_seconds: float | None = None) -> None:
+        require_cloudpickle()
+        self._strategy = strategy
+        self._process = os.getpid()
+        self._pickled: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, Pickled]]
+        self._pickled = weakref.WeakKeyDictionary()
+        patience = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
+        connectors = _connectors(strategy.cluster_resolver)
+        self._queue = ClosureQueue(tuple(connectors), patience)
+        series = f"closures#{secrets.token_hex(8)}"
+        self._links = [_Link(index, series, self) for index in range(len(connectors))]
+        for link, (name, connector) in zip(self._links, connectors.items(), strict=True):
+            link.start(name, connector, longest_pause=patience / 4)
+        _coordinators.add(self)
+        atexit.register(self.close)  # So that workers see the chief leave, and not die.
+
+    @property
+    def strategy(self) -> Any:
+        """Return the strategy that this coordinator works for."""
+        return self._strategy
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Let a worker call a function, and return at once what stands for the result.
+
+        This waits only while 4096 functions, or 1 GiB of arguments, wait for workers, and while the
+        arguments are sent to a worker that has nothing else to do.
+
+        Args:
+            fn: sent to each worker once, as it is when it is first scheduled.
+            args: for the function. A `RemoteValue` in them becomes its value, for which the
+                function waits; the iterator of a per-worker dataset becomes the worker's own.
+            kwargs: likewise.
+
+        Raises:
+            Exception: what a function that was scheduled before has raised. Those that no worker
+                had yet are cancelled then, and nothing runs any more.
+            RuntimeError: this process is a fork of the one that made the coordinator.
+            ValueError: something can not be pickled; it says what.
+            WorkerLostError: no worker was there for too long, or a function was run 4 times and
+                its worker was lost each time.
+        """
+        if not callable(fn):
+            raise TypeError(f"schedule takes a function, got a {type(fn).__name__}: {fn!r}.")
+        if not isinstance(args, tuple | list):
+            raise TypeError(f"args is a {type(args).__name__}, not a tuple: write args=(x,).")
+        self._queue.check_process()
+        name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        key, function = self._pickled_function(fn, name)
+        named = dict(kwargs or {})
+        try:
+            arguments, collected = dump_arguments((tuple(args), named))
+        except Exception as error:
+            raise _unpicklable(name, args, named, error) from error
+        inputs = collected.values
+        for value in inputs:
+            if value.owner is not self._queue:
+                raise ValueError(f"{name} got {value!r} of another coordinator: fetch it before.")
+        result = RemoteValue(self._queue, name)
+        functions = {key: function, **collected.functions}
+        closure = Closure(name, functions, arguments, inputs, [fn, *collected.kept], result)
+        self._queue.add(closure)
+        self._wake()
+        return result
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until all scheduled functions are over.
+
+        Args:
+            timeout: seconds to wait; None: as long as it takes.
+
+        Raises:
+            CollectiveTimeoutError: they were not over in time; they go on.
+            Exception: the first one that a function raised, with a note that says where. The
+                coordinator can be used afterwards.
+            RuntimeError: this process is a fork of the one that made the coordinator.
+            WorkerLostError: no worker was there for too long, or a function was run 4 times and
+                its worker was lost each time.
+        """
+        self._queue.check_process()
+        self._wake()  # Nobody did if the call that scheduled something was interrupted.
+        self._queue.join(timeout)
+
+    def done(self) -> bool:
+        """Return True if all scheduled functions are over; raise what `join` would raise."""
+        return self._queue.done()
+
+    def fetch(self, value: Any) -> Any:
+        """Return a structure with the results in place of its `RemoteValue` leaves.
+
+        Args:
+            value: lists, tuples and dicts of them; other leaves stay.
+        """
+        return tree.map_leaves(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value
+        )
+
+    def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
+        """Return a dataset that each worker makes for itself; give its `iter` to `schedule`.
+
+        Args:
+            dataset: a function that returns one, called on each worker when that first needs it
+                (`nd.cluster.worker_index` says there which one it is), or a dataset that is sent.
+
+        Raises:
+            ValueError: it can not be pickled.
+        """
+        _, function = self._pickled_function(dataset, "")
+        return PerWorkerDataset(function, forget)
+
+    def close(self) -> None:
+        """Cancel what is not over, and let the workers go.
+
+        A second call does nothing, nor does one in a fork of this process.
+        """
+        if self._queue.closing.is_set() or os.getpid() != self._process:
+            return
+        atexit.unregister(self.close)
+        self._queue.close()
+        for link in self._links:
+            link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        """Give work to workers that have none."""
+        while (worker := self._queue.idle_worker()) is not None:
+            self._links[worker].fill()
+
+    def _pickled_function(self, function: Any, name: str) -> tuple[str, Pickled]:
+        # Only a plain function is the same thing next time; an object may have changed.
+        plain = isinstance(function, types.FunctionType)
+        found = self._pickled.get(function) if plain else None
+        if found is None:
+            try:
+                pickled = dump(function)
+            except Exception as error:
+                what = f"the function {name}" if name else "the dataset"
+                raise ValueError(
+                    f"{what} can not be sent to workers: {error}. Leave out what it refers to "
+                    "that can not be pickled, or make it inside of the function."
+                ) from error
+            found = key_of(pickled), pickled
+            if plain:
+                self._pickled[function] = found
+        return found
+
+
+_coordinators: weakref.WeakSet[ClusterCoordinator] = weakref.WeakSet()
+
+
+def forget(key: str) -> None:
+    """Let the workers of all coordinators of this process drop what they `keep` under a key.
+
+    They are told before the next function. It may be called at any moment and on any thread, as a
+    finalizer is, for it takes no lock and waits for nothing.
+    """
+    for coordinator in tuple(_coordinators):
+        for link in coordinator._links:
+            link.forget(key)
+
+
+class _Link:
+    """Keep one worker busy: send it closures of a series, and take their outcomes."""
+
+    def __init__(self, index: int, series: str, owner: ClusterCoordinator) -> None:
+        self._index, self._series, self._owner, self._queue = index, series, owner, owner._queue
+        # Closures are taken and sent under it. Reentrant, for a local worker is lost at once.
+        self._sending = threading.RLock()
+        self._line: Connection | _LocalLine | None = None  # None while the worker is away.
+        self._depth = 1  # How many closures it may have.
+        self._known: dict[str, None] = {}  # The functions that the worker keeps, as it does.
+        self._forgotten: collections.deque[str] = collections.deque()
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str, connector: Connector | None, longest_pause: float) -> None:
+        """Look for the worker; without a connector it is in this process."""
+        if connector is None:
+            self.arrive(_LocalLine(WorkerService(name), self))
+            return
+        serve = functools.partial(self._serve, connector, longest_pause)
+        self._thread = threading.Thread(target=serve, name=f"ndistribute {name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let the worker go; the queue is closed already."""
+        line = self._line
+        if line is not None:
+            line.close()
+        if self._thread is not None:
+            self._thread.join(timeout=_END_SECONDS)
+
+    def fill(self) -> None:
+        """Send the worker as much as it may have now."""
+        with self._sending:
+            line = self._line
+            if line is None:
+                return
+            try:
+                if self._forgotten:
+                    count = len(self._forgotten)
+                    line.send(Forget(tuple(self._forgotten.popleft() for _ in range(count))))
+                for closure in self._queue.take(self._index, self._depth):
+                    self._send(line, closure)
+            except (ConnectionLostError, TimeoutError):
+                pass  # The thread that receives sees it too, and gives all back.
+            except BaseException as error:
+                line.abort(f"a thread that sent was interrupted by {type(error).__name__}")
+                raise
+
+    def finish(self, outcome: Outcome) -> None:
+        """Take the outcome of a closure, and send the next ones."""
+        if outcome.reports:
+            self._owner.strategy.servers.learn(outcome.reports)
+        long = outcome.seconds > _LONG_SECONDS
+        self._depth = 1 if long else min(2 * self._depth, _MOST_DEPTH)
+        result = outcome.value if outcome.good else _exception(outcome.value, outcome.trace)
+        self._queue.finish(self._index, outcome.number, result, outcome.trace)
+        self.fill()
+        self._owner._wake()
+
+    def forget(self, key: str) -> None:
+        """Let the worker drop something before it runs more; this takes no lock."""
+        if self._line is not None:
+            self._forgotten.append(key)
+
+    def arrive(self, line: Connection | _LocalLine) -> None:
+        """Send to a worker that is there, and has nothing yet."""
+        with self._sending:
+            self._known.clear()
+            self._forgotten.clear()
+            self._depth = 1
+            self._line = line
+            self._queue.arrive(self._index)
+        self.fill()
+
+    def lose(self, problem: Exception) -> None:
+        """Give back what the worker had."""
+        with self._sending:
+            self._line = None
+            self._queue.lose(self._index, problem)
+
+    def _send(self, line: Connection | _LocalLine, closure: Closure) -> None:
+        unknown = {k: v for k, v in closure.functions.items() if k not in self._known}
+        run = Run(
+            self._series,
+            closure.number,
+            self._queue.low_water,
+            tuple(closure.functions),
+            unknown,
+            closure.arguments,
+            tuple(value.payload for value in closure.inputs if value.payload is not None),
+        )
+        try:
+            line.send(run)
+        except (ConnectionLostError, TimeoutError):
+            raise
+        except Exception as error:  # It is too long, say.
+            self._queue.finish(self._index, closure.number, error)
+            return
+        self._known.update(dict.fromkeys(unknown))
+        while len(self._known) > MAX_FUNCTIONS:
+            del self._known[next(iter(self._known))]
+
+    def _serve(self, connector: Connector, longest_pause: float) -> None:
+        failures = 0
+        while not self._queue.closing.is_set():
+            try:
+                connection = connector()
+            except Exception as error:
+                failures += 1
+                self._queue.absent(self._index, error)
+            else:
+                failures = 1 if self._receive(connection) else failures + 1
+                self._owner._wake()
+            pause = min(backoff_seconds(failures), longest_pause)
+            self._queue.closing.wait(timeout=pause)
+
+    def _receive(self, connection: Connection) -> bool:
+        """Take outcomes until the connection ends; return True if there were any."""
+        ran, why = False, "the coordinator is closing."
+        try:
+            self.arrive(connection)
+            while not self._queue.closing.is_set():
+                self.finish(connection.receive()[1])
+                ran = True
+        except Exception as error:
+            why = str(error)
+            connection.abort(why)
+            if not isinstance(error, ConnectionLostError | MalformedError):
+                _log.exception("an outcome could not be taken")
+        # A new error, for it is kept, and the frames of the old one hold the connection.
+        self.lose(ConnectionLostError(why))
+        connection.close()
+        return ran
+
+
+@dataclass(eq=False)
+class _LocalPeer:
+    """Be the chief, as a worker in this process sees it."""
+
+    send: Callable[[Outcome], None]
+    name: str = "chief:0"
+
+
+class _LocalLine:
+    """Carry records to a worker in this process, by calls."""
+
+    def __init__(self, service: WorkerService, link: _Link) -> None:
+        self._service, self._link = service, link
+        self._peer = _LocalPeer(link.finish)
+        service.connected(self._peer)
+
+    def send(self, record: Run | Forget) -> None:
+        self._service.handle(self._peer, 0, record)
+
+    def abort(self, reason: str) -> None:
+        """Send again all that the worker has: nobody knows whether the last record was sent."""
+        self._link.lose(ConnectionLostError(reason))
+        self._link.arrive(self)
+
+    def close(self) -> None:
+        self._service.close()
+
+
+def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]:
+    """Return by their names how to connect to workers; None for one in this process."""
+    cluster = None if resolver is None else resolver.cluster_spec()
+    if resolver is None or not cluster:
+        return {"worker:0": None}
+    me = f"{resolver.task_type}:{resolver.task_id}"
+    if resolver.task_type != "chief":
+        raise ValueError(
+            f"This process is {me}: a coordinator runs on the chief alone. Give the cluster a job "
+            "'chief', or let each worker run its own loop."
+        )
+    if "worker" not in cluster.jobs:
+        raise ValueError(f"The cluster has no workers: its jobs are {cluster.jobs}.")
+    jobs = (cluster.job_tasks(job) for job in cluster.jobs)
+    credentials = credentials_of([one for job in jobs for one in job if one is not None])
+    name = f"{me}#{secrets.token_hex(6)}"
+
+    def connector(address: str, audience: str) -> Connection:
+        return connect(
+            address,
+            credentials,
+            Hello(name=name, purpose="coordinator", audience=audience),
+            _outcomes,
+            deadline=time.monotonic() + _CONNECT_SECONDS,
+            sealed=True,
+            keep_arrays=True,
+        )
+
+    return {
+        f"worker:{index}": functools.partial(
+            connector, cluster.task_address("worker", index), f"worker:{index}"
+        )
+        for index in cluster.task_indices("worker")
+    }
+
+
+def _unpicklable(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+) -> ValueError:
+    """Return the error that says which argument can not be sent."""
+    places = {f"args[{index}]": value for index, value in enumerate(args)}
+    places |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
+    for place, value in places.items():
+        try:
+            dump_arguments(value)
+        except Exception as problem:
+            return ValueError(
+                f"{place} of {name}, a {type(value).__name__}, can not be sent to workers: "
+                f"{problem}."
+            )
+    return ValueError(f"the arguments of {name} can not be sent to workers: {error}.")
+
+
+def _exception(pickled: Pickled, trace: str) -> Exception:
+    """Return the exception that a worker sent."""
+    try:
+        error = load(pickled)
+    except Exception as problem:  # Its class is not known here, say.
+        return RuntimeError(
+            f"{trace.strip().splitlines()[-1]} (it can not be made here: {problem})"
+        )
+    return error if isinstance(error, Exception) else RuntimeError(str(error))

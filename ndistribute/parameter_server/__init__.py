@@ -1,0 +1,1 @@
+"""Variables that live on servers: what a server holds, what is asked of it, and who asks."""

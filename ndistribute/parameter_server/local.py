@@ -1,0 +1,92 @@
+"""A parameter server in this very process: the same requests, as function calls."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
+from ndistribute.parameter_server.store import Answers, Store
+
+__all__ = ["LocalServer"]
+
+
+class LocalServer:
+    """Serve a store to clients of this process.
+
+    >>> import numpy as np
+    >>> from ndistribute.parameter_server.client import ServerClient, Servers
+    >>> from ndistribute.parameter_server.messages import Add
+    >>> servers = Servers([ServerClient(LocalServer().connect("worker:0"), "this process", 60.0)])
+    >>> servers.create({0: [("v", np.zeros(2))]})
+    >>> servers.change({0: [Add("v", np.ones(2))]}, then=print)
+    {0: (Done(versions=(2,)),)}
+    """
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self.lock = threading.Lock()
+        self.instance = secrets.token_hex(8)
+
+    def connect(self, name: str) -> _Client:
+        """Return a client, under a name that no other client has."""
+        return _Client(self, name)
+
+
+class _Client:
+    """Carry requests to a server of this process."""
+
+    def __init__(self, server: LocalServer, name: str) -> None:
+        self.name = name
+        self.instance = server.instance
+        self._server = server
+        self._closed = False
+
+    def start(self, request: Any, timeout: float | None, take: Callable[[Any], Any]) -> _Call:
+        """Let the store handle a request."""
+        if self._closed:
+            raise WorkerLostError(f"{self.name} was closed.")
+        call = _Call(self.name, timeout, take)
+        with self._server.lock:
+            _deliver(self._server.store.handle(self.name, call, request))
+        return call
+
+    def close(self) -> None:
+        """Leave the store; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            with self._server.lock:
+                _deliver(self._server.store.left(self.name))
+
+
+class _Call:
+    """A request that may have to wait for what other threads do."""
+
+    def __init__(self, name: str, timeout: float | None, take: Callable[[Any], Any]) -> None:
+        self._name, self._timeout, self._take = name, timeout, take
+        self._arrived = threading.Event()
+        self._reply: Any = None
+
+    def deliver(self, reply: Any) -> None:
+        """Take the reply; its arrays never change."""
+        self._reply = reply
+        self._arrived.set()
+
+    def result(self) -> Any:
+        """Return what is taken from the reply, once it is here."""
+        if not self._arrived.wait(timeout=self._timeout):
+            raise CollectiveTimeoutError(
+                f"{self._name}: the server in this process did not answer within "
+                f"{self._timeout:g} s."
+            )
+        return self._take(self._reply)
+
+    def cancel(self) -> None:
+        """Wait no more."""
+
+
+def _deliver(answers: Answers) -> None:
+    for call, reply in answers:
+        call.deliver(reply)

@@ -1,0 +1,346 @@
+"""`Store`: what a parameter server does with each request.
+
+A machine without sockets, threads, files or time: the same requests in the same order give the same
+answers and the same state, so whatever a network does to them can be tried without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ndistribute.parameter_server.aggregation import Aggregation, plan_aggregate
+from ndistribute.parameter_server.messages import (
+    Accumulated,
+    Aggregate,
+    Apply,
+    AwaitClock,
+    AwaitStep,
+    Change,
+    Changed,
+    Create,
+    Created,
+    Delete,
+    Deleted,
+    Done,
+    Failure,
+    KeepLog,
+    Outcome,
+    Read,
+    ReadRows,
+    Released,
+    Reply,
+    Request,
+    SaveSnapshot,
+    Status,
+    Step,
+    Totals,
+    Transaction,
+    Values,
+)
+from ndistribute.parameter_server.updates import plan
+from ndistribute.parameter_server.variables import Refused, Variables
+
+__all__ = ["MAX_CLIENTS", "Applied", "Clock", "ClockGroup", "Logged", "Store"]
+
+MAX_CLIENTS = 1 << 16
+MAX_APPLIED = 1 << 20
+
+Logged = Create | Delete | Transaction
+"""What changes variables, so a log of it can be replayed."""
+Answers = list[tuple[Any, Reply]]
+"""Calls as `Store.handle` was given them, each with its reply."""
+
+
+@dataclass(slots=True)
+class Applied:
+    """Hold which transactions of a client were made: all below `low_water`, and those of `done`."""
+
+    low_water: int = 0
+    done: set[int] = field(default_factory=set)
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence < self.low_water or sequence in self.done
+
+    def add(self, sequence: int, low_water: int) -> None:
+        """Add a transaction, and forget those that nobody sends again."""
+        self.done.add(sequence)
+        if low_water > self.low_water:
+            self.low_water = low_water
+            self.done = {number for number in self.done if number >= low_water}
+
+
+@dataclass(slots=True)
+class Clock:
+    """Hold how far a member of a group is: what it said, and by how much it counts as further."""
+
+    client: str
+    said: int
+    ahead: int = 0
+
+    @property
+    def value(self) -> int:
+        """Return the step with which the member is counted."""
+        return self.said + self.ahead
+
+
+@dataclass(slots=True)
+class ClockGroup:
+    """Hold the clocks of the members that are there, and all members that ever came."""
+
+    present: dict[str, Clock] = field(default_factory=dict)
+    came: set[str] = field(default_factory=set)
+
+    def arrive(self, client: str, clock: int) -> None:
+        """Note that a client is about to begin a step."""
+        member = _member(client)
+        held = self.present.get(member)
+        if held is not None and held.client == client:
+            held.said = max(held.said, clock)
+            return
+        others = [other.value for name, other in self.present.items() if name != member]
+        # Counted on from the others' steps: else they would wait while it repeats what they did.
+        ahead = max(0, min(others, default=0) - clock)
+        self.present[member] = Clock(client, clock, ahead)
+        self.came.add(member)
+
+    def reached(self, client: str, request: AwaitClock) -> Released | None:
+        """Return the reply to a wait once it is over."""
+        clock = self.present.get(_member(client))
+        if clock is None or len(self.came) < request.count:
+            return None
+        slowest = min(held.value for held in self.present.values())
+        return Released(len(self.present)) if slowest >= clock.value - request.slack else None
+
+    def leave(self, client: str) -> None:
+        """Count on a client no more."""
+        held = self.present.get(_member(client))
+        # Its successor may have come before it was known that it left.
+        if held is not None and held.client == client:
+            del self.present[_member(client)]
+
+
+class _Place(NamedTuple):
+    """Where a client waits; it waits there once."""
+
+    kind: str
+    name: str
+    client: str
+
+
+class Store:
+    """Hold variables and what else a server keeps; answer requests one after the other.
+
+    Not safe for threads: it is called under one lock, but replies may be encoded outside of it,
+    since arrays in replies never change. Of a request it keeps no array beyond its answer.
+
+    Args:
+        floor: versions of variables are above it.
+
+    Attributes:
+        log: called with what is about to change variables, once that can not fail; what it raises
+            keeps the change from being made.
+        total: how many transactions were made, in earlier lives as well.
+        began: how many of them in earlier lives.
+
+    >>> from ndistribute.parameter_server.messages import NewVariable
+    >>> store = Store()
+    >>> _ = store.handle("worker", 1, Create((NewVariable("w", (2,), "float32", fill=1.0),)))
+    >>> store.handle("worker", 2, Read(("w",)))
+    [(2, Values(values=(Value(version=1, array=array([1., 1.], dtype=float32)),)))]
+    """
+
+    def __init__(self, floor: int = 0) -> None:
+        self.log: Callable[[Logged], None] = lambda request: None
+        self.total = 0
+        self.began = 0
+        self.variables = Variables(floor)
+        self.applied: dict[str, Applied] = {}
+        self.aggregates: dict[str, Aggregation] = {}
+        self.clocks: dict[str, ClockGroup] = {}
+        self._waits: dict[_Place, tuple[Any, AwaitStep | AwaitClock]] = {}
+
+    @property
+    def clients(self) -> frozenset[str]:
+        """Return the clients that others may wait for: who does not come back must leave."""
+        members = {client for held in self.aggregates.values() for client in held.members}
+        clocks = (clock for group in self.clocks.values() for clock in group.present.values())
+        return frozenset(members.union(clock.client for clock in clocks))
+
+    def handle(self, client: str, call: Any, request: Request) -> Answers:
+        """Do what a request asks.
+
+        Args:
+            client: who calls; after a restart it calls itself otherwise.
+            call: what the reply is returned with.
+            request: what is asked.
+
+        Returns:
+            The replies that are known now: to this call, unless it waits, and to calls that waited.
+        """
+        try:
+            if isinstance(request, AwaitStep | AwaitClock):
+                return self._wait(client, call, request)
+            reply = self._reply(request)
+        except Refused as refused:
+            return [(call, Failure(refused.kind, str(refused)))]
+        except MemoryError as error:
+            why = f"this server has not enough memory for a {type(request).__name__}: {error}"
+            return [(call, Failure("full", why))]
+        answers: Answers = [(call, reply)]
+        if self._waits and isinstance(request, Transaction):
+            answers += self._serve()
+        return answers
+
+    def left(self, client: str) -> Answers:
+        """Count on a client no more, and return the replies to those who waited for it."""
+        for place in [place for place in self._waits if place.client == client]:
+            del self._waits[place]
+        for aggregate in self.aggregates.values():
+            aggregate.leave(client)
+        for group in self.clocks.values():
+            group.leave(client)
+        return self._serve()
+
+    def _reply(self, request: Request) -> Reply:
+        match request:
+            case Transaction():
+                return self._transact(request)
+            case Read(names, known):
+                if known and len(known) != len(names):
+                    raise Refused("mismatch", f"{len(names)} names, {len(known)} known versions.")
+                known = known or (0,) * len(names)
+                return Values(tuple(map(self.variables.read, names, known)))
+            case ReadRows(items):
+                return Values(tuple(map(self.variables.read_rows, items)))
+            case Create(wanted):
+                made, replies = self.variables.plan(wanted)
+                if made:
+                    self.log(request)
+                    self.variables.cells.update(made)
+                return Created(replies)
+            case Delete(names):
+                if not self.variables.cells.keys().isdisjoint(names):
+                    self.log(request)
+                return Deleted(self.variables.delete(names))
+            case Status():
+                return Totals(self.total, self.began)
+            case SaveSnapshot() | KeepLog():
+                raise Refused(
+                    "unknown",
+                    "this server writes nothing to a disk: start it with a snapshot directory.",
+                )
+        raise Refused("mismatch", f"a server can not answer a {type(request).__name__}.")
+
+    def _transact(self, request: Transaction) -> Changed:
+        if request.low_water > request.sequence:
+            raise Refused(
+                "mismatch",
+                f"transaction {request.sequence} of {request.client!r} is below its low water, "
+                f"{request.low_water}.",
+            )
+        applied = self.applied.get(request.client) or Applied()
+        if request.sequence in applied:
+            return Changed(tuple(map(self._outcome_now, request.changes)), self.total, True)
+        if len(applied.done) >= MAX_APPLIED:
+            raise Refused(
+                "full",
+                f"the server remembers {MAX_APPLIED} transactions of {request.client!r} above "
+                f"{applied.low_water}, which never ended there.",
+            )
+        pending: dict[str, Aggregation] = {}
+        planned = [
+            plan_aggregate(self.variables, self.aggregates, pending, request.client, change)
+            if isinstance(change, Aggregate)
+            else plan(self.variables, change)
+            for change in request.changes
+        ]
+        self.log(request)
+        # A warning that becomes an error would leave the rest unmade.
+        with np.errstate(all="ignore"):
+            outcomes = tuple(make() for make in planned)
+        self.total += 1
+        applied.add(request.sequence, request.low_water)
+        self.applied.pop(request.client, None)
+        self.applied[request.client] = applied  # The last is the one that was here last.
+        if len(self.applied) > MAX_CLIENTS:
+            del self.applied[next(iter(self.applied))]
+        return Changed(outcomes, self.total)
+
+    def _outcome_now(self, change: Change) -> Outcome:
+        """Return the outcome of a change that was made before, as far as it can be known."""
+        if isinstance(change, Aggregate):
+            held = self.aggregates.get(change.name)
+            return Accumulated(True, held.step if held is not None else 0)
+        names = change.names if isinstance(change, Apply) else (change.name,)
+        cells = map(self.variables.cells.get, names)
+        return Done(tuple(cell.version if cell is not None else 0 for cell in cells))
+
+    def _wait(self, client: str, call: Any, request: AwaitStep | AwaitClock) -> Answers:
+        """Let a call wait in the place of an earlier one, and return all replies that this gives.
+
+        Raises:
+            Refused: the numbers make no sense.
+        """
+        name = request.name if isinstance(request, AwaitStep) else request.group
+        place = _Place(type(request).__name__, name, client)
+        if request.count < 1:
+            raise Refused("mismatch", f"nobody can wait at {name!r} for {request.count}.")
+        if isinstance(request, AwaitClock):
+            self._check_clock(client, request)
+            self.clocks.setdefault(name, ClockGroup()).arrive(client, request.clock)
+        elif name in self.aggregates:
+            self.aggregates[name].join(client)
+        earlier = self._waits.pop(place, None)
+        self._waits[place] = (call, request)
+        answers = self._serve()
+        if earlier is not None:
+            why = "the same client asked again; that call gets the answer."
+            answers.append((earlier[0], Failure("superseded", why)))
+        return answers
+
+    def _check_clock(self, client: str, request: AwaitClock) -> None:
+        if request.clock < 0 or request.slack < 0:
+            raise Refused(
+                "mismatch",
+                f"clock {request.group!r} takes steps and a slack from 0, got {request.clock} and "
+                f"{request.slack}.",
+            )
+        for place, (_, other) in self._waits.items():
+            same = isinstance(other, AwaitClock) and other.group == request.group
+            if same and place.client != client and other.count != request.count:
+                raise Refused(
+                    "mismatch",
+                    f"{client!r} waits at {request.group!r} for {request.count}, {place.client!r} "
+                    f"for {other.count}; all must say the same.",
+                )
+
+    def _serve(self) -> Answers:
+        """Return replies to all calls that need not wait any longer."""
+        answers: Answers = []
+        for place, (call, request) in list(self._waits.items()):
+            reply = (
+                self._step(place.client, request)
+                if isinstance(request, AwaitStep)
+                else self.clocks[request.group].reached(place.client, request)
+            )
+            if reply is not None:
+                del self._waits[place]
+                answers.append((call, reply))
+        return answers
+
+    def _step(self, client: str, request: AwaitStep) -> Step | Failure | None:
+        held = self.aggregates.get(request.name)
+        if held is None:
+            return Step(0)
+        if held.step >= request.step or client not in held.givers or request.step > held.step + 1:
+            return Step(held.step)
+        missing = held.what_is_missing(request.name, request.count)
+        return Failure("left", missing) if missing is not None else None
+
+
+def _member(client: str) -> str:
+    return client.partition("#")[0]

@@ -1,0 +1,238 @@
+"""The variables of a server: made once, read as they were at one moment, changed without a trace.
+
+Nothing here writes to a value that a reader may still hold. What a request names and does not fit
+is refused before anything changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from ndistribute.parameter_server.messages import (
+    CreatedVariable,
+    FailureKind,
+    NewVariable,
+    RowsOf,
+    Value,
+)
+from ndistribute.transport.codec import DTYPES, Array
+
+__all__ = ["Cell", "Refused", "Variables", "check_indices", "owned"]
+
+
+class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
+    """Stop handling a request; nothing has changed.
+
+    Args:
+        kind: of the failure that the client gets.
+        message: what does not fit.
+    """
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Cell:
+    """Hold the value of a variable, lend it to readers, and change it without their seeing it.
+
+    While somebody holds what was lent, or a view of it, the next change is made in a copy; else it
+    is made in place.
+
+    Args:
+        array: owns its memory, which nobody else holds.
+        version: rises with every change.
+
+    >>> cell = Cell(np.array([1.0, 2.0]))
+    >>> before = cell.lend()
+    >>> cell.open()[:] = 0
+    >>> before, cell.lend()
+    (array([1., 2.]), array([0., 0.]))
+    """
+
+    __slots__ = ("_lent", "array", "version")
+
+    def __init__(self, array: Array, version: int = 1) -> None:
+        self.array = array
+        self.version = version
+        self._lent = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Return True if a reader may still see the array."""
+        if self._lent:
+            # Views keep the array that owns the memory alive, so they are counted. Two references
+            # are our own: the attribute and the argument.
+            self._lent = sys.getrefcount(self.array) > 2
+        return self._lent
+
+    def lend(self) -> Array:
+        """Return the value, which will never change."""
+        self._lent = True
+        view = self.array.view()
+        view.flags.writeable = False
+        return view
+
+    def open(self) -> Array:
+        """Return the array to change in place; no reader has it."""
+        if self.is_shared:
+            self.replace(self.array.copy())
+        return self.array
+
+    def replace(self, array: Array) -> None:
+        """Hold another array, which owns its memory and which nobody else holds."""
+        self.array = array
+        self._lent = False
+
+
+class Variables:
+    """Hold variables by name.
+
+    Args:
+        floor: new variables have versions above it.
+
+    >>> variables = Variables()
+    >>> made, replies = variables.plan([NewVariable("w", (2,), "float32", fill=1.0)])
+    >>> variables.cells.update(made)
+    >>> replies[0].state, variables.read("w").array
+    ('made', array([1., 1.], dtype=float32))
+    """
+
+    def __init__(self, floor: int = 0) -> None:
+        self.floor = floor
+        self.cells: dict[str, Cell] = {}
+
+    def cell(self, name: str) -> Cell:
+        """Return a variable.
+
+        Raises:
+            Refused: there is none of that name.
+        """
+        cell = self.cells.get(name)
+        if cell is None:
+            raise Refused("unknown", f"there is no variable {name!r} on this server; create it.")
+        return cell
+
+    def plan(
+        self, wanted: Sequence[NewVariable]
+    ) -> tuple[dict[str, Cell], tuple[CreatedVariable, ...]]:
+        """Return the variables that have to be made, and what to answer once they are in `cells`.
+
+        Raises:
+            Refused: one exists with another shape or dtype, or can not be made.
+        """
+        made: dict[str, Cell] = {}
+        replies = []
+        for new in wanted:
+            held = self.cells.get(new.name) or made.get(new.name)
+            dtype = _dtype_of(new)
+            if held is not None:
+                _check_same(new, dtype, held.array)
+                replies.append(CreatedVariable("found", held.version))
+            elif new.initial is None and new.fill is None:
+                replies.append(CreatedVariable("wanted", 0))
+            else:
+                cell = made[new.name] = Cell(_initial(new, dtype), self.floor + 1)
+                replies.append(CreatedVariable("made", cell.version))
+        return made, tuple(replies)
+
+    def delete(self, names: Sequence[str]) -> int:
+        """Delete those variables that exist, and return how many they were."""
+        found = [cell for name in names if (cell := self.cells.pop(name, None)) is not None]
+        # One that is made again must not look to a reader like the one before.
+        self.floor = max([self.floor, *(cell.version for cell in found)])
+        return len(found)
+
+    def read(self, name: str, known: int = 0) -> Value:
+        """Return a variable's version, and its value if that is newer than the known one.
+
+        Raises:
+            Refused: there is no such variable.
+        """
+        cell = self.cell(name)
+        return Value(cell.version, cell.lend() if cell.version > known else None)
+
+    def read_rows(self, item: RowsOf) -> Value:
+        """Return a copy of rows of a variable.
+
+        Raises:
+            Refused: there is no such variable, or it has no such rows.
+        """
+        cell = self.cell(item.name)
+        check_indices(item.indices, cell.array.shape, item.name)
+        return Value(cell.version, cell.array[item.indices])
+
+
+def check_indices(indices: Array, shape: tuple[int, ...], name: str) -> None:
+    """Check that indices are those of rows of an array.
+
+    Raises:
+        Refused: they are not.
+    """
+    if not shape or indices.ndim != 1 or indices.dtype.kind not in "iu":
+        raise Refused(
+            "mismatch",
+            f"{name!r} has shape {shape}; rows of it need integer indices of one dimension, got "
+            f"{indices.dtype} of shape {indices.shape}.",
+        )
+    if len(indices) and not (indices.min() >= 0 and indices.max() < shape[0]):
+        raise Refused(
+            "mismatch",
+            f"{name!r} has {shape[0]} row(s), so an index must be 0 to {shape[0] - 1}; got "
+            f"{indices.min()} to {indices.max()}.",
+        )
+
+
+def owned(array: Array) -> Array:
+    """Return a copy that owns its memory, is contiguous and of this machine's byte order."""
+    return np.array(array, array.dtype.newbyteorder("="), order="C", copy=True)
+
+
+def _dtype_of(new: NewVariable) -> np.dtype[np.generic]:
+    """Return the dtype of a variable to be made, in this machine's byte order.
+
+    Raises:
+        Refused: no variable can have it.
+    """
+    try:
+        dtype = np.dtype(new.dtype).newbyteorder("=")
+    except TypeError as error:  # NumPy knows bfloat16 once a package that defines it is imported.
+        raise Refused(
+            "mismatch", f"variable {new.name!r}: this server has no dtype {new.dtype!r}: {error}"
+        ) from error
+    if dtype.name not in DTYPES:
+        raise Refused("mismatch", f"variable {new.name!r} can not have dtype {dtype}.")
+    return dtype
+
+
+def _check_same(new: NewVariable, dtype: np.dtype[np.generic], array: Array) -> None:
+    if (array.shape, array.dtype) != (new.shape, dtype):
+        raise Refused(
+            "mismatch",
+            f"variable {new.name!r} is here with shape {array.shape} and dtype {array.dtype}; "
+            f"it can not be made with {new.shape} and {dtype}.",
+        )
+
+
+def _initial(new: NewVariable, dtype: np.dtype[np.generic]) -> Array:
+    """Return the value that a variable starts with.
+
+    Raises:
+        Refused: it is not of the shape and dtype announced, or there is no memory for it.
+    """
+    if new.initial is not None:
+        initial = owned(new.initial)
+        _check_same(new, dtype, initial)
+        return initial
+    try:
+        with np.errstate(invalid="raise", over="raise"):
+            return np.full(new.shape, new.fill, dtype)
+    except (ValueError, ArithmeticError) as error:
+        raise Refused(
+            "mismatch",
+            f"variable {new.name!r} of shape {new.shape} and dtype {dtype} can not be filled with "
+            f"{new.fill}: {error}",
+        ) from error

@@ -1,0 +1,164 @@
+"""When one worker's update becomes everybody's: at once, within bounds, or together with others'.
+
+Updates go to the servers through here, and this is where a worker waits for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from ndistribute.errors import CollectiveTimeoutError
+from ndistribute.parameter_server.client import Servers, Then
+from ndistribute.parameter_server.messages import Aggregate, Apply, Outcome
+
+__all__ = ["UpdateMode", "update_mode_of"]
+
+
+class UpdateMode(Protocol):
+    """Send the updates of one worker.
+
+    Attributes:
+        together: whether several workers' updates make one step.
+    """
+
+    together: bool
+
+    def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
+        """Send an update.
+
+        Args:
+            servers: to which.
+            name: of the optimizer that it comes from.
+            applies: what is done on which server.
+            then: called with what became of it.
+        """
+        ...
+
+
+def update_mode_of(
+    workers: int,
+    replicas_to_aggregate: int | None,
+    total_num_replicas: int | None,
+    max_staleness: int | None,
+    *,
+    namespace: str,
+    coordinated: bool,
+    timeout: float,
+) -> UpdateMode:
+    """Return how a worker sends its updates.
+
+    Args:
+        workers: how many there are.
+        replicas_to_aggregate: how many workers' gradients make a step; None: one's.
+        total_num_replicas: how many workers give gradients.
+        max_staleness: how many steps a worker may be ahead; None: any number.
+        namespace: tells what is the strategy's own on the servers.
+        coordinated: whether a chief sends functions to the workers, which then never wait.
+        timeout: seconds to wait for others.
+
+    Raises:
+        ValueError: the numbers do not fit.
+    """
+    if replicas_to_aggregate is None and total_num_replicas is not None:
+        raise ValueError("total_num_replicas is of use with replicas_to_aggregate only.")
+    if replicas_to_aggregate is None and max_staleness is None:
+        return _Asynchronous()
+    if coordinated:
+        raise ValueError(
+            "replicas_to_aggregate and max_staleness let workers wait for each other, which "
+            "functions sent by a chief must not: leave the chief out of the cluster, so that each "
+            "worker runs its own loop."
+        )
+    if max_staleness is not None:
+        if replicas_to_aggregate is not None:
+            raise ValueError("give replicas_to_aggregate or max_staleness, not both.")
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness must be 0 or more, got {max_staleness}.")
+        return _Bounded(max_staleness, workers, f"{namespace}workers")
+    needed = replicas_to_aggregate or 0
+    total = needed if total_num_replicas is None else total_num_replicas
+    if not 1 <= needed <= total <= workers:
+        raise ValueError(
+            f"replicas_to_aggregate={needed} of total_num_replicas={total}: there must be at least "
+            f"1, and no more of either than the {workers} worker(s) of the cluster."
+        )
+    return _Synchronous(needed, namespace, timeout)
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Say in the error of a wait that took too long what was waited for."""
+    try:
+        yield
+    except CollectiveTimeoutError as error:
+        raise CollectiveTimeoutError(f"This worker waited for {what}: {error}") from error
+
+
+class _Asynchronous:
+    """Send each update as it is, and wait for nobody."""
+
+    together = False
+
+    def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
+        servers.change({server: [apply] for server, apply in applies.items()}, then)
+
+
+class _Bounded:
+    """Send each update as it is, and begin no step too far ahead of others."""
+
+    together = False
+
+    def __init__(self, slack: int, workers: int, group: str) -> None:
+        self._slack, self._workers, self._group = slack, workers, group
+        self._clock = 0
+
+    def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
+        if not self._clock:
+            self._wait(servers)
+        servers.change({server: [apply] for server, apply in applies.items()}, then)
+        self._clock += 1
+        self._wait(servers)
+
+    def _wait(self, servers: Servers) -> None:
+        with _naming(f"worker(s) that are more than {self._slack} step(s) behind"):
+            servers.await_clock(self._group, self._clock, self._slack, self._workers)
+
+
+class _Synchronous:
+    """Let the mean of several workers' updates make a step, and wait until it is made."""
+
+    together = True
+
+    def __init__(self, needed: int, namespace: str, timeout: float) -> None:
+        self._needed, self._namespace, self._timeout = needed, namespace, timeout
+        self._steps: dict[tuple[str, int], int] = {}
+
+    def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
+        aggregate = self._namespace + name
+        deadline = time.monotonic() + self._timeout
+        outcomes: dict[int, tuple[Outcome, ...]] = {}
+        # A worker that comes later learns the step from having its first gradients dropped.
+        steps = {server: self._steps.get((name, server), 0) for server in applies}
+        waiting = dict(steps)
+        while waiting:
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(
+                    f"the step of {name!r} was not made in {self._timeout:g} s."
+                )
+            given = {
+                server: [Aggregate(aggregate, step, self._needed, applies[server])]
+                for server, step in waiting.items()
+            }
+            servers.change(given, outcomes.update)
+            awaited = {server: (aggregate, step + 1) for server, step in waiting.items()}
+            with _naming(f"{self._needed} workers' gradients for a step of {name!r}"):
+                reached = servers.await_step(awaited, self._needed)
+            for server, step in reached.items():
+                # A server that was restored from a snapshot may have lost this worker's gradients.
+                if step > steps[server]:
+                    self._steps[name, server] = step
+                    del waiting[server]
+        then(outcomes)

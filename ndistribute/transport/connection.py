@@ -1,0 +1,598 @@
+"""A connection between two processes of a job: whole frames, over TCP, TLS or a Unix socket.
+
+A frame is a header, a control record and raw buffers:
+
+    magic, kind, flags, number of buffers, call, bytes of control, bytes of all buffers
+    the length of each buffer; the control record; a MAC on sealed connections; the buffers, aligned
+
+Sizes are checked before anything is allocated. On a Unix socket long buffers lie in shared memory
+instead, whose descriptor travels with the first frame that needs it; a flag in a frame or a
+heartbeat of the other direction says that they were read, and another one that the memory is to be
+unmapped. Any thread may send; one at a time receives.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import hmac
+import os
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ndistribute.errors import DistributeError
+from ndistribute.transport.codec import Buffer, Decoder, MalformedError, encode, nbytes_of
+from ndistribute.transport.failure_detector import detector, silence_seconds
+from ndistribute.transport.handshake import Accepted
+from ndistribute.transport.shared_memory import MessageBuffer, map_memory, padded
+
+__all__ = ["BODY_LIMIT_BYTES", "Connection", "ConnectionLostError"]
+
+BODY_LIMIT_BYTES = 16 << 30
+CONTROL_LIMIT_BYTES = 1 << 30
+_MOST_BUFFERS = 1 << 20
+_HEADER = struct.Struct("<HBBIQIIQ")
+_MAGIC = 0x444E
+_DATA, _HEARTBEAT, _GOODBYE = 1, 2, 3
+_SEALED, _SHARED, _FREE, _UNMAP = 1, 2, 4, 8
+_MAC_BYTES = 32
+_READ_BYTES = 65536
+_SHARED_FROM_BYTES = 65536
+_BUFFERS_AT_ONCE = 512  # The system takes no more than 1024.
+_SOCKET_BYTES = 4 << 20
+_KEPT_BYTES = 1 << 20  # Memory for messages above this is given back when it lies idle.
+_IDLE_SECONDS = 10.0
+_FAREWELL_SECONDS = 1.0
+_LONGEST_WAIT_SECONDS = 3600.0  # A number of milliseconds that the system takes.
+_QUIET = socket.MSG_NOSIGNAL  # A program may have set SIGPIPE back.
+_PADDING = bytes(64)
+_CLOSED = "it closed the connection, as a process that ends does."
+_FILE_ROOM = socket.CMSG_SPACE(struct.calcsize("i"))
+
+
+class ConnectionLostError(DistributeError, ConnectionError):
+    """Say that a connection ended; `clean` tells whether the other end said good-bye."""
+
+    clean = False
+
+
+class Connection:
+    """Send and receive records on an authenticated socket.
+
+    Args:
+        sock: connected and authenticated; the connection closes it.
+        accepted: the outcome of the handshake.
+        kinds: reads the records that come.
+        sealed: whether every frame carries a MAC over its header and control record: it must, where
+            something in the record will be unpickled.
+        keep_arrays: whether received arrays are the receiver's; else they are views of memory that
+            is used again by the next `receive`.
+        silence: after how many seconds without a word the other end counts as lost.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        accepted: Accepted,
+        kinds: Decoder[Any],
+        *,
+        sealed: bool = False,
+        keep_arrays: bool = False,
+        silence: float | None = None,
+    ) -> None:
+        self.peer = accepted.hello
+        self.silence_seconds = silence or silence_seconds()
+        self._sock: Any = _Tls(sock) if isinstance(sock, ssl.SSLSocket) else sock
+        self._unix = sock.family == socket.AF_UNIX
+        self._kinds = kinds
+        self._accepted = accepted
+        self._sealed, self._keep_arrays = sealed, keep_arrays
+        self._writing, self._reading = threading.Lock(), threading.Lock()
+        self._lost: ConnectionLostError | None = None
+        self._closed = False
+        self._sent_sealed = self._read_sealed = 0
+        self._unsent = b""  # The rest of a heartbeat that the system did not take whole.
+        self._input = memoryview(bytearray(_READ_BYTES))
+        self._start = self._end = 0
+        self._memory = np.empty(0, np.uint8)
+        self._files: list[int] = []
+        self._outbox, self._outbox_busy = MessageBuffer(), False
+        self._inbox = memoryview(b"")
+        self._inbox_held = self._free_due = False
+        self._heard = self._used = time.monotonic()
+        try:
+            _configure(sock, self._unix, self.silence_seconds)
+            detector.watch(self)
+        except BaseException:
+            sock.close()
+            raise
+        _open.add(self)
+
+    @property
+    def is_unix(self) -> bool:
+        """Return True if the other end is on this host, behind a Unix socket."""
+        return self._unix
+
+    @property
+    def is_open(self) -> bool:
+        """Return True as far as is known: a loss shows at the next beat, or the next use."""
+        return self._lost is None
+
+    def send(self, record: Any, call: int = 0, deadline: float = float("inf")) -> None:
+        """Send a record in a frame of its own, whole.
+
+        Args:
+            record: a `Record`; its arrays may change again once this returns.
+            call: a number that the other end gives back with its answer.
+            deadline: on the clock of `time.monotonic`; past it the connection is cut.
+
+        Raises:
+            ConnectionLostError: the connection ended.
+            TimeoutError: the other end does not read.
+            ValueError: the record can not be sent, or is too long.
+        """
+        control, buffers = encode(record)
+        lengths = [nbytes_of(buffer) for buffer in buffers]
+        body = sum(map(padded, lengths))
+        if body > BODY_LIMIT_BYTES or len(control) > CONTROL_LIMIT_BYTES:
+            raise ValueError(
+                f"a message of {len(control)} + {body} bytes: the limits are "
+                f"{CONTROL_LIMIT_BYTES} and {BODY_LIMIT_BYTES}."
+            )
+        with self._writing:
+            if self._lost is not None:
+                raise self._again(self._lost)
+            try:
+                self._send(call, control, buffers, lengths, body, deadline)
+            except BaseException as error:  # Half a frame may be out.
+                self._raise_broken(error)
+
+    def receive(self, deadline: float = float("inf")) -> tuple[int, Any]:
+        """Return the next record, and the number of the call that it belongs to.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+
+        Raises:
+            ConnectionLostError: the connection ended.
+            MalformedError: something else came than a frame of this package; it is cut then.
+            TimeoutError: nothing came in time; the connection goes on.
+        """
+        with self._reading:
+            if self._inbox_held:
+                self._free_due, self._inbox_held = True, False
+            while True:
+                if self._lost is not None:
+                    raise self._again(self._lost)
+                begun = False
+                try:
+                    self._fill(_HEADER.size, deadline)
+                    begun = True
+                    found = self._read_frame(deadline)
+                except BaseException as error:
+                    if isinstance(error, TimeoutError) and not begun:
+                        raise
+                    self._raise_broken(error)  # Half a frame may be read.
+                if found is not None:
+                    return found
+                self._give_back(self._heard)
+
+    def release(self) -> None:
+        """Let the sender use its memory again: the arrays that were received last are read."""
+        if self._inbox_held:
+            self._free_due, self._inbox_held = True, False
+
+    def abort(self, reason: str, *, clean: bool = False) -> None:
+        """Cut the connection, from any thread; who waits on it learns the reason."""
+        if self._lost is None:
+            lost = ConnectionLostError(reason)
+            lost.clean = clean
+            self._lost = lost
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Say good-bye, wait shortly until the other end has heard it, and close the socket.
+
+        A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            detector.forget(self)
+            if self._lost is None:
+                with contextlib.suppress(OSError):
+                    self._say_goodbye(time.monotonic() + _FAREWELL_SECONDS)
+        finally:
+            self.abort("this process closed it.", clean=True)
+            # Whoever sends or receives has been woken: it must not use the descriptor's number
+            # when that is another file's already.
+            locks = [self._writing, self._reading]
+            held = [lock for lock in locks if lock.acquire(timeout=_FAREWELL_SECONDS)]
+            self._sock.close()
+            self._forget_memory()
+            _open.discard(self)
+            for lock in held:
+                lock.release()
+
+    def _say_goodbye(self, deadline: float) -> None:
+        if self._writing.acquire(timeout=_FAREWELL_SECONDS):
+            try:
+                self._write([_HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)], deadline)
+                self._sock.shutdown(socket.SHUT_WR)
+            finally:
+                self._writing.release()
+        # The system may destroy what is on its way if the socket closes with input unread. Where
+        # another thread receives, it reads on until the other end closes as well.
+        if self._reading.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                while time.monotonic() < deadline:
+                    self._start = self._end = 0
+                    self._read_into(self._input, deadline)
+            finally:
+                self._reading.release()
+
+    def tick(self, now: float, excused: bool) -> None:
+        """Send a heartbeat, see whether the other end is gone, and cut it after a long silence.
+
+        Called by the failure detector; it waits for nothing.
+        """
+        if self._writing.acquire(blocking=False):
+            try:
+                if not self._unsent:
+                    self._unsent = self._heartbeat(now)
+                # What does not go out now goes before the next frame, unchanged: TLS insists on it.
+                self._unsent = self._unsent[self._sock.sendmsg([self._unsent], (), _QUIET) :]
+            except OSError:
+                pass  # It does not read, or is gone: what it sent last, and its silence, tell that.
+            finally:
+                self._writing.release()
+        if self._reading.acquire(blocking=False):
+            try:
+                self._listen(now)
+            finally:
+                self._reading.release()
+        if excused:
+            self._heard = now
+        elif now - self._heard > self.silence_seconds:
+            self.abort(f"nothing was heard of it for {now - self._heard:.1f} s.")
+
+    def _heartbeat(self, now: float) -> bytes:
+        """Return a heartbeat, which also says what became of shared memory meanwhile."""
+        flags = _FREE if self._free_due else 0
+        self._free_due = False
+        if self._outbox and not self._outbox_busy and now - self._used > _IDLE_SECONDS:
+            self._outbox.close()
+            flags |= _UNMAP
+        return _HEADER.pack(_MAGIC, _HEARTBEAT, flags, 0, 0, 0, 0, 0)
+
+    def _listen(self, now: float) -> None:
+        """Take in what has come while nobody receives; called with the reading lock."""
+        try:
+            while self._end < len(self._input):
+                self._end += self._read_some(self._input[self._end :])
+                self._skip_heartbeats()
+            self._heard = now  # Its heartbeats wait behind what this process has not read.
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if self._start == self._end:  # Else a good-bye may be in what is to be read.
+                self.abort(f"{error}")
+        self._give_back(now)
+
+    def _skip_heartbeats(self) -> None:
+        while self._end - self._start >= _HEADER.size:
+            magic, kind, flags, *_ = _HEADER.unpack_from(self._input, self._start)
+            if (magic, kind) != (_MAGIC, _HEARTBEAT):
+                return
+            self._take_heartbeat(flags)
+
+    def _take_heartbeat(self, flags: int) -> None:
+        self._start += _HEADER.size
+        if self._start == self._end:
+            self._start = self._end = 0
+        if flags & _FREE:
+            self._outbox_busy = False
+        if flags & _UNMAP:
+            self._inbox = memoryview(b"")
+
+    def _give_back(self, now: float) -> None:
+        """Give back memory for long messages that lies idle; called with the reading lock."""
+        if now - self._used > _IDLE_SECONDS and self._memory.nbytes > _KEPT_BYTES:
+            self._memory = np.empty(0, np.uint8)
+
+    def _send(
+        self,
+        call: int,
+        control: bytes,
+        buffers: list[Buffer],
+        lengths: list[int],
+        body: int,
+        deadline: float,
+    ) -> None:
+        flags, file = _SEALED if self._sealed else 0, None
+        if self._unix and body > _SHARED_FROM_BYTES and not self._outbox_busy:
+            file = self._outbox.lay(buffers)
+            if file is not None:
+                flags, self._outbox_busy = flags | _SHARED, True
+        self._used = time.monotonic()
+        if self._free_due:
+            flags, self._free_due = flags | _FREE, False
+        head = _HEADER.pack(_MAGIC, _DATA, flags, len(buffers), call, len(control), 0, body)
+        if lengths:
+            head += struct.pack(f"<{len(lengths)}Q", *lengths)
+        head += control
+        if self._sealed:
+            self._sent_sealed += 1
+            head += _mac(self._accepted.sending_key, self._sent_sealed, head)
+        parts: list[Buffer] = [head]
+        if not flags & _SHARED:
+            for buffer, length in zip(buffers, lengths, strict=True):
+                parts.append(buffer)
+                if padding := -length % 64:
+                    parts.append(_PADDING[:padding])
+        self._write(parts, deadline, file)
+
+    def _write(self, parts: Sequence[Buffer], deadline: float, file: int | None = None) -> None:
+        """Write buffers one after the other, and with the first bytes a descriptor, if given."""
+        if self._unsent:
+            parts, self._unsent = [self._unsent, *parts], b""
+        left = [memoryview(part).cast("B") for part in parts]
+        beside = []
+        if file is not None and file >= 0:
+            beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file))]
+        first = 0
+        while first < len(left):
+            try:
+                sent = self._sock.sendmsg(left[first : first + _BUFFERS_AT_ONCE], beside, _QUIET)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, min(deadline, time.monotonic() + self.silence_seconds))
+                continue
+            beside = []
+            while first < len(left) and sent >= len(left[first]):
+                sent -= len(left[first])
+                first += 1
+            if sent:
+                left[first] = left[first][sent:]
+
+    def _fill(self, nbytes: int, deadline: float) -> None:
+        """Have at least so many bytes in the input buffer, which has room for them."""
+        while self._end - self._start < nbytes:
+            held = self._end - self._start
+            if self._start:
+                self._input[:held] = bytes(self._input[self._start : self._end])
+                self._start, self._end = 0, held
+            self._end += self._read_into(self._input[held:], deadline)
+
+    def _read_into(self, view: memoryview, deadline: float) -> int:
+        """Wait for some bytes, and return how many there are."""
+        while True:
+            try:
+                return self._read_some(view)
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+
+    def _read_some(self, view: memoryview) -> int:
+        """Receive the bytes that are here, and a descriptor that comes with them."""
+        if self._unix:
+            count, beside, *_ = self._sock.recvmsg_into([view], _FILE_ROOM, socket.MSG_CMSG_CLOEXEC)
+            if beside:
+                self._take_files(beside)
+        else:
+            count = self._sock.recv_into(view)
+        if not count:
+            raise ConnectionLostError(_CLOSED)
+        self._heard = time.monotonic()
+        return int(count)
+
+    def _read_frame(self, deadline: float) -> tuple[int, Any] | None:
+        """Return the frame whose header is here; None for a heartbeat."""
+        magic, kind, flags, count, call, nbytes, zero, body = _HEADER.unpack_from(
+            self._input, self._start
+        )
+        if magic != _MAGIC or zero or kind not in (_DATA, _HEARTBEAT, _GOODBYE):
+            raise MalformedError("the bytes do not begin like a frame.")
+        if nbytes > CONTROL_LIMIT_BYTES or count > _MOST_BUFFERS or body > BODY_LIMIT_BYTES:
+            raise MalformedError(
+                f"a frame of {nbytes} + {body} bytes in {count} parts is too long."
+            )
+        if kind == _HEARTBEAT:
+            self._take_heartbeat(flags)
+            return None
+        if kind == _GOODBYE:
+            lost = ConnectionLostError("it said good-bye.")
+            lost.clean = True
+            raise lost
+        if flags & _FREE:
+            self._outbox_busy = False
+        start = _HEADER.size + 8 * count
+        head = self._take(start + nbytes + (_MAC_BYTES if self._sealed else 0), deadline)
+        if self._sealed:
+            self._check_mac(head, start + nbytes)
+        lengths = struct.unpack_from(f"<{count}Q", head, _HEADER.size)
+        if sum(map(padded, lengths)) != body:
+            raise MalformedError(f"{count} parts do not make {body} bytes.")
+        memory = self._body(body, bool(flags & _SHARED), deadline)
+        buffers, at = [], 0
+        for length in lengths:
+            buffers.append(memory[at : at + length])
+            at += padded(length)
+        return call, self._kinds.decode(head[start : start + nbytes], buffers)
+
+    def _check_mac(self, head: memoryview, end: int) -> None:
+        self._read_sealed += 1
+        expected = _mac(self._accepted.receiving_key, self._read_sealed, head[:end])
+        if not hmac.compare_digest(expected, head[end:]):
+            raise MalformedError(
+                "a frame was changed on its way, or is not the other end's. Set "
+                "NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
+            )
+
+    def _take(self, nbytes: int, deadline: float) -> memoryview:
+        """Return so many bytes, and be done with them in the input buffer."""
+        if nbytes <= len(self._input):
+            self._fill(nbytes, deadline)
+            taken = bytes(self._input[self._start : self._start + nbytes])
+            self._start += nbytes
+            if self._start == self._end:
+                self._start = self._end = 0
+            return memoryview(taken)
+        whole = memoryview(bytearray(nbytes))
+        self._read_whole(whole, deadline)
+        return whole
+
+    def _read_whole(self, view: memoryview, deadline: float) -> None:
+        here = min(len(view), self._end - self._start)
+        view[:here] = self._input[self._start : self._start + here]
+        self._start += here
+        while here < len(view):
+            here += self._read_into(view[here:], deadline)
+
+    def _body(self, nbytes: int, shared: bool, deadline: float) -> memoryview:
+        """Return the buffers' bytes, wherever they came."""
+        if shared:
+            if self._files:
+                self._inbox = map_memory(self._files[-1])
+                self._drop_files()
+            if nbytes > len(self._inbox):
+                raise MalformedError(f"{nbytes} bytes lie in memory of {len(self._inbox)}.")
+            if not self._keep_arrays:
+                self._inbox_held = True
+                return self._inbox[:nbytes]
+            self._free_due = True
+            return memoryview(bytearray(self._inbox[:nbytes]))
+        if self._keep_arrays or not nbytes:
+            memory = np.empty(nbytes, np.uint8)
+        else:
+            if nbytes > len(self._memory):
+                self._memory = np.empty(nbytes, np.uint8)
+            memory = self._memory[:nbytes]
+        self._used = time.monotonic()
+        view = memory.data
+        self._read_whole(view, deadline)
+        return view
+
+    def _wait(self, event: int, deadline: float) -> None:
+        """Wait until the socket is ready, or cut."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the other end did not answer in time")
+        poll = select.poll()
+        poll.register(self._sock.fileno(), event)
+        poll.poll(int(min(left, _LONGEST_WAIT_SECONDS) * 1000) + 1)
+        if self._lost is not None:
+            raise self._again(self._lost)
+
+    def _take_files(self, beside: Sequence[tuple[int, int, bytes]]) -> None:
+        for level, kind, data in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                files = array.array("i", data[: len(data) - len(data) % 4])
+                self._files.extend(files)
+        if len(self._files) > 1:
+            for file in self._files[:-1]:
+                os.close(file)
+            del self._files[:-1]
+
+    def _drop_files(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def _forget_memory(self) -> None:
+        self._outbox.close()
+        self._inbox = memoryview(b"")
+        self._drop_files()
+
+    def _raise_broken(self, error: BaseException) -> NoReturn:
+        """Cut the connection after an error in the middle of a frame, and raise what it means."""
+        clean = isinstance(error, ConnectionLostError) and error.clean
+        self.abort(str(error) or type(error).__name__, clean=clean)
+        if isinstance(error, TimeoutError) or not isinstance(error, OSError):
+            raise error
+        raise self._again(self._lost or ConnectionLostError(str(error))) from error
+
+    @staticmethod
+    def _again(lost: ConnectionLostError) -> ConnectionLostError:
+        """Return a copy of an error: one that is raised twice collects tracebacks."""
+        copy = ConnectionLostError(str(lost))
+        copy.clean = lost.clean
+        return copy
+
+    def let_go(self) -> None:
+        """Close a forked child's copy of the socket; the parent's connection goes on."""
+        self._lost = ConnectionLostError(
+            "this process is a fork of the one that made the connection: make strategies, servers "
+            "and coordinators in the process that uses them."
+        )
+        self._closed = True
+        self._writing, self._reading = threading.Lock(), threading.Lock()  # Who held them is gone.
+        with contextlib.suppress(OSError):
+            os.close(self._sock.detach())
+        self._forget_memory()
+
+
+class _Tls:
+    """Make a TLS socket look like a plain one that does not block.
+
+    OpenSSL wants one thread at a time in a connection, so a lock is held in each operation, and
+    none while waiting.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._tls = sock
+        self._lock = threading.Lock()
+        self.fileno, self.close, self.detach = sock.fileno, sock.close, sock.detach
+
+    def sendmsg(self, buffers: Sequence[Buffer], beside: object = None, flags: int = 0) -> int:
+        try:
+            with self._lock:
+                return self._tls.send(buffers[0])
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def recv_into(self, view: memoryview) -> int:
+        try:
+            with self._lock:
+                return self._tls.recv_into(view)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+        except ssl.SSLZeroReturnError:
+            return 0
+
+    def shutdown(self, how: int) -> None:
+        socket.socket.shutdown(self._tls, how)  # SSLSocket's own would end reading as well.
+
+
+def _configure(sock: socket.socket, unix: bool, silence: float) -> None:
+    sock.setblocking(False)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF) if unix else ():
+        sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)  # As far as the host lets it.
+    if not unix:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
+
+
+def _mac(key: bytes, number: int, head: bytes | memoryview) -> bytes:
+    return hmac.digest(key, number.to_bytes(8, "little") + head, "sha256")
+
+
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    """Close a fork's copies: they would hide from the other ends that the process has died."""
+    for connection in list(_open):
+        connection.let_go()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)

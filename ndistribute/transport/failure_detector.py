@@ -1,0 +1,134 @@
+"""How a process learns that another one has failed, and shows the others that it lives.
+
+A closed connection is death, and is known at once. A host that vanished is known once the system
+gives up sending (TCP_USER_TIMEOUT). A process that is stopped, or stuck, keeps its connections: it
+is known by its silence, after a longer time, for one that computes without letting its other
+threads run is silent too. One thread a process beats on all its connections and listens for the
+others' beats.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Protocol
+
+__all__ = ["SILENCE_SECONDS", "FailureDetector", "detector", "silence_seconds"]
+
+SILENCE_SECONDS = 60.0
+_BEATS = 8  # In the time after which a silent process counts as lost.
+_LONGEST_PAUSE_SECONDS = 5.0
+_log = logging.getLogger("ndistribute")
+
+
+class Watched(Protocol):
+    """What the detector needs of a connection."""
+
+    silence_seconds: float
+
+    def tick(self, now: float, excused: bool) -> None:
+        """Send a heartbeat, see whether the other end is gone, and cut it after a long silence.
+
+        Args:
+            now: the time.
+            excused: whether this process itself did not run for long, so that the other end can
+                not be blamed for a silence.
+        """
+
+
+def silence_seconds(environ: Mapping[str, str] | None = None) -> float:
+    """Return after how many seconds of silence a process counts as lost.
+
+    Raises:
+        ValueError: `NDISTRIBUTE_HEARTBEAT_SECONDS` is no number above 0.
+
+    >>> silence_seconds({}), silence_seconds({"NDISTRIBUTE_HEARTBEAT_SECONDS": "5"})
+    (60.0, 5.0)
+    """
+    text = (os.environ if environ is None else environ).get("NDISTRIBUTE_HEARTBEAT_SECONDS", "")
+    try:
+        seconds = float(text or SILENCE_SECONDS)
+    except ValueError:
+        seconds = -1.0
+    if not 0.01 <= seconds < float("inf"):
+        raise ValueError(
+            f"NDISTRIBUTE_HEARTBEAT_SECONDS must be a number of at least 0.01, got {text!r}."
+        )
+    return seconds
+
+
+class FailureDetector:
+    """Beat on connections, and cut those that are silent, on one thread while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._changed = threading.Event()
+        self._pause = 0.0
+        self._thread: threading.Thread | None = None
+
+    def watch(self, connection: Watched) -> None:
+        """Watch a connection until `forget`."""
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(
+                    target=self._run, name="ndistribute heartbeat", daemon=True
+                )
+                thread.start()
+                self._thread = thread
+            self._watched.add(connection)
+            if connection.silence_seconds / _BEATS < self._pause:
+                self._changed.set()
+
+    def forget(self, connection: Watched) -> None:
+        """Watch a connection no more; with the last one the thread ends, which this waits for."""
+        with self._lock:
+            self._watched.discard(connection)
+            if self._watched:
+                return
+            # Whoever watches next starts another thread, so that this one is sure to end.
+            thread, self._thread = self._thread, None
+            changed, self._changed = self._changed, threading.Event()
+        changed.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        before, changed = time.monotonic(), self._changed
+        while True:
+            with self._lock:
+                if self._thread is not threading.current_thread():
+                    return
+                watched = list(self._watched)
+                if not watched:
+                    self._thread = None
+                    return
+                shortest = min(connection.silence_seconds for connection in watched)
+                self._pause = min(shortest / _BEATS, _LONGEST_PAUSE_SECONDS)
+            now = time.monotonic()
+            excused = now - before > shortest / 2
+            before = now
+            for connection in watched:
+                try:
+                    connection.tick(now, excused)
+                except Exception:  # The others are watched all the same.
+                    _log.exception("a connection could not be watched")
+            del watched, connection  # Nothing is kept alive by being watched.
+            changed.wait(timeout=self._pause)
+            changed.clear()
+
+
+detector = FailureDetector()
+"""The detector of this process."""
+
+
+def _start_over() -> None:
+    """Give a forked child a detector of its own: the connections are its parent's."""
+    detector.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_start_over)

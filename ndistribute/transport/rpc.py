@@ -1,0 +1,570 @@
+"""Requests and replies over a connection: a client that outlives its server, and what answers it.
+
+Calls have numbers, so several threads of a client share a connection, and a reply may come late.
+Whoever waits reads: the first thread that waits receives, for the others too, so that a call on an
+idle connection costs no change of threads. On the other side each connection has a thread that
+reads a request, lets its service handle it, and answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from ndistribute.errors import (
+    AuthenticationError,
+    CollectiveTimeoutError,
+    DistributeError,
+    WorkerLostError,
+)
+from ndistribute.transport.address import is_of_this_user, split_address, unix_name
+from ndistribute.transport.codec import Decoder, MalformedError, Record
+from ndistribute.transport.connection import Connection, ConnectionLostError
+from ndistribute.transport.failure_detector import silence_seconds
+from ndistribute.transport.handshake import Accepted, Hello, authenticate
+from ndistribute.transport.listener import Listener, listen, listen_unix
+from ndistribute.transport.secret import Credentials
+
+__all__ = ["Client", "Peer", "RpcServer", "Service", "connect"]
+
+T = TypeVar("T")
+
+_PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds before connecting again; the last one repeats.
+_HANDSHAKE_SECONDS = 10.0
+_SILENT_SECONDS = 5.0  # After so long a wait for a server its user wants to know of it.
+_MOST_CONNECTIONS = 4096
+_log = logging.getLogger("ndistribute")
+
+
+def unix_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Return True if processes of one host are to meet at Unix sockets.
+
+    >>> unix_wanted({}), unix_wanted({"NDISTRIBUTE_UNIX_SOCKETS": "0"})
+    (True, False)
+    """
+    environ = os.environ if environ is None else environ
+    return environ.get("NDISTRIBUTE_UNIX_SOCKETS", "1") != "0"
+
+
+def connect(
+    address: str,
+    credentials: Credentials,
+    hello: Hello,
+    kinds: Decoder[Any],
+    *,
+    deadline: float,
+    sealed: bool = False,
+    keep_arrays: bool = False,
+    unix: bool | None = None,
+) -> Connection:
+    """Return an authenticated connection to a process: by a Unix socket if it is on this host.
+
+    Args:
+        address: ``host:port``.
+        credentials: the job's secret and identity, and this process's certificate.
+        hello: what the process is told of this one.
+        kinds: reads what it sends.
+        deadline: on the clock of `time.monotonic`.
+        sealed: whether frames carry a MAC; both ends must agree.
+        keep_arrays: see `Connection`.
+        unix: whether to try a Unix socket; None: as `NDISTRIBUTE_UNIX_SOCKETS` says.
+
+    Raises:
+        AuthenticationError: it belongs to another job, or to none.
+        ConnectionLostError: nobody answers there.
+    """
+    deadline = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
+    wanted = unix_wanted() if unix is None else unix
+    try:
+        sock = _unix_socket(address, deadline) if wanted else None
+        tls = None if sock is not None else credentials.tls  # Nobody listens on a host's sockets.
+        if sock is None:
+            patience = max(0.001, deadline - time.monotonic())
+            sock = socket.create_connection(split_address(address), timeout=patience)
+        sock, accepted = authenticate(
+            sock, credentials.secret, credentials.signed(hello), deadline=deadline, tls=tls
+        )
+        return Connection(sock, accepted, kinds, sealed=sealed, keep_arrays=keep_arrays)
+    except OSError as error:
+        if isinstance(error, AuthenticationError | ConnectionLostError):
+            raise
+        raise ConnectionLostError(f"{error}") from error
+
+
+def _unix_socket(address: str, deadline: float) -> socket.socket | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.connect(unix_name(address))
+        if is_of_this_user(sock):  # Anybody may take a name; nobody else's process learns a proof.
+            return sock
+    except OSError:
+        pass
+    sock.close()
+    return None
+
+
+class Failed(Record, frozen=True):
+    """Tell a client that its request made the service raise, which is a fault of the service."""
+
+    message: str
+
+
+class Call:
+    """A call under way; `Client.start` makes it."""
+
+    def __init__(
+        self, client: Client, request: Record, deadline: float, take: Callable[[Any], Any]
+    ) -> None:
+        self._client, self._request, self._take = client, request, take
+        self._begun, self.deadline = time.monotonic(), deadline
+        self._number = 0
+        self._connection: Connection | None = None
+        self._problem: Exception | None = None
+        self._told = False
+        self._here = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._send()
+
+    def result(self) -> Any:
+        """Return what was taken from the reply; see `Client.call`."""
+        pauses = iter(_PAUSES)
+        try:
+            while not self._here:
+                if self._problem is not None:
+                    self._again(self._problem, next(pauses, _PAUSES[-1]))
+                    continue
+                try:
+                    self._client._receive(self)
+                except ConnectionLostError as error:
+                    self._problem = error
+                except TimeoutError as error:
+                    raise self._client._late(self._begun) from error
+        finally:
+            self.cancel()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def cancel(self) -> None:
+        """Wait no more: a reply that comes is dropped."""
+        self._client._pending.pop(self._number, None)
+
+    def deliver(self, reply: Any) -> None:
+        """Take the reply, on the thread that received it."""
+        try:
+            if isinstance(reply, Failed):
+                raise DistributeError(f"{self._client.title} failed: {reply.message}")
+            self._value = self._take(reply)
+        except Exception as error:
+            self._error = error
+        except BaseException:  # It is this thread that is interrupted, not the one that asked.
+            self._problem = ConnectionLostError("the thread that received was interrupted.")
+            raise
+        self._here = True
+
+    @property
+    def settled(self) -> bool:
+        """Return True once the reply has been taken, or the request has to be sent again."""
+        return self._here or self._problem is not None
+
+    @property
+    def connection(self) -> Connection:
+        """Return the connection on which the request went out."""
+        if self._connection is None:
+            raise ConnectionLostError("the request was never sent.")
+        return self._connection
+
+    def _send(self) -> None:
+        self.cancel()
+        self._number = next(self._client._numbers)
+        try:
+            self._connection = self._client._connected(self.deadline)
+            self._client._pending[self._number] = self
+            self._connection.send(self._request, self._number, self.deadline)
+            self._problem = None
+        except (ConnectionLostError, CollectiveTimeoutError) as error:
+            self._problem = error
+        except TimeoutError as error:
+            self.cancel()
+            raise self._client._late(self._begun) from error
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _again(self, problem: Exception, pause: float) -> None:
+        """Send the request once more, since the connection was lost."""
+        client, now = self._client, time.monotonic()
+        if now - self._begun > _SILENT_SECONDS and not self._told:
+            self._told = True
+            _log.warning("%s waits for %s: %s", client.name, client.title, problem)
+        pause = min(pause, self.deadline - now)
+        if pause <= 0 or client._closing.wait(timeout=pause):
+            raise client._gone(self._begun, problem) from problem
+        self._send()
+
+
+class Client:
+    """Ask one server, from any number of threads at once.
+
+    A call is sent again when the connection was lost, so requests must be safe to repeat: a server
+    that is killed and comes back on its address is to its clients no more than slow, up to the
+    deadline that each call has.
+
+    Args:
+        address: ``host:port``; the server need not be up yet.
+        credentials: the job's secret and identity, and this process's certificate.
+        name: what this process is, such as ``"worker:1"``; something random is appended, since a
+            process that is started again is another client.
+        purpose: which service of the server answers.
+        audience: which server it should be, such as ``"ps:0"``; empty: any of the job.
+        replies: the union of the kinds of replies.
+        timeout: seconds that a call may take, unless it has its own.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        *,
+        name: str,
+        purpose: str,
+        replies: Any,
+        audience: str = "",
+        timeout: float = 60.0,
+    ) -> None:
+        self.name = f"{name}#{secrets.token_hex(6)}"
+        self.instance = ""
+        """Which life of the server was spoken to last; empty before the first call."""
+        self._address, self._credentials = address, credentials
+        self._hello = Hello(name=self.name, purpose=purpose, audience=audience)
+        self.title = f"{audience or 'the server'} at {address}"
+        self._kinds: Decoder[Any] = Decoder(replies | Failed)
+        self._timeout = timeout
+        self._numbers = itertools.count(1)
+        self._connecting = threading.Lock()
+        self._turn = threading.Condition()
+        self._receiving: set[Connection] = set()
+        self._pending: dict[int, Call] = {}
+        self._connection: Connection | None = None
+        self._closing = threading.Event()
+        self._process = os.getpid()
+
+    @property
+    def is_unix(self) -> bool:
+        """Return True if calls go through a Unix socket of this host."""
+        connection = self._connection
+        return connection is not None and connection.is_unix
+
+    def call(
+        self,
+        request: Record,
+        timeout: float | None = None,
+        take: Callable[[Any], T] = lambda reply: reply,
+    ) -> T:
+        """Return what the server replies.
+
+        Args:
+            request: a record that may be sent again.
+            timeout: seconds that it may take.
+            take: called with the reply while its arrays are valid, which they are no longer once
+                this returns; its result is returned.
+
+        Raises:
+            AuthenticationError: client and server do not belong to one job.
+            CollectiveTimeoutError: the server is there, and did not answer in time.
+            DistributeError: the server failed in handling the request.
+            WorkerLostError: the server was not reached in time.
+            ValueError: the request is too long.
+        """
+        result: T = self.start(request, timeout, take).result()
+        return result
+
+    def start(self, request: Record, timeout: float | None, take: Callable[[Any], Any]) -> Call:
+        """Send a request; the result of the call returned is what `call` returns."""
+        seconds = self._timeout if timeout is None else timeout
+        return Call(self, request, time.monotonic() + seconds, take)
+
+    def close(self) -> None:
+        """Say good-bye to the server; a second call does nothing."""
+        self._closing.set()
+        if os.getpid() != self._process:
+            return  # The connection is the parent's.
+        connection = self._connection  # Whoever connects at this moment closes what comes of it.
+        if connection is not None:
+            connection.close()
+
+    def _receive(self, call: Call) -> None:
+        """Wait for a reply: receive it, or let the thread that receives deliver it."""
+        connection = call.connection
+        with self._turn:
+            while connection in self._receiving and not call.settled:
+                left = call.deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._turn.wait(timeout=left)
+            if call.settled:
+                return
+            self._receiving.add(connection)
+        try:
+            number, reply = connection.receive(call.deadline)
+            found = self._pending.pop(number, None)
+            if found is not None:  # Else whoever asked waits no more.
+                found.deliver(reply)
+            connection.release()
+        finally:
+            with self._turn:
+                self._receiving.discard(connection)
+                self._turn.notify_all()
+
+    def _connected(self, deadline: float) -> Connection:
+        connection = self._connection
+        if connection is not None and connection.is_open:
+            return connection
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this process is a fork of the one that made the connection: make strategies and "
+                "coordinators in the process that uses them."
+            )
+        if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise ConnectionLostError("another thread connects to it.")
+        try:
+            connection = self._connection
+            if self._closing.is_set():
+                raise ConnectionLostError("the client was closed.")
+            if connection is not None and connection.is_open:
+                return connection
+            if connection is not None:
+                connection.close()
+            fresh = connect(
+                self._address, self._credentials, self._hello, self._kinds, deadline=deadline
+            )
+            self.instance = fresh.peer.instance
+            self._connection = fresh
+            if self._closing.is_set():
+                fresh.close()
+            return fresh
+        finally:
+            self._connecting.release()
+
+    def _late(self, start: float) -> DistributeError:
+        waited = time.monotonic() - start
+        return CollectiveTimeoutError(
+            f"{self.name}: {self.title} did not answer within {waited:.1f} s. It may be stopped or "
+            "busy; raise timeout_seconds if it needs longer."
+        )
+
+    def _gone(self, start: float, problem: Exception) -> DistributeError:
+        why = f"{problem}".rstrip(".")
+        if self._closing.is_set():
+            return WorkerLostError(f"{self.name} was closed while it asked {self.title}: {why}.")
+        return WorkerLostError(
+            f"{self.name}: {self.title} was not reached within {time.monotonic() - start:.1f} s: "
+            f"{why}. Was it started, with the same secret, and is the address reachable from here?"
+        )
+
+
+class Peer:
+    """The other end of a connection, as a service sees it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.hello = connection.peer
+        self.name = connection.peer.name
+        self._connection = connection
+
+    def send(self, record: Record, call: int = 0) -> bool:
+        """Send a record, from any thread; return False if the other end is gone.
+
+        Raises:
+            ValueError: the record can not be sent, or is too long.
+        """
+        try:
+            self._connection.send(record, call)
+            return True
+        except (ConnectionLostError, TimeoutError):
+            return False
+
+    def hang_up(self, reason: str) -> None:
+        """Cut the connection."""
+        self._connection.abort(reason)
+
+
+class Service(Protocol):
+    """What answers the connections of one purpose.
+
+    Attributes:
+        requests: the union of the kinds of records that it reads.
+        sealed: whether frames carry a MAC, because something in them is unpickled.
+        keep_arrays: whether arrays of requests stay valid after `handle`.
+    """
+
+    @property
+    def requests(self) -> Any: ...
+    @property
+    def sealed(self) -> bool: ...
+    @property
+    def keep_arrays(self) -> bool: ...
+
+    def connected(self, peer: Peer) -> None:
+        """Know that a client is here."""
+
+    def handle(self, peer: Peer, call: int, request: Any) -> Record | None:
+        """Return the reply to a request; None where it is sent later, or never."""
+
+    def disconnected(self, peer: Peer, died: bool) -> None:
+        """Know that a client's connection ended; it died unless it said good-bye."""
+
+
+class RpcServer:
+    """Serve the connections to one address, on a thread each; it is up when this returns.
+
+    Args:
+        address: ``host:port``; port 0 means any free port.
+        credentials: the job's secret and identity, and this process's certificate.
+        name: which task this is, such as ``"ps:0"``.
+        services: what answers, by purpose.
+        environ: where a launcher names the socket that it keeps for this process.
+
+    Raises:
+        OSError: this process can not listen there.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        name: str,
+        services: Mapping[str, Service],
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.instance = secrets.token_hex(8)
+        self._services = dict(services)
+        self._kinds: dict[str, Decoder[Any]] = {
+            purpose: Decoder(service.requests) for purpose, service in services.items()
+        }
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, Connection | None] = {}
+        self._closing = False
+        self._silence = silence_seconds(environ)
+        hello = Hello(name=name, instance=self.instance)
+        plain = Credentials(credentials.secret, credentials.job)
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(listen(address, environ))
+            self.port: int = sock.getsockname()[1]
+            own = f"{address.rpartition(':')[0]}:{self.port}"
+            unix = listen_unix(own) if unix_wanted(environ) else None
+            for one, shown in ((sock, credentials), (unix, plain)):
+                if one is not None:
+                    stack.enter_context(one)
+                    listener = Listener([one], shown, hello, self._on_peer, check=self._refusal)
+                    stack.enter_context(listener)
+            self._listeners = stack.pop_all()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop listening and end all connections; a second call does nothing."""
+        self._listeners.close()
+        with self._lock:
+            self._closing = True
+            threads = dict(self._threads)
+        for connection in threads.values():
+            if connection is not None:
+                connection.abort("the server was stopped.", clean=True)
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _refusal(self, hello: Hello) -> str:
+        if hello.purpose not in self._services:
+            return f"nothing here answers connections for {hello.purpose!r}."
+        if len(self._threads) >= _MOST_CONNECTIONS:
+            return f"{_MOST_CONNECTIONS} connections are open, and no more are taken."
+        return ""
+
+    def _on_peer(self, sock: socket.socket, accepted: Accepted) -> None:
+        thread = threading.Thread(
+            target=self._serve,
+            args=(sock, accepted),
+            name=f"ndistribute {accepted.hello.name}",
+            daemon=True,
+        )
+        with self._lock:
+            if self._closing:
+                sock.close()
+                return
+            self._threads[thread] = None
+            try:
+                thread.start()
+            except RuntimeError as error:
+                del self._threads[thread]
+                raise OSError(f"no thread for it ({error}): raise `ulimit -u`") from error
+
+    def _serve(self, sock: socket.socket, accepted: Accepted) -> None:
+        hello, thread = accepted.hello, threading.current_thread()
+        service = self._services[hello.purpose]
+        try:
+            connection = Connection(
+                sock,
+                accepted,
+                self._kinds[hello.purpose],
+                sealed=service.sealed,
+                keep_arrays=service.keep_arrays,
+                silence=self._silence,
+            )
+            with self._lock:
+                self._threads[thread] = connection
+                if self._closing:
+                    connection.abort("the server was stopped.", clean=True)
+            self._attend(service, connection)
+        except Exception:
+            _log.exception("the connection of %s failed", hello.name)
+        finally:
+            with self._lock:
+                del self._threads[thread]
+
+    def _attend(self, service: Service, connection: Connection) -> None:
+        peer, died = Peer(connection), True
+        try:
+            service.connected(peer)
+            died = self._converse(service, connection, peer)
+        finally:
+            connection.abort("the conversation ended.")
+            try:
+                service.disconnected(peer, died and not self._closing)
+            finally:
+                connection.close()
+
+    @staticmethod
+    def _converse(service: Service, connection: Connection, peer: Peer) -> bool:
+        """Answer requests until the connection ends; return True if it ended without good-bye."""
+        while True:
+            try:
+                call, request = connection.receive()
+            except ConnectionLostError as error:
+                if not error.clean:
+                    _log.info("the connection of %s ended: %s", peer.name, error)
+                return not error.clean
+            except MalformedError as error:
+                _log.warning("%s sent what no client sends: %s", peer.name, error)
+                return True
+            try:
+                reply = service.handle(peer, call, request)
+                del request
+                connection.release()
+                here = reply is None or peer.send(reply, call)
+            except Exception as error:
+                _log.exception("a request of %s failed", peer.name)
+                connection.release()
+                here = peer.send(Failed(f"{type(error).__name__}: {error}"), call)
+            if not here:
+                return True

@@ -1,0 +1,304 @@
+"""`ClusterCoordinator` with workers that are processes: what they run, and what becomes of it when
+they are killed, stopped and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ndistribute.coordinator.coordinator import ClusterCoordinator
+from ndistribute.coordinator.queue import ATTEMPTS
+from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
+from tests.coordinator import errands
+from tests.faults.tasks import Tasks, Zygote
+
+pytest.importorskip("cloudpickle")
+
+SECONDS = 30.0
+Command = Callable[..., ClusterCoordinator]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Tasks]:
+    zygote = Zygote()
+    with Tasks(
+        zygote,
+        workers=2,
+        servers=0,
+        NDISTRIBUTE_HEARTBEAT_SECONDS="10",
+        TASK_RUNS="serve_coordinators",
+    ) as workers:
+        yield workers
+    zygote.close()
+
+
+@pytest.fixture
+def command(workers: Tasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """Start the workers, and return what makes their coordinator."""
+    for name, value in workers.environ.items():
+        if name != "TASK_RUNS":
+            monkeypatch.setenv(name, value)
+    made = []
+
+    def make(**options: float) -> ClusterCoordinator:
+        strategy = SimpleNamespace(cluster_resolver=workers.resolver(), servers=None)
+        made.append(ClusterCoordinator(strategy, **options))
+        return made[-1]
+
+    workers.start_all()
+    try:
+        yield make
+    finally:
+        for one in made:
+            one.close()
+        for index in range(2):
+            workers.kill("worker", index)
+
+
+@pytest.fixture
+def coordinator(command: Command) -> ClusterCoordinator:
+    return command()
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> str:
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+    return path
+
+
+def meet(coordinator: ClusterCoordinator, fifo: str) -> list[int]:
+    """Return on which workers two functions ran that had to run at once."""
+    sides = [coordinator.schedule(errands.meet, (fifo, side)) for side in ("in", "out")]
+    coordinator.join(timeout=SECONDS)
+    return sorted(coordinator.fetch(sides))
+
+
+def test_two_workers_run_functions_at_once_and_pass_results_on(coordinator, fifo):
+    assert meet(coordinator, fifo) == [0, 1]
+    big = coordinator.schedule(errands.double, (np.arange(1_000_000),))
+    again = [coordinator.schedule(errands.double, (big,)) for _ in range(4)]
+    coordinator.join(timeout=SECONDS)
+    for value in coordinator.fetch(again):
+        np.testing.assert_array_equal(value, 4 * np.arange(1_000_000))
+
+
+def test_each_worker_has_its_own_dataset(coordinator, fifo):
+    def share():
+        return range(errands.index(), 10, 2)
+
+    def take(fifo: str, side: str, iterator) -> list[int]:
+        errands.meet(fifo, side)
+        return [next(iterator), next(iterator)]
+
+    iterator = iter(coordinator.create_per_worker_dataset(share))
+    got = []
+    for _ in range(2):
+        sides = [coordinator.schedule(take, (fifo, side, iterator)) for side in ("in", "out")]
+        got += coordinator.fetch(sides)
+    assert sorted(got) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_errors_of_all_workers_are_raised_once(coordinator, fifo):
+    def fail(fifo: str, side: str) -> None:
+        errands.fail(str(errands.meet(fifo, side)))
+
+    sides = [coordinator.schedule(fail, (fifo, side)) for side in ("in", "out")]
+    with pytest.raises(LookupError, match=r"[01]") as caught:
+        coordinator.join(timeout=SECONDS)
+    assert "raised this on worker:" in caught.value.__notes__[0]
+    coordinator.join(timeout=SECONDS)
+    for value in sides:
+        with pytest.raises(LookupError):
+            value.fetch()
+    assert meet(coordinator, fifo) == [0, 1]
+
+
+def test_a_result_that_is_too_large_is_refused(coordinator):
+    coordinator.schedule(np.zeros, (257 << 20, np.uint8))
+    with pytest.raises(ValueError, match=r"returned 269484.* bytes: at most 268435456 travel"):
+        coordinator.join(timeout=SECONDS)
+    assert coordinator.schedule(errands.double, (1,)).fetch(SECONDS) == 2
+
+
+def test_short_functions_are_sent_ahead_and_long_ones_are_not(coordinator, fifo):
+    """A worker that is busy holds nothing back that the other one could run."""
+    for n in range(64):
+        coordinator.schedule(errands.double, (n,))
+    coordinator.join(timeout=SECONDS)
+    waiting = coordinator.schedule(errands.meet, (fifo, "in"))
+    others = [coordinator.schedule(errands.double, (n,)) for n in range(8)]
+    assert [other.fetch(SECONDS) for other in others] == list(range(0, 16, 2))
+    assert not waiting.done()
+    coordinator.schedule(errands.meet, (fifo, "out"))
+    coordinator.join(timeout=SECONDS)
+
+
+def test_join_gives_up_waiting_and_the_function_is_run_once(coordinator, fifo, tmp_path):
+    marks = tmp_path / "marks"
+
+    def wait() -> int:
+        with marks.open("ab") as file:
+            file.write(b".")
+        return errands.meet(fifo, "in")
+
+    waiting = coordinator.schedule(wait)
+    with pytest.raises(CollectiveTimeoutError):
+        coordinator.join(timeout=0.6)
+    index = coordinator.schedule(errands.meet, (fifo, "out"))
+    coordinator.join(timeout=SECONDS)
+    assert {waiting.fetch(), index.fetch()} == {0, 1}
+    assert marks.read_bytes() == b"."
+
+
+def test_what_a_killed_worker_had_runs_elsewhere_and_it_comes_back(
+    coordinator, workers, tmp_path, fifo
+):
+    assert meet(coordinator, fifo) == [0, 1]
+    marks = str(tmp_path / "marks")
+    killed = coordinator.schedule(errands.once, (marks, signal.SIGKILL))
+    others = [coordinator.schedule(errands.double, (n,)) for n in range(20)]
+    coordinator.join(timeout=SECONDS)
+    survivor = killed.fetch()
+    assert Path(marks).read_bytes() == b".."
+    assert coordinator.fetch(others) == list(range(0, 40, 2))
+    assert workers.code("worker", 1 - survivor) == -signal.SIGKILL
+    workers.start("worker", 1 - survivor)
+    assert meet(coordinator, fifo) == [0, 1]
+
+
+def test_what_a_stopped_worker_had_runs_elsewhere_and_it_comes_back(
+    command, workers, tmp_path, fifo, monkeypatch
+):
+    monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "0.5")
+    coordinator = command()
+    assert meet(coordinator, fifo) == [0, 1]
+    survivor = coordinator.schedule(errands.once, (str(tmp_path / "marks"), signal.SIGSTOP)).fetch()
+    coordinator.join(timeout=SECONDS)
+    assert len((tmp_path / "marks").read_bytes()) >= 2
+    workers.send("worker", 1 - survivor, signal.SIGCONT)
+    assert meet(coordinator, fifo) == [0, 1]
+
+
+def test_a_function_that_holds_the_interpreter_is_run_once(coordinator, tmp_path):
+    """Its worker is silent for that time, and not counted as lost."""
+    marks = tmp_path / "marks"
+
+    def hold() -> int:
+        import ctypes
+
+        with marks.open("ab") as file:
+            file.write(b".")
+        return int(ctypes.PyDLL(None).usleep(1_500_000))
+
+    assert coordinator.schedule(hold).fetch(SECONDS) == 0
+    assert marks.read_bytes() == b"."
+
+
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_a_function_that_ends_its_worker_is_tried_a_few_times(
+    command, workers, tmp_path, monkeypatch, end
+):
+    coordinator = command(timeout_seconds=SECONDS)
+    marks = tmp_path / "marks"
+
+    def suicide() -> None:
+        with marks.open("ab") as file:
+            file.write(b"%d" % errands.index())
+        if end == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    behind = [coordinator.schedule(errands.double, (n,)) for n in range(4)]
+    coordinator.join(timeout=SECONDS)
+    bad = coordinator.schedule(suicide)
+    for _ in range(ATTEMPTS // 2):
+        for index in range(2):
+            code = workers.code("worker", index, SECONDS)
+            assert code == (3 if end == "exit" else -signal.SIGKILL)
+            workers.start("worker", index)
+    with pytest.raises(WorkerLostError) as caught:
+        coordinator.join(timeout=SECONDS)
+    runs = marks.read_text()
+    assert len(runs) == ATTEMPTS
+    assert f"closure 5 ({suicide.__qualname__}) was run {ATTEMPTS} times" in str(caught.value)
+    assert ", ".join(f"worker:{index}" for index in runs) in str(caught.value)
+    assert bad.error is caught.value
+    assert coordinator.fetch(behind) == [0, 2, 4, 6]
+    assert coordinator.schedule(errands.double, (1,)).fetch(SECONDS) == 2
+
+
+def test_all_workers_gone_is_an_error_until_they_are_back(command, workers, fifo):
+    coordinator = command(timeout_seconds=0.5)
+    assert meet(coordinator, fifo) == [0, 1]
+    for index in range(2):
+        workers.kill("worker", index)
+    value = coordinator.schedule(errands.double, (1,))
+    with pytest.raises(WorkerLostError, match=r"No worker was there for 0.5 s.*worker:0.*worker:1"):
+        coordinator.join(timeout=SECONDS)
+    assert value.error is not None
+    workers.start("worker", 0)
+    value = None
+    while value is None or value.error is not None:  # Until the worker is up again.
+        value = coordinator.schedule(errands.double, (2,))
+        with contextlib.suppress(WorkerLostError):
+            coordinator.join(timeout=SECONDS)
+    assert value.fetch() == 4
+
+
+def test_another_secret_lets_nobody_in(command, monkeypatch):
+    monkeypatch.setenv("NDISTRIBUTE_SECRET", "f" * 32)
+    coordinator = command()
+    coordinator.schedule(errands.double, (1,))
+    with pytest.raises(AuthenticationError, match="No worker let this process in"):
+        coordinator.join(timeout=SECONDS)
+
+
+def test_two_coordinators_share_workers(command, fifo):
+    one, other = command(), command()
+    values = [which.schedule(errands.double, (n,)) for n in range(10) for which in (one, other)]
+    assert [value.fetch(SECONDS) for value in values[::2]] == list(range(0, 20, 2))
+    one.close()
+    assert [value.fetch(SECONDS) for value in values[1::2]] == list(range(0, 20, 2))
+    assert meet(other, fifo) == [0, 1]
+
+
+def test_a_forked_child_is_told_and_closes_nothing(coordinator, fifo):
+    """Also when it closes the coordinator, or ends as a program does."""
+    assert meet(coordinator, fifo) == [0, 1]
+    pending = coordinator.schedule(errands.meet, (fifo, "in"))
+    for does in (
+        lambda: coordinator.schedule(errands.double, (1,)),
+        coordinator.join,
+        coordinator.done,
+        pending.fetch,
+    ):
+        assert _in_a_child(coordinator, does)
+    coordinator.schedule(errands.meet, (fifo, "out"))
+    coordinator.join(timeout=SECONDS)
+    assert meet(coordinator, fifo) == [0, 1]
+
+
+def _in_a_child(coordinator: ClusterCoordinator, does: Callable[[], object]) -> bool:
+    """Return True if a call is refused in a forked child, which may close the coordinator."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            does()
+        except RuntimeError as error:
+            status = 0 if "fork" in str(error) else 2
+            coordinator.close()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,491 @@
+"""What a server holds outlives its process: snapshots, and with a log every acknowledged change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ndistribute import tensor_files
+from ndistribute.errors import CheckpointCorruptError
+from ndistribute.parameter_server.messages import (
+    Add,
+    Aggregate,
+    Assign,
+    AwaitStep,
+    Create,
+    Delete,
+    Dense,
+    Failure,
+    Read,
+    SaveSnapshot,
+    Status,
+)
+from ndistribute.parameter_server.server import StoreService
+from tests.parameter_server.calls import Client, apply, content, new
+
+ONES = np.ones(3)
+KILLS = int(os.environ.get("FAULTS_KILLS", "20"))
+SEED = int(os.environ.get("FAULTS_SEED", "0")) or random.SystemRandom().getrandbits(32)
+
+
+@contextlib.contextmanager
+def serving(directory, durability="snapshot", seconds=3600.0, **options):
+    """Run a service that has a client."""
+    service = StoreService(directory, "ps:0", seconds=seconds, durability=durability, **options)
+    with contextlib.closing(service):
+        yield service, Client(service, "worker:0#a")
+
+
+@contextlib.contextmanager
+def killed(directory: Path, durability="log"):
+    """Run a service as one that is killed at the end leaves its directory."""
+    with serving(directory.with_name("live"), durability) as (service, client):
+        yield service, client
+        shutil.copytree(directory.with_name("live"), directory)
+
+
+def files(directory: Path, kind: str) -> list[str]:
+    """Return the names of snapshots or logs."""
+    return sorted(path.name for path in directory.iterdir() if path.suffix.endswith(kind))
+
+
+def totals(client: Client) -> tuple[int, int]:
+    reply = client.ask(Status())
+    return reply.total, reply.began
+
+
+def test_a_server_without_a_directory_writes_nothing_and_says_so():
+    with serving(None) as (service, client):
+        assert client.ask(SaveSnapshot()).kind == "unknown"
+        assert not service.resumed
+    with pytest.raises(ValueError, match="needs a directory for its log"):
+        StoreService(None, "ps:0", durability="log")
+
+
+@pytest.mark.parametrize("durability", ["snapshot", "log"])
+def test_a_server_goes_on_where_it_ended(tmp_path, durability):
+    with serving(tmp_path, durability) as (service, client):
+        client.ask(Create((new("w", ONES),)))
+        client.change(Add("w", ONES))
+        assert client.ask(SaveSnapshot()).total == 1
+        client.change(Add("w", ONES))
+        version = client.ask(Read(("w",))).values[0].version
+    assert not service.failed_last_snapshot
+    with serving(tmp_path, durability) as (service, client):
+        assert service.resumed
+        assert totals(client) == (2, 2)
+        assert client.value("w").tolist() == [3, 3, 3]
+        assert client.ask(Read(("w",))).values[0].version > version
+        assert client.change(Add("w", ONES), sequence=2).repeated
+
+
+def test_snapshots_are_written_by_and_by_while_something_changes(tmp_path):
+    with serving(tmp_path, seconds=0.02) as (_, client):
+        client.ask(Create((new("w", ONES),)))
+        until(lambda: tensor_files.newest(tmp_path, "ps-0"))
+        client.ask(SaveSnapshot())
+        before = sorted(os.listdir(tmp_path))
+        for _ in range(50):
+            client.value("w")
+        threading.Event().wait(timeout=0.1)
+        assert sorted(os.listdir(tmp_path)) == before  # Whoever only reads causes none.
+
+
+def until(holds, seconds=20.0):
+    """Wait until something is so."""
+    done = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if holds():
+            return
+        done.wait(timeout=0.01)
+    pytest.fail("it did not become so in time")
+
+
+def test_a_server_answers_while_it_writes_what_was_before(tmp_path, monkeypatch):
+    began, go_on, write = threading.Event(), threading.Event(), tensor_files.write
+
+    def slowly(*args):
+        began.set()
+        assert go_on.wait(timeout=20)
+        return write(*args)
+
+    monkeypatch.setattr(tensor_files, "write", slowly)
+    with serving(tmp_path) as (service, client):
+        client.ask(Create((new("w", ONES),)))
+        assert service.handle(client, 7, SaveSnapshot()) is None
+        assert began.wait(timeout=10)
+        assert client.change(Add("w", ONES)).total == 1
+        assert client.sent.empty()
+        go_on.set()
+        assert client.sent.get(timeout=10)[1].total == 0
+    with serving(tmp_path) as (_, client):
+        assert client.value("w").tolist() == [2, 2, 2]
+
+
+def test_a_snapshot_that_can_not_be_written_is_no_end_but_the_last_one_is_told(
+    tmp_path, monkeypatch
+):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with serving(tmp_path) as (service, client):
+        client.ask(Create((new("w", ONES),)))
+        with monkeypatch.context() as patched:
+            patched.setattr(tensor_files, "write", full)
+            reply = client.ask(SaveSnapshot())
+            assert reply.kind == "full"
+            assert "ps:0 could not write a snapshot: [Errno 28] No space" in reply.message
+        assert client.ask(SaveSnapshot()).total == 0
+        client.change(Add("w", ONES))
+        monkeypatch.setattr(tensor_files, "write", full)
+    assert service.failed_last_snapshot
+
+
+def test_snapshots_that_can_not_be_used_keep_a_server_from_starting(tmp_path):
+    tensor_files.write(tmp_path, "ps-0", {}, {"not": "a store"})
+    with pytest.raises(CheckpointCorruptError, match="not of this version"):
+        StoreService(tmp_path, "ps:0")
+    data = {"store": {"total": "one"}, "log": 1, "logged": False}
+    tensor_files.write(tmp_path, "ps-0", {}, data)
+    with pytest.raises(CheckpointCorruptError, match="not of this version"):
+        StoreService(tmp_path, "ps:0")
+
+
+def test_a_change_at_the_end_is_left_to_the_next_life(tmp_path):
+    with serving(tmp_path) as (service, client):
+        client.ask(Create((new("w", ONES),)))
+        service.close()
+        assert service.handle(client, 1, Delete(("w",))) is None
+        assert client.value("w").tolist() == [1, 1, 1]
+
+
+def give(client, step):
+    """Give a set of gradients for a step that needs two."""
+    return client.change(Aggregate("t", step, 2, apply("sgd", "w", Dense(ONES), 1.0)))
+
+
+def test_a_client_that_leaves_is_waited_for_no_longer_unless_it_is_back():
+    with serving(None) as (service, a):
+        a.ask(Create((new("w", ONES), new("n", 0))))
+        b = Client(service, "worker:1#b")
+        for client in (a, b, a):
+            give(client, 0 if client is b else totals(a)[0] // 2)
+        assert service.handle(a, 9, AwaitStep("t", 2, 2)) is None
+        again = Client(service, "worker:1#b")
+        service.disconnected(b, died=True)
+        assert a.sent.empty()
+        service.disconnected(again, died=False)
+        call, reply = a.sent.get(timeout=10)
+        assert (call, reply.kind) == (9, "left")
+
+
+def test_who_died_while_a_server_was_away_is_waited_for_no_longer(tmp_path):
+    with serving(tmp_path) as (service, a):
+        a.ask(Create((new("w", ONES), new("n", 0))))
+        for client in (a, Client(service, "worker:1#b")):
+            give(client, 0)
+        give(a, 1)
+    with serving(tmp_path, return_seconds=0.1) as (service, a):
+        assert service.handle(a, 5, AwaitStep("t", 2, 2)) is None
+        call, reply = a.sent.get(timeout=10)
+        assert (call, reply.kind) == (5, "left")
+        assert "worker:1#b" in reply.message
+
+
+def test_every_acknowledged_change_is_in_the_log_at_once(tmp_path):
+    left = tmp_path / "left"
+    with killed(left) as (service, client):
+        client.ask(Create((new("w", ONES), new("n", 0), new("x", ONES))))
+        give(client, 0)
+        client.ask(SaveSnapshot())  # The sum of a step that is not complete is in it.
+        give(Client(service, "worker:1#b"), 0)
+        client.change(Add("w", ONES), Assign("x", 5 * ONES))
+        client.ask(Delete(("x",)))
+        assert isinstance(client.change(Add("none", ONES)), Failure)
+        expected = content(service._store)[1]["variables/w"]
+    assert all((left / name).stat().st_mode & 0o777 == 0o600 for name in files(left, ".log"))
+    with serving(left, "log") as (service, client):
+        assert totals(client) == (3, 3)
+        assert content(service._store)[1]["variables/w"] == expected
+        assert client.ask(Read(("x",))).kind == "unknown"
+        assert client.ask(AwaitStep("t", 1, 2)).value == 1
+
+
+def test_the_log_is_in_the_order_of_the_changes_whoever_makes_them(tmp_path):
+    left = tmp_path / "left"
+    with killed(left) as (service, client), ThreadPoolExecutor(4) as pool:
+        client.ask(Create((new("w", ONES),)))
+
+        def assign(name):
+            own = Client(service, name)
+            for number in range(20):
+                own.change(Assign("w", hash((name, number)) % 1000 * ONES))
+
+        list(pool.map(assign, ["a#1", "b#1", "c#1", "d#1"]))
+        expected = client.value("w").tolist()
+    with serving(left) as (_, client):
+        assert totals(client) == (80, 80)
+        assert client.value("w").tolist() == expected
+
+
+def test_one_sync_serves_all_that_wait_and_reads_do_not_wait(tmp_path, monkeypatch):
+    began, go_on, sync, syncs = threading.Event(), threading.Event(), os.fdatasync, []
+
+    def slowly(file):
+        syncs.append(file)
+        began.set()
+        assert go_on.wait(timeout=20)
+        sync(file)
+
+    with serving(tmp_path, "log") as (service, client), ThreadPoolExecutor(6) as pool:
+        client.ask(Create((new("w", ONES),)))
+        monkeypatch.setattr(os, "fdatasync", slowly)
+        first = pool.submit(client.change, Add("w", ONES))
+        assert began.wait(timeout=10)
+        others = [Client(service, f"{name}#1") for name in "abcde"]
+        waiting = [pool.submit(other.change, Add("w", ONES)) for other in others]
+        until(lambda: client.value("w")[0] == 7)
+        assert not any(future.done() for future in (first, *waiting))
+        go_on.set()
+        assert sorted(future.result(timeout=10).total for future in (first, *waiting)) == [
+            *range(1, 7)
+        ]
+        assert len(syncs) == 2
+
+
+@pytest.mark.parametrize("cut", [1, 24, 25, 40, 70, 90])
+def test_a_record_that_is_torn_is_cut_off_and_those_before_it_count(tmp_path, cut):
+    left = tmp_path / "left"
+    with killed(left) as (_, client):
+        client.ask(Create((new("w", ONES),)))
+        client.change(Add("w", ONES))
+        client.change(Add("w", ONES))
+    log = left / "ps-0.000001.log"
+    with log.open("r+b") as file:
+        file.truncate(log.stat().st_size - cut)
+    with serving(left, "log") as (_, client):
+        assert totals(client) == (1, 1)
+        assert not client.change(Add("w", ONES), sequence=2).repeated
+    with serving(left, "log") as (_, client):
+        assert client.value("w").tolist() == [3, 3, 3]
+
+
+def test_a_record_that_was_changed_is_not_read(tmp_path):
+    left = tmp_path / "left"
+    with killed(left) as (_, client):
+        client.ask(Create((new("w", ONES),)))
+        client.change(Add("w", ONES))
+    log = left / "ps-0.000001.log"
+    data = bytearray(log.read_bytes())
+    data[-1] ^= 1
+    log.write_bytes(data)
+    with serving(left) as (_, client):
+        assert totals(client) == (0, 0)
+
+
+def test_a_snapshot_replaces_the_log_and_the_one_before_is_enough_as_well(tmp_path):
+    left = tmp_path / "left"
+    with killed(left) as (_, client):
+        client.ask(Create((new("w", ONES),)))
+        for number in range(1, 5):
+            client.change(Add("w", ONES))
+            assert client.ask(SaveSnapshot()).total == number
+        client.change(Add("w", ONES))
+        assert files(tmp_path / "live", ".log") == ["ps-0.000004.log", "ps-0.000005.log"]
+    newest = tensor_files.newest(left, "ps-0").path
+    (newest / "data.json").write_bytes(b"{}")
+    with serving(left) as (_, client):  # A server that kept a log goes on with it.
+        assert totals(client) == (5, 5)
+        assert client.value("w").tolist() == [6, 6, 6]
+        assert client.ask(SaveSnapshot()).total == 5
+        client.change(Add("w", ONES), sequence=6)
+    assert files(left, ".log")
+    with serving(left, "log") as (_, client):
+        assert totals(client) == (6, 6)
+
+
+def test_a_log_that_grows_long_is_replaced_before_a_snapshot_is_due(tmp_path, monkeypatch):
+    monkeypatch.setattr("ndistribute.parameter_server.server._LOG_BYTES", 300)
+    with serving(tmp_path, "log") as (_, client):
+        client.ask(Create((new("w", ONES),)))
+        for _ in range(4):
+            client.change(Add("w", ONES))
+        until(lambda: tensor_files.newest(tmp_path, "ps-0"))
+
+
+def test_a_log_that_is_missing_is_told(tmp_path):
+    left = tmp_path / "left"
+    with killed(left) as (_, client):
+        client.ask(Create((new("w", ONES),)))
+        client.ask(SaveSnapshot())
+    (left / "ps-0.000002.log").unlink()
+    with pytest.raises(CheckpointCorruptError, match=r"000002\.log.* acknowledged are missing"):
+        StoreService(left, "ps:0")
+
+
+@contextlib.contextmanager
+def limited(nbytes: int):
+    """Let no file of this process grow beyond a size, as a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_nothing_is_changed_nor_acknowledged(tmp_path):
+    left, big = tmp_path / "left", np.ones(4096)
+    with killed(left) as (_, client):
+        client.ask(Create((new("w", big),)))
+        with limited((tmp_path / "live" / "ps-0.000001.log").stat().st_size + 1000):
+            reply = client.change(Add("w", big), sequence=1)
+            assert client.value("w")[0] == 1
+        assert reply.kind == "full"
+        assert "live/ps-0.000001.log: [Errno 27] File too large; nothing was" in reply.message
+        assert not client.change(Add("w", big), sequence=1).repeated
+        assert client.change(Add("w", big), sequence=1).repeated
+    with serving(left) as (_, client):
+        assert totals(client) == (1, 1)
+        assert client.value("w")[0] == 2
+
+
+def test_after_a_sync_that_failed_nothing_is_acknowledged_until_a_snapshot(tmp_path, monkeypatch):
+    def fails(*args):
+        raise OSError(5, "Input/output error")
+
+    left = tmp_path / "left"
+    with killed(left) as (_, client):
+        client.ask(Create((new("w", ONES),)))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fdatasync", fails)
+            patched.setattr(tensor_files, "write", fails)
+            for consequence in ("what was changed may be lost", "nothing was changed"):
+                reply = client.change(Add("w", ONES), sequence=1)
+                assert reply.kind == "full"
+                assert "ps-0.000001.log" in reply.message
+                assert consequence in reply.message
+                assert client.ask(SaveSnapshot()).kind == "full"
+            assert client.change(Add("w", ONES), sequence=2).kind == "full"
+        assert client.ask(SaveSnapshot()).total == 1
+        assert client.change(Add("w", ONES), sequence=1).repeated
+        assert client.change(Add("w", ONES), sequence=2).total == 2
+    with serving(left) as (_, client):
+        assert totals(client) == (2, 2)
+        assert client.value("w").tolist() == [3, 3, 3]
+
+
+LIVES = """
+import itertools, json, logging, os, signal, sys, threading
+import numpy as np
+from ndistribute.parameter_server import server, snapshot
+from ndistribute.parameter_server.messages import Add, Create, NewVariable, Read, Transaction
+
+class Client:
+    def __init__(self, name):
+        self.name = name
+    def send(self, record, call=0):
+        return True
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def arm(point, after):
+    # Only what happens to the log counts.
+    calls, write, sync = itertools.count(1), snapshot._write, os.fdatasync
+    def torn(file, buffer):
+        if next(calls) == after:
+            write(file, memoryview(buffer)[: len(buffer) // 2])
+            die()
+        write(file, buffer)
+    def synced(file):
+        last = next(calls) == after
+        if last and point == "before sync":
+            die()
+        sync(file)
+        if last:
+            die()
+    if point == "in append":
+        snapshot._write = torn
+    elif point != "anywhere":
+        os.fdatasync = synced
+
+def live(directory, first, point, after):
+    service = server.StoreService(directory, "ps:0", durability="log", seconds=0.02)
+    fill = [NewVariable(name, (64,), "float64", fill=0.0) for name in first]
+    service.handle(Client("chief#1"), 1, Create(tuple(fill)))
+    values = service.handle(Client("chief#1"), 1, Read(tuple(first))).values
+    say({"pid": os.getpid(), "values": [sorted(set(value.array.tolist())) for value in values]})
+    arm(point, after)
+    def work(name):
+        client = Client(name)
+        for number in itertools.count(first[name]):
+            change = Transaction(name, number, number, (Add(name, np.full(64, float(number))),))
+            reply = service.handle(client, number, change)
+            say({"client": name, "number": number, "reply": type(reply).__name__})
+    for name in first:
+        threading.Thread(target=work, args=(name,)).start()
+
+def say(what):
+    os.write(1, json.dumps(what).encode() + b"\\n")
+
+logging.disable()
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        live(*json.loads(line))
+        break
+    say({"ended": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])})
+"""
+
+
+def test_killed_at_any_moment_a_server_has_every_acknowledged_change_once(tmp_path):
+    """Clients repeat what was not acknowledged; each adds the number of its transaction."""
+    print(f"FAULTS_SEED={SEED}")
+    chance = random.Random(SEED)
+    last = dict.fromkeys(("a#1", "b#1", "c#1"), 0)  # The last number that was acknowledged.
+    command = [sys.executable, "-c", LIVES]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        for _ in range(KILLS + 1):
+            point = chance.choice(["in append", "before sync", "after sync", "anywhere"])
+            first = {name: number + 1 for name, number in last.items()}
+            print(
+                json.dumps([str(tmp_path), first, point, chance.randrange(1, 40)]),
+                file=process.stdin,
+                flush=True,
+            )
+            said = map(json.loads, iter(process.stdout.readline, ""))
+            began = next(said)
+            for held, number in zip(began["values"], last.values(), strict=True):
+                assert held in ([total(number)], [total(number + 1)])
+            patience = chance.randrange(1, 60) if point == "anywhere" else 0
+            for one in said:
+                if "ended" in one:
+                    assert one["ended"] == -signal.SIGKILL
+                    break
+                assert one["reply"] == "Changed"
+                last[one["client"]] = one["number"]
+                patience -= 1
+                if patience == 0:
+                    os.kill(began["pid"], signal.SIGKILL)
+        process.stdin.close()
+    assert sum(last.values()) > KILLS
+
+
+def total(number: int) -> float:
+    """Return the sum of the numbers up to one."""
+    return number * (number + 1) / 2

@@ -1,0 +1,414 @@
+"""Whatever a network does to requests: variables are made once, changed whole and once, or not."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import ndistribute as nd
+from ndistribute.parameter_server.messages import (
+    Add,
+    Aggregate,
+    Apply,
+    Assign,
+    Changed,
+    Create,
+    Delete,
+    Dense,
+    Failure,
+    NewVariable,
+    Read,
+    ReadRows,
+    Rows,
+    RowsOf,
+    SaveSnapshot,
+    Scatter,
+    Status,
+    Subtract,
+    Transaction,
+)
+from ndistribute.update_rules import hyperparameters_of
+from tests.parameter_server.calls import Calls, apply, content, new, rows
+
+
+@pytest.fixture
+def calls():
+    return Calls()
+
+
+def made(reply):
+    return [(each.state, each.version) for each in reply.variables]
+
+
+def test_the_first_value_stays_and_later_creators_learn_it(calls):
+    assert made(calls.create(v=np.float32([1, 2]))) == [("made", 1)]
+    assert made(calls.create(v=np.float32([3, 4]), w=0.0)) == [("found", 1), ("made", 1)]
+    assert calls.value("v").tolist() == [1, 2]
+
+
+def test_a_value_is_asked_for_only_where_there_is_none(calls):
+    wanted = Create((NewVariable("v", (2,), "float32"), NewVariable("n", (), "int64", fill=3.0)))
+    assert made(calls.ask("a", wanted)) == [("wanted", 0), ("made", 1)]
+    assert calls.ask("a", Read(("v",))).kind == "unknown"
+    calls.create(v=np.float32([1, 2]))
+    assert made(calls.ask("b", wanted)) == [("found", 1), ("found", 1)]
+    assert calls.value("n") == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        NewVariable("v", (2,), "float64"),
+        NewVariable("v", (3,), "float32", fill=0.0),
+        NewVariable("x", (2,), "object", fill=0.0),
+        NewVariable("x", (2,), "no such", fill=0.0),
+        NewVariable("x", (-1,), "float32", fill=0.0),
+        NewVariable("x", (2,), "int32", fill=np.nan),
+        NewVariable("x", (3,), "float32", initial=np.zeros(2, np.float32)),
+    ],
+)
+def test_what_can_not_be_made_is_named_and_nothing_else_is_made(calls, other):
+    calls.create(v=np.zeros(2, np.float32))
+    reply = calls.ask("b", Create((new("w", 1.0), other)))
+    assert reply.kind == "mismatch"
+    assert f"'{other.name}'" in reply.message
+    assert calls.ask("b", Read(("w",))).kind == "unknown"
+
+
+def test_memory_that_is_short_is_a_failure(calls):
+    huge = NewVariable("x", (1 << 55,), "float64", fill=0.0)
+    assert calls.ask("a", Create((new("w", 1.0), huge))).kind == "full"
+    assert calls.ask("a", Read(("w",))).kind == "unknown"
+
+
+def test_a_foreign_byte_order_becomes_this_machines(calls):
+    calls.ask("a", Create((NewVariable("v", (2,), ">i4", initial=np.array([1, 2], ">i4")),)))
+    assert calls.value("v").dtype.isnative
+    assert calls.value("v").tolist() == [1, 2]
+    assert calls.change("a", Add("v", np.array([1, 1], np.int32))).versions == (2,)
+
+
+def test_a_store_keeps_no_array_of_a_request(calls):
+    arrays = [np.ones(2) for _ in range(3)]
+    calls.create(v=arrays[0], n=np.array(0))
+    held = calls.value("v")  # Makes the assignment take another array.
+    gradient = Aggregate("t", 0, 2, apply("sgd", "v", Dense(arrays[2])))
+    calls.change("a", Assign("v", arrays[1]), gradient)
+    before = content(calls.store)
+    for array in arrays:
+        array[:] = 7
+    assert content(calls.store) == before
+    assert held.tolist() == [1, 1]
+
+
+def test_a_read_moves_only_what_is_newer(calls):
+    calls.create(v=np.zeros(2), w=np.ones(2))
+    assert calls.change("a", Assign("v", np.ones(2))).versions == (2,)
+    newer, same = calls.ask("a", Read(("v", "w"), (1, 1))).values
+    assert (newer.version, newer.array.tolist()) == (2, [1, 1])
+    assert (same.version, same.array) == (1, None)
+    assert calls.ask("a", Read(("v",), (1, 1))).kind == "mismatch"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Assign("v", np.full(3, 5.0)),
+        Add("v", np.ones(3)),
+        Scatter("v", "add", rows(1), np.ones(1)),
+        apply("sgd", "v", Dense(np.ones(3))),
+    ],
+    ids=lambda change: type(change).__name__,
+)
+def test_a_value_that_was_read_never_changes_and_else_it_does_in_place(calls, change):
+    calls.create(v=np.zeros(3), n=np.array(0))
+    held = calls.value("v")
+    with pytest.raises(ValueError, match="read-only"):
+        held[0] = 1
+    view, address = memoryview(held[1:]), held.ctypes.data
+    del held
+    calls.change("a", change)
+    assert view.tolist() == [0, 0]
+    assert calls.value("v")[1] != 0
+    assert calls.value("v").ctypes.data != address
+    address = calls.value("v").ctypes.data
+    calls.change("a", change)
+    assert calls.value("v").ctypes.data == address
+
+
+def test_add_subtract_and_scatter(calls):
+    calls.create(v=np.ones((3, 1)))
+    calls.change("a", Add("v", np.full((3, 1), 4.0)), Subtract("v", np.full((3, 1), 2.0)))
+    values = np.array([[1.0], [5.0], [3.0]])
+    for how, expected in (("add", [7, 3, 8]), ("sub", [3, 3, 3]), ("update", [3, 3, 5])):
+        calls.change("a", Scatter("v", how, rows(0, 2, 0), values))
+        assert calls.value("v").ravel().tolist() == expected
+
+
+def test_numbers_that_overflow_warn_nobody(calls):
+    calls.create(v=np.full(2, 3e38, np.float32))
+    with np.errstate(all="raise"):
+        calls.change("a", Add("v", np.full(2, 3e38, np.float32)))
+    assert np.isinf(calls.value("v")).all()
+
+
+VECTOR = np.zeros(2, np.float32)
+GRADIENT = Dense(VECTOR + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Assign("v", np.zeros(2)),
+        Add("v", np.zeros(3, np.float32)),
+        Add("none", np.zeros(2)),
+        Add("flags", np.zeros(2, bool)),
+        Scatter("v", "add", rows(2), np.ones(1, np.float32)),
+        Scatter("v", "add", rows(-1), np.ones(1, np.float32)),
+        Scatter("v", "add", rows(0), np.ones(2, np.float32)),
+        Scatter("v", "add", np.zeros(1), np.ones(1, np.float32)),
+        Scatter("v", "add", rows(0), np.ones(1)),
+        Scatter("scalar", "add", rows(0), np.ones(1)),
+        Apply(("v", "v"), (GRADIENT, GRADIENT), ((), ()), "n", "sgd", 0.1),
+        Apply(("v",), (), ((),), "n", "sgd", 0.1),
+        Apply(("v",), (GRADIENT,), (), "n", "sgd", 0.1),
+        Apply(("v",), (GRADIENT,), ((),), "none", "sgd", 0.1),
+        Apply(("v",), (GRADIENT,), ((),), "counts", "sgd", 0.1),
+        apply("nothing", "v", GRADIENT),
+        apply("sgd", "v", GRADIENT, beta_1=0.5),
+        apply("adam", "v", GRADIENT, slots=("m", "s"), beta_1=1.5),
+        apply("adam", "v", GRADIENT, slots=("m",)),
+        apply("adam", "v", GRADIENT, slots=("m", "m")),
+        apply("adam", "v", GRADIENT, slots=("m", "v")),
+        apply("adam", "v", GRADIENT, slots=("m", "none")),
+        apply("adam", "v", GRADIENT, slots=("m", "wide")),
+        apply("sgd", "v", Dense(VECTOR[:1])),
+        apply("sgd", "counts", Dense(np.zeros(2))),
+        apply("sgd", "v", Dense(np.zeros(2, complex))),
+        apply("sgd", "v", Rows(rows(9), VECTOR[:1])),
+        Aggregate("g", 0, 0, apply("sgd", "v", GRADIENT)),
+        Aggregate("g", -1, 1, apply("sgd", "v", GRADIENT)),
+        Aggregate("g", 0, 1, apply("sgd", "none", GRADIENT)),
+        Aggregate("t", 0, 2, apply("sgd", "m", GRADIENT)),
+    ],
+)
+def test_one_change_that_does_not_fit_undoes_the_whole_transaction(calls, change):
+    calls.create(v=VECTOR, m=VECTOR, s=VECTOR, wide=np.zeros(2), n=np.array(0))
+    calls.create(flags=np.zeros(2, bool), scalar=np.zeros(()), counts=np.zeros(2, np.int64))
+    calls.change("a", Aggregate("t", 0, 2, apply("sgd", "v", GRADIENT)))
+    before = content(calls.store)
+    good = (Add("v", VECTOR + 1), Aggregate("t2", 0, 1, apply("sgd", "v", GRADIENT)))
+    for changes in ((change,), (*good, apply("sgd", "v", GRADIENT), change)):
+        reply = calls.change("b", *changes)
+        assert isinstance(reply, Failure)
+        assert reply.kind in ("mismatch", "unknown")
+        assert content(calls.store) == before
+
+
+def test_a_mismatch_names_variable_shapes_and_dtypes(calls):
+    calls.create(v=VECTOR)
+    assert calls.change("a", Add("v", np.zeros((3, 1)))).message == (
+        "variable 'v' has shape (2,) and dtype float32, got (3, 1) and float64. Nothing has "
+        "changed."
+    )
+    assert "no variable 'w' on this server" in calls.change("a", Add("w", VECTOR)).message
+
+
+def test_the_changes_are_made_in_order_and_each_has_its_outcome(calls):
+    calls.create(v=np.zeros(2), m=np.zeros(2), s=np.zeros(2), n=np.array(0))
+    adam = apply("adam", "v", Dense(np.ones(2)), slots=("m", "s"))
+    aggregate = Aggregate("t", 3, 2, adam)
+    reply = calls.change("a", Assign("v", np.ones(2)), Add("v", np.ones(2)), adam, adam, aggregate)
+    *done, accumulated = reply.outcomes
+    assert [outcome.versions for outcome in done] == [(2,), (3,), (4,), (5,)]
+    assert (accumulated.accepted, accumulated.step) == (True, 3)
+    assert calls.value("n") == 2
+
+
+OPTIMIZERS = [
+    lambda: nd.optimizers.SGD(0.3),
+    lambda: nd.optimizers.SGD(0.3, momentum=0.9, nesterov=True),
+    lambda: nd.optimizers.Adagrad(0.3),
+    lambda: nd.optimizers.Adam(0.3),
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_step_on_the_server_gives_the_bits_of_one_here(calls, make, sparse):
+    rng = np.random.default_rng(3)
+    start = rng.standard_normal((30, 1500)).astype(np.float32)
+    optimizer, variable = make(), nd.Variable(start)
+    rule = optimizer.rule
+    name, hyperparameters = hyperparameters_of(rule)
+    slots = {
+        f"v/{slot}": np.full(start.shape, rule.initial_slot(slot), np.float32)
+        for slot in rule.slot_names
+    }
+    calls.create(v=start, n=np.array(0), **slots)
+    for _ in range(4):
+        if sparse:
+            indices = rng.integers(0, 30, 12)
+            values = rng.standard_normal((12, 1500)).astype(np.float32)
+            here, there = nd.IndexedSlices(values, indices, start.shape), Rows(indices, values)
+        else:
+            here = rng.standard_normal(start.shape).astype(np.float32)
+            there = Dense(here)
+        optimizer.apply_gradients([(here, variable)])
+        calls.change("a", apply(name, "v", there, 0.3, tuple(slots), **hyperparameters))
+    assert calls.value("n") == 4
+    assert calls.value("v").tobytes() == variable.numpy().tobytes()
+
+
+def test_bfloat16_is_trained(calls):
+    ones = np.ones(3, ml_dtypes.bfloat16)
+    calls.create(v=ones, n=np.array(0))
+    calls.change("a", apply("sgd", "v", Dense(ones), 0.5), Add("v", ones))
+    assert calls.value("v").astype(float).tolist() == [1.5] * 3
+    assert calls.restored().value("v").dtype == ml_dtypes.bfloat16
+
+
+def test_a_counter_of_any_value_is_taken(calls):
+    calls.create(v=np.zeros(2), m=np.zeros(2), s=np.zeros(2), n=np.array(-1))
+    calls.change("a", apply("adam", "v", Dense(np.ones(2)), 0.1, ("m", "s")))
+    assert calls.value("n") == 0
+
+
+@pytest.mark.parametrize("indices", [[], [2], [3, 0, 3]])
+def test_rows_are_read_in_the_order_asked(calls, indices):
+    values = np.arange(8.0).reshape(4, 2)
+    calls.create(v=values, w=values + 1)
+    items = (RowsOf("v", rows(*indices)), RowsOf("w", rows(1)))
+    v, w = calls.ask("a", ReadRows(items)).values
+    assert (v.version, v.array.tolist()) == (1, values[indices].tolist())
+    assert w.array.tolist() == [[3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("name", "indices"),
+    [("v", rows(4)), ("v", rows(-1)), ("v", np.zeros(1)), ("v", rows(1)[None]), ("w", rows(0))],
+)
+def test_rows_that_are_not_there_are_not_read(calls, name, indices):
+    calls.create(v=np.zeros((4, 2)), w=np.zeros(()))
+    reply = calls.ask("a", ReadRows((RowsOf(name, indices),)))
+    assert reply.kind == "mismatch"
+    assert name in reply.message
+
+
+def test_a_variable_that_is_made_again_does_not_pass_for_the_one_before(calls):
+    calls.create(v=np.zeros(2))
+    calls.change("a", Add("v", np.ones(2)))
+    assert [calls.ask("a", Delete(("v", "none"))).count for _ in range(2)] == [1, 0]
+    assert calls.ask("a", Read(("v",))).kind == "unknown"
+    calls.create(v=np.zeros(2))
+    assert calls.read("v", known=2).array.tolist() == [0, 0]
+
+
+def test_a_store_alone_writes_no_snapshots(calls):
+    assert calls.ask("a", SaveSnapshot()).kind == "unknown"
+
+
+def test_a_repetition_changes_nothing_and_tells_what_is_there_now(calls):
+    calls.create(v=0.0)
+    add = Transaction("a", 1, 0, (Add("v", np.array(1.0)),))
+    first = calls.ask("a", add)
+    assert (first.outcomes[0].versions, first.total, first.repeated) == ((2,), 1, False)
+    calls.ask("a", Transaction("a", 2, 0, (Add("v", np.array(1.0)),)))
+    again = calls.ask("another", add)
+    assert (again.outcomes[0].versions, again.total, again.repeated) == ((3,), 2, True)
+    calls.ask("a", Delete(("v",)))
+    assert calls.ask("a", add).outcomes[0].versions == (0,)
+
+
+def test_what_was_refused_may_be_asked_again(calls):
+    add = Transaction("a", 1, 1, (Add("v", np.array(1.0)),))
+    assert calls.ask("a", add).kind == "unknown"
+    calls.create(v=0.0)
+    assert not calls.ask("a", add).repeated
+    assert calls.value("v") == 1
+    below = Transaction("a", 1, 2, add.changes)
+    assert calls.ask("a", below).kind == "mismatch"
+
+
+def test_of_many_clients_the_one_that_was_here_least_lately_is_forgotten(calls, monkeypatch):
+    monkeypatch.setattr("ndistribute.parameter_server.store.MAX_CLIENTS", 2)
+    calls.create(v=0.0)
+    for client, sequence in (("a", 1), ("b", 1), ("a", 2), ("c", 1)):
+        calls.ask(client, Transaction(client, sequence, 0, ()))
+    replies = [calls.ask(c, Transaction(c, 1, 0, ())).repeated for c in "acb"]
+    assert replies == [True, True, False]
+
+
+def test_a_client_can_not_make_the_server_remember_without_bound(calls, monkeypatch):
+    monkeypatch.setattr("ndistribute.parameter_server.store.MAX_APPLIED", 3)
+    replies = [calls.ask("a", Transaction("a", n, 0, ())) for n in range(1, 5)]
+    assert [isinstance(reply, Changed) for reply in replies] == [True] * 3 + [False]
+    assert replies[3].kind == "full"
+    assert calls.ask("a", Transaction("a", 2, 0, ())).repeated
+
+
+ZERO = np.array(0.0)
+
+
+class OnceMachine(RuleBasedStateMachine):
+    """Clients send transactions and the network repeats them; at times the server is restored."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Calls()
+        self.calls.create(v=0.0)
+        self.open = {client: set() for client in "abc"}  # Numbers that the client may send again.
+        self.next = dict.fromkeys("abc", 1)
+        self.sent = []
+        self.low = dict.fromkeys("abc", 0)
+        self.made = set()
+        self.expected = 0.0
+
+    @rule(client=st.sampled_from("abc"), skip=st.integers(0, 2), fits=st.booleans())
+    def begin(self, client, skip, fits):
+        number = self.next[client] + skip
+        self.next[client] = number + 1
+        self.open[client].add(number)
+        changes = (Add("v", np.array(2.0 ** len(self.sent))), Add("v" if fits else "none", ZERO))
+        self.sent.append(Transaction(client, number, min(self.open[client]), changes))
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def deliver(self, data):
+        request = data.draw(st.sampled_from(self.sent))
+        client, key = request.client, (request.client, request.sequence)
+        reply = self.calls.ask(data.draw(st.sampled_from("abc")), request)
+        known = key in self.made or request.sequence < self.low[client]
+        if not known and request.changes[1].name == "none":
+            assert reply.kind == "unknown"
+            return
+        assert reply.repeated == known
+        if not known:
+            self.made.add(key)
+            self.low[client] = max(self.low[client], request.low_water)
+            self.expected += float(request.changes[0].value)
+        assert reply.total == len(self.made)
+
+    @precondition(lambda self: any(self.open.values()))
+    @rule(data=st.data())
+    def end(self, data):
+        """Let a client have its reply, or give up."""
+        client = data.draw(st.sampled_from([name for name in "abc" if self.open[name]]))
+        self.open[client].remove(data.draw(st.sampled_from(sorted(self.open[client]))))
+
+    @rule()
+    def restore(self):
+        self.calls = self.calls.restored()
+
+    @invariant()
+    def the_value_is_the_sum_of_what_was_made(self):
+        assert self.calls.value("v") == self.expected
+        assert self.calls.ask("a", Status()).total == len(self.made)
+
+
+TestOnce = OnceMachine.TestCase
+TestOnce.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,338 @@
+"""Synchronous steps and clocks: the mean of enough sets counts once, and nobody waits in vain."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ndistribute.parameter_server.messages import (
+    Aggregate,
+    Apply,
+    AwaitClock,
+    AwaitStep,
+    Dense,
+    Released,
+    Rows,
+)
+from ndistribute.update_rules import Adam
+from tests.parameter_server.calls import Calls, apply, rows
+
+FOUR = np.zeros(4, np.float32)
+
+
+def setting():
+    """Return a store with two variables, slots for one, and a counter."""
+    calls = Calls()
+    calls.create(v=FOUR, m=FOUR, s=FOUR, w=np.zeros((5, 2)), n=np.array(0))
+    return calls
+
+
+@pytest.fixture
+def calls():
+    return setting()
+
+
+def give(calls, client, gradient, step=0, count=2):
+    """Give a set of one gradient, for plain descent; return what became of it."""
+    change = apply("sgd", "v", Dense(np.float32(gradient)), rate=1.0)
+    outcome = calls.change(client, Aggregate("t", step, count, change))
+    return outcome.accepted, outcome.step
+
+
+def wait(calls, client, step, count=2):
+    """Wait for a step, and return the call."""
+    return calls.send(client, AwaitStep("t", step, count))
+
+
+def test_the_step_rises_with_the_set_that_completes_it(calls):
+    assert give(calls, "a", [4, 0, 0, 0]) == (True, 0)
+    waits = wait(calls, "a", 1)
+    assert waits not in calls.replies
+    assert calls.value("v").tolist() == [0, 0, 0, 0]
+    assert give(calls, "b", [0, 2, 0, 0]) == (True, 1)
+    assert calls.replies[waits].value == 1
+    assert calls.ask("b", AwaitStep("t", 1, 2)).value == 1
+    assert calls.value("v").tolist() == [-2, -1, 0, 0]
+    assert calls.value("n") == 1
+
+
+def test_a_late_set_and_a_second_one_of_a_client_are_dropped(calls):
+    give(calls, "a", [1, 1, 1, 1])
+    assert give(calls, "a", [9, 9, 9, 9]) == (False, 0)
+    assert give(calls, "b", [1, 1, 1, 1]) == (True, 1)
+    assert give(calls, "c", [9, 9, 9, 9]) == (False, 1)
+    assert calls.value("v").tolist() == [-1, -1, -1, -1]
+
+
+def test_rows_and_several_variables_are_in_one_set(calls):
+    gradients = (Rows(rows(1, 1), np.full((2, 2), 3.0)), Dense(FOUR + 1))
+    change = Apply(("w", "v"), gradients, ((), ()), "n", "sgd", 1.0)
+    for step in range(20):  # More than are kept before they are added up.
+        for client in "ab":
+            calls.change(client, Aggregate("t", step, 2, change))
+    assert calls.value("w").tolist() == [[0, 0], [-120, -120], [0, 0], [0, 0], [0, 0]]
+    assert calls.value("v").tolist() == [-20] * 4
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_16_bits_are_summed_in_32(calls, dtype, sparse):
+    values = np.array([1.0, 300.0], dtype)
+    calls.create(x=np.zeros(2, dtype))
+    for step in range(2):
+        for client in range(400):  # Their sum is beyond float16, and steps of bfloat16 are 2 there.
+            gradient = Rows(rows(0, 1), values) if sparse else Dense(values)
+            change = Aggregate("t", step, 400, apply("sgd", "x", gradient, rate=1.0))
+            calls.change(f"c{client}", change)
+    assert calls.value("x").astype(float).tolist() == [-2, -600]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        apply("sgd", "w", Dense(np.zeros((5, 2)))),
+        apply("sgd", "v", Rows(rows(0), FOUR[:1])),
+        apply("sgd", "v", Dense(np.zeros(4))),
+    ],
+)
+def test_a_set_unlike_the_steps_first_is_refused_and_the_next_step_may_differ(calls, other):
+    give(calls, "a", [1, 1, 1, 1])
+    assert calls.change("b", Aggregate("t", 0, 2, other)).kind == "mismatch"
+    assert give(calls, "b", [1, 1, 1, 1]) == (True, 1)
+    assert calls.change("b", Aggregate("t", 1, 1, other)).step == 2
+
+
+def test_who_waits_without_a_set_there_is_told_the_step(calls):
+    assert calls.ask("a", AwaitStep("t", 1, 2)).value == 0
+    for client in "abc":
+        give(calls, client, [1, 1, 1, 1])
+    assert calls.ask("c", AwaitStep("t", 2, 2)).value == 1
+    assert calls.ask("c", AwaitStep("t", 2, 0)).kind == "mismatch"
+
+
+def test_who_waits_learns_that_a_member_left_and_goes_on_with_its_successor(calls):
+    for client in "ab":
+        give(calls, client, [1, 1, 1, 1])
+    give(calls, "a", [1, 1, 1, 1], step=1)
+    waits = wait(calls, "a", 2)
+    calls.leave("b")
+    assert calls.replies[waits].kind == "left"
+    assert "'b' left last; 1 of 2 needed" in calls.replies[waits].message
+    assert calls.ask("a", AwaitStep("t", 2, 2)).kind == "left"
+    assert give(calls, "b2", [1, 1, 1, 1], step=1) == (True, 2)
+    assert calls.ask("a", AwaitStep("t", 2, 2)).value == 2
+
+
+def test_a_set_of_a_client_that_left_still_counts(calls):
+    give(calls, "a", [1, 1, 1, 1])
+    calls.leave("a")
+    assert give(calls, "b", [3, 3, 3, 3]) == (True, 1)
+    assert calls.value("v").tolist() == [-2, -2, -2, -2]
+
+
+def test_who_asks_again_waits_once(calls):
+    give(calls, "a", [1, 1, 1, 1])
+    first, second = wait(calls, "a", 1), wait(calls, "a", 1)
+    assert calls.replies[first].kind == "superseded"
+    give(calls, "b", [1, 1, 1, 1])
+    assert calls.replies[second].value == 1
+
+
+def test_a_server_restored_from_before_follows_its_clients(calls):
+    for step in range(2):
+        for client in "ab":
+            give(calls, client, [1, 1, 1, 1], step)
+    old = calls.restored()
+    for step in (3, 4):  # Sets for them were given to the life that was lost.
+        assert old.ask("a", AwaitStep("t", step, 2)).value == 2
+    assert give(old, "a", [5, 5, 5, 5], step=2) == (True, 2)
+    # What it held for its own step is dropped: the others are further.
+    assert give(old, "b", [1, 1, 1, 1], step=4) == (True, 4)
+    assert give(old, "c", [9, 9, 9, 9], step=3) == (False, 4)
+    assert give(old, "a", [3, 3, 3, 3], step=4) == (True, 5)
+    assert old.value("v").tolist() == [-4, -4, -4, -4]
+
+
+def test_sets_and_members_that_a_snapshot_holds_count(calls):
+    give(calls, "b", [0, 0, 0, 0], count=1)
+    give(calls, "a", [1, 1, 1, 1], step=1)
+    old = calls.restored()
+    give(calls, "b", [9, 9, 9, 9], step=1)
+    waits = wait(old, "a", 2)
+    assert waits not in old.replies
+    give(old, "b", [3, 3, 3, 3], step=1)
+    assert old.replies[waits].value == 2
+    assert old.value("v").tolist() == [-2, -2, -2, -2]
+    again = old.restored()
+    assert again.store.clients == {"a", "b"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(0, 2))
+def test_steps_of_n_of_m_are_the_rule_over_the_mean_of_the_first_n(data, needed, spare):
+    """Adam, so that the count of steps matters."""
+    draw, calls, rule = data.draw, setting(), Adam()
+    expected, slots = FOUR.copy(), [FOUR.copy() for _ in range(2)]
+    for step in range(draw(st.integers(1, 4))):
+        sets = []
+        for client in draw(st.permutations("abcde"[: needed + spare])):
+            values = np.float32(draw(st.lists(st.integers(-9, 9), min_size=4, max_size=4)))
+            adam = apply("adam", "v", Dense(values), slots=("m", "s"))
+            outcome = calls.change(client, Aggregate("t", step, needed, adam))
+            assert outcome.accepted == (len(sets) < needed)
+            sets.append(values)
+            if draw(st.booleans()):
+                calls = calls.restored()
+        mean = np.sum(sets[:needed], axis=0, dtype=np.float32) / np.float32(needed)
+        rule.update(expected, mean, slots, rule.rate(step + 1, 0.1))
+    assert calls.value("v").tobytes() == expected.tobytes()
+
+
+class Worker:
+    """A worker that gives its set, waits for the step, and gives again what a restart lost."""
+
+    def __init__(self, name, needed):
+        self.name = name
+        self.needed = needed
+        self.step = 0
+        self.call = None
+
+    def act(self, calls):
+        """Give a set, or look whether the wait is over."""
+        if self.call is None:
+            give(calls, self.name, [1, 1, 1, 1], self.step, self.needed)
+            self.ask(calls)
+        elif (reply := calls.replies.get(self.call)) is not None:
+            self.call = None
+            self.step = max(self.step, getattr(reply, "value", 0))
+
+    def ask(self, calls):
+        """Wait, at a server that was started again as well."""
+        self.call = wait(calls, self.name, self.step + 1, self.needed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(0, 1))
+def test_synchronous_workers_go_on_however_often_the_server_is_restored(data, needed, spare):
+    draw, calls = data.draw, setting()
+    workers = [Worker(name, needed) for name in "abcd"[: needed + spare]]
+    saved = calls.restored()
+    for _ in range(draw(st.integers(0, 40))):
+        what = draw(st.sampled_from(["act", "act", "act", "act", "save", "crash"]))
+        if what == "save":
+            saved = calls.restored()
+        elif what == "crash":
+            calls = saved.restored()
+            for worker in workers:
+                if worker.call is not None:
+                    worker.ask(calls)
+        else:
+            draw(st.sampled_from(workers)).act(calls)
+    goal = max(worker.step for worker in workers) + 3
+    for _ in range(6 * goal + 6):
+        for worker in workers:
+            worker.act(calls)
+    assert all(worker.step >= goal for worker in workers)
+
+
+def begin(calls, client, clock, slack=0, count=2):
+    """Say that a client begins a step, and return the call."""
+    return calls.send(client, AwaitClock("steps", clock, slack, count))
+
+
+def may(calls, client, clock, slack=0, count=2):
+    """Return whether a client may begin a step at once."""
+    return isinstance(calls.replies.get(begin(calls, client, clock, slack, count)), Released)
+
+
+def test_all_wait_until_all_came_and_then_none_runs_away(calls):
+    first = begin(calls, "a", 0, slack=1)
+    assert first not in calls.replies
+    assert may(calls, "b", 0, slack=1)
+    assert calls.replies[first].count == 2
+    assert may(calls, "a", 1, slack=1)
+    ahead = begin(calls, "a", 2, slack=1)
+    assert ahead not in calls.replies
+    assert may(calls, "b", 1, slack=1)
+    assert calls.replies[ahead].count == 2
+
+
+def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls):
+    begin(calls, "w:0#1", 0, count=3)
+    begin(calls, "w:1#1", 0, count=3)
+    calls.leave("w:1#1")
+    waits = begin(calls, "w:1#2", 0, count=3)
+    assert waits not in calls.replies
+    assert may(calls, "w:2#1", 0, count=3)
+    assert calls.replies[waits].count == 3
+    ahead = begin(calls, "w:0#1", 1, count=3)
+    calls.leave("w:1#2")
+    assert ahead not in calls.replies
+    calls.leave("w:2#1")
+    assert calls.replies[ahead].count == 1
+
+
+def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(calls):
+    begin(calls, "w:0#1", 0)
+    begin(calls, "w:1#1", 0)
+    ahead = begin(calls, "w:0#1", 1)
+    assert may(calls, "w:1#2", 1)
+    assert calls.replies[ahead].count == 2
+    calls.leave("w:1#1")
+    assert begin(calls, "w:0#1", 2) not in calls.replies  # The second one is still there.
+
+
+def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(calls):
+    for clock in range(10):
+        begin(calls, "w:0#1", clock, slack=1)
+        begin(calls, "w:1#1", clock, slack=1)
+    calls.leave("w:1#1")
+    assert may(calls, "w:1#2", 0, slack=1)
+    calls = calls.restored()
+    assert may(calls, "w:0#1", 10, slack=1)
+    ahead = begin(calls, "w:0#1", 11, slack=1)
+    assert ahead not in calls.replies
+    assert may(calls, "w:1#2", 1, slack=1)
+    assert calls.replies[ahead].count == 2
+
+
+def test_a_client_stands_at_a_clock_once(calls):
+    first, second = begin(calls, "a", 0), begin(calls, "a", 0)
+    assert calls.replies[first].kind == "superseded"
+    begin(calls, "b", 0)
+    assert calls.replies[second].count == 2
+
+
+def test_numbers_without_sense_are_refused(calls):
+    begin(calls, "a", 0)
+    for clock, slack, count in ((-1, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 3)):
+        assert calls.replies[begin(calls, "b", clock, slack, count)].kind == "mismatch"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(0, 2))
+def test_nobody_runs_away_and_nobody_hangs(data, count, slack):
+    draw, calls = data.draw, Calls()
+    lives = dict.fromkeys(range(count), 0)
+    clocks = dict.fromkeys(range(count), 0)
+    waits = {worker: begin(calls, f"w:{worker}#0", 0, slack, count) for worker in range(count)}
+    for _ in range(draw(st.integers(0, 40))):
+        going = [worker for worker in clocks if waits[worker] in calls.replies]
+        assert going or not clocks, "all wait for each other"
+        assert all(clocks[worker] - min(clocks.values()) <= slack for worker in going)
+        worker = draw(st.sampled_from(range(count)))
+        what = draw(st.sampled_from(["step", "step", "step", "again", "die"]))
+        if worker not in clocks:
+            lives[worker] += 1
+            clocks[worker] = max(clocks.values(), default=0)  # It knows the step from a variable.
+        elif what == "die":
+            calls.leave(f"w:{worker}#{lives[worker]}")
+            del clocks[worker], waits[worker]
+            continue
+        elif worker in going and what == "step":
+            clocks[worker] += 1
+        name = f"w:{worker}#{lives[worker]}"
+        waits[worker] = begin(calls, name, clocks[worker], slack, count)

@@ -1,0 +1,242 @@
+"""All processes of a job find one secret, and an unsafe one is refused with what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndistribute.errors import AuthenticationError
+from ndistribute.transport.address import is_loopback, split_address
+from ndistribute.transport.secret import find_secret
+
+LOCAL = ["localhost:1", "127.0.0.2:2", "[::1]:3"]
+AWAY = ["localhost:1", "node1:2"]
+GOOD = "a long enough secret"
+
+
+@pytest.fixture
+def home(tmp_path):
+    return {"HOME": str(tmp_path)}
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def named_file(folder: Path, text: str, permissions: int = 0o600) -> dict[str, str]:
+    path = folder / "my secret"
+    path.write_text(text)
+    path.chmod(permissions)
+    return {"NDISTRIBUTE_SECRET_FILE": str(path)}
+
+
+@pytest.mark.parametrize("addresses", [LOCAL, AWAY])
+def test_the_environment_comes_first(addresses, tmp_path):
+    environ = {**named_file(tmp_path, "another secret than this"), "NDISTRIBUTE_SECRET": GOOD}
+    assert find_secret(addresses, environ) == GOOD.encode()
+
+
+def test_a_secret_may_hold_any_bytes(tmp_path):
+    text = os.fsdecode(b"\xff\xfe is no text in any encoding")
+    assert find_secret(AWAY, {"NDISTRIBUTE_SECRET": text}) == os.fsencode(text)
+
+
+@pytest.mark.parametrize("addresses", [LOCAL, AWAY])
+def test_a_file_holds_it_with_or_without_a_line_end(addresses, tmp_path):
+    for text in (GOOD, GOOD + "\n"):
+        assert find_secret(addresses, named_file(tmp_path, text)) == GOOD.encode()
+
+
+@pytest.mark.parametrize("permissions", [0o640, 0o604, 0o660, 0o601, 0o644])
+def test_a_file_that_others_may_use_is_refused_with_the_command_that_mends_it(
+    tmp_path, permissions
+):
+    environ = named_file(tmp_path, GOOD, permissions)
+    with pytest.raises(AuthenticationError) as caught:
+        find_secret(LOCAL, environ)
+    command = re.search(r"chmod 600 .*", str(caught.value))
+    assert command is not None
+    subprocess.run(command[0], shell=True, check=True, timeout=10)
+    assert find_secret(LOCAL, environ) == GOOD.encode()
+
+
+@pytest.mark.parametrize("text", ["", "\n", "   \n", "fifteen letters"])
+def test_an_empty_or_short_secret_is_refused(tmp_path, text):
+    for environ in (named_file(tmp_path, text), {"NDISTRIBUTE_SECRET": text}):
+        with pytest.raises(AuthenticationError, match=r"at least 16[\s\S]*token_hex"):
+            find_secret(LOCAL, environ)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    tmp_path.chmod(0o700)
+    for path in (tmp_path / "nowhere", tmp_path, tmp_path / "pipe"):
+        with pytest.raises(AuthenticationError, match=str(path)):
+            find_secret(LOCAL, {"NDISTRIBUTE_SECRET_FILE": str(path)})
+
+
+def test_beyond_this_host_a_missing_secret_is_an_error_whose_command_makes_one(home):
+    with pytest.raises(AuthenticationError, match="NDISTRIBUTE_SECRET_FILE") as caught:
+        find_secret(AWAY, home)
+    command = re.search(r"python (-c \".*\")", str(caught.value))
+    assert command is not None
+    made = subprocess.run(
+        f"{sys.executable} {command[1]}", shell=True, check=True, capture_output=True, timeout=30
+    )
+    secret = made.stdout.decode().strip()
+    assert find_secret(AWAY, {"NDISTRIBUTE_SECRET": secret}) == secret.encode()
+    assert not list(Path(home["HOME"]).iterdir())
+
+
+def test_on_this_host_a_file_of_the_user_serves(home):
+    secret = find_secret(LOCAL, home)
+    path = Path(home["HOME"], ".local/state/ndistribute/secret")
+    assert re.fullmatch(b"[0-9a-f]{64}", secret)
+    assert path.read_bytes().strip() == secret
+    assert (mode(path), mode(path.parent)) == (0o600, 0o700)
+    assert [entry.name for entry in path.parent.iterdir()] == ["secret"]
+    assert find_secret(LOCAL, home) == secret
+
+
+def test_the_users_folder_for_state_is_where_the_system_says(home, tmp_path):
+    find_secret(LOCAL, {**home, "XDG_STATE_HOME": str(tmp_path / "state")})
+    assert (tmp_path / "state/ndistribute/secret").exists()
+    find_secret(LOCAL, {**home, "XDG_STATE_HOME": "not/absolute"})
+    assert (tmp_path / ".local/state/ndistribute/secret").exists()
+
+
+def test_processes_that_ask_at_once_find_the_same(tmp_path):
+    script = (
+        "import sys; from ndistribute.transport.secret import find_secret\n"
+        "for home in map(str.strip, iter(sys.stdin.readline, '')):\n"
+        "    print(find_secret(['localhost:1'], {'HOME': home}).decode(), flush=True)\n"
+    )
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", script],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for _ in range(4)
+        ]
+        for number in range(30):
+            for process in processes:
+                process.stdin.write(f"{tmp_path / str(number)}\n")
+                process.stdin.flush()
+            found = {process.stdout.readline().strip() for process in processes}
+            assert len(found) == 1
+            assert len(found.pop()) == 64
+        for process in processes:
+            process.stdin.close()
+
+
+def test_who_loses_the_race_takes_the_winners_secret(home, monkeypatch):
+    folder = Path(home["HOME"], ".local/state/ndistribute")
+    link = os.link
+
+    def overtaken(source, target):
+        Path(target).write_text("the winner was faster")
+        Path(target).chmod(0o600)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", overtaken)
+    assert find_secret(LOCAL, home) == b"the winner was faster"
+    assert [entry.name for entry in folder.iterdir()] == ["secret"]
+
+
+def test_a_spoilt_file_of_the_users_own_is_not_passed_over(home):
+    find_secret(LOCAL, home)
+    path = Path(home["HOME"], ".local/state/ndistribute/secret")
+    path.chmod(0o644)
+    with pytest.raises(AuthenticationError, match="chmod 600"):
+        find_secret(LOCAL, home)
+
+
+def test_a_folder_that_others_may_use_is_made_private(home):
+    folder = Path(home["HOME"], ".local/state/ndistribute")
+    folder.mkdir(parents=True, mode=0o755)
+    find_secret(LOCAL, home)
+    assert mode(folder) == 0o700
+
+
+def test_without_a_home_the_folder_for_temporary_files_serves(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "no folder").touch()
+    environ = {"HOME": str(tmp_path / "no folder")}
+    secret = find_secret(LOCAL, environ)
+    folder = tmp_path / f"ndistribute-{os.geteuid()}"
+    assert mode(folder) == 0o700
+    assert find_secret(LOCAL, environ) == secret
+
+
+def test_what_another_placed_among_the_temporary_files_is_not_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "no folder").touch()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / f"ndistribute-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AuthenticationError, match="Set NDISTRIBUTE_SECRET"):
+        find_secret(LOCAL, {"HOME": str(tmp_path / "no folder")})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to somebody else")
+def test_a_folder_of_another_user_is_not_trusted(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    folder = tmp_path / ".local/state/ndistribute"
+    folder.mkdir(parents=True, mode=0o700)
+    os.chown(folder, 12345, 12345)
+    find_secret(LOCAL, home)
+    assert not list(folder.iterdir())
+    assert (tmp_path / f"temporary/ndistribute-{os.geteuid()}/secret").exists()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "host", "host:", ":1", "host:port", "host:65536", "host:-1", "::1", "::1:80", "[::1]"]
+    + ["[host]:1", "[127.0.0.1]:1", "ho st:1", "host:1 ", "host:1\n", "-host:1", "http://host:1"]
+    + ["host:1٢"],
+)
+def test_what_is_no_address_is_an_error_that_shows_one(address):
+    for check in (split_address, lambda text: find_secret([text], {"NDISTRIBUTE_SECRET": GOOD})):
+        with pytest.raises(ValueError, match="localhost:12345"):
+            check(address)
+
+
+@given(st.text())
+def test_no_text_gives_another_error(text):
+    try:
+        host, port = split_address(text)
+    except ValueError:
+        return
+    assert host
+    assert 0 <= port < 65536
+
+
+@given(st.ip_addresses(), st.integers(0, 65535))
+def test_every_ip_address_is_understood(ip, port):
+    text = f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
+    assert split_address(text) == (str(ip), port)
+    assert is_loopback(str(ip)) == ip.is_loopback
+
+
+@pytest.mark.parametrize("host", ["localhost.example.org", "0.0.0.0", "::", "128.0.0.1", "127.1"])
+def test_what_may_be_reached_from_elsewhere_is_not_loopback(host):
+    assert not is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.255.255.254", "::1"])
+def test_what_cannot_be_reached_from_elsewhere_is_loopback(host):
+    assert is_loopback(host)
