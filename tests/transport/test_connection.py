@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import select
 import signal
 import socket
 import struct
@@ -507,21 +506,17 @@ def test_who_does_not_read_is_not_taken_for_who_does_not_hear():
 def test_heartbeats_that_find_no_room_do_not_spoil_the_frames_after_them(ends):
     """A heartbeat that was begun has to be sent to its end, and on TLS unchanged."""
     one, other = ends
-    filling = threading.Thread(target=lambda: one.send(note(40 * MEGABYTES, text="long")))
-    filling.start()
-    while not select.select([], [], [], 0.01)[0] and filling.is_alive():
+    for end in ends:
+        sock = getattr(end._sock, "_tls", end._sock)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, 4096)
+    for _ in range(20_000):  # Until the way is full, since nobody reads.
         one.tick(time.monotonic(), True)
-        if other.receive(soon())[1].text == "long":
-            break
-    filling.join(10.0)
-    for _ in range(20_000):
-        one.tick(time.monotonic(), True)  # Nobody reads them: the way is full at some time.
         if one._unsent:
             break
-    sending = threading.Thread(target=lambda: one.send(Note("behind them")))
-    sending.start()
-    assert other.receive(soon())[1].text == "behind them"
-    sending.join(10.0)
+    assert one._unsent
+    outcome, _ = at_once(lambda: other.receive(soon()), lambda: one.send(Note("behind them")))
+    assert outcome[1].text == "behind them"
 
 
 def test_a_fork_keeps_no_copy_and_does_not_disturb_its_parent(ends):
