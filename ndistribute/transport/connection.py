@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ndistribute.errors import DistributeError
-from ndistribute.transport.codec import Buffer, Decoder, MalformedError, encode, nbytes_of
+from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
 from ndistribute.transport.failure_detector import detector, silence_seconds
 from ndistribute.transport.handshake import Accepted
 from ndistribute.transport.shared_memory import MessageBuffer, map_memory, padded
@@ -50,7 +50,7 @@ _READ_BYTES = 65536
 _SHARED_FROM_BYTES = 65536
 _BUFFERS_AT_ONCE = 512  # The system takes no more than 1024.
 _SOCKET_BYTES = 4 << 20
-_REUSED_BYTES, _MOST_ARRAYS = 1 << 16, 64  # Memory for smaller arrays the allocator keeps itself.
+_REUSED_BYTES = 1 << 16  # Memory for smaller arrays the allocator keeps by itself.
 _IDLE_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 3600.0  # A number of milliseconds that the system takes.
@@ -546,18 +546,18 @@ class _Arrays:
     """Memory for received arrays, used again once nobody holds them: new memory is slow."""
 
     def __init__(self) -> None:
-        self._held: list[np.ndarray[Any, Any]] = []
+        self._held: dict[int, list[Array]] = {}  # By length.
 
     def take(self, nbytes: int) -> memoryview:
         """Return memory of a length, which stays as it is as long as a view of it is held."""
         if nbytes < _REUSED_BYTES:
             return np.empty(nbytes, np.uint8).data
-        for index in range(len(self._held)):
-            if self._held[index].nbytes == nbytes and _references(self._held, index) == _NO_VIEWS:
-                return self._held[index].data
-        self._held.append(np.empty(nbytes, np.uint8))
-        del self._held[:-_MOST_ARRAYS]
-        return self._held[-1].data
+        held = self._held.setdefault(nbytes, [])
+        for index in range(len(held)):
+            if _references(held, index) == _NO_VIEWS:
+                return held[index].data
+        held.append(np.empty(nbytes, np.uint8))
+        return held[-1].data
 
     def forget(self) -> None:
         """Give back what nobody holds."""
