@@ -1,18 +1,19 @@
 """Says what this machine has for distributed jobs, and what is missing or slow with its remedy.
 
-Every check is a function that returns one finding and raises nothing: a broken machine is what it
-is for. What a process should set for its BLAS before NumPy loads is found out here as well.
+No check raises: a broken machine is what they are for. What a process should set for its BLAS
+before NumPy loads is found out here as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,16 +24,14 @@ from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.hosts import THREAD_VARIABLES
 from ndistribute.launcher.mpiexec import find_mpiexec
 
-__all__ = ["Finding", "State", "better_kernel", "blas_settings", "examine", "usable_cores"]
+__all__ = ["Finding", "better_kernel", "blas_settings", "examine", "usable_cores"]
 
 State = Literal["ok", "slow", "missing", "absent"]
 
 _LEAST_SHARED_MEMORY = 512 << 20
-_DNS_SECONDS = 5.0
 _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
 # A kernel has to be worth the setting; less is within what a measurement moves by.
 _WORTH = 1.1
-_MEASURE_SECONDS = 30.0
 _MEASURE = """
 import time
 import numpy as np
@@ -53,26 +52,19 @@ _BELOW_AVX512 = frozenset(
 _FOR_MPI = "pip install 'ndistribute[mpi]'"
 _FOR_GPUS = "with a GPU: pip install 'ndistribute[cuda12]'"
 _FOR_SERVERS = "for parameter servers: pip install 'ndistribute[ps]'"
-# Packages of which one is enough, under the name of what they bring.
-_OPTIONAL = {
-    "mpi4py": (("mpi4py",), _FOR_MPI),
-    "CuPy": (("cupy-cuda13x", "cupy-cuda12x", "cupy"), _FOR_GPUS),
-    "NCCL": (("nvidia-nccl-cu13", "nvidia-nccl-cu12"), _FOR_GPUS),
-    "gRPC": (("grpcio",), _FOR_SERVERS),
-    "cloudpickle": (("cloudpickle",), _FOR_SERVERS),
-}
+# What it is, the packages of which one is enough, and how to get one.
+_OPTIONAL = (
+    ("mpi4py", "mpi4py", _FOR_MPI),
+    ("CuPy", "cupy-cuda13x cupy-cuda12x cupy", _FOR_GPUS),
+    ("NCCL", "nvidia-nccl-cu13 nvidia-nccl-cu12", _FOR_GPUS),
+    ("gRPC", "grpcio", _FOR_SERVERS),
+    ("cloudpickle", "cloudpickle", _FOR_SERVERS),
+)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
-
-    Args:
-        name: what was looked at.
-        state: ``ok``; ``slow``: works, but could be faster; ``missing``: needed by every job;
-            ``absent``: needed by some jobs only.
-        text: what is there.
-        remedy: the command or setting that mends it.
+    """What one check found: ``missing`` is needed by every job, ``absent`` by some jobs only.
 
     >>> print(Finding("ssh", "absent", "no ssh command", "apt-get install openssh-client"))
     absent   ssh               no ssh command
@@ -90,27 +82,8 @@ class Finding:
 
 
 def examine(measure: bool = True) -> list[Finding]:
-    """Look at everything.
-
-    Args:
-        measure: run matrix products for a second where another BLAS kernel may be faster.
-    """
-    checks: list[Callable[[], Finding]] = [
-        _python,
-        _processor,
-        _blas,
-        lambda: _kernel(measure),
-        _threads,
-        lambda: _optional("mpi4py"),
-        _mpiexec,
-        _gpus,
-        *(lambda name=name: _optional(name) for name in list(_OPTIONAL)[1:]),
-        _shared_memory,
-        _loopback,
-        _hostname,
-        _ssh,
-    ]
-    return [check() for check in checks]
+    """Look at everything; measure matrix products where another BLAS kernel may be faster."""
+    return [*_python(), *_blas(measure), *_packages(), *_machine(), *_network()]
 
 
 def better_kernel(flags: Collection[str], architecture: str | None) -> str | None:
@@ -127,13 +100,9 @@ def better_kernel(flags: Collection[str], architecture: str | None) -> str | Non
 
 
 def blas_settings(environ: Mapping[str, str], parts: int) -> dict[str, str]:
-    """Return the variables to add for a process that shares this machine's cores.
+    """Return the variables to add for one of several processes that share this machine's cores.
 
     What the user has set stays: threads where neither variable is set, kernels where none are.
-
-    Args:
-        environ: the environment that the process gets otherwise.
-        parts: among how many processes the cores are divided.
     """
     settings = {}
     if not any(environ.get(name) for name in THREAD_VARIABLES):
@@ -149,25 +118,22 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _python() -> Finding:
+def _python() -> Iterator[Finding]:
     text = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
-    return Finding("Python", "ok", text)
+    yield Finding("Python", "ok", text)
+    widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in _cpu_flags()]
+    yield Finding("processor", "ok", f"{usable_cores()} cores, {[*widest, 'no AVX'][0]}")
 
 
-def _processor() -> Finding:
-    flags = _cpu_flags()
-    widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in flags]
-    text = f"{usable_cores()} cores, {widest[0] if widest else 'no AVX'}"
-    return Finding("processor", "ok", text)
-
-
-def _blas() -> Finding:
-    for pool in _pools():
-        if pool.get("user_api") == "blas":
-            version, threads = pool.get("version") or "", pool["num_threads"]
-            return Finding("BLAS", "ok", f"{pool['internal_api']} {version}, {threads} threads")
-    remedy = "pip install --force-reinstall numpy"
-    return Finding("BLAS", "slow", "none that threadpoolctl knows", remedy)
+def _blas(measure: bool) -> Iterator[Finding]:
+    pools = [pool for pool in _pools() if pool.get("user_api") == "blas"]
+    found = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in pools]
+    yield _either("BLAS", found, "slow", "none known", "pip install --force-reinstall numpy")
+    yield _kernel(measure)
+    names = (*THREAD_VARIABLES, "MKL_NUM_THREADS")
+    found = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
+    text = " ".join(found) or "not set: `ndistribute run` shares the cores among its processes"
+    yield Finding("BLAS threads", "ok", text)
 
 
 def _kernel(measure: bool) -> Finding:
@@ -187,93 +153,69 @@ def _kernel(measure: bool) -> Finding:
     return Finding("BLAS kernels", "slow", text, f"{remedy} (`ndistribute run` then sets it)")
 
 
-def _threads() -> Finding:
-    names = (*THREAD_VARIABLES, "MKL_NUM_THREADS")
-    found = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
-    text = " ".join(found) or "not set: `ndistribute run` shares the cores among its processes"
-    return Finding("BLAS threads", "ok", text)
-
-
-def _mpiexec() -> Finding:
+def _packages() -> Iterator[Finding]:
+    for name, packages, remedy in _OPTIONAL:
+        found = []
+        for package in packages.split():
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found.append(f"{package} {metadata.version(package)}")
+        yield _either(name, found, "absent", "not installed", remedy)
     try:
         mpi = find_mpiexec()
+        yield Finding("mpiexec", "ok", f"{mpi.family} {mpi.version} at {mpi.path}")
     except MissingDependencyError as error:
-        return Finding("mpiexec", "absent", str(error), _FOR_MPI)
-    name = {"mpich": "MPICH", "openmpi": "Open MPI"}[mpi.family]
-    return Finding("mpiexec", "ok", f"{name} {mpi.version} at {mpi.path}")
+        yield Finding("mpiexec", "absent", str(error), _FOR_MPI)
 
 
-def _gpus() -> Finding:
+def _machine() -> Iterator[Finding]:
     count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     usable = len(list_devices("gpu"))
     if usable or not count:
-        return Finding("GPUs", "ok" if usable else "absent", f"{usable} usable")
-    remedy = "pip install 'ndistribute[cuda12]' (or cuda13, as `nvidia-smi` says)"
-    return Finding("GPUs", "slow", f"{count} in the machine, but none usable", remedy)
-
-
-def _optional(name: str) -> Finding:
-    packages, remedy = _OPTIONAL[name]
-    for package in packages:
-        try:
-            return Finding(name, "ok", f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return Finding(name, "absent", "not installed", remedy)
-
-
-def _shared_memory() -> Finding:
-    remedy = "mount -o remount,size=2G /dev/shm (in Docker: --shm-size=2g)"
+        yield Finding("GPUs", "ok" if usable else "absent", f"{usable} usable")
+    else:
+        remedy = "pip install 'ndistribute[cuda12]' (or cuda13, as `nvidia-smi` says)"
+        yield Finding("GPUs", "slow", f"{count} in the machine, but none usable", remedy)
     try:
         status = os.statvfs("/dev/shm")
+        free = status.f_bavail * status.f_frsize
+        text = f"/dev/shm has {free >> 20} MiB free"
     except OSError as error:
-        return Finding("shared memory", "slow", f"/dev/shm: {error.strerror}", remedy)
-    free = status.f_bavail * status.f_frsize
-    text = f"/dev/shm has {free >> 20} MiB free"
-    if free < _LEAST_SHARED_MEMORY:
-        return Finding("shared memory", "slow", text, remedy)
-    return Finding("shared memory", "ok", text)
+        free, text = 0, f"/dev/shm: {error.strerror}"
+    enough = [text] if free >= _LEAST_SHARED_MEMORY else []
+    remedy = "mount -o remount,size=2G /dev/shm (in Docker: --shm-size=2g)"
+    yield _either("shared memory", enough, "slow", text, remedy)
 
 
-def _loopback() -> Finding:
+def _network() -> Iterator[Finding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+            found, text = [f"127.0.0.1 gives free ports: {listener.getsockname()[1]}"], ""
     except OSError as error:
-        text = f"no free port on 127.0.0.1: {error.strerror}"
-        return Finding("loopback", "missing", text, "ip link set lo up")
-    return Finding("loopback", "ok", f"127.0.0.1 gives free ports, {port} for example")
-
-
-def _hostname() -> Finding:
+        found, text = [], f"no free port on 127.0.0.1: {error.strerror}"
+    yield _either("loopback", found, "missing", text, "ip link set lo up")
     name = socket.gethostname()
-    remedy = f"add '<address> {name}' to /etc/hosts; needed for jobs on several hosts"
     # In a process of its own: a name server that is gone would keep this one waiting.
     ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
-    address = _said([sys.executable, "-I", "-S", "-c", ask, name], _DNS_SECONDS)
-    if address is None:
-        return Finding("host name", "absent", f"{name} does not resolve", remedy)
-    if address.startswith("127."):
-        text = f"{name} is {address} here, which no other host can reach"
-        return Finding("host name", "absent", text, remedy)
-    return Finding("host name", "ok", f"{name} is {address}")
+    address = _said([sys.executable, "-I", "-S", "-c", ask, name], seconds=5.0)
+    text = f"{name} is {address} here, which no other host can reach"
+    found = [f"{name} is {address}"] if address and not address.startswith("127.") else []
+    remedy = f"add '<address> {name}' to /etc/hosts; needed for jobs on several hosts"
+    text = text if address else f"{name} does not resolve"
+    yield _either("host name", found, "absent", text, remedy)
+    found = [path] if (path := shutil.which("ssh")) else []
+    remedy = "apt-get install openssh-client"
+    yield _either("ssh", found, "absent", "no ssh; needed for --hosts", remedy)
 
 
-def _ssh() -> Finding:
-    path = shutil.which("ssh")
-    if path is None:
-        text, remedy = "no ssh; needed for --hosts", "apt-get install openssh-client"
-        return Finding("ssh", "absent", text, remedy)
-    return Finding("ssh", "ok", path)
+def _either(name: str, found: list[str], state: State, text: str, remedy: str) -> Finding:
+    """Return that something was found, or else in which state it is and how to mend it."""
+    return Finding(name, "ok", found[0]) if found else Finding(name, state, text, remedy)
 
 
 def _cpu_flags() -> frozenset[str]:
     """Return what the processor can do; nothing where /proc does not say."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    for line in text.splitlines():
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
             return frozenset(value.split())
@@ -296,11 +238,8 @@ def _architecture() -> str | None:
 
 def _gemm_rate(kernel: str | None) -> float | None:
     """Measure one core's float32 products with some kernels, in GFLOP/s; None if it can not be."""
-    environ = {name: value for name, value in os.environ.items() if name != _KERNEL_VARIABLE}
-    environ |= dict.fromkeys(THREAD_VARIABLES, "1")
-    if kernel is not None:
-        environ[_KERNEL_VARIABLE] = kernel
-    rate = _said([sys.executable, "-c", _MEASURE], _MEASURE_SECONDS, environ)
+    environ = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), _KERNEL_VARIABLE: kernel or ""}
+    rate = _said([sys.executable, "-c", _MEASURE], 30.0, environ)
     return None if rate is None else float(rate)
 
 

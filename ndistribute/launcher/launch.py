@@ -16,22 +16,26 @@ import shlex
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from ndistribute.cluster.seconds import seconds_of
-from ndistribute.launcher import mpiexec, reaper
 from ndistribute.launcher.doctor import blas_settings, usable_cores
 from ndistribute.launcher.hosts import Host, is_this_machine, remote_script, ssh_command
+from ndistribute.launcher.mpiexec import (
+    Mpiexec,
+    exit_code,
+    find_mpiexec,
+    mpiexec_command,
+    parse_tagged,
+    redirection,
+)
 from ndistribute.launcher.output import MPIEXEC, Console, ending, last_report
 from ndistribute.launcher.supervisor import (
     Outcome,
     Start,
     Supervisor,
-    reaped,
     restart_delay,
     signals_as_bytes,
 )
@@ -46,41 +50,26 @@ _LISTEN_FD = "NDISTRIBUTE_LISTEN_FD"
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SAVING_SECONDS = 600.0
 # Those of a surrounding job: each process gets its own.
-_OURS = ("TF_CONFIG", _LISTEN_FD, reaper.MARK)
+_OURS = ("TF_CONFIG", _LISTEN_FD)
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the user asked for.
+    """What the user asked for."""
 
-    Args:
-        command: the script and its arguments.
-        hosts: where, and how many workers on each; the local machine alone by default.
-        servers: how many parameter servers; with any, all tasks are on this machine.
-        chief: whether a chief beside the servers and workers runs the script.
-        module: the command names a module, as after ``python -m``.
-        mpi: start through mpiexec rather than over TCP.
-        port: the first port on each host, where there are several hosts.
-        max_restarts: how many times what failed is started again: a job of workers as a whole, one
-            with servers task by task.
-        log_dir: a folder that gets each process's output in a file of its own.
-        timeout: seconds after which everything is stopped.
-        snapshot_dir: where servers keep what they hold, or None.
-        snapshot_seconds: how often they do so; None: as they do by themselves.
-    """
-
-    command: tuple[str, ...]
-    hosts: tuple[Host, ...]
-    servers: int = 0
-    chief: bool = False
-    module: bool = False
+    command: tuple[str, ...]  # The script and its arguments.
+    hosts: tuple[Host, ...]  # Where, and how many workers on each.
+    servers: int = 0  # Parameter servers; with any, all tasks are on this machine.
+    chief: bool = False  # Beside the servers and workers, a chief runs the script.
+    module: bool = False  # The command names a module, as after ``python -m``.
     mpi: bool = False
-    port: int = DEFAULT_PORT
-    max_restarts: int = 0
+    port: int = DEFAULT_PORT  # The first on each host, where there are several.
+    max_restarts: int = 0  # Of a job of workers as a whole, or else of its tasks alone.
     log_dir: Path | None = None
-    timeout: float | None = None
+    timeout: float | None = None  # Seconds after which everything is stopped.
     snapshot_dir: Path | None = None
     snapshot_seconds: float | None = None
+    durable: bool = False  # Servers log each update there before they acknowledge it.
 
     @property
     def processes(self) -> int:
@@ -175,33 +164,33 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         ValueError: the options do not fit each other.
     """
     _open_standard_streams()
-    _check_limits(options)
-    mpi = mpiexec.find_mpiexec() if options.mpi else None
-    mark = secrets.token_hex(16)
-    environ = {name: value for name, value in os.environ.items() if name not in _OURS}
+    _check_limits(options.processes)
+    mpi = find_mpiexec() if options.mpi else None
+    # Ranks that MPI brings together need no secret, and mpiexec would send it to them in the open.
+    dropped = (*_OURS, _SECRET) if mpi else _OURS
+    environ = {name: value for name, value in os.environ.items() if name not in dropped}
     environ[_JOB_ID] = job_environment(environ)[_JOB_ID]
     saving = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS", _SAVING_SECONDS)
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     again = 0 if options.servers else options.max_restarts
+    restarts, again = (options.max_restarts, 0) if options.servers else (0, options.max_restarts)
     with contextlib.ExitStack() as opened:
         console = opened.enter_context(contextlib.closing(Console(stdout, stderr, options.log_dir)))
-        ports = [opened.enter_context(port) for port in _ports(options)]
+        ports = [] if mpi else [opened.enter_context(port) for port in _ports(options)]
         signals = opened.enter_context(signals_as_bytes())
-        opened.enter_context(reaped(mark, saving, options.mpi))
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
                 _refuse_waiting(ports)
-            restarts = options.max_restarts if options.servers else 0
-            supervisor = Supervisor(mark, console, signals, deadline, restarts, saving)
-            if mpi is None:
-                starts = _starts(options, ports, environ, mark)
-            else:
-                starts = [_mpi_start(mpi, options, environ, mark)]
+            supervisor = Supervisor(environ, console, signals, deadline, restarts, saving)
+            starts = (
+                [_mpi_start(mpi, options, environ)] if mpi else _starts(options, ports, environ)
+            )
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
-            if mpi is not None and outcome.reason == "failed":
-                outcome = _explained(outcome, options, console)
-            _report(options, outcome, console, again - attempt)
+            if mpi and outcome.reason == "failed":
+                code = exit_code(outcome.code, console.kept(MPIEXEC))
+                outcome = replace(outcome, code=code)
+            _report(options, outcome, console, attempt)
             if outcome.reason != "failed":
                 break
     return outcome.code
@@ -216,42 +205,44 @@ def dry_run(options: JobOptions, environ: Mapping[str, str] | None = None) -> It
     """
     environ = os.environ if environ is None else environ
     if options.mpi:
-        mpi = mpiexec.find_mpiexec()
-        settings = _mpi_settings(mpi, options, environ)
-        yield f"{_shown(settings)} {shlex.join(_mpi_command(mpi, options, environ, ''))}"
-        return
-    count = range(options.processes)
-    addresses = [f"127.0.0.1:PORT{n}" for n in count] if options.is_local else _addresses(options)
-    job = {
-        name: "(hidden)" if name == _SECRET else v for name, v in job_environment(environ).items()
-    }
-    for task in _tasks(options, addresses, environ, job):
-        if task.remote:
-            variables = f"{_shown(task.settings)} {shlex.join(task.argv)}"
-            yield f"[{task.label}] {shlex.join(ssh_command(task.host))} <<< {variables!r}"
+        starts = [_mpi_start(find_mpiexec(), options, environ, piped=False)]
+    else:
+        addresses = _addresses(options)
+        starts = _tasks(options, addresses, environ)
+    for start in starts:
+        settings = {n: "(hidden)" if n == _SECRET else v for n, v in start.settings.items()}
+        shown = " ".join(f"{name}={shlex.quote(v)}" for name, v in sorted(settings.items()))
+        line = f"{shown} {shlex.join(start.argv)}"
+        if start.host is not None:
+            line = f"{shlex.join(ssh_command(start.host))} <<< {line!r}"
+        yield f"[{start.label}] {line}"
+
+
+def _starts(
+    options: JobOptions, ports: Sequence[socket.socket], environ: Mapping[str, str]
+) -> list[Start]:
+    """Return what to start, with the sockets, and the scripts for other hosts."""
+    addresses = _addresses(options)
+    if options.is_local:
+        addresses = ["{}:{}".format(*port.getsockname()) for port in ports]
+    own_ports = iter(ports)
+    starts = []
+    for start in _tasks(options, addresses, environ):
+        if start.host is None:
+            port = next(own_ports)
+            settings = {**start.settings, _LISTEN_FD: str(port.fileno())}
+            starts.append(replace(start, listener=port, settings=settings))
         else:
-            settings = {**task.settings, _LISTEN_FD: "FD"}
-            yield f"[{task.label}] {_shown(settings)} {shlex.join(task.argv)}"
-
-
-class _Task(NamedTuple):
-    """One process of a job without MPI, and the variables that are added to its environment."""
-
-    label: str
-    task_type: str
-    host: str
-    remote: bool
-    argv: tuple[str, ...]
-    settings: dict[str, str]
+            (sharing,) = [host.slots for host in options.hosts if host.name == start.host]
+            script = remote_script(start.argv, start.settings, environ, sharing)
+            starts.append(replace(start, script=script.encode(), settings={}))
+    return starts
 
 
 def _tasks(
-    options: JobOptions,
-    addresses: Sequence[str],
-    environ: Mapping[str, str],
-    job: Mapping[str, str],
-) -> list[_Task]:
-    """Return what to start; servers first, as all others need them."""
+    options: JobOptions, addresses: Sequence[str], environ: Mapping[str, str]
+) -> list[Start]:
+    """Return what to start as plain values; servers first, as all others need them."""
     hosts = [host.name for host in options.hosts for _ in range(host.slots)]
     places = [("ps", index, "localhost") for index in range(options.servers)]
     places += [("worker", index, host) for index, host in enumerate(hosts)]
@@ -259,10 +250,11 @@ def _tasks(
     cluster: dict[str, list[str]] = {}
     for (task_type, _, _), address in zip(places, addresses, strict=True):
         cluster.setdefault(task_type, []).append(address)
+    job = job_environment(environ)
     tasks = []
-    for task_type, index, host in places:
-        remote = not is_this_machine(host)
-        sharing = None if remote else options.sharing
+    for task_type, index, name in places:
+        host = None if is_this_machine(name) else name
+        sharing = options.sharing if host is None else None
         settings = task_environment(
             cluster, task_type, index, job, sharing=sharing, environ=environ
         )
@@ -270,15 +262,26 @@ def _tasks(
             settings[_SNAPSHOT_DIR] = str(options.snapshot_dir.absolute())
         if task_type == "ps" and options.snapshot_seconds is not None:
             settings["NDISTRIBUTE_SNAPSHOT_SECONDS"] = str(options.snapshot_seconds)
+        if task_type == "ps" and options.durable:
+            settings["NDISTRIBUTE_DURABILITY"] = "log"
         label = f"{task_type}:{index}" if options.servers else str(index)
-        label = "chief" if task_type == "chief" else label
-        argv = (sys.executable, *options.python)
-        tasks.append(_Task(label, task_type, host, remote, argv, settings))
+        tasks.append(
+            Start(
+                label="chief" if task_type == "chief" else label,
+                argv=(sys.executable, *options.python),
+                settings=settings,
+                task_type=task_type,
+                host=host,
+                saves=task_type == "ps" and bool({**environ, **settings}.get(_SNAPSHOT_DIR)),
+            )
+        )
     return tasks
 
 
 def _addresses(options: JobOptions) -> list[str]:
-    """Return the addresses of a job on several hosts: consecutive ports on each of them."""
+    """Return the addresses of the tasks; on several hosts consecutive ports on each of them."""
+    if options.is_local:
+        return [f"127.0.0.1:PORT{number}" for number in range(options.processes)]
     addresses = []
     for host in options.hosts:
         # The other hosts must find this one: its name for itself would lead them to themselves.
@@ -293,29 +296,21 @@ def _ports(options: JobOptions) -> list[socket.socket]:
     """Listen for every task of this machine, for as long as the job runs.
 
     No port can be taken by others then, not even between two lives of a task, and who connects
-    meanwhile waits. Tasks beside servers get sockets that are only bound: they listen there
-    themselves, or close theirs and open another one, as gRPC does.
+    meanwhile waits.
     """
-    if options.mpi:
-        return []
-    if options.is_local:
-        places = [("127.0.0.1", 0)] * options.processes
-    else:
-        mine = f"{socket.gethostname()}:"
-        own = [address for address in _addresses(options) if address.startswith(mine)]
-        places = [(mine[:-1], int(address.rpartition(":")[2])) for address in own]
+    places = [("127.0.0.1", 0)] * options.processes
+    if not options.is_local:
+        own = [host.slots for host in options.hosts if is_this_machine(host.name)]
+        places = [(socket.gethostname(), options.port + slot) for slot in range(sum(own))]
     with contextlib.ExitStack() as opened:
-        ports = []
-        for host, number in places:
-            port = opened.enter_context(socket.socket())
+        ports = [opened.enter_context(socket.socket()) for _ in places]
+        for port, (host, number) in zip(ports, places, strict=True):
             port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 port.bind((host, number))
             except OSError as error:
                 raise OSError(f"can not listen at {host}:{number}: {error.strerror}") from error
-            if not options.servers:
-                port.listen(max(128, options.processes))
-            ports.append(port)
+            port.listen(max(128, options.processes))
         opened.pop_all()
     return ports
 
@@ -327,111 +322,54 @@ def _refuse_waiting(ports: Sequence[socket.socket]) -> None:
             port.accept()[0].close()
 
 
-def _starts(
-    options: JobOptions, ports: Sequence[socket.socket], environ: Mapping[str, str], mark: str
-) -> list[Start]:
-    if options.is_local:
-        addresses = ["{}:{}".format(*port.getsockname()) for port in ports]
-    else:
-        addresses = _addresses(options)
-    job = job_environment(environ)
-    tasks = _tasks(options, addresses, environ, job)
-    on_host = Counter(task.host for task in tasks)
-    own_ports = iter(ports)
-    starts = []
-    for number, task in enumerate(tasks):
-        if task.remote:
-            script = remote_script(
-                f"{mark}-{number}", task.argv, task.settings, environ, on_host[task.host]
-            )
-            command = ssh_command(task.host)
-            starts.append(Start(task.label, command, os.environ, script=script.encode()))
-            continue
-        port = next(own_ports)
-        whole = {**environ, **task.settings, _LISTEN_FD: str(port.fileno())}
-        saves = task.task_type == "ps" and bool(whole.get(_SNAPSHOT_DIR))
-        whole[reaper.MARK] = mark + reaper.SAVING if saves else mark
-        starts.append(Start(task.label, task.argv, whole, task.task_type, saves, port))
-    return starts
-
-
-def _mpi_settings(
-    mpi: mpiexec.Mpiexec, options: JobOptions, environ: Mapping[str, str]
-) -> dict[str, str]:
-    # MPICH marks every write with the rank; what is not buffered would be marked in mid-line.
-    in_pieces = mpi.family == "mpich" and not options.is_local
-    live = {} if in_pieces else {"PYTHONUNBUFFERED": "1"}
-    return {**live, **blas_settings(environ, options.sharing)}
-
-
-def _mpi_command(
-    mpi: mpiexec.Mpiexec, options: JobOptions, environ: Mapping[str, str], redirect: str
-) -> list[str]:
-    ours = [name for name in environ if name.startswith(("NDISTRIBUTE_", "OMP_", "OPENBLAS_"))]
-    names = {*ours, *_mpi_settings(mpi, options, environ), _JOB_ID, reaper.MARK} - {_SECRET}
-    return mpiexec.mpiexec_command(
-        mpi,
-        options.hosts,
-        options.python,
-        sorted(names),
-        local=options.is_local,
-        redirect=redirect,
-    )
-
-
 def _mpi_start(
-    mpi: mpiexec.Mpiexec, options: JobOptions, environ: Mapping[str, str], mark: str
+    mpi: Mpiexec, options: JobOptions, environ: Mapping[str, str], piped: bool = True
 ) -> Start:
-    # Ranks that MPI brings together need no secret, and mpiexec would send it to them in the open.
-    mine = {name: value for name, value in environ.items() if name != _SECRET}
-    mine |= {**_mpi_settings(mpi, options, environ), reaper.MARK: mark}
-    if not options.is_local:
-        command = _mpi_command(mpi, options, mine, "")
-        return Start(MPIEXEC, command, mine, parse=mpiexec.parse_tagged)
+    """Return what to start through MPI; ranks of this machine write to pipes of ours, if wanted."""
+    settings = blas_settings(environ, options.sharing)
+    if mpi.family != "mpich" or options.is_local:
+        # MPICH marks every write with the rank; what is not buffered would be marked in mid-line.
+        settings["PYTHONUNBUFFERED"] = "1"
     pipes, writers = [], []
-    for rank in range(options.processes):
+    for rank in range(options.processes if piped and options.is_local else 0):
         for stream in ("stdout", "stderr"):
             reader, writer = os.pipe()
             pipes.append((reader, str(rank), stream))
             writers.append(writer)
-    redirect = mpiexec.redirection(os.getpid(), list(zip(writers[::2], writers[1::2], strict=True)))
-    command = _mpi_command(mpi, options, mine, redirect)
-    return Start(MPIEXEC, command, mine, pipes=tuple(pipes), writers=tuple(writers))
+    ours = [name for name in environ if name.startswith(("NDISTRIBUTE_", "OMP_", "OPENBLAS_"))]
+    command = mpiexec_command(
+        mpi,
+        options.hosts,
+        options.python,
+        sorted({*ours, *settings, _JOB_ID} - {_SECRET}),
+        local=options.is_local,
+        redirect=redirection(os.getpid(), writers) if pipes else "",
+    )
+    parse = None if pipes else parse_tagged
+    return Start(
+        MPIEXEC, command, settings, pipes=tuple(pipes), writers=tuple(writers), parse=parse
+    )
 
 
-def _explained(outcome: Outcome, options: JobOptions, console: Console) -> Outcome:
-    """Add what only mpiexec's own messages tell: the signal, and the rank."""
-    rank = outcome.label
-    if rank == MPIEXEC:
-        ranks = [MPIEXEC, *map(str, range(options.processes))]
-        said = [line for name in ranks for line in console.kept(name)]
-        rank = mpiexec.blamed_rank(said) or MPIEXEC
-    code = mpiexec.exit_code(outcome.code, console.kept(MPIEXEC))
-    return replace(outcome, label=rank, code=code)
-
-
-def _report(options: JobOptions, outcome: Outcome, console: Console, restarts_left: int) -> None:
+def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: int) -> None:
     """Say how it ended, where it did not end well."""
     if outcome.reason == "timeout":
         console.say(f"stopped after --timeout {options.timeout} s.")
     if outcome.reason == "signal":
         console.say(f"stopped by signal {outcome.code - 128}.")
-    if outcome.reason not in ("failed", "unsaved") or outcome.label is None:
-        return
     label = outcome.label
+    if label is None:
+        return
     report = [b"[%b] %b" % (label.encode(), line) for line in last_report(console.kept(label))]
     who = f"rank {label}" if label.isdigit() else label
+    what, then = "failed first", "; all were stopped"
+    if outcome.reason == "unsaved":
+        what, then = "ended without a last snapshot", ""
     last = " Its last words:" if report else ""
-    how = ending(outcome.code)
-    if outcome.reason == "failed":
-        console.say(f"{who} failed first ({how}); all were stopped.{last}", report)
-    else:
-        console.say(f"{who} ended without a last snapshot ({how}).{last}", report)
-    if restarts_left and outcome.reason == "failed":
-        attempt = options.max_restarts - restarts_left
-        delay = restart_delay(attempt)
-        when = f" in {delay} s" if delay else ""
-        console.say(f"starting again{when} ({restarts_left} left).")
+    console.say(f"{who} {what} ({ending(outcome.code)}){then}.{last}", report)
+    left = 0 if options.servers else options.max_restarts - attempt
+    if left and outcome.reason == "failed":
+        console.say(f"starting again in {restart_delay(attempt):g} s ({left} left).")
 
 
 def _open_standard_streams() -> None:
@@ -443,7 +381,7 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def _check_limits(options: JobOptions) -> None:
+def _check_limits(processes: int) -> None:
     """Check that the limits of this process allow for the job, before anything is started.
 
     Raises:
@@ -451,33 +389,19 @@ def _check_limits(options: JobOptions) -> None:
     """
     status = Path("/proc/self/status").read_text()
     memory = int(status.partition("VmSize:")[2].split()[0]) << 10
-    threads = 0
-    for path in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):
-            other = path.read_text()
-            if other.partition("Uid:")[2].split()[0] == str(os.getuid()):
-                threads += int(other.partition("Threads:")[2].split()[0])
-    most = options.processes
-    for limit, flag, what, used, more in (
-        (
-            resource.RLIMIT_NOFILE,
-            "n",
-            "open files",
-            len(os.listdir("/proc/self/fd")),
-            8 * most + 16,
-        ),
-        (resource.RLIMIT_NPROC, "u", "threads", threads, most + 4),
-        (resource.RLIMIT_AS, "v", "bytes of memory", memory, 64 << 20),
-    ):
-        allowed = resource.getrlimit(limit)[0]
-        exempt = limit == resource.RLIMIT_NPROC and os.geteuid() == 0
-        if allowed != resource.RLIM_INFINITY and used + more > allowed and not exempt:
-            name = {"n": "RLIMIT_NOFILE", "u": "RLIMIT_NPROC", "v": "RLIMIT_AS"}[flag]
+    files = len(os.listdir("/proc/self/fd"))
+    needed = {"NOFILE n": files + 8 * processes + 16, "AS v": memory + (64 << 20)}
+    if os.getuid() != 0:  # Whose threads have no limit.
+        needed["NPROC u"] = 2 * processes + 3
+        for path in Path("/proc").glob("[0-9]*/task"):
+            with contextlib.suppress(OSError):
+                mine = path.stat().st_uid == os.getuid()
+                needed["NPROC u"] += len(os.listdir(path)) if mine else 0
+    for limit, number in needed.items():
+        name, flag = limit.split()
+        allowed = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
+        if allowed != resource.RLIM_INFINITY and number > allowed:
             raise OSError(
-                f"the limit {name} is {allowed} {what}, and this job of {most} processes needs "
-                f"{used + more}: raise it (ulimit -{flag}), or start fewer processes."
+                f"the limit RLIMIT_{name} is {allowed} and this job of {processes} processes needs "
+                f"{number}: raise it (ulimit -{flag}), or start fewer processes."
             )
-
-
-def _shown(settings: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(settings.items()))

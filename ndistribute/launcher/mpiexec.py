@@ -19,23 +19,11 @@ from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.hosts import Host
 from ndistribute.launcher.output import MPIEXEC
 
-__all__ = [
-    "Mpiexec",
-    "blamed_rank",
-    "exit_code",
-    "find_mpiexec",
-    "mpiexec_command",
-    "parse_tagged",
-    "redirection",
-]
+__all__ = ["Mpiexec", "exit_code", "find_mpiexec", "mpiexec_command", "parse_tagged", "redirection"]
 
 _HOW = "Install both with: pip install ndistribute[mpi]"
 # Open MPI writes [1,0]<stdout>: and, since version 5, [job@1,0]<stdout>: ; MPICH writes [0] .
 _TAG = re.compile(rb"\[(?:[^\]\s]*,)?(?P<rank>\d+)\](?:<std(?:out|err|diag)>:)? ?")
-_BLAMED = re.compile(
-    rb"process rank (\d+) with PID|\bAbort\(\d+\) on node (\d+) \(rank"
-    rb"|\bWorkerLostError: worker (\d+)\b"
-)
 
 
 @dataclass(frozen=True)
@@ -114,7 +102,7 @@ def mpiexec_command(
     return [*command, *shell, sys.executable, "-m", "mpi4py", *python]
 
 
-def redirection(launcher: int, writers: Sequence[tuple[int, int]]) -> str:
+def redirection(launcher: int, writers: Sequence[int]) -> str:
     """Return a shell script with which ranks of this machine write to the launcher's own pipes.
 
     What goes through mpiexec arrives in pieces and can not be told apart: it marks every write with
@@ -122,10 +110,11 @@ def redirection(launcher: int, writers: Sequence[tuple[int, int]]) -> str:
 
     Args:
         launcher: the process that holds the pipes.
-        writers: for each rank the descriptors for its output and its errors there.
+        writers: the descriptors there of each rank in turn, for its output and for its errors.
     """
+    pairs = enumerate(zip(writers[::2], writers[1::2], strict=True))
     fds = f"/proc/{launcher}/fd"
-    cases = [f'{n}) exec "$@" >{fds}/{out} 2>{fds}/{err};;' for n, (out, err) in enumerate(writers)]
+    cases = [f'{rank}) exec "$@" >{fds}/{out} 2>{fds}/{err};;' for rank, (out, err) in pairs]
     rank = "${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-$PMIX_RANK}}"
     return f'case "{rank}" in {" ".join(cases)} esac; exec "$@"'
 
@@ -151,12 +140,3 @@ def parse_tagged(line: bytes) -> tuple[str, bytes]:
     """
     match = _TAG.match(line)
     return (match["rank"].decode(), line[match.end() :]) if match else (MPIEXEC, line)
-
-
-def blamed_rank(said: Sequence[bytes]) -> str | None:
-    """Return the rank that the messages of MPI, or of those that lost it, name; or None."""
-    for line in said:
-        match = _BLAMED.search(line)
-        if match:
-            return str(int(next(filter(None, match.groups()))))
-    return None

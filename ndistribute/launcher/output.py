@@ -134,9 +134,6 @@ class Console:
         stdout: the descriptor where the processes' output goes.
         stderr: the one where their errors go.
         log_dir: a folder for a file of each rank or task, or None.
-
-    Raises:
-        OSError: the folder can not be made.
     """
 
     def __init__(self, stdout: int, stderr: int, log_dir: Path | None = None) -> None:
@@ -249,18 +246,13 @@ def ending(code: int) -> str:
 
 def _first_of_chain(lines: list[bytes], header: int) -> int:
     """Return where a chain of tracebacks begins; a cause may be a line without a traceback."""
-    before = _last_filled(lines, header)
-    if before < 0 or lines[before].strip() not in _CHAINED:
+    filled = [number for number in range(header) if lines[number].strip()][-2:]
+    if len(filled) < 2 or lines[filled[1]].strip() not in _CHAINED:
         return header
-    start = end = max(0, _last_filled(lines, before))
+    start = end = filled[0]
     while start > 0 and lines[start - 1].strip() and not _HEADER.match(lines[start]):
         start -= 1
     return _first_of_chain(lines, start) if _HEADER.match(lines[start]) else end
-
-
-def _last_filled(lines: list[bytes], end: int) -> int:
-    """Return the last line before a place that is not blank, -1 if there is none."""
-    return next((n for n in range(end - 1, -1, -1) if lines[n].strip()), -1)
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -17,10 +17,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from ndistribute.launcher import reaper
+from ndistribute.launcher.hosts import ssh_command
 from ndistribute.launcher.output import Console, Lines, ending, tells_of_another
 
 __all__ = [
@@ -29,66 +30,45 @@ __all__ = [
     "Supervisor",
     "TaskState",
     "Verdict",
-    "reaped",
     "restart_delay",
     "signals_as_bytes",
     "verdict",
 ]
 
+_Parse = Callable[[bytes], tuple[str, bytes]]
+
 # How long a rank that only tells of another's end waits for that other one's own report.
 _PATIENCE_SECONDS = 2.0
 # How long servers have to end by themselves once the work is done.
 _FINISH_SECONDS = 10.0
-# The other side of a connection has its own grace; this is for the way there and back.
-_REMOTE_SECONDS = 2.0
+# Beyond the grace of its process, how long a reaper may take.
+_REAPING_SECONDS = 5.0
 _LONGEST_DELAY_SECONDS = 30.0
-_NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class Start:
-    """A process to start.
+    """A process to start."""
 
-    Args:
-        label: its rank, its task such as ``ps:0``, or a name for its own output.
-        argv: its command line.
-        environ: its whole environment.
-        task_type: chief, worker or ps; what starts ranks counts as a worker.
-        saves: it may write a last snapshot when it is told to end, and has longer for it.
-        listener: a socket that it inherits under its number, or None; the caller closes it.
-        script: what it reads on standard input, which then stays open for as long as the job
-            runs; None for no input.
-        pipes: read ends of pipes that its children write to, with the rank and stream of each.
-        writers: the other ends, which are kept open for as long as a child may come to open them.
-        parse: finds out which rank a line came from, where one process relays several.
-    """
-
-    label: str
+    label: str  # Its rank, its task such as ``ps:0``, or a name for its own output.
     argv: Sequence[str]
-    environ: Mapping[str, str]
+    settings: Mapping[str, str]  # What is added to the environment of the job.
     task_type: str = "worker"
-    saves: bool = False
-    listener: socket.socket | None = None
-    script: bytes | None = None
-    pipes: tuple[tuple[int, str, str], ...] = ()
-    writers: tuple[int, ...] = ()
-    parse: _Parse | None = None
-
-    @property
-    def relays(self) -> bool:
-        """Return True if the process stands for several ranks, as mpiexec does."""
-        return self.parse is not None or bool(self.pipes)
+    host: str | None = None  # The machine to reach by ssh; None: this one.
+    listener: socket.socket | None = None  # Inherited under its number.
+    script: bytes = b""  # What the shell on another host reads first.
+    saves: bool = False  # It may write a last snapshot when it is told to end.
+    pipes: tuple[tuple[int, str, str], ...] = ()  # Those that ranks write to; rank and stream.
+    writers: tuple[int, ...] = ()  # Their other ends, kept open as a rank may come to open them.
+    parse: _Parse | None = None  # Whose a line is, where one process relays several ranks.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """How an attempt ended, the exit code that tells of it, and what failed first.
 
-    Args:
-        reason: ``done``, ``failed``, ``timeout``, ``signal``, ``deaf`` (nobody read the output) or
-            ``unsaved`` (a server did not write its last snapshot).
-        code: the exit code that tells of it.
-        label: the rank or task that failed first.
+    The reason is ``done``, ``failed``, ``timeout``, ``signal``, ``deaf`` (nobody reads the output)
+    or ``unsaved`` (a server did not write its last snapshot).
     """
 
     reason: str
@@ -143,42 +123,30 @@ def restart_delay(restarts: int) -> float:
     return min(_LONGEST_DELAY_SECONDS, 0.25 * 2**restarts) if restarts > 0 else 0.0
 
 
+@dataclass
 class Supervisor:
-    """Run one attempt.
+    """Run one attempt."""
 
-    Args:
-        job: the mark of the job, which the processes have in their environment.
-        console: where output goes.
-        signals: a descriptor from which signals that end the job can be read.
-        deadline: the moment of `time.monotonic` at which everything is stopped, or None.
-        restarts: how many tasks, the chief aside, may be started again alone.
-        saving_seconds: how long a server has for its last snapshot.
-    """
+    environ: Mapping[str, str]  # The environment of all of them.
+    console: Console
+    signals: int  # A descriptor from which the signals that end the job can be read.
+    deadline: float | None  # The moment of `time.monotonic` at which everything is stopped.
+    restarts: int  # How many tasks, the chief aside, may be started again alone.
+    saving_seconds: float  # How long a server has for its last snapshot.
 
-    def __init__(
-        self,
-        job: str,
-        console: Console,
-        signals: int,
-        deadline: float | None = None,
-        restarts: int = 0,
-        saving_seconds: float = reaper.GRACE_SECONDS,
-    ) -> None:
-        self._job = job
-        self._console = console
-        self._restarts = restarts
-        self._saving_seconds = saving_seconds
+    def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._selector.register(signals, selectors.EVENT_READ, partial(self._signalled, signals))
+        self._selector.register(self.signals, selectors.EVENT_READ, self._signalled)
         self._sources: dict[int, _Source] = {}
         self._processes: list[_Process] = []
         self._waiting: list[Start] = []
         self._again: Counter[str] = Counter()
         self._failed: list[_Process] = []
         self._outcome: Outcome | None = None
+        self._hurried = False
         self._due: dict[Callable[[], None], float] = {}
-        if deadline is not None:
-            self._due[partial(self._stop, Outcome("timeout", 124))] = deadline
+        if self.deadline is not None:
+            self._due[partial(self._stop, Outcome("timeout", 124))] = self.deadline
 
     def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
         """Start everything after a delay, and return once all of it has ended.
@@ -209,13 +177,14 @@ class Supervisor:
 
     def _start(self, start: Start) -> None:
         self._waiting.remove(start)
-        process = _Process(start)
+        grace = self.saving_seconds if start.saves else reaper.GRACE_SECONDS
+        process = _Process(start, self.environ, max(grace, reaper.GRACE_SECONDS))
         self._processes.append(process)
         ended = partial(self._ended, process)
         self._selector.register(process.pidfd, selectors.EVENT_READ, ended)
-        for stream, name in ((process.popen.stdout, "stdout"), (process.popen.stderr, "stderr")):
-            if stream is not None:
-                self._relay(stream.fileno(), start.label, name, start.parse)
+        for name in ("stdout", "stderr"):
+            fd = getattr(process.popen, name).fileno()
+            self._relay(fd, start.label, name, start.parse)
         for fd, rank, name in start.pipes:
             self._relay(fd, rank, name, None)
 
@@ -229,7 +198,7 @@ class Supervisor:
         left = min([1.0, *(moment - now for moment in self._due.values())])
         for key, _ in self._selector.select(max(0.0, left)):
             key.data()
-        if self._console.nobody_reads:
+        if self.console.nobody_reads:
             self._stop(Outcome("deaf", 128 + signal.SIGPIPE))
 
     def _ended(self, process: _Process) -> None:
@@ -241,7 +210,7 @@ class Supervisor:
             self._drain(0.1)
         states = [self._state(p) for p in self._processes]
         states += [TaskState(start.task_type) for start in self._waiting]
-        restarts = 0 if self._give_up in self._due else self._restarts
+        restarts = 0 if self._give_up in self._due else self.restarts
         match verdict(self._state(process), states, restarts):
             case Verdict.AGAIN:
                 self._start_again(process)
@@ -257,7 +226,7 @@ class Supervisor:
                 self._due = {self._finish: time.monotonic() + _FINISH_SECONDS}
 
     def _state(self, process: _Process) -> TaskState:
-        told = bool(process.code) and tells_of_another(self._console.kept(process.start.label))
+        told = bool(process.code) and tells_of_another(self.console.kept(process.start.label))
         return TaskState(process.start.task_type, process.code, told)
 
     def _start_again(self, process: _Process) -> None:
@@ -265,15 +234,11 @@ class Supervisor:
         label, how = process.start.label, ending(process.code or 0)
         delay = restart_delay(self._again[label])
         self._again[label] += 1
-        self._restarts -= 1
-        when = f" in {delay} s" if delay else ""
-        self._console.say(
-            f"{label} ended ({how}); starting it again{when} ({self._restarts} left)."
-        )
-        # What it left behind would go on beside its successor.
-        process.signal(signal.SIGKILL)
-        self._finish_output(label)
-        self._console.forget(label)
+        self.restarts -= 1
+        when = f"starting it again in {delay:g} s ({self.restarts} left)"
+        self.console.say(f"{label} ended ({how}); {when}.")
+        self._let_go(label)
+        self.console.forget(label)
         self._processes.remove(process)
         process.close()
         self._start_after(delay, process.start)
@@ -283,9 +248,9 @@ class Supervisor:
         first = [p for p in self._failed if not self._state(p).tells_of_another]
         process = [*first, *self._failed][0]
         label = process.start.label
-        if process.start.relays:
+        if process.start.pipes or process.start.parse:
             # One process relays several ranks: the first that reported an error of its own.
-            kept, reported = self._console.kept, self._console.reported
+            kept, reported = self.console.kept, self.console.reported
             label = next((r for r in reported if not tells_of_another(kept(r))), label)
         return Outcome("failed", process.code or 1, label)
 
@@ -295,57 +260,44 @@ class Supervisor:
     def _finish(self) -> None:
         self._stop(Outcome("done", 0))
 
-    def _signalled(self, signals: int) -> None:
-        numbers = os.read(signals, 64)
+    def _signalled(self) -> None:
+        numbers = os.read(self.signals, 64)
         if self._outcome is None:
             self._stop(Outcome("signal", 128 + numbers[0]))
-        elif self._due:  # Asked again: what was to come later comes now.
-            action = min(self._due, key=self._due.__getitem__)
-            del self._due[action]
-            action()
+            return
+        # Asked again, it does not wait for the grace; and once more, nor for last snapshots.
+        for process in self._processes:
+            if self._hurried or not process.start.saves:
+                process.hang_up()
+                self._due[process.popen.kill] = time.monotonic() + _REAPING_SECONDS
+        self._hurried = True
 
     def _stop(self, outcome: Outcome) -> None:
         if self._outcome is not None:
             return
         self._outcome = outcome
         self._waiting.clear()
-        remote = [process.hang_up() for process in self._processes]
-        for process, is_remote in zip(self._processes, remote, strict=True):
-            if not is_remote:
-                process.signal(signal.SIGTERM)
-        grace = reaper.GRACE_SECONDS + (_REMOTE_SECONDS if any(remote) else 0.0)
         now = time.monotonic()
-        self._due = {
-            partial(self._kill, saving=False): now + grace,
-            partial(self._kill, saving=True): now + max(grace, self._saving_seconds),
-        }
+        self._due = {self._tell_of_savers: now + reaper.GRACE_SECONDS}
+        for process in self._processes:
+            process.ask_to_end()
+            # A reaper ends its process in time, if it is reached: the other host may be gone.
+            self._due[process.popen.kill] = now + process.grace + _REAPING_SECONDS
 
-    def _kill(self, saving: bool) -> None:
-        """Kill what is left, at first but for those that may be writing a last snapshot."""
-        left = [process for process in self._processes if process.code is None]
-        for process in left:
-            if saving or not process.start.saves:
-                process.signal(signal.SIGKILL)
-        reaper.send((self._job, self._job + reaper.SAVING)[: 1 + saving], signal.SIGKILL)
-        savers = ", ".join(process.start.label for process in left if process.start.saves)
-        if savers and not saving:
-            self._console.say(
-                f"waiting {self._saving_seconds:g} s at most until {savers} wrote a last snapshot."
-            )
+    def _tell_of_savers(self) -> None:
+        savers = [p.start.label for p in self._processes if p.start.saves and p.code is None]
+        if savers:
+            wait = f"waiting {self.saving_seconds:g} s at most"
+            self.console.say(f"{wait} until {', '.join(savers)} wrote a last snapshot.")
 
     def _end(self, starts: Sequence[Start]) -> None:
-        """Leave nothing: what the ranks started and left behind ends as well."""
+        """Leave nothing, not after an error of the launcher's own either."""
         for process in self._processes:
-            # Those that still run are here after an error of the launcher's own.
             process.hang_up()
-        still = any(process.code is None for process in self._processes)
-        reaper.end_processes(self._job, self._saving_seconds if still else reaper.GRACE_SECONDS)
-        for process in self._processes:
-            process.signal(signal.SIGKILL)
         for fd in [fd for start in starts for fd in start.writers]:
             os.close(fd)
         self._drain(1.0)
-        self._finish_output()
+        self._let_go()
         self._selector.close()
         for process in self._processes:
             process.close()
@@ -362,10 +314,10 @@ class Supervisor:
             return  # It ended while another event of the same turn was handled.
         with contextlib.suppress(BlockingIOError):
             data = os.read(fd, 1 << 16)
-            if data:
-                self._take(self._sources[fd], self._sources[fd].lines.feed(data))
-            else:
-                self._finish_source(fd)
+            self._sources[fd].show(self.console, data)
+            if not data:
+                self._selector.unregister(fd)
+                del self._sources[fd]
 
     def _drain(self, seconds: float) -> None:
         """Read what has been written, for a time at most: some may go on writing for ever."""
@@ -377,24 +329,13 @@ class Supervisor:
             for fd in ready:
                 self._read(fd)
 
-    def _finish_output(self, label: str | None = None) -> None:
-        """Let go of the pipes of a process, or of all; lines that were not ended are shown."""
+    def _let_go(self, label: str | None = None) -> None:
+        """Close the pipes of a process, or of all; lines that were not ended are shown."""
         for fd, source in list(self._sources.items()):
             if label is None or source.label == label:
-                self._finish_source(fd)
-
-    def _finish_source(self, fd: int) -> None:
-        self._selector.unregister(fd)
-        source = self._sources.pop(fd)
-        self._take(source, source.lines.close())
-
-    def _take(self, source: _Source, lines: list[bytes]) -> None:
-        if source.parse is None:
-            self._console.take(source.label, source.stream, lines)
-            return
-        for line in lines:
-            rank, text = source.parse(line)
-            self._console.take(rank, source.stream, [text])
+                source.show(self.console, b"")
+                self._selector.unregister(fd)
+                del self._sources[fd]
 
 
 @contextlib.contextmanager
@@ -405,11 +346,8 @@ def signals_as_bytes() -> Iterator[int]:
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    heeded = [
-        signum
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(signum) != signal.SIG_IGN
-    ]
+    ending_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [signum for signum in ending_signals if signal.getsignal(signum) != signal.SIG_IGN]
     before = {signum: signal.signal(signum, lambda *_: None) for signum in heeded}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
@@ -422,99 +360,75 @@ def signals_as_bytes() -> Iterator[int]:
         os.close(writer)
 
 
-@contextlib.contextmanager
-def reaped(job: str, saving_seconds: float, mpi: bool) -> Iterator[None]:
-    """Keep a reaper for a ``with`` block, which ends the job when this process is gone.
-
-    Args:
-        job: the mark of the job.
-        saving_seconds: how long a server has for its last snapshot.
-        mpi: whether MPI starts it, which leaves shared memory when it is killed.
-    """
-    arguments = ["watch", job, str(saving_seconds), *(["mpi"] if mpi else [])]
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", reaper.__file__, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={name: value for name, value in os.environ.items() if name != reaper.MARK},
-    )
-    try:
-        yield
-    finally:
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            process.wait(3 * reaper.GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(reaper.GRACE_SECONDS)
-
-
-_Parse = Callable[[bytes], tuple[str, bytes]]
-
-
-@dataclass
 class _Source:
     """One pipe: whose it is, and the line that is not complete yet."""
 
-    label: str
-    stream: str
-    parse: _Parse | None
-    lines: Lines = field(default_factory=Lines)
+    def __init__(self, label: str, stream: str, parse: _Parse | None) -> None:
+        self.label = label
+        self._stream = stream
+        self._parse = parse
+        self._lines = Lines()
+
+    def show(self, console: Console, data: bytes) -> None:
+        """Show the lines that are complete now; without data, that is at the end, all of them."""
+        lines = self._lines.feed(data) if data else self._lines.close()
+        if self._parse is None:
+            console.take(self.label, self._stream, lines)
+            return
+        for rank, line in map(self._parse, lines):
+            console.take(rank, self._stream, [line])
 
 
 class _Process:
-    """A started process; it stays unreaped until it is closed.
+    """A started process with its reaper, which ends it when its input is closed."""
 
-    It leads a group of its own, and its number stays its own until it is reaped, so that signals
-    can be sent to the group.
-    """
-
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, environ: Mapping[str, str], grace: float) -> None:
         self.start = start
+        self.code: int | None = None
+        self.grace = grace
+        mpi = ["mpi"] if start.pipes or start.parse else []
+        own = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(grace), *start.argv]
         self.popen = subprocess.Popen(
-            start.argv,
-            env=start.environ,
-            stdin=subprocess.DEVNULL if start.script is None else subprocess.PIPE,
+            own if start.host is None else ssh_command(start.host),
+            env={**environ, **start.settings},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
             pass_fds=() if start.listener is None else (start.listener.fileno(),),
         )
         self.pidfd = os.pidfd_open(self.popen.pid)
-        self.code: int | None = None
-        if self.popen.stdin is not None and start.script is not None:
-            with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
-                self.popen.stdin.write(start.script)
-                self.popen.stdin.flush()
+        self._write(start.script)
 
     def look(self) -> None:
-        """Note the exit code, and leave the process unreaped."""
-        found = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None:
-            signalled = found.si_code != os.CLD_EXITED
-            self.code = 128 + found.si_status if signalled else found.si_status
+        """Note the exit code, 128 plus the number for a signal."""
+        code = self.popen.wait(reaper.GRACE_SECONDS)
+        self.code = code if code >= 0 else 128 - code
 
-    def signal(self, signum: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signum)
+    def ask_to_end(self) -> None:
+        """Have it ended, with a grace; when it is hung up on then, at once."""
+        self._write(b".")
 
-    def hang_up(self) -> bool:
-        """Close its input, which ends a process on another host; return True if it had one."""
-        if self.popen.stdin is None:
-            return False
-        with contextlib.suppress(BrokenPipeError):
-            self.popen.stdin.close()
-        return True
+    def hang_up(self) -> None:
+        """Have it ended as if the launcher were gone."""
+        if self.popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.popen.stdin.close()
 
     def close(self) -> None:
-        """Reap it, and close what belongs to it."""
+        """Wait until it has ended, and close what belongs to it."""
         self.hang_up()
-        for stream in (self.popen.stdout, self.popen.stderr):
-            if stream is not None:
-                stream.close()
-        os.close(self.pidfd)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
+            self.popen.wait(self.grace + _REAPING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
             self.popen.wait(reaper.GRACE_SECONDS)
+        for stream in filter(None, (self.popen.stdout, self.popen.stderr)):
+            stream.close()
+        os.close(self.pidfd)
+
+    def _write(self, data: bytes) -> None:
+        if self.popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
+                self.popen.stdin.write(data)
+                self.popen.stdin.flush()

@@ -63,6 +63,7 @@ def test_hosts_come_from_a_file(tmp_path):
         ("--workers 2 --ps 0 x.py", "--ps must be more than 0"),
         ("--workers 0 --ps 2 x.py", "--workers must be more than 0"),
         ("--workers 2 --ps 1 --snapshot-seconds 0 x.py", "--snapshot-seconds must be more than 0"),
+        ("--workers 2 --ps 1 --durable x.py", "--durable needs a folder"),
         ("--workers 2 --ps 1 --hosts a,b x.py", "start each of them by hand"),
         ("--workers 2 --ps 1 --mpi x.py", "without MPI"),
         ("--hosts a: x.py", "is not HOST or HOST:PROCESSES"),
@@ -110,8 +111,8 @@ def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(
     code = cli.main(["doctor", "--fast"])
     said = capfd.readouterr().out
     names = (
-        "Python|processor|BLAS|BLAS kernels|BLAS threads|mpi4py|mpiexec|GPUs|CuPy|NCCL|"
-        "gRPC|cloudpickle|shared memory|loopback|host name|ssh"
+        "Python|processor|BLAS|BLAS kernels|BLAS threads|mpi4py|CuPy|NCCL|gRPC|cloudpickle|"
+        "mpiexec|GPUs|shared memory|loopback|host name|ssh"
     )
     findings = doctor.examine(measure=False)
     assert [finding.name for finding in findings] == names.split("|")

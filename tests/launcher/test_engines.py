@@ -1,0 +1,222 @@
+"""Jobs on clusters of Ray and Dask that are really started, each on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ndistribute.errors import MissingDependencyError
+from ndistribute.launcher import dask, ray
+from tests.launcher.jobs import environment
+
+pytestmark = pytest.mark.timeout(240)
+MODULES = {"ray": "ray", "dask": "distributed"}
+WITHOUT = [name for name, module in MODULES.items() if not importlib.util.find_spec(module)]
+
+
+class Driver:
+    """A program that uses an engine."""
+
+    def __init__(self, engine: str, directory: Path) -> None:
+        self.engine = engine
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.launcher.engine_driver", engine, directory],
+            env=environment({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.read()
+
+    def read(self, seconds: float = 120.0) -> str:
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        return self.process.stdout.readline() if ready else ""
+
+    def start(self, work: str, workers: int = 2, **options: Any) -> None:
+        job = {"work": work, "options": {"num_workers": workers, **options}}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        return json.loads(self.read())
+
+    def run(self, work: str, workers: int = 2, **options: Any) -> dict[str, Any]:
+        self.start(work, workers, **options)
+        return self.answer()
+
+
+@contextlib.contextmanager
+def started(engine: str, directory: Path) -> Iterator[Driver]:
+    if engine in WITHOUT:
+        pytest.skip(f"{MODULES[engine]} is not installed")
+    driver = Driver(engine, directory)
+    try:
+        yield driver
+        driver.process.stdin.close()
+        driver.process.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.process.pid, signal.SIGKILL)
+        driver.process.wait(60)
+        driver.process.stdin.close()
+        driver.process.stdout.close()
+
+
+@pytest.fixture(scope="module", params=MODULES)
+def driver(request, tmp_path_factory) -> Iterator[Driver]:
+    # Ray's sockets have paths that must be short.
+    with started(request.param, tmp_path_factory.mktemp("e")) as driver:
+        yield driver
+
+
+def pids(folder: Path, count: int) -> dict[str, list[int]]:
+    """Return the processes of each task, once there are as many tasks."""
+    deadline = time.monotonic() + 60.0
+    while len(names := sorted(folder.iterdir())) < count or not all(
+        path.read_text().endswith("\n") for path in names
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return {path.name: [int(pid) for pid in path.read_text().split()] for path in names}
+
+
+def have_ended(folder: Path, seconds: float = 20.0) -> bool:
+    """Return True if no process of any task is left."""
+    left = [pid for task in pids(folder, 1).values() for pid in task]
+    deadline = time.monotonic() + seconds
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if _lives(pid)]
+        time.sleep(0.01)
+    return not left
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_function_runs_in_each_worker_and_its_results_come_in_order(driver):
+    answer = driver.run("total", args=[1.0], environ={"GREETING": "hello"})
+    assert answer["results"] == [[0, 3.0, "hello"], [1, 3.0, "hello"]]
+    assert sorted(answer["output"]) == ["[worker:0] I am 0", "[worker:1] I am 1"]
+
+
+def test_a_script_runs_in_each_worker(driver, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, ndistribute as nd\n"
+        "with nd.MultiWorkerMirroredStrategy() as strategy:\n"
+        "    print(strategy.num_replicas_in_sync, sys.argv[1:])\n"
+        "sys.exit(5 * int(sys.argv[1]) * strategy.cluster_resolver.worker_index)\n"
+    )
+    answer = driver.run(str(script), args=[0, "--fast"])
+    assert answer["results"] == [None, None]
+    assert sorted(answer["output"]) == [f"[worker:{i}] 2 ['0', '--fast']" for i in (0, 1)]
+    answer = driver.run(str(script), args=[1])
+    assert answer["error"] == "WorkerLostError"
+    assert "ended with exit code 5" in answer["text"]
+    assert answer["text"].startswith("worker:1 at ")
+
+
+def test_what_a_worker_raises_is_raised_and_ends_the_others(driver, tmp_path):
+    answer = driver.run("fail", args=[str(tmp_path)])
+    assert answer["error"] == "LookupError"
+    assert answer["text"].startswith("no such thing\nIt was raised by worker:1 at ")
+    assert "[worker:1] LookupError: no such thing" in answer["output"]
+    assert have_ended(tmp_path)
+
+
+@pytest.mark.parametrize("whom", ["task", "engine's process"])
+def test_a_worker_that_is_killed_ends_the_job(driver, tmp_path, whom):
+    environ = {} if whom == "task" else {"PARENT": "1"}
+    answer = driver.run("be_killed", args=[str(tmp_path)], environ=environ)
+    assert answer["error"] == "WorkerLostError"
+    assert answer["text"].startswith("worker:1 at " if whom == "task" else "worker:")
+    assert ("ended with signal 9" if whom == "task" else "is lost") in answer["text"]
+    assert have_ended(tmp_path)
+
+
+def test_workers_start_again_together(driver, tmp_path):
+    answer = driver.run("fail_once", args=[str(tmp_path)], max_restarts=1)
+    assert answer["results"] == [2, 2]
+    assert have_ended(tmp_path)
+
+
+@pytest.mark.parametrize("chief", [False, True])
+def test_beside_servers_a_task_starts_again_alone(driver, tmp_path, chief):
+    environ = {"CHIEF": "1"} if chief else {}
+    folder = str(tmp_path)
+    answer = (
+        driver.run(
+            "serve_or_work",
+            1,
+            num_ps=1,
+            chief=chief,
+            args=[folder],
+            environ=environ,
+            max_restarts=1,
+        )
+        if chief
+        else driver.run("serve_or_work", 2, num_ps=1, args=[folder], max_restarts=1)
+    )
+    assert answer["results"] == ([1, None] if chief else [2, 1])
+    started = {name: len(task) // 2 for name, task in pids(tmp_path, 3).items()}
+    assert started["ps-0"] == 1
+    assert have_ended(tmp_path)
+
+
+def test_an_interrupt_ends_the_job(driver, tmp_path):
+    driver.start("sleep", args=[str(tmp_path)])
+    pids(tmp_path, 2)
+    driver.process.send_signal(signal.SIGINT)
+    assert driver.answer()["error"] == "KeyboardInterrupt"
+    assert have_ended(tmp_path)
+
+
+def test_a_timeout_ends_the_job(driver, tmp_path):
+    answer = driver.run("sleep", args=[str(tmp_path)], timeout=0.0)
+    assert answer["error"] == "TimeoutError"
+
+
+def test_what_the_engine_has_not_is_asked_for_in_vain(driver):
+    answer = driver.run("total", resources={"NOTHING": 1}, placement_timeout=1.0)
+    assert answer["error"] == "TimeoutError"
+    assert "NOTHING" in answer["text"]
+    assert "within 1 s" in answer["text"]
+
+
+def test_nothing_is_left_of_a_job_whose_program_is_killed(tmp_path_factory, tmp_path):
+    with started("ray", tmp_path_factory.mktemp("r")) as driver:
+        driver.start("sleep", args=[str(tmp_path)])
+        pids(tmp_path, 2)
+        driver.process.kill()
+        assert have_ended(tmp_path, 60.0)
+
+
+@pytest.mark.parametrize("engine", WITHOUT)
+def test_an_engine_that_is_not_installed_is_named(engine):
+    run = {"ray": ray.run, "dask": dask.run}[engine]
+    with pytest.raises(MissingDependencyError, match=rf"ndistribute\[{engine}\]"):
+        run(print, 2)
+
+
+@pytest.mark.parametrize("engine", [name for name in MODULES if name not in WITHOUT])
+def test_a_job_without_workers_is_refused(engine):
+    run = {"ray": ray.run, "dask": dask.run}[engine]
+    with pytest.raises(ValueError, match="at least one worker"):
+        run(print, 0)
