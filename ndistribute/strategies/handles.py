@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ndistribute.cluster import ClusterResolver, SimpleClusterResolver
 from ndistribute.cluster import task as this_task
+from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.worker import keep
 
 if TYPE_CHECKING:
@@ -81,10 +82,13 @@ def new_handle(strategy: Any, handle: Handle | None, **made_with: Any) -> Handle
         handle: the one that it was made from, where it was sent here.
         made_with: the other fields of a new one.
     """
-    found = handle or Handle(secrets.token_hex(8), **made_with)
+    if handle is not None:
+        return handle  # A worker keeps it for one connection of the chief, and may close it then.
+    made = Handle(secrets.token_hex(8), **made_with)
     with _process.lock:
-        _process.made[found.token] = strategy
-    return found
+        _process.made[made.token] = strategy
+    weakref.finalize(strategy, forget, made.token).atexit = False
+    return made
 
 
 def strategy_of(handle: Handle) -> ParameterServerStrategy:
