@@ -92,7 +92,6 @@ class Connection:
         silence: float | None = None,
     ) -> None:
         self.peer = accepted.hello
-        self.silence_seconds = silence or silence_seconds()
         self._sock: Any = _Tls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._unix = sock.family == socket.AF_UNIX
         self._kinds = kinds
@@ -112,6 +111,7 @@ class Connection:
         self._inbox_held = self._free_due = False
         self._heard = self._used = time.monotonic()
         try:
+            self.silence_seconds = silence or silence_seconds()
             _configure(sock, self._unix, self.silence_seconds)
             detector.watch(self)
         except BaseException:
