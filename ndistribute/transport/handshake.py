@@ -178,9 +178,9 @@ def _limit(sock: socket.socket, deadline: float) -> None:
     sock.settimeout(left)
 
 
-def _explained(error: OSError, peer: str) -> Exception:
+def _explained(error: BaseException, peer: str) -> BaseException:
     """Return what went wrong with a peer in words that say what to do."""
-    if isinstance(error, AuthenticationError):
+    if isinstance(error, AuthenticationError) or not isinstance(error, OSError):
         return error
     if isinstance(error, TimeoutError):
         return CollectiveTimeoutError(
