@@ -29,7 +29,7 @@ class Watched(Protocol):
     """What the detector needs of a connection."""
 
     beat_within: float
-    """The shorter of the silences, in seconds, after which the two ends count each other as lost."""
+    """The shorter of the silences, in seconds, after which the ends count each other as lost."""
 
     def tick(self, now: float, excused: bool) -> None:
         """Send a heartbeat, see whether the other end is gone, and cut it after a long silence.
