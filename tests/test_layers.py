@@ -50,9 +50,11 @@ OPTIONAL: dict[str, set[str]] = {
     "cupy": {"device.py", "collective/nccl.py"},
     "autograd": set(),
     "cloudpickle": set(),
+    "distributed": set(),
     "matplotlib": set(),
     "ml_dtypes": set(),
     "mpi4py": set(),
+    "ray": set(),
     "sklearn": set(),
     "tensorflow": set(),
 }

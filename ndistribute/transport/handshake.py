@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import select
 import socket
 import ssl
 import struct
@@ -41,6 +42,7 @@ from ndistribute.transport.tls import TlsFiles, tls_context
 __all__ = ["Accepted", "Hello", "Steps", "accept", "authenticate", "join"]
 
 MAXIMUM_HELLO_BYTES = 4096
+_LOOK_SECONDS = 0.05
 _MAGIC = b"NDST"
 _PROTOCOL = 2
 _GREETING = struct.Struct("!4sHc32s")
@@ -98,6 +100,7 @@ def authenticate(
     *,
     deadline: float,
     tls: TlsFiles | None = None,
+    instead: Callable[[], socket.socket | None] | None = None,
 ) -> tuple[socket.socket, Accepted]:
     """Run the connecting side of a handshake on a socket.
 
@@ -107,6 +110,8 @@ def authenticate(
         hello: what the peer is told once it has proved itself.
         deadline: when to give up, on the clock of `time.monotonic`.
         tls: this process's certificate, where the job uses TLS.
+        instead: asked for a better socket until the peer answers, and once more then: a launcher
+            keeps addresses open for processes that are still being started.
 
     Raises:
         AuthenticationError: the peer has another secret, job, version or CA, or refuses this end.
@@ -114,45 +119,69 @@ def authenticate(
         ConnectionError: the peer closes the connection before the end.
     """
     peer = name_of_peer(sock)
-
-    def limit() -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        sock.settimeout(left)
-
     try:
-        limit()
+        _limit(sock, deadline)
         if tls is not None:
             sock = tls_context(tls, server=False).wrap_socket(sock)
-        steps, received = join(secret, hello, peer), b""
-        try:
-            wanted = next(steps)
-            while True:
-                limit()
-                if isinstance(wanted, bytes):
-                    sock.sendall(wanted)
-                    wanted = next(steps)
-                    continue
-                part = sock.recv(wanted - len(received))
-                if not part:
-                    raise ConnectionResetError
-                received += part
-                if len(received) == wanted:
-                    wanted, received = steps.send(received), b""
-        except StopIteration as done:
-            accepted: Accepted = done.value
-            sock.settimeout(None)
-            return sock, accepted
-    except BaseException as error:
+        accepted = _drive(sock, join(secret, hello, peer), deadline, instead)
+        if isinstance(accepted, socket.socket):
+            sock.close()
+            return authenticate(accepted, secret, hello, deadline=deadline)
+        sock.settimeout(None)
+        return sock, accepted
+    except OSError as error:
         sock.close()
-        if isinstance(error, OSError) and not isinstance(error, AuthenticationError):
-            raise _explained(error, peer) from error
+        raise _explained(error, peer) from error
+    except BaseException:
+        sock.close()
         raise
+
+
+def _drive(
+    sock: socket.socket,
+    steps: Steps,
+    deadline: float,
+    instead: Callable[[], socket.socket | None] | None,
+) -> Accepted | socket.socket:
+    """Run a handshake on a socket; return its outcome, or the socket to use instead."""
+    received = b""
+    wanted = next(steps)
+    try:
+        while True:
+            _limit(sock, deadline)
+            if isinstance(wanted, bytes):
+                sock.sendall(wanted)
+                wanted = next(steps)
+                continue
+            if instead is not None:
+                answers = select.select([sock], [], [], _LOOK_SECONDS)[0]
+                better = instead()
+                if better is not None:
+                    return better
+                instead = None if answers else instead
+                continue
+            part = sock.recv(wanted - len(received))
+            if not part:
+                raise ConnectionResetError
+            received += part
+            if len(received) == wanted:
+                wanted, received = steps.send(received), b""
+    except StopIteration as done:
+        accepted: Accepted = done.value
+        return accepted
+
+
+def _limit(sock: socket.socket, deadline: float) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
 
 
 def _explained(error: OSError, peer: str) -> Exception:
     """Return what went wrong with a peer in words that say what to do."""
+    if isinstance(error, AuthenticationError):
+        return error
     if isinstance(error, TimeoutError):
         return CollectiveTimeoutError(
             f"The peer {peer} did not finish the handshake in time. It may have stopped, or be no "

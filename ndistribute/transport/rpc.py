@@ -9,6 +9,7 @@ reads a request, lets its service handle it, and answers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -84,13 +85,22 @@ def connect(
     deadline = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
     wanted = unix_wanted() if unix is None else unix
     try:
+        tls, instead = credentials.tls, None
         sock = _unix_socket(address, deadline) if wanted else None
-        tls = None if sock is not None else credentials.tls  # Nobody listens on a host's sockets.
-        if sock is None:
+        if sock is not None:
+            tls = None  # Nobody listens on a host's sockets.
+        else:
             patience = max(0.001, deadline - time.monotonic())
             sock = socket.create_connection(split_address(address), timeout=patience)
+            if wanted and tls is None:
+                instead = functools.partial(_unix_socket, address, deadline)
         sock, accepted = authenticate(
-            sock, credentials.secret, credentials.signed(hello), deadline=deadline, tls=tls
+            sock,
+            credentials.secret,
+            credentials.signed(hello),
+            deadline=deadline,
+            tls=tls,
+            instead=instead,
         )
         return Connection(sock, accepted, kinds, sealed=sealed, keep_arrays=keep_arrays)
     except OSError as error:
@@ -346,7 +356,12 @@ class Client:
             if connection is not None:
                 connection.close()
             fresh = connect(
-                self._address, self._credentials, self._hello, self._kinds, deadline=deadline
+                self._address,
+                self._credentials,
+                self._hello,
+                self._kinds,
+                deadline=deadline,
+                keep_arrays=True,
             )
             self.instance = fresh.peer.instance
             self._connection = fresh
@@ -463,7 +478,7 @@ class RpcServer:
             self.port: int = sock.getsockname()[1]
             own = f"{address.rpartition(':')[0]}:{self.port}"
             unix = listen_unix(own) if unix_wanted(environ) else None
-            for one, shown in ((sock, credentials), (unix, plain)):
+            for one, shown in ((unix, plain), (sock, credentials)):  # A client prefers the first.
                 if one is not None:
                     stack.enter_context(one)
                     listener = Listener([one], shown, hello, self._on_peer, check=self._refusal)

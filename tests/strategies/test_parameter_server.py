@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.parameter_server.client import closure
-from ndistribute.parameter_server.client import Servers
 from ndistribute.models.optimizers import SGD, Adagrad, Adam, Optimizer
+from ndistribute.parameter_server.client import Servers
+from ndistribute.parameter_server.closure import closure
 from tests.kinds import DEADLINE, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
 

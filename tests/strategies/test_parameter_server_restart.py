@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-import ndistribute as nd
 from ndistribute.cluster.coordination import this_task
 from ndistribute.cluster.serving.server import Server
-from ndistribute.strategies.handles import strategy_of
 from tests.cluster.desks import free_port
+
+import ndistribute as nd
+from ndistribute.strategies.handles import strategy_of
 from tests.kinds import DEADLINE
 
 

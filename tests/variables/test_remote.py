@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-import ndistribute as nd
 from ndistribute.cluster.links.link import Link
-from ndistribute.parameter_server.client import closure
-from ndistribute.parameter_server.messages import Assign, Create, Origin, Transaction
 from ndistribute.cluster.shelf.shelf import Shelf
 from ndistribute.cluster.shelf.view import ShelfView
 from ndistribute.cluster.store import Store
+
+import ndistribute as nd
+from ndistribute.parameter_server.closure import closure
+from ndistribute.parameter_server.messages import Assign, Create, Origin, Transaction
 from ndistribute.variables.copies import LocalCopy
 from ndistribute.variables.remote import RemoteVariable
 from tests.kinds import DEADLINE, in_thread
