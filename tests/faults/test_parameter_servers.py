@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.cluster.coordination import worker_link
-from tests.cluster import errands
+from tests.coordinator import errands
 from tests.faults.commands import DEADLINE, commanded, taking_part
 from tests.faults.loops import Shared
 from tests.faults.tasks import Tasks, Zygote, wait_until
@@ -53,8 +52,6 @@ def marked(strategy: Any, count: int) -> tuple[nd.Variable, Callable[[int], int]
 def test_every_update_is_made_once_whenever_workers_are_killed(
     zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_link, "_ROUND_SECONDS", 0.1)
-    monkeypatch.setattr(worker_link, "_MISSED_SECONDS", 0.02)
     rng = random.Random(SEED)
     log = tmp_path / "log"
     log.touch()
@@ -131,7 +128,6 @@ def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(
 def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(
     zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_link, "_ROUND_SECONDS", 0.25)
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
     with Tasks(zygote, workers=2, servers=2, **IMPATIENT) as tasks:
