@@ -54,9 +54,9 @@ def backoff_seconds(failures: int) -> float:
         failures: how often in a row it was not reached, or was lost before it had run anything.
 
     >>> [backoff_seconds(failures) for failures in (1, 2, 3, 20)]
-    [0.1, 0.2, 0.4, 4.0]
+    [0.1, 0.2, 0.4, 2.0]
     """
-    return min(0.1 * 2.0 ** min(failures - 1, 10), 4.0)
+    return min(0.1 * 2.0 ** min(failures - 1, 10), 2.0)
 
 
 class ClusterCoordinator:
