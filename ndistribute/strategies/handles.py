@@ -81,10 +81,12 @@ def new_handle(strategy: Any, handle: Handle | None, **made_with: Any) -> Handle
         handle: the one that it was made from, where it was sent here.
         made_with: the other fields of a new one.
     """
-    found = handle or Handle(secrets.token_hex(8), **made_with)
+    if handle is not None:  # The connection that it came over keeps it, and closes it at its end.
+        return handle
+    made = Handle(secrets.token_hex(8), **made_with)
     with _process.lock:
-        _process.made[found.token] = strategy
-    return found
+        _process.made[made.token] = strategy
+    return made
 
 
 def strategy_of(handle: Handle) -> ParameterServerStrategy:
