@@ -130,6 +130,12 @@ class Connection:
         """Return True as far as is known: a loss shows at the next beat, or the next use."""
         return self._lost is None
 
+    @property
+    def is_broken(self) -> bool:
+        """Return True once the connection has ended without a good-bye."""
+        lost = self._lost
+        return lost is not None and not lost.clean
+
     def send(self, record: Any, call: int = 0, deadline: float = float("inf")) -> None:
         """Send a record in a frame of its own, whole.
 
