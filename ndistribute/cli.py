@@ -103,6 +103,7 @@ def job_options(options: argparse.Namespace) -> JobOptions:
         timeout=options.timeout,
         snapshot_dir=options.snapshot_dir,
         snapshot_seconds=options.snapshot_seconds,
+        durable=options.durable,
     )
 
 
@@ -117,6 +118,7 @@ def _check_servers(options: argparse.Namespace) -> None:
         "--chief": options.chief or None,
         "--snapshot-dir": options.snapshot_dir,
         "--snapshot-seconds": options.snapshot_seconds,
+        "--durable": options.durable or None,
     }
     given = [name for name, value in needs_servers.items() if value is not None]
     if options.servers is None:
@@ -137,6 +139,8 @@ def _check_servers(options: argparse.Namespace) -> None:
     for name, value in {**numbers, "--snapshot-seconds": options.snapshot_seconds}.items():
         if value is not None and value <= 0:
             raise ValueError(f"{name} must be more than 0, got {value}.")
+    if options.durable and options.snapshot_dir is None:
+        raise ValueError("--durable needs a folder for the log of updates: --snapshot-dir DIR.")
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:
@@ -164,6 +168,11 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--chief", action="store_true", help="a chief beside workers and servers")
     run.add_argument("--snapshot-dir", type=Path, metavar="D", help="servers keep snapshots here")
     run.add_argument("--snapshot-seconds", type=float, metavar="S", help="how often they do so")
+    run.add_argument(
+        "--durable",
+        action="store_true",
+        help="servers log each update there before they confirm it",
+    )
     how = run.add_mutually_exclusive_group()
     how.add_argument("--tcp", dest="mpi", action="store_false", help="without MPI (the default)")
     how.add_argument("--mpi", dest="mpi", action="store_true", help="through mpiexec")

@@ -67,7 +67,10 @@ class ClusterResolver:
 
     @property
     def worker_addresses(self) -> tuple[str, ...]:
-        """Return the addresses of the chief and the workers in rank order; empty under MPI."""
+        """Return the addresses of the chief and the workers in rank order; none under MPI.
+
+        Where only that of rank 0 is known, the others are empty.
+        """
         return tuple(self._cluster.task_address(*task) for task in self._workers())
 
     @property

@@ -1,26 +1,42 @@
 """Who this process is in its group, and how the others are reached.
 
-Filled from the addresses of a `TF_CONFIG` or from an exchange over MPI. Only values are made here,
-and the listening socket that they name; nobody is connected yet.
+Filled from the addresses of a `TF_CONFIG`, from an exchange over MPI, or from what the others tell
+rank 0 where its address alone is known. What is made here are values, and the listening socket that
+they name; nobody is connected yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import secrets
 import socket
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndistribute.transport.listener import listen
+from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
+from ndistribute.transport.address import split_address
+from ndistribute.transport.handshake import Hello, authenticate
+from ndistribute.transport.listener import Listener, listen
 from ndistribute.transport.secret import Credentials, credentials_of
 from ndistribute.transport.tls import tls_files
 
-__all__ = ["Membership", "host_identity", "membership_from_addresses", "membership_from_exchange"]
+__all__ = [
+    "Membership",
+    "host_identity",
+    "membership_from_addresses",
+    "membership_from_exchange",
+    "membership_from_rank_0",
+]
 
 HEARTBEAT_SECONDS = 10.0
+_RETRY_SECONDS = 0.05
+_ATTEMPT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,138 @@ def membership_from_exchange(
         host,
         _heartbeat_seconds(environ),
     )
+
+
+def membership_from_rank_0(
+    first: str, rank: int, size: int, timeout: float, environ: Mapping[str, str] | None = None
+) -> Membership:
+    """Describe a process of a job in which only one address is known, as from torchrun.
+
+    Rank 0 listens there. The others tell it where they listen, and it tells all of them.
+
+    Args:
+        first: the address at which rank 0 collects the others' addresses.
+        rank: which process this is.
+        size: how many there are.
+        timeout: seconds to wait for all of them.
+        environ: where settings are read.
+
+    Raises:
+        AuthenticationError: the job has no secret, or a process has another one.
+        CollectiveTimeoutError: not all processes started in time.
+        OSError: rank 0 can not listen at the address.
+    """
+    environ = os.environ if environ is None else environ
+    credentials = credentials_of([first], environ)
+    heartbeat = _heartbeat_seconds(environ)
+    deadline = time.monotonic() + timeout
+    if rank == 0:
+        listener, addresses = _collect(first, size, credentials, deadline)
+    else:
+        listener, addresses = _report(first, rank, size, credentials, deadline)
+    return Membership(
+        rank, tuple(addresses), listener, credentials, host_identity(environ), heartbeat
+    )
+
+
+def _collect(
+    first: str, size: int, credentials: Credentials, deadline: float
+) -> tuple[socket.socket, list[str]]:
+    """Wait for the addresses of all other processes, and send all of them to each."""
+    arrived: queue.SimpleQueue[tuple[socket.socket, Hello]] = queue.SimpleQueue()
+
+    def check(hello: Hello) -> str:
+        rank = hello.details.get("rank")
+        if hello.details.get("size") == size and rank in range(1, size):
+            return ""
+        return f"it is worker {rank} of {hello.details.get('size')}, here is worker 0 of {size}"
+
+    with contextlib.ExitStack() as on_error, contextlib.ExitStack() as held:
+        collecting = listen(first)
+        own = on_error.enter_context(_listen_beside(collecting))
+        addresses = {0: _address_of(own)}
+        hello = Hello(name="worker 0", purpose="addresses")
+        held.enter_context(
+            Listener(
+                [collecting],
+                credentials,
+                hello,
+                lambda sock, accepted: arrived.put((sock, accepted.hello)),
+                check=check,
+            )
+        )
+        waiting = []
+        while len(addresses) < size:
+            try:
+                sock, peer = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                missing = ", ".join(str(n) for n in range(size) if n not in addresses)
+                raise CollectiveTimeoutError(
+                    f"worker 0 waited at {first} for worker(s) {missing} to start. Were all {size} "
+                    "processes started, with the same secret, and is that address reachable?",
+                    op="start",
+                ) from None
+            addresses[int(peer.details["rank"])] = str(peer.details["address"])
+            waiting.append(held.enter_context(sock))
+        everyone = [addresses[n] for n in range(size)]
+        for sock in waiting:
+            with contextlib.suppress(OSError):  # Who is gone is missed when the group connects.
+                sock.settimeout(_ATTEMPT_SECONDS)
+                sock.sendall(json.dumps(everyone).encode())
+        on_error.pop_all()
+    return own, everyone
+
+
+def _report(
+    first: str, rank: int, size: int, credentials: Credentials, deadline: float
+) -> tuple[socket.socket, list[str]]:
+    """Tell rank 0 where this process listens, and return where all do."""
+    reason: Exception = TimeoutError("there was no time to try")
+    pause = threading.Event()
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.ExitStack() as on_error:
+            try:
+                sock = socket.create_connection(split_address(first), min(left, _ATTEMPT_SECONDS))
+                # Where rank 0 can be reached from, the others can be reached at.
+                own = on_error.enter_context(_listen_beside(sock))
+                details: dict[str, str | int] = {"rank": rank, "size": size}
+                details["address"] = _address_of(own)
+                hello = Hello(name=f"worker {rank}", purpose="addresses", details=details)
+                sock, _ = authenticate(
+                    sock,
+                    credentials.secret,
+                    credentials.signed(hello),
+                    deadline=min(deadline, time.monotonic() + _ATTEMPT_SECONDS),
+                    tls=credentials.tls,
+                )
+                with sock:
+                    sock.settimeout(max(0.001, deadline - time.monotonic()))
+                    text = b"".join(iter(lambda: sock.recv(65536), b""))  # noqa: B023
+                everyone = [str(address) for address in json.loads(text)]
+                on_error.pop_all()
+                return own, everyone
+            except AuthenticationError:
+                raise
+            except (OSError, ValueError) as error:  # It is not there yet, or it was cut off.
+                reason = error
+        pause.wait(_RETRY_SECONDS)
+    raise CollectiveTimeoutError(
+        f"worker {rank} waited for worker 0 at {first}: {type(reason).__name__}: {reason}. Were "
+        f"all {size} processes started, with the same secret, and is that address reachable?",
+        rank=0,
+        op="start",
+    ) from reason
+
+
+def _listen_beside(sock: socket.socket) -> socket.socket:
+    """Return a socket that listens at a free port of the address that another one has here."""
+    host = sock.getsockname()[0]
+    return listen(f"[{host}]:0" if ":" in host else f"{host}:0")
+
+
+def _address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_identity(environ: Mapping[str, str] | None = None) -> str:

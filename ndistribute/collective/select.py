@@ -14,7 +14,11 @@ from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import Communicator
 from ndistribute.collective.hierarchical import make_hierarchical_backends
 from ndistribute.collective.hosts import HostsBackend, host_groups
-from ndistribute.collective.membership import membership_from_addresses, membership_from_exchange
+from ndistribute.collective.membership import (
+    membership_from_addresses,
+    membership_from_exchange,
+    membership_from_rank_0,
+)
 from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.nccl import make_nccl_backends, nccl_available
 from ndistribute.collective.nccl_connect import nccl_obstacle
@@ -153,7 +157,8 @@ def join_workers(
     """Meet the other processes of the job, and choose how data travels between them.
 
     Args:
-        addresses: of all processes, in rank order; none where they were started by MPI.
+        addresses: of all processes, in rank order; none where they were started by MPI, and empty
+            ones where only that of rank 0 is known.
         rank: which process this is.
         devices: of the replicas of this process.
         options: the caller's wish, and how long to wait for the others to start.
@@ -165,6 +170,9 @@ def join_workers(
     over_mpi = not addresses
     if over_mpi:
         membership = membership_from_exchange(exchange_over_mpi, rank)
+    elif not all(addresses):
+        size = len(addresses)
+        membership = membership_from_rank_0(addresses[0], rank, size, options.timeout)
     else:
         membership = membership_from_addresses(addresses, rank)
     peers = Peers(membership, timeout=options.timeout)

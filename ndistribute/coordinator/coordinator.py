@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import functools
 import logging
 import os
@@ -40,6 +41,7 @@ _CONNECT_SECONDS = 5.0
 _END_SECONDS = 6.0
 _LONG_SECONDS = 0.02  # Beside this a round trip is nothing, so no closure is sent in advance.
 _MOST_DEPTH = 8
+_LONG_BYTES = 65536  # A socket takes less than this at once, even if nobody reads.
 _outcomes: Decoder[Outcome] = Decoder(Outcome)
 _log = logging.getLogger("ndistribute")
 Connector = Callable[[], Connection]
@@ -52,9 +54,9 @@ def backoff_seconds(failures: int) -> float:
         failures: how often in a row it was not reached, or was lost before it had run anything.
 
     >>> [backoff_seconds(failures) for failures in (1, 2, 3, 20)]
-    [0.1, 0.2, 0.4, 4.0]
+    [0.1, 0.2, 0.4, 2.0]
     """
-    return min(0.1 * 2.0 ** min(failures - 1, 10), 4.0)
+    return min(0.1 * 2.0 ** min(failures - 1, 10), 2.0)
 
 
 class ClusterCoordinator:
@@ -111,8 +113,7 @@ class ClusterCoordinator:
     ) -> RemoteValue:
         """Let a worker call a function, and return at once what stands for the result.
 
-        This waits only while 4096 functions, or 1 GiB of arguments, wait for workers, and while the
-        arguments are sent to a worker that has nothing else to do.
+        This waits only while 4096 functions, or 1 GiB of arguments, wait for workers.
 
         Args:
             fn: sent to each worker once, as it is when it is first scheduled.
@@ -287,20 +288,24 @@ class _Link:
         if self._thread is not None:
             self._thread.join(timeout=_END_SECONDS)
 
-    def fill(self) -> None:
-        """Send the worker as much as it may have now."""
+    def fill(self, *, may_wait: bool = False) -> None:
+        """Send the worker as much as it may have now.
+
+        Args:
+            may_wait: whether the caller has nothing else to do until the worker has read all.
+        """
         with self._sending:
             line = self._line
             if line is None:
                 return
             try:
-                if self._forgotten:
-                    count = len(self._forgotten)
-                    line.send(Forget(tuple(self._forgotten.popleft() for _ in range(count))))
-                for closure in self._queue.take(self._index, self._depth):
-                    self._send(line, closure)
-            except (ConnectionLostError, TimeoutError):
-                pass  # The thread that receives sees it too, and gives all back.
+                closures = self._queue.take(self._index, self._depth)
+                send = functools.partial(self._send, line, closures)
+                local = self._thread is None
+                if local or may_wait or max(map(_nbytes, closures), default=0) < _LONG_BYTES:
+                    send()
+                else:  # Were the worker stopped, this thread would serve nobody else.
+                    threading.Thread(target=send, name="ndistribute sender", daemon=True).start()
             except BaseException as error:
                 line.abort(f"a thread that sent was interrupted by {type(error).__name__}")
                 raise
@@ -313,7 +318,7 @@ class _Link:
         self._depth = 1 if long else min(2 * self._depth, _MOST_DEPTH)
         result = outcome.value if outcome.good else _exception(outcome.value, outcome.trace)
         self._queue.finish(self._index, outcome.number, result, outcome.trace)
-        self.fill()
+        self.fill(may_wait=True)
         self._owner._wake()
 
     def forget(self, key: str) -> None:
@@ -329,7 +334,7 @@ class _Link:
             self._depth = 1
             self._line = line
             self._queue.arrive(self._index)
-        self.fill()
+        self.fill(may_wait=True)
 
     def lose(self, problem: Exception) -> None:
         """Give back what the worker had."""
@@ -337,9 +342,25 @@ class _Link:
             self._line = None
             self._queue.lose(self._index, problem)
 
-    def _send(self, line: Connection | _LocalLine, closure: Closure) -> None:
-        unknown = {k: v for k, v in closure.functions.items() if k not in self._known}
-        run = Run(
+    def _send(self, line: Connection | _LocalLine, closures: Sequence[Closure]) -> None:
+        with self._sending, contextlib.suppress(ConnectionLostError, TimeoutError):
+            # The thread that receives sees a loss too, and gives all back.
+            if self._forgotten:
+                count = len(self._forgotten)
+                line.send(Forget(tuple(self._forgotten.popleft() for _ in range(count))))
+            for closure in closures:
+                unknown = {k: v for k, v in closure.functions.items() if k not in self._known}
+                try:
+                    line.send(self._order(closure, unknown))
+                except ValueError as error:  # It is too long.
+                    self._queue.finish(self._index, closure.number, error)
+                    continue
+                self._known.update(dict.fromkeys(unknown))
+                while len(self._known) > MAX_FUNCTIONS:
+                    del self._known[next(iter(self._known))]
+
+    def _order(self, closure: Closure, unknown: dict[str, Pickled]) -> Run:
+        return Run(
             self._series,
             closure.number,
             self._queue.low_water,
@@ -348,16 +369,6 @@ class _Link:
             closure.arguments,
             tuple(value.payload for value in closure.inputs if value.payload is not None),
         )
-        try:
-            line.send(run)
-        except (ConnectionLostError, TimeoutError):
-            raise
-        except Exception as error:  # It is too long, say.
-            self._queue.finish(self._index, closure.number, error)
-            return
-        self._known.update(dict.fromkeys(unknown))
-        while len(self._known) > MAX_FUNCTIONS:
-            del self._known[next(iter(self._known))]
 
     def _serve(self, connector: Connector, longest_pause: float) -> None:
         failures = 0
@@ -390,6 +401,13 @@ class _Link:
         self.lose(ConnectionLostError(why))
         connection.close()
         return ran
+
+
+def _nbytes(closure: Closure) -> int:
+    """Return how much has to be sent at most."""
+    inputs = [value.payload for value in closure.inputs if value.payload is not None]
+    parts = (closure.arguments, *closure.functions.values(), *inputs)
+    return sum(part.nbytes for part in parts)
 
 
 @dataclass(eq=False)
@@ -433,7 +451,7 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
         )
     if "worker" not in cluster.jobs:
         raise ValueError(f"The cluster has no workers: its jobs are {cluster.jobs}.")
-    jobs = (cluster.job_tasks(job) for job in cluster.jobs)
+    jobs = (cluster.job_tasks(job) for job in sorted(cluster.jobs))
     credentials = credentials_of([one for job in jobs for one in job if one is not None])
     name = f"{me}#{secrets.token_hex(6)}"
 

@@ -89,7 +89,7 @@ class ClosureQueue:
             ValueError: an input has no value.
         """
         with self.lock:
-            while self._full() or self._error is not None:
+            while self.is_full() or self._error is not None:
                 self._raise_error()
                 self._check_open()
                 self._changed.wait()  # Ends when workers take some, or `absent` gives them up.
@@ -179,7 +179,7 @@ class ClosureQueue:
         """
         taken: list[Closure] = []
         with self.lock:
-            flying, was_full = self._in_flight[worker], self._full()
+            flying, was_full = self._in_flight[worker], self.is_full()
             while self._ready and len(flying) < depth and not self.closing.is_set():
                 if len(self._ready) < len(self._workers) * len(flying):
                     break
@@ -271,7 +271,8 @@ class ClosureQueue:
     def _queued(self) -> int:
         return len(self._ready) + len(self._blocked)
 
-    def _full(self) -> bool:
+    def is_full(self) -> bool:
+        """Return True if no more may be added."""
         return self._queued() >= self.capacity or self._bytes >= self.capacity_bytes
 
     def _at_rest(self) -> bool:

@@ -33,6 +33,10 @@ __all__ = ["ExitPolicy", "Outlook", "Server"]
 
 GRACE_SECONDS = 2.0
 """How long a server waits for a task that left cleanly: it may close one strategy for another."""
+CUT_SECONDS = 3.0
+"""How long it waits for a chief whose connection ended without good-bye.
+
+A chief that is alive, and took this process for lost since it was stopped, comes again at once."""
 RETURN_SECONDS = 60.0
 """How long it waits for a task that died, which somebody may start again."""
 START_SECONDS = 600.0
@@ -62,6 +66,7 @@ class _Task:
 
     present: dict[str, int] = field(default_factory=dict)
     last: tuple[int, bool] | None = None  # Which one left, by its arrival, and whether it died.
+    cut: str = ""  # The process that died last, as far as is known.
 
     @property
     def died(self) -> bool:
@@ -121,8 +126,11 @@ class ExitPolicy:
             client: its name, ``job:index#random``; the random part is another one after a restart.
         """
         task = self._tasks.get(client.partition("#")[0])
-        if task is not None and client not in task.present:
-            task.present[client] = next(self._arrivals)
+        if task is None or client in task.present:
+            return
+        if task.cut == client:  # It lives: only its connection was cut.
+            task.last, task.cut = None, ""
+        task.present[client] = next(self._arrivals)
 
     def left(self, client: str, died: bool, now: float) -> None:
         """Note that a client said good-bye, or that its process died."""
@@ -131,7 +139,7 @@ class ExitPolicy:
             return
         arrival = task.present.pop(client, 0) or next(self._arrivals)
         if task.last is None or arrival > task.last[0] or (self._led and died):
-            task.last = (arrival, died)
+            task.last, task.cut = (arrival, died), client if died else ""
         self._last_departure = now
 
     def outlook(self) -> Outlook | None:
@@ -139,7 +147,7 @@ class ExitPolicy:
         tasks = self._tasks
         if self._led and any(task.died for task in tasks.values()):
             # What it had sent to workers is under way still: only a fresh start is consistent.
-            return Outlook(self._last_departure, "the chief died")
+            return Outlook(self._last_departure + CUT_SECONDS, "the chief died")
         if not tasks or any(task.present for task in tasks.values()):
             return None
         if not any(task.last for task in tasks.values()):

@@ -35,7 +35,7 @@ _HOST = re.compile(
 )
 # What goes along of the user's environment; the rest belongs to this machine, or to one process.
 _CARRIED = ("NDISTRIBUTE_", "OMP_", "OPENBLAS_", "MKL_", "NCCL_", "PYTHON")
-_NOT_CARRIED = ("NDISTRIBUTE_LISTEN_FD", "NDISTRIBUTE_HOST_ID", reaper.MARK)
+_NOT_CARRIED = ("NDISTRIBUTE_LISTEN_FD", "NDISTRIBUTE_HOST_ID")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,6 @@ def ssh_command(host: str) -> list[str]:
 
 
 def remote_script(
-    job: str,
     argv: Sequence[str],
     settings: Mapping[str, str],
     environ: Mapping[str, str],
@@ -117,7 +116,6 @@ def remote_script(
     """Return what the remote shell reads: go to the same folder, set the environment, run.
 
     Args:
-        job: the mark by which the remote reaper knows what belongs to this process.
         argv: the process's command line.
         settings: its variables; they come before the user's.
         environ: the launcher's environment, of which the part about the job goes along.
@@ -135,5 +133,6 @@ def remote_script(
         if name not in _NOT_CARRIED:
             lines.append(f"export {name}={shlex.quote(value)}")
     # Its source goes along, so that it reads as a whole before it runs what shares its input.
-    command = [argv[0], "-I", "-S", "-c", inspect.getsource(reaper), "run", job, *argv]
+    grace = str(reaper.GRACE_SECONDS)
+    command = [argv[0], "-I", "-S", "-c", inspect.getsource(reaper), grace, *argv]
     return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"

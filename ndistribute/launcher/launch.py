@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ndistribute.cluster.seconds import seconds_of
-from ndistribute.launcher import reaper
 from ndistribute.launcher.doctor import blas_settings, usable_cores
 from ndistribute.launcher.hosts import Host, is_this_machine, remote_script, ssh_command
 from ndistribute.launcher.mpiexec import (
@@ -37,7 +36,6 @@ from ndistribute.launcher.supervisor import (
     Outcome,
     Start,
     Supervisor,
-    reaped,
     restart_delay,
     signals_as_bytes,
 )
@@ -52,7 +50,7 @@ _LISTEN_FD = "NDISTRIBUTE_LISTEN_FD"
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SAVING_SECONDS = 600.0
 # Those of a surrounding job: each process gets its own.
-_OURS = ("TF_CONFIG", _LISTEN_FD, reaper.MARK)
+_OURS = ("TF_CONFIG", _LISTEN_FD)
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,7 @@ class JobOptions:
     timeout: float | None = None  # Seconds after which everything is stopped.
     snapshot_dir: Path | None = None
     snapshot_seconds: float | None = None
+    durable: bool = False  # Servers log each update there before they acknowledge it.
 
     @property
     def processes(self) -> int:
@@ -167,11 +166,10 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     _open_standard_streams()
     _check_limits(options.processes)
     mpi = find_mpiexec() if options.mpi else None
-    mark = secrets.token_hex(16)
     # Ranks that MPI brings together need no secret, and mpiexec would send it to them in the open.
     dropped = (*_OURS, _SECRET) if mpi else _OURS
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
-    environ |= {_JOB_ID: job_environment(environ)[_JOB_ID], reaper.MARK: mark}
+    environ[_JOB_ID] = job_environment(environ)[_JOB_ID]
     saving = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS", _SAVING_SECONDS)
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     again = 0 if options.servers else options.max_restarts
@@ -180,12 +178,11 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         console = opened.enter_context(contextlib.closing(Console(stdout, stderr, options.log_dir)))
         ports = [] if mpi else [opened.enter_context(port) for port in _ports(options)]
         signals = opened.enter_context(signals_as_bytes())
-        opened.enter_context(reaped(mark, saving, options.mpi))
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
                 _refuse_waiting(ports)
-            supervisor = Supervisor(mark, environ, console, signals, deadline, restarts, saving)
+            supervisor = Supervisor(environ, console, signals, deadline, restarts, saving)
             starts = (
                 [_mpi_start(mpi, options, environ)] if mpi else _starts(options, ports, environ)
             )
@@ -234,13 +231,10 @@ def _starts(
         if start.host is None:
             port = next(own_ports)
             settings = {**start.settings, _LISTEN_FD: str(port.fileno())}
-            if start.saves:
-                settings[reaper.MARK] = environ[reaper.MARK] + reaper.SAVING
             starts.append(replace(start, listener=port, settings=settings))
         else:
             (sharing,) = [host.slots for host in options.hosts if host.name == start.host]
-            mark = f"{environ[reaper.MARK]}-{start.label}"
-            script = remote_script(mark, start.argv, start.settings, environ, sharing)
+            script = remote_script(start.argv, start.settings, environ, sharing)
             starts.append(replace(start, script=script.encode(), settings={}))
     return starts
 
@@ -268,6 +262,8 @@ def _tasks(
             settings[_SNAPSHOT_DIR] = str(options.snapshot_dir.absolute())
         if task_type == "ps" and options.snapshot_seconds is not None:
             settings["NDISTRIBUTE_SNAPSHOT_SECONDS"] = str(options.snapshot_seconds)
+        if task_type == "ps" and options.durable:
+            settings["NDISTRIBUTE_DURABILITY"] = "log"
         label = f"{task_type}:{index}" if options.servers else str(index)
         tasks.append(
             Start(
@@ -300,8 +296,7 @@ def _ports(options: JobOptions) -> list[socket.socket]:
     """Listen for every task of this machine, for as long as the job runs.
 
     No port can be taken by others then, not even between two lives of a task, and who connects
-    meanwhile waits. Tasks beside servers get sockets that are only bound: they listen there
-    themselves, or close theirs and open another one, as gRPC does.
+    meanwhile waits.
     """
     places = [("127.0.0.1", 0)] * options.processes
     if not options.is_local:
@@ -315,8 +310,7 @@ def _ports(options: JobOptions) -> list[socket.socket]:
                 port.bind((host, number))
             except OSError as error:
                 raise OSError(f"can not listen at {host}:{number}: {error.strerror}") from error
-            if not options.servers:
-                port.listen(max(128, options.processes))
+            port.listen(max(128, options.processes))
         opened.pop_all()
     return ports
 
@@ -347,7 +341,7 @@ def _mpi_start(
         mpi,
         options.hosts,
         options.python,
-        sorted({*ours, *settings, _JOB_ID, reaper.MARK} - {_SECRET}),
+        sorted({*ours, *settings, _JOB_ID} - {_SECRET}),
         local=options.is_local,
         redirect=redirection(os.getpid(), writers) if pipes else "",
     )
@@ -398,7 +392,7 @@ def _check_limits(processes: int) -> None:
     files = len(os.listdir("/proc/self/fd"))
     needed = {"NOFILE n": files + 8 * processes + 16, "AS v": memory + (64 << 20)}
     if os.getuid() != 0:  # Whose threads have no limit.
-        needed["NPROC u"] = processes + 4
+        needed["NPROC u"] = 2 * processes + 3
         for path in Path("/proc").glob("[0-9]*/task"):
             with contextlib.suppress(OSError):
                 mine = path.stat().st_uid == os.getuid()

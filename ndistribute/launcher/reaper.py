@@ -1,14 +1,15 @@
-"""Ends what a job started when its launcher is gone, however it went: also by SIGKILL.
+"""Runs one process of a job, and ends it with all that it started when the launcher wants it.
 
-The processes of a job carry a mark in their environment, by which they are found in /proc, even
-those that left their process group and those that MPI started. This file is also run as a script,
-without the package and its NumPy, beside every launcher and around every process on another host;
-hence it imports the standard library alone.
+This file is run as a script around each process: on this machine, on other hosts, around mpiexec.
+Its standard input comes from the launcher: a byte asks for the end, and the end of the file says
+that the launcher is gone, however it went, also by SIGKILL. It starts without the package and its
+NumPy, and runs on its own at the end of ssh: it imports the standard library alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -17,74 +18,42 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-__all__ = ["GRACE_SECONDS", "MARK", "SAVING", "end_processes", "remove_segments", "send"]
+__all__ = ["GRACE_SECONDS", "remove_segments", "run"]
 
-# The variable that marks a job's processes, and how long they have between SIGTERM and SIGKILL.
-MARK = "NDISTRIBUTE_LAUNCH"
+# How long a process has between SIGTERM and SIGKILL, and what is left of it when it has ended.
 GRACE_SECONDS = 3.0
-# What follows the job in the mark of a process that has longer, as it writes a last snapshot.
-SAVING = ":saving"
+_LEFT_BEHIND_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 # How the files in /dev/shm begin that MPICH and Open MPI leave when they are killed.
 _MPI_SEGMENTS = ("mpich_shm_", "sm_segment.", "vader_segment.")
 
 
-def send(marks: Sequence[str], signum: int) -> None:
-    """Send a signal to every process that carries one of some marks."""
-    with _pidfds(marks) as fds:
-        for fd in fds:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                signal.pidfd_send_signal(fd, signum)
-
-
-def end_processes(job: str, saving_seconds: float = GRACE_SECONDS) -> None:
-    """End every process of a job: SIGTERM, then SIGKILL to what is left after a grace.
+def run(grace: float, command: Sequence[str]) -> int:
+    """Run one process until it ends, or until it is to end; return its exit code.
 
     Args:
-        job: the mark of the job.
-        saving_seconds: how long those have that may write a last snapshot.
+        grace: seconds between SIGTERM and SIGKILL. If the launcher has asked for the end, and then
+            closes standard input as well, it does not want to wait for that long.
+        command: its command line.
     """
-    everything = (job, job + SAVING)
-    saved_by = time.monotonic() + saving_seconds
-    send(everything, signal.SIGTERM)
-    if not _wait_until_gone((job,), GRACE_SECONDS):
-        send((job,), signal.SIGKILL)
-    _wait_until_gone((job + SAVING,), saved_by - time.monotonic())
-    # One that forks while it is being killed leaves a child, which the next round finds.
-    for _ in range(20):
-        if _wait_until_gone(everything, 0.25):
-            return
-        send(everything, signal.SIGKILL)
-
-
-def run(job: str, command: Sequence[str]) -> int:
-    """Run one process until it ends, or until the launcher's end closes standard input.
-
-    Returns:
-        The exit code, 128 plus the number for a signal.
-    """
-    # In the job's environment, but not of the job: it must outlive what it ends.
-    environ = {**os.environ, MARK: job}
-    rank = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environ)
-    pidfd = os.pidfd_open(rank.pid)
-    while True:
-        ready, _, _ = select.select([pidfd, 0], [], [], 60.0)
-        if pidfd in ready or (0 in ready and not os.read(0, 4096)):
-            break
+    prctl = ctypes.CDLL(None).prctl
+    # What loses its parent, as daemons do, becomes a child of this process.
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    task = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        close_fds=False,
+        start_new_session=True,
+        preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # noqa: PLW1509
+    )
+    pidfd = os.pidfd_open(task.pid)
+    ready = select.select([pidfd, 0], [], [])[0]
+    asked = pidfd not in ready and os.read(0, 1) != b""
+    _end_descendants(pidfd, grace, asked)
     os.close(pidfd)
-    end_processes(job)
-    code = rank.wait(GRACE_SECONDS)
+    code = task.wait(GRACE_SECONDS)
     return code if code >= 0 else 128 - code
-
-
-def watch(job: str, saving_seconds: float, mpi: bool) -> int:
-    """Wait until standard input is closed, then end what is left of the job."""
-    since = time.time()
-    while os.read(0, 4096):
-        pass
-    end_processes(job, saving_seconds)
-    if mpi:
-        remove_segments(since)
-    return 0
 
 
 def remove_segments(since: float) -> list[str]:
@@ -108,33 +77,74 @@ def remove_segments(since: float) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do one of two things: ``watch JOB SECONDS [mpi]`` or ``run JOB COMMAND ...``."""
+    """Run what stands after the grace; ``mpi`` in front of it: remove what MPI leaves as well."""
     # What ends the launcher must not end this before it has done its part. A function, since what
-    # is ignored would be ignored by the rank as well.
+    # is ignored would be ignored by the process as well.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda *_: None)
-    what, job, *rest = arguments
-    return run(job, rest) if what == "run" else watch(job, float(rest[0]), "mpi" in rest)
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+    since = time.time()
+    mpi = arguments[0] == "mpi"
+    grace, *command = arguments[mpi:]
+    code = run(float(grace), command)
+    if mpi:
+        remove_segments(since)
+    return code
+
+
+def _end_descendants(task: int, grace: float, asked: bool) -> None:
+    """End all that this process started: SIGTERM, after a grace SIGKILL."""
+    deadline = time.monotonic() + grace
+    signum: int = signal.SIGTERM
+    killed = 0
+    # One that forks while it is being killed leaves a child, which the next round finds.
+    while killed < 20:
+        with _descendants() as fds:
+            if not fds:
+                return
+            for fd in fds if signum else ():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    signal.pidfd_send_signal(fd, signum)
+            killed += signum == signal.SIGKILL
+            left = 0.25 if signum == signal.SIGKILL else deadline - time.monotonic()
+            poll = select.poll()
+            for fd in [*fds, *([0] if asked else [])]:
+                poll.register(fd, select.POLLIN)
+            ready = [fd for fd, _ in poll.poll(max(0.0, left) * 1000)]
+        if 0 in ready:
+            asked, deadline = False, 0.0
+        if select.select([task], [], [], 0)[0]:
+            deadline = min(deadline, time.monotonic() + _LEFT_BEHIND_SECONDS)
+        signum = signal.SIGKILL if time.monotonic() >= deadline else 0
 
 
 @contextlib.contextmanager
-def _pidfds(marks: Sequence[str]) -> Iterator[list[int]]:
-    """Give open pidfds of the live processes that carry one of some marks, for a with block."""
-    wanted = {f"{MARK}={mark}".encode() for mark in marks}
-    found = []
+def _descendants() -> Iterator[list[int]]:
+    """Give open pidfds of the live processes that this one started, or that they started."""
+    parents = {int(name): _parent(name) for name in os.listdir("/proc") if name.isdigit()}
+    family = [os.getpid()]
+    for pid in family:
+        family += [child for child, parent in parents.items() if parent == pid]
+    fds = []
     try:
-        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        for pid in family[1:]:
             with contextlib.suppress(OSError):
-                found.append(os.pidfd_open(pid))
-                # Read once the descriptor holds the process: its number can not be another's then.
-                with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
-                    if pid != os.getpid() and wanted & set(environ.read().split(b"\0")):
-                        continue
-                os.close(found.pop())
-        yield found
+                fds.append(os.pidfd_open(pid))
+                # Once the descriptor holds the process, its number can not be another's.
+                if _parent(str(pid)) not in family:
+                    os.close(fds.pop())
+        yield fds
     finally:
-        for fd in found:
+        for fd in fds:
             os.close(fd)
+
+
+def _parent(pid: str) -> int:
+    """Return the parent of a process, 0 if it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        state, parent = file.read().rpartition(b")")[2].split()[:2]
+        return 0 if state in (b"Z", b"X") else int(parent)
+    return 0
 
 
 def _is_mapped(path: str) -> bool:
@@ -145,21 +155,6 @@ def _is_mapped(path: str) -> bool:
                 if line_end in maps.read():
                     return True
     return False
-
-
-def _wait_until_gone(marks: Sequence[str], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while True:
-        with _pidfds(marks) as fds:
-            left = deadline - time.monotonic()
-            if not fds:
-                return True
-            if left <= 0:
-                return False
-            poll = select.poll()
-            for fd in fds:
-                poll.register(fd, select.POLLIN)
-            poll.poll(left * 1000)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ _Parse = Callable[[bytes], tuple[str, bytes]]
 _PATIENCE_SECONDS = 2.0
 # How long servers have to end by themselves once the work is done.
 _FINISH_SECONDS = 10.0
-# The other side of a connection has its own grace; this is for the way there and back.
-_REMOTE_SECONDS = 2.0
+# Beyond its grace, how long a reaper may take.
+_REAPING_SECONDS = 5.0
 _LONGEST_DELAY_SECONDS = 30.0
 
 
@@ -47,9 +47,7 @@ class Start:
     task_type: str = "worker"
     host: str | None = None  # The machine to reach by ssh; None: this one.
     listener: socket.socket | None = None  # Inherited under its number.
-    script: bytes | None = (
-        None  # Standard input, which then stays open for as long as the job runs.
-    )
+    script: bytes = b""  # What the shell on another host reads first.
     saves: bool = False  # It may write a last snapshot when it is told to end.
     pipes: tuple[tuple[int, str, str], ...] = ()  # Those that ranks write to; rank and stream.
     writers: tuple[int, ...] = ()  # Their other ends, kept open as a rank may come to open them.
@@ -120,7 +118,6 @@ def restart_delay(restarts: int) -> float:
 class Supervisor:
     """Run one attempt."""
 
-    job: str  # The mark of the job, which the processes have in their environment.
     environ: Mapping[str, str]  # The environment of all of them.
     console: Console
     signals: int  # A descriptor from which the signals that end the job can be read.
@@ -137,6 +134,7 @@ class Supervisor:
         self._again: Counter[str] = Counter()
         self._failed: list[_Process] = []
         self._outcome: Outcome | None = None
+        self._hurried = False
         self._due: dict[Callable[[], None], float] = {}
         if self.deadline is not None:
             self._due[partial(self._stop, Outcome("timeout", 124))] = self.deadline
@@ -170,7 +168,8 @@ class Supervisor:
 
     def _start(self, start: Start) -> None:
         self._waiting.remove(start)
-        process = _Process(start, self.environ)
+        grace = self.saving_seconds if start.saves else reaper.GRACE_SECONDS
+        process = _Process(start, self.environ, max(grace, reaper.GRACE_SECONDS))
         self._processes.append(process)
         ended = partial(self._ended, process)
         self._selector.register(process.pidfd, selectors.EVENT_READ, ended)
@@ -229,8 +228,6 @@ class Supervisor:
         self.restarts -= 1
         when = f"starting it again in {delay:g} s ({self.restarts} left)"
         self.console.say(f"{label} ended ({how}); {when}.")
-        # What it left behind would go on beside its successor.
-        process.signal(signal.SIGKILL)
         self._let_go(label)
         self.console.forget(label)
         self._processes.remove(process)
@@ -258,49 +255,32 @@ class Supervisor:
         numbers = os.read(self.signals, 64)
         if self._outcome is None:
             self._stop(Outcome("signal", 128 + numbers[0]))
-        elif self._due:  # Asked again: what was to come later comes now.
-            action = min(self._due, key=self._due.__getitem__)
-            del self._due[action]
-            action()
+            return
+        # Asked again, it does not wait for the grace; and once more, nor for last snapshots.
+        for process in self._processes:
+            if self._hurried or not process.start.saves:
+                process.hang_up()
+        self._hurried = True
 
     def _stop(self, outcome: Outcome) -> None:
         if self._outcome is not None:
             return
         self._outcome = outcome
         self._waiting.clear()
-        remote = [process.hang_up() for process in self._processes]
-        for process, is_remote in zip(self._processes, remote, strict=True):
-            if not is_remote:
-                process.signal(signal.SIGTERM)
-        grace = reaper.GRACE_SECONDS + (_REMOTE_SECONDS if any(remote) else 0.0)
-        now = time.monotonic()
-        self._due = {
-            partial(self._kill, saving=False): now + grace,
-            partial(self._kill, saving=True): now + max(grace, self.saving_seconds),
-        }
-
-    def _kill(self, saving: bool) -> None:
-        """Kill what is left, at first but for those that may be writing a last snapshot."""
-        savers = []
         for process in self._processes:
-            if saving or not process.start.saves:
-                process.signal(signal.SIGKILL)
-            elif process.code is None:
-                savers.append(process.start.label)
-        reaper.send((self.job, self.job + reaper.SAVING)[: 1 + saving], signal.SIGKILL)
+            process.ask_to_end()
+        self._due = {self._tell_of_savers: time.monotonic() + reaper.GRACE_SECONDS}
+
+    def _tell_of_savers(self) -> None:
+        savers = [p.start.label for p in self._processes if p.start.saves and p.code is None]
         if savers:
             wait = f"waiting {self.saving_seconds:g} s at most"
             self.console.say(f"{wait} until {', '.join(savers)} wrote a last snapshot.")
 
     def _end(self, starts: Sequence[Start]) -> None:
-        """Leave nothing: what the ranks started and left behind ends as well."""
+        """Leave nothing, not after an error of the launcher's own either."""
         for process in self._processes:
-            # Those that still run are here after an error of the launcher's own.
             process.hang_up()
-        still = any(process.code is None for process in self._processes)
-        reaper.end_processes(self.job, self.saving_seconds if still else reaper.GRACE_SECONDS)
-        for process in self._processes:
-            process.signal(signal.SIGKILL)
         for fd in [fd for start in starts for fd in start.writers]:
             os.close(fd)
         self._drain(1.0)
@@ -367,28 +347,6 @@ def signals_as_bytes() -> Iterator[int]:
         os.close(writer)
 
 
-@contextlib.contextmanager
-def reaped(job: str, saving_seconds: float, mpi: bool) -> Iterator[None]:
-    """Keep a reaper for a ``with`` block, which ends the job when this process is gone."""
-    arguments = ["watch", job, str(saving_seconds), *(["mpi"] if mpi else [])]
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", reaper.__file__, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={name: value for name, value in os.environ.items() if name != reaper.MARK},
-    )
-    try:
-        yield
-    finally:
-        try:
-            process.communicate(timeout=3 * reaper.GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(reaper.GRACE_SECONDS)
-
-
 class _Source:
     """One pipe: whose it is, and the line that is not complete yet."""
 
@@ -409,53 +367,55 @@ class _Source:
 
 
 class _Process:
-    """A started process; it stays unreaped until it is closed.
+    """A started process with its reaper, which ends it when its input is closed."""
 
-    It leads a group of its own, and its number stays its own until it is reaped, so that signals
-    can be sent to the group.
-    """
-
-    def __init__(self, start: Start, environ: Mapping[str, str]) -> None:
+    def __init__(self, start: Start, environ: Mapping[str, str], grace: float) -> None:
         self.start = start
         self.code: int | None = None
+        self._grace = grace
+        mpi = ["mpi"] if start.pipes or start.parse else []
+        own = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(grace), *start.argv]
         self.popen = subprocess.Popen(
-            start.argv if start.host is None else ssh_command(start.host),
+            own if start.host is None else ssh_command(start.host),
             env={**environ, **start.settings},
-            stdin=subprocess.DEVNULL if start.script is None else subprocess.PIPE,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
             pass_fds=() if start.listener is None else (start.listener.fileno(),),
         )
         self.pidfd = os.pidfd_open(self.popen.pid)
-        if self.popen.stdin is not None and start.script is not None:
-            with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
-                self.popen.stdin.write(start.script)
-                self.popen.stdin.flush()
+        self._write(start.script)
 
     def look(self) -> None:
-        """Note the exit code, and leave the process unreaped."""
-        found = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None:
-            signalled = found.si_code != os.CLD_EXITED
-            self.code = 128 + found.si_status if signalled else found.si_status
+        """Note the exit code, 128 plus the number for a signal."""
+        code = self.popen.wait(reaper.GRACE_SECONDS)
+        self.code = code if code >= 0 else 128 - code
 
-    def signal(self, signum: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signum)
+    def ask_to_end(self) -> None:
+        """Have it ended, with a grace; when it is hung up on then, at once."""
+        self._write(b".")
 
-    def hang_up(self) -> bool:
-        """Close its input, which ends a process on another host; return True if it had one."""
+    def hang_up(self) -> None:
+        """Have it ended as if the launcher were gone."""
         if self.popen.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.popen.stdin.close()
-        return self.popen.stdin is not None
 
     def close(self) -> None:
-        """Reap it, and close what belongs to it."""
+        """Wait until it has ended, and close what belongs to it."""
         self.hang_up()
+        try:
+            self.popen.wait(self._grace + _REAPING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait(reaper.GRACE_SECONDS)
         for stream in filter(None, (self.popen.stdout, self.popen.stderr)):
             stream.close()
         os.close(self.pidfd)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(reaper.GRACE_SECONDS)
+
+    def _write(self, data: bytes) -> None:
+        if self.popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
+                self.popen.stdin.write(data)
+                self.popen.stdin.flush()

@@ -18,7 +18,8 @@ from ndistribute.cluster import ClusterResolver, resolve
 from ndistribute.coordinator.coordinator import forget
 from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.device import Array, Device, resolve_devices
-from ndistribute.parameter_server.client import Outcomes, ServerClient, Servers, current_closure
+from ndistribute.parameter_server.client import ServerClient, Servers
+from ndistribute.parameter_server.closure import Outcomes, current_closure
 from ndistribute.parameter_server.local import LocalServer
 from ndistribute.parameter_server.messages import Accumulated, Apply, Done, Reply
 from ndistribute.strategies.base import Strategy

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from ndistribute.errors import CollectiveTimeoutError
-from ndistribute.parameter_server.client import Servers, Then
+from ndistribute.parameter_server.client import Servers
+from ndistribute.parameter_server.closure import Then
 from ndistribute.parameter_server.messages import Aggregate, Apply, Outcome
 
 __all__ = ["UpdateMode", "update_mode_of"]

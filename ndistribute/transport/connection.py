@@ -56,6 +56,7 @@ _LONGEST_WAIT_SECONDS = 3600.0  # A number of milliseconds that the system takes
 _QUIET = socket.MSG_NOSIGNAL  # A program may have set SIGPIPE back.
 _PADDING = bytes(64)
 _CLOSED = "it closed the connection, as a process that ends does."
+_CLOSED_HERE = "this process closed it."
 _FILE_ROOM = socket.CMSG_SPACE(struct.calcsize("i"))
 
 
@@ -214,7 +215,7 @@ class Connection:
                 with contextlib.suppress(OSError):
                     self._say_goodbye(time.monotonic() + _FAREWELL_SECONDS)
         finally:
-            self.abort("this process closed it.", clean=True)
+            self.abort(_CLOSED_HERE, clean=True)
             # Whoever sends or receives has been woken: it must not use the descriptor's number
             # when that is another file's already.
             locks = [self._writing, self._reading]
@@ -515,7 +516,8 @@ class Connection:
     def _raise_broken(self, error: BaseException) -> NoReturn:
         """Cut the connection after an error in the middle of a frame, and raise what it means."""
         clean = isinstance(error, ConnectionLostError) and error.clean
-        self.abort(str(error) or type(error).__name__, clean=clean)
+        why = _CLOSED_HERE if self._closed else str(error) or type(error).__name__
+        self.abort(why, clean=clean)
         if isinstance(error, TimeoutError) or not isinstance(error, OSError):
             raise error
         raise self._again(self._lost or ConnectionLostError(str(error))) from error

@@ -129,9 +129,12 @@ def authenticate(
             return authenticate(accepted, secret, hello, deadline=deadline)
         sock.settimeout(None)
         return sock, accepted
-    except BaseException as error:
+    except OSError as error:
         sock.close()
         raise _explained(error, peer) from error
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _drive(
@@ -177,6 +180,8 @@ def _limit(sock: socket.socket, deadline: float) -> None:
 
 def _explained(error: OSError, peer: str) -> Exception:
     """Return what went wrong with a peer in words that say what to do."""
+    if isinstance(error, AuthenticationError):
+        return error
     if isinstance(error, TimeoutError):
         return CollectiveTimeoutError(
             f"The peer {peer} did not finish the handshake in time. It may have stopped, or be no "

@@ -328,7 +328,7 @@ class Listener:
         stranger.silent = False
         try:
             if stranger.leaving is not None:
-                if not stranger.sock.recv(4096):
+                if not socket.socket.recv(stranger.sock, 4096):  # Past TLS, which has ended.
                     self._drop(stranger, stranger.leaving)
                 return
             if stranger.steps is None and isinstance(stranger.sock, ssl.SSLSocket):

@@ -60,13 +60,11 @@ def map_memory(file: int) -> memoryview:
         MalformedError: it is something else, or its owner could make it shorter.
     """
     try:
-        sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        memory = memoryview(mmap.mmap(file, os.fstat(file).st_size, prot=mmap.PROT_READ))
+        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return memoryview(mmap.mmap(file, os.fstat(file).st_size, prot=mmap.PROT_READ))
     except (OSError, ValueError) as error:
         raise MalformedError(f"a file came that is no shared memory: {error}.") from error
-    if not sealed:
-        raise MalformedError("memory came that its owner can make shorter.")
-    return memory
+    raise MalformedError("memory came that its owner can make shorter.")
 
 
 class MessageBuffer:

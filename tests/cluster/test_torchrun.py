@@ -8,14 +8,16 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from tests.launcher.jobs import environment
 
 SCRIPT = """
-import ndistribute as nd
-with nd.MultiWorkerMirroredStrategy() as strategy:
+import os, ndistribute as nd
+options = nd.CommunicationOptions(timeout_seconds=float(os.environ.get("TIMEOUT", "50")))
+with nd.MultiWorkerMirroredStrategy(communication_options=options) as strategy:
     ones = strategy.run(lambda: 1.0)
     found = type(strategy.cluster_resolver).__name__
     print(f"{found} {float(strategy.reduce('SUM', ones))}\\n", end="")  # In one piece.
@@ -24,18 +26,19 @@ SAYS = "TorchrunClusterResolver 2.0"
 
 
 @contextlib.contextmanager
-def ranks(port: int, count: int = 2):
+def ranks(port: int, numbers=(0, 1), size: int = 2, **environ: str):
     """Start processes as torchrun does; kill those that do not end."""
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
+    shared |= {"MASTER_PORT": str(port), **environ}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],
-            env=environment({**shared, "MASTER_PORT": str(port), "RANK": str(rank)}),
+            env=environment({**shared, "RANK": str(rank)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(count)
+        for rank in numbers
     ]
     try:
         yield processes
@@ -45,18 +48,61 @@ def ranks(port: int, count: int = 2):
             process.communicate()
 
 
-def test_processes_with_the_variables_of_torchrun_find_each_other():
-    store = socket.create_server(("127.0.0.1", 0))  # torchrun itself listens here.
-    with store, ranks(store.getsockname()[1]) as processes:
-        outputs = [process.communicate(timeout=50)[0] for process in processes]
-    assert [output.strip() for output in outputs] == [SAYS, SAYS]
+def outputs(processes) -> list[str]:
+    return [process.communicate(timeout=50)[0].strip() for process in processes]
 
 
-def test_a_port_that_is_taken_is_an_error_that_names_the_option():
-    other = socket.create_server(("127.0.0.1", 0))
-    with other, ranks(other.getsockname()[1] - 1, count=1) as (process,):
-        output = process.communicate(timeout=50)[0]
-    assert process.returncode == 1
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of torchrun's own store; nobody else is given the next one."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(100):
+            store = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            number = store.getsockname()[1]
+            kept = opened.enter_context(socket.socket())
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                kept.bind(("", number + 1))
+                break
+        yield number
+
+
+def test_processes_with_the_variables_of_torchrun_find_each_other(port):
+    with ranks(port) as processes:
+        assert outputs(processes) == [SAYS, SAYS]
+
+
+def test_hosts_find_each_other_by_the_address_of_rank_0_alone(port):
+    """As on several hosts: not loopback, and each process names itself another host."""
+    address = socket.gethostbyname(socket.gethostname())
+    several = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
+    with ranks(port, **several, NDISTRIBUTE_SECRET="correct horse battery") as processes:
+        assert outputs(processes) == [SAYS, SAYS]
+
+
+def test_a_stranger_is_told_no_address_and_keeps_nobody_from_meeting(port):
+    several = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    secrets = [{**several, "NDISTRIBUTE_SECRET": 32 * name} for name in ("A", "B")]
+    with (
+        ranks(port, [0], **secrets[0]) as first,
+        ranks(port, [1], **secrets[1]) as stranger,
+    ):
+        (said,) = outputs(stranger)
+        assert "has another secret" in said
+        with ranks(port, [1], **secrets[0]) as second:
+            assert all(output.endswith(SAYS) for output in outputs([*first, *second]))
+
+
+def test_a_process_of_another_size_is_refused(port):
+    with ranks(port, [0], TIMEOUT="5") as first, ranks(port, [2], 3) as other:
+        assert "it is worker 2 of 3, here is worker 0 of 2" in outputs(other)[0]
+        assert "waited at 127.0.0.1" in (said := outputs(first)[0])
+        assert "for worker(s) 1 to start" in said
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_the_option(port):
+    with ranks(port - 1, [0]) as processes:
+        (output,) = outputs(processes)
     assert "Another program has this port" in output
     assert "torchrun's --master-port" in output
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -19,6 +21,7 @@ from ndistribute.coordinator import worker
 from ndistribute.coordinator.coordinator import ClusterCoordinator
 from ndistribute.errors import CollectiveTimeoutError
 from tests.coordinator.errands import double, fail
+from tests.faults.tasks import wait_until
 
 pytest.importorskip("cloudpickle")
 
@@ -332,6 +335,8 @@ def test_join_has_a_deadline_and_everything_goes_on(coordinator):
 
 def test_an_interrupted_join_leaves_everything_as_it_was(coordinator):
     def interrupt() -> str:
+        main = threading.main_thread().ident
+        wait_until(lambda: sys._current_frames()[main].f_code.co_name == "wait")
         os.kill(os.getpid(), signal.SIGINT)
         return pass_gate()
 
@@ -366,6 +371,19 @@ def test_many_functions_make_way_for_each_other(coordinator, monkeypatch):
     order = [n % 8 for n in range(30)] + [7, 0, 7, 0]
     results = [coordinator.schedule(functions[n], (2,)) for n in order]
     assert coordinator.fetch(results) == [2 * n for n in order]
+
+
+def test_neither_side_keeps_anything_of_functions_that_are_over(coordinator):
+    def schedule(count: int) -> None:
+        for number in range(count):
+            coordinator.schedule(double, (coordinator.schedule(double, (number,)),))
+        coordinator.join()
+        gc.collect()
+
+    schedule(1000)
+    before = sys.getallocatedblocks()
+    schedule(5000)
+    assert sys.getallocatedblocks() - before < 1000
 
 
 def test_only_the_chief_of_a_cluster_with_workers_has_a_coordinator():

@@ -18,7 +18,7 @@ from ndistribute.coordinator.coordinator import ClusterCoordinator
 from ndistribute.coordinator.queue import ATTEMPTS
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 from tests.coordinator import errands
-from tests.faults.tasks import Tasks, Zygote
+from tests.faults.tasks import Tasks, Zygote, wait_until
 
 pytest.importorskip("cloudpickle")
 
@@ -29,13 +29,7 @@ Command = Callable[..., ClusterCoordinator]
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Tasks]:
     zygote = Zygote()
-    with Tasks(
-        zygote,
-        workers=2,
-        servers=0,
-        NDISTRIBUTE_HEARTBEAT_SECONDS="10",
-        TASK_RUNS="serve_coordinators",
-    ) as workers:
+    with Tasks(zygote, workers=2, servers=0, NDISTRIBUTE_HEARTBEAT_SECONDS="4") as workers:
         yield workers
     zygote.close()
 
@@ -44,8 +38,7 @@ def workers() -> Iterator[Tasks]:
 def command(workers: Tasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """Start the workers, and return what makes their coordinator."""
     for name, value in workers.environ.items():
-        if name != "TASK_RUNS":
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, value)
     made = []
 
     def make(**options: float) -> ClusterCoordinator:
@@ -178,7 +171,7 @@ def test_what_a_killed_worker_had_runs_elsewhere_and_it_comes_back(
 def test_what_a_stopped_worker_had_runs_elsewhere_and_it_comes_back(
     command, workers, tmp_path, fifo, monkeypatch
 ):
-    monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "0.5")
+    monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "2")  # Workers beat twice a second.
     coordinator = command()
     assert meet(coordinator, fifo) == [0, 1]
     survivor = coordinator.schedule(errands.once, (str(tmp_path / "marks"), signal.SIGSTOP)).fetch()
@@ -186,6 +179,22 @@ def test_what_a_stopped_worker_had_runs_elsewhere_and_it_comes_back(
     assert len((tmp_path / "marks").read_bytes()) >= 2
     workers.send("worker", 1 - survivor, signal.SIGCONT)
     assert meet(coordinator, fifo) == [0, 1]
+
+
+def test_a_stopped_worker_holds_nothing_up_but_what_it_has(command, workers, fifo, monkeypatch):
+    """It reads nothing, and what is sent to it would fill any socket."""
+    monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "60")
+    for index in range(2):
+        workers.kill("worker", index)
+        workers.start("worker", index, NDISTRIBUTE_HEARTBEAT_SECONDS="60")
+    coordinator = command()
+    assert meet(coordinator, fifo) == [0, 1]
+    workers.stop("worker", 0)
+    values = [coordinator.schedule(len, (np.zeros(1_000_000),)) for _ in range(10)]
+    wait_until(lambda: sum(value.done() for value in values) == 9)
+    assert not coordinator.done()
+    workers.send("worker", 0, signal.SIGCONT)
+    assert coordinator.fetch(values) == [1_000_000] * 10
 
 
 def test_a_function_that_holds_the_interpreter_is_run_once(coordinator, tmp_path):
@@ -220,11 +229,12 @@ def test_a_function_that_ends_its_worker_is_tried_a_few_times(
     behind = [coordinator.schedule(errands.double, (n,)) for n in range(4)]
     coordinator.join(timeout=SECONDS)
     bad = coordinator.schedule(suicide)
-    for _ in range(ATTEMPTS // 2):
+    while not bad.done():
         for index in range(2):
-            code = workers.code("worker", index, SECONDS)
-            assert code == (3 if end == "exit" else -signal.SIGKILL)
-            workers.start("worker", index)
+            with contextlib.suppress(TimeoutError):
+                code = workers.code("worker", index, 0.05)
+                assert code == (3 if end == "exit" else -signal.SIGKILL)
+                workers.start("worker", index)
     with pytest.raises(WorkerLostError) as caught:
         coordinator.join(timeout=SECONDS)
     runs = marks.read_text()

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 import ndistribute as nd
-from tests.coordinator.workers import serve_coordinators
 
-__all__ = ["Shared", "command", "serve_coordinators", "train", "watch"]
+__all__ = ["Shared", "command", "train", "watch"]
 
 MANY = 100_000
 

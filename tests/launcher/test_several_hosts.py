@@ -82,14 +82,14 @@ def test_the_command_line_of_ssh_says_nothing_of_the_job():
 
 def test_the_script_for_the_other_side_carries_what_belongs_to_the_job():
     environ = {"NDISTRIBUTE_SECRET": "it's", "NDISTRIBUTE_LISTEN_FD": "7", "HOME": "/h", "A": "b"}
-    script = remote_script("job", ["python", "x y.py"], {"TF_CONFIG": '{"a": 1}'}, environ, 2)
+    script = remote_script(["python", "x y.py"], {"TF_CONFIG": '{"a": 1}'}, environ, 2)
     lines = script.splitlines()
     assert lines[0] == f"cd {os.getcwd()} || exit 72"
     assert "export TF_CONFIG='{\"a\": 1}'" in lines
     assert """export NDISTRIBUTE_SECRET='it'"'"'s'""" in lines
     assert not any(name in script.partition("exec ")[0] for name in ("LISTEN_FD", "HOME", "A="))
     assert "/ 2 ))" in script
-    assert script.endswith("job python 'x y.py'\n")
+    assert script.endswith(" 3.0 python 'x y.py'\n")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from ndistribute.cluster.shelf.view import ShelfView
 from ndistribute.cluster.store import Store
 
 import ndistribute as nd
-from ndistribute.parameter_server.client import closure
+from ndistribute.parameter_server.closure import closure
 from ndistribute.parameter_server.messages import Assign, Create, Origin, Transaction
 from ndistribute.variables.copies import LocalCopy
 from ndistribute.variables.remote import RemoteVariable

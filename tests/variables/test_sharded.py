@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.parameter_server.client import closure
+from ndistribute.parameter_server.closure import closure
 from ndistribute.parameter_server.messages import Batch, Read, ReadRows, Transaction
 from ndistribute.variables.partitioners import FixedShardsPartitioner
 from ndistribute.variables.remote import RemoteVariable

@@ -1,0 +1,224 @@
+"""Closures: functions that a coordinator sent, whose changes on servers are made once.
+
+What a closure changes is kept back in the worker and goes out at its end, one transaction to each
+server, under the closure's number: so one that is run again, here or elsewhere, changes everything
+once. A closure that reads what it has changed sends that much earlier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.parameter_server.messages import Aggregate, Apply, Change, Outcome, Report
+from ndistribute.transport.codec import Array, Record
+
+__all__ = ["Changes", "Closure", "Outcomes", "Then", "WriteBuffer", "closure", "current_closure"]
+
+Changes = Mapping[int, Sequence[Change]]
+"""What to change on which server."""
+Outcomes = Mapping[int, tuple[Outcome, ...]]
+"""What became of it."""
+Then = Callable[[Outcomes], None]
+
+_SHIFT = 16  # A closure makes fewer than so many bits' worth of transactions on one server.
+_BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # So much a closure keeps back at most.
+_REUSED_BYTES = 1 << 16  # Smaller arrays the allocator keeps by itself.
+
+
+class Closure:
+    """Number the transactions of one closure, and know what is to be done at its end.
+
+    Args:
+        series: of the coordinator that sent it.
+        number: of the closure in the series, from 1.
+        low_water: the number of the lowest closure of the series that is not over.
+
+    >>> Closure("chief", 3, 1).sequence("ps:0")
+    196609
+    """
+
+    def __init__(self, series: str, number: int, low_water: int) -> None:
+        self.series = series
+        self.low_water = low_water << _SHIFT
+        self.reports: dict[str, Report] = {}
+        """What was learned of each server on the way."""
+        self.at_end: list[Callable[[], None]] = []
+        """What is called once the closure has ended without an error."""
+        self._number = number
+        self._made: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def sequence(self, server: str) -> int:
+        """Return the number of the closure's next transaction on a server.
+
+        Raises:
+            RuntimeError: it has made too many.
+        """
+        with self._lock:
+            self._made[server] += 1
+            if self._made[server] >= 1 << _SHIFT:
+                raise RuntimeError(
+                    f"one function made {1 << _SHIFT} separate updates: schedule smaller ones."
+                )
+            return (self._number << _SHIFT) + self._made[server]
+
+
+class _Process:
+    """What all threads share: the closure that this process runs."""
+
+    def __init__(self) -> None:
+        self.current: Closure | None = None
+        self.in_main = False  # Whether the main thread runs it.
+
+
+_process = _Process()
+
+
+@contextlib.contextmanager
+def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
+    """Make the changes of a ``with`` block those of a closure.
+
+    They are kept back until the end, or until something is read that they change. After an error
+    those kept back are dropped. A worker runs one closure at a time, and all its threads work for
+    it, so the closure is known to the whole process.
+
+    Raises:
+        RuntimeError: this process runs another one.
+
+    >>> with closure("chief", 1) as running:
+    ...     current_closure() is running
+    True
+    """
+    if _process.current is not None:
+        raise RuntimeError("a worker runs one function at a time, and one is running.")
+    running = Closure(series, number, low_water)
+    _process.in_main = threading.current_thread() is threading.main_thread()
+    _process.current = running
+    try:
+        yield running
+        for do in running.at_end:
+            do()
+    finally:
+        _process.current = None
+
+
+def current_closure() -> Closure | None:
+    """Return the closure that this thread works for, if there is one.
+
+    All threads do but the main one, unless it runs the closure itself: a process that is its own
+    worker schedules there what another thread runs.
+    """
+    running = _process.current
+    if running is None or _process.in_main:
+        return running
+    return None if threading.current_thread() is threading.main_thread() else running
+
+
+class WriteBuffer:
+    """Keep back what the closure that runs changes: one transaction for each server.
+
+    Args:
+        send: makes changes on servers for a closure, and returns what became of them.
+    """
+
+    def __init__(self, send: Callable[[Changes, Closure | None], Outcomes]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._spare: list[Array] = []
+        self._reset(None)
+
+    def add(self, running: Closure, changes: Changes, then: Then | None) -> None:
+        """Keep changes until the end of the closure; what they hold now is what is sent.
+
+        Those of a closure that makes very many go out in between.
+        """
+        with self._lock:
+            if self._running is not running:
+                self._reset(running)
+                running.at_end.append(lambda: self._flush(running))
+            places = {}
+            for server, some in changes.items():
+                kept = self._changes.setdefault(server, [])
+                places[server] = slice(len(kept), len(kept) + len(some))
+                kept += [self._owned(change) for change in some]
+                self._names.update(name for change in some for name in _written(change))
+            self._callers.append((places, then))
+            nbytes = sum(copy.nbytes for copy in self._copies)
+            full = nbytes >= _BUFFERED_BYTES or len(self._callers) >= _BUFFERED_CHANGES
+        if full:
+            self._flush(running)
+
+    def flush_before(self, names: Iterable[str]) -> None:
+        """Send what is kept if it changes a variable that is about to be read."""
+        running = self._running
+        if running is None or running is not current_closure():
+            return
+        if not self._names.isdisjoint(names):
+            self._flush(running)
+
+    def _reset(self, running: Closure | None) -> None:
+        self._running = running
+        self._changes: dict[int, list[Change]] = {}
+        self._names: set[str] = set()
+        self._copies: list[Array] = []
+        self._callers: list[tuple[dict[int, slice], Then | None]] = []
+
+    def _flush(self, running: Closure) -> None:
+        with self._lock:
+            if self._running is not running or not self._changes:
+                return
+            changes, callers, copies = self._changes, self._callers, self._copies
+            self._reset(running)
+        outcomes = self._send(changes, running)
+        with self._lock:  # To touch new memory costs more than to copy: the next closure has it.
+            self._spare = [copy for copy in copies if copy.nbytes >= _REUSED_BYTES]
+        for places, then in callers:
+            if then is not None:
+                then({server: outcomes[server][place] for server, place in places.items()})
+
+    def _owned(self, part: Any) -> Any:
+        """Return a change, or a part of one, with arrays that nobody else can write to."""
+        if isinstance(part, np.ndarray):
+            if not _writable(part):
+                return part
+            self._copies.append(self._copy_of(part))
+            return self._copies[-1]
+        if isinstance(part, tuple):
+            return tuple(self._owned(item) for item in part)
+        if isinstance(part, Record):
+            names = part.__struct_fields__
+            return type(part)(**{name: self._owned(getattr(part, name)) for name in names})
+        return part
+
+    def _copy_of(self, array: Array) -> Array:
+        for index, spare in enumerate(self._spare):
+            if (spare.shape, spare.dtype) == (array.shape, array.dtype):
+                del self._spare[index]
+                np.copyto(spare, array)
+                return spare
+        return array.copy(order="C")
+
+
+def _written(change: Change) -> tuple[str, ...]:
+    """Return the names of the variables that a change writes to."""
+    if isinstance(change, Aggregate):
+        return _written(change.apply)
+    if isinstance(change, Apply):
+        return (*change.names, *(name for some in change.slots for name in some), change.counter)
+    return (change.name,)
+
+
+def _writable(array: Array) -> bool:
+    """Return True if an array can still change, through itself or through what it is a view of."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return True
+        base = base.base
+    return base is not None

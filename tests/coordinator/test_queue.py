@@ -1,0 +1,209 @@
+"""The queue of a coordinator, without workers."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+
+import pytest
+
+from ndistribute.coordinator.coordinator import backoff_seconds
+from ndistribute.coordinator.pickling import dump
+from ndistribute.coordinator.queue import ATTEMPTS, Closure, ClosureQueue
+from ndistribute.coordinator.remote_value import RemoteValue
+from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
+
+NOTHING = dump(None)
+GONE = ConnectionError("gone")
+
+
+def queue_for(workers: int, patience: float = 60.0) -> ClosureQueue:
+    """Return a queue whose workers are all there."""
+    queue = ClosureQueue([f"worker:{n}" for n in range(workers)], patience)
+    for worker in range(workers):
+        queue.arrive(worker)
+    return queue
+
+
+def add(queue: ClosureQueue, *inputs: Closure) -> Closure:
+    values = [one.result for one in inputs]
+    made = Closure("f", {}, NOTHING, values, [], RemoteValue(queue, "f"))
+    queue.add(made)
+    return made
+
+
+def test_closures_go_out_in_order_and_come_back_in_any():
+    queue = queue_for(2)
+    one, two, three = (add(queue) for _ in range(3))
+    assert queue.idle_worker() == 0
+    assert queue.take(0, 2) == [one, two]
+    assert queue.idle_worker() == 1
+    assert queue.take(1, 2) == [three]
+    assert queue.idle_worker() is None
+    queue.finish(1, 3, NOTHING)
+    assert (queue.low_water, queue.done()) == (1, False)
+    queue.finish(0, 2, NOTHING)
+    queue.finish(0, 1, NOTHING)
+    assert (queue.low_water, queue.done()) == (4, True)
+    queue.join(0)
+
+
+def test_a_worker_gets_nothing_in_advance_while_another_might_be_idle():
+    queue = queue_for(2)
+    one, two = add(queue), add(queue)
+    assert queue.take(0, 2) == [one]
+    assert queue.take(0, 2) == []
+    assert queue.take(1, 2) == [two]
+
+
+def test_a_fast_worker_gets_several_in_advance_while_there_are_plenty():
+    queue = queue_for(2)
+    made = [add(queue) for _ in range(12)]
+    assert queue.take(0, depth=8) == made[:5]  # Of the other 7 each worker may have 3.
+    assert queue.take(1, depth=2) == made[5:7]
+
+
+def test_a_closure_waits_for_its_inputs():
+    queue = queue_for(1)
+    one, two = add(queue), add(queue)
+    both = add(queue, one, two, one)
+    assert queue.take(0, 2) == [one, two]
+    queue.finish(0, 2, NOTHING)
+    assert queue.take(0, 2) == []
+    queue.finish(0, 1, NOTHING)
+    assert queue.take(0, 2) == [both]
+
+
+def test_what_a_lost_worker_had_goes_first():
+    queue = queue_for(2)
+    one, two, three = (add(queue) for _ in range(3))
+    assert queue.take(0, 2) == [one, two]
+    queue.lose(0, GONE)
+    assert queue.idle_worker() == 1
+    assert queue.take(1, 2) == [one, two]
+    queue.finish(0, 1, NOTHING)  # It came too late.
+    assert not one.result.done()
+    queue.finish(1, 1, NOTHING)
+    queue.finish(1, 2, NOTHING)
+    assert queue.take(1, 2) == [three]
+
+
+def test_only_the_closure_that_ran_on_a_lost_worker_was_tried():
+    queue = queue_for(1)
+    one, two, three = (add(queue) for _ in range(3))
+    for _ in range(ATTEMPTS - 1):
+        assert queue.take(0, 2) == [one, two]
+        queue.lose(0, GONE)
+        queue.arrive(0)
+    assert queue.take(0, 2) == [one, two]
+    queue.finish(0, 1, NOTHING)
+    for _ in range(ATTEMPTS):
+        queue.lose(0, GONE)
+        queue.arrive(0)
+        assert not one.result.error
+        if not two.result.done():
+            queue.take(0, 2)
+    with pytest.raises(WorkerLostError, match=rf"closure 2 \(f\) was run {ATTEMPTS} times") as lost:
+        queue.join(0)
+    assert str(lost.value).count("worker:0") == ATTEMPTS
+    assert lost.value.__cause__ is GONE
+    assert two.result.error is lost.value
+    with pytest.raises(CancelledError, match="closure 3"):
+        three.result.fetch()
+    assert queue.low_water == 4
+    queue.join(0)
+
+
+def test_an_error_cancels_what_waits_and_is_raised_once_when_nothing_flies():
+    queue = queue_for(2)
+    one, two, three = (add(queue) for _ in range(3))
+    follower = add(queue, three)
+    queue.take(0, 2)
+    error = LookupError("one")
+    queue.finish(0, 1, error, "there")
+    assert error.__notes__ == ["closure 1 (f) raised this on worker:0, there:\nthere"]
+    assert queue.done() is False
+    with pytest.raises(CollectiveTimeoutError, match=r"1 function\(s\) still run and 0 wait"):
+        queue.join(0)
+    queue.finish(0, 2, NOTHING)
+    with pytest.raises(LookupError, match="one"):
+        queue.done()
+    assert queue.done()
+    assert one.result.error is error
+    assert two.result.fetch() is None
+    for cancelled in (three, follower):
+        with pytest.raises(CancelledError, match="LookupError: one"):
+            cancelled.result.fetch()
+    assert (queue.low_water, queue.take(1, 2)) == (5, [])
+
+
+def test_what_a_worker_had_is_cancelled_when_it_is_lost_after_an_error():
+    queue = queue_for(2)
+    two = [add(queue), add(queue)][1]
+    queue.take(0, 2)
+    queue.take(1, 2)
+    queue.finish(0, 1, LookupError("one"))
+    queue.lose(1, GONE)
+    with pytest.raises(CancelledError):
+        two.result.fetch()
+    with pytest.raises(LookupError):
+        queue.join(0)
+
+
+def test_an_input_without_a_value_is_refused_and_takes_no_number():
+    queue = queue_for(1)
+    one = add(queue)
+    queue.take(0, 1)
+    queue.finish(0, 1, LookupError("one"))
+    with pytest.raises(LookupError):
+        queue.join(0)
+    with pytest.raises(ValueError, match="which has no value"):
+        add(queue, one)
+    assert add(queue).number == queue.low_water == 2
+
+
+def test_all_workers_away_is_an_error_only_while_something_waits():
+    queue = ClosureQueue(["worker:0", "worker:1"], patience=0.0)
+    for worker in (0, 1):
+        queue.absent(worker, GONE)
+    queue.join(0)
+    value = add(queue).result
+    queue.arrive(1)
+    queue.absent(0, GONE)
+    assert not value.done()
+    queue.lose(1, GONE)
+    queue.absent(0, GONE)
+    with pytest.raises(WorkerLostError, match=r"1 function.*worker:0 \(gone\), worker:1 \(gone\)"):
+        queue.join(0)
+
+
+def test_all_workers_that_refuse_are_an_error_at_once():
+    queue = ClosureQueue(["worker:0", "worker:1"], patience=60.0)
+    value = add(queue).result
+    for worker in (0, 1):
+        assert not value.done()
+        queue.absent(worker, AuthenticationError("another secret"))
+    with pytest.raises(AuthenticationError, match="No worker let this process in: another"):
+        queue.join(0)
+
+
+def test_the_queue_is_full_of_many_closures_or_of_long_arguments():
+    queue = queue_for(1)
+    queue.capacity = 2
+    assert not queue.is_full()
+    add(queue), add(queue)
+    assert queue.is_full()
+    queue.capacity, queue.capacity_bytes = 10, 2 * NOTHING.nbytes
+    assert queue.is_full()
+    queue.take(0, 1)
+    assert not queue.is_full()
+    queue.lose(0, GONE)
+    assert queue.is_full()
+    queue.close()
+    assert not queue.is_full()
+
+
+def test_reconnecting_backs_off_up_to_two_seconds():
+    pauses = [backoff_seconds(failures) for failures in range(1, 200)]
+    assert pauses == sorted(pauses)
+    assert pauses[1] == 2 * pauses[0]
+    assert (pauses[0], pauses[-1]) == (0.1, 2.0)

@@ -1,0 +1,293 @@
+"""Both ends of connections for tests: pairs of them, servers, and processes at the other end."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ndistribute.transport.codec import Array, Decoder, Record
+from ndistribute.transport.connection import Connection
+from ndistribute.transport.handshake import Accepted, Hello, authenticate
+from ndistribute.transport.rpc import Client, RpcServer
+from ndistribute.transport.secret import Credentials
+from ndistribute.transport.tls import TlsFiles, tls_context
+
+SECONDS = 10.0
+CREDENTIALS = Credentials(b"a secret of the job", "a job")
+STRANGER = Credentials(b"a secret of another", "a job")
+ROOT = Path(__file__).parents[2]
+
+
+class Note(Record):
+    """What is sent in tests."""
+
+    text: str = ""
+    arrays: tuple[Array, ...] = ()
+
+
+NOTES: Decoder[Note] = Decoder(Note)
+
+
+def soon(seconds: float = SECONDS) -> float:
+    """Return a deadline."""
+    return time.monotonic() + seconds
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
+    """Wait for something that no event tells; fail if it does not come."""
+    deadline = soon(seconds)
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come in time"
+        select.select([], [], [], 0.005)
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Return what calls return, or raise, that run at the same time on a thread each."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    return results
+
+
+def sockets(unix: bool = False) -> tuple[socket.socket, socket.socket]:
+    """Return the two ends of a connection, as the system makes it."""
+    if unix:
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname(), timeout=SECONDS)
+        server, _ = listener.accept()
+    server.settimeout(SECONDS)
+    return server, client
+
+
+def accepted(own: str, other: str) -> Accepted:
+    """Return the outcome of a handshake, with keys as its two ends have them."""
+    return Accepted(Hello(name=other), f"to {own}".encode(), f"to {other}".encode())
+
+
+def one_end(sock: socket.socket, name: str, kinds: Decoder[Any] = NOTES, **more: Any) -> Connection:
+    """Return a connection on a socket whose other end the test plays itself."""
+    return Connection(sock, accepted(name, {"a": "b", "b": "a"}[name]), kinds, **more)
+
+
+@contextlib.contextmanager
+def pair(
+    kind: str = "tcp", tls: TlsFiles | None = None, **more: Any
+) -> Iterator[tuple[Connection, Connection]]:
+    """Yield the two ends of a connection over ``"tcp"``, ``"tls"`` or ``"unix"``."""
+    one, other = sockets(kind == "unix")
+    if kind == "tls":
+        assert tls is not None
+        served, joined = (tls_context(tls, server=server) for server in (True, False))
+        one, other = at_once(
+            lambda: served.wrap_socket(one, server_side=True), lambda: joined.wrap_socket(other)
+        )
+    ends = one_end(one, "a", **more), one_end(other, "b", **more)
+    try:
+        yield ends
+    finally:
+        at_once(ends[0].close, ends[1].close)
+
+
+def shake(
+    sock: socket.socket,
+    credentials: Credentials = CREDENTIALS,
+    hello: Hello = Hello(name="me"),  # noqa: B008 (frozen)
+    seconds: float = SECONDS,
+) -> tuple[socket.socket, Accepted]:
+    """Join at a listener."""
+    secret, tls = credentials.secret, credentials.tls
+    return authenticate(sock, secret, credentials.signed(hello), deadline=soon(seconds), tls=tls)
+
+
+def authority(folder: Path) -> TlsFiles:
+    """Return the files of a certificate of an authority of its own."""
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=30)
+
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes".split()
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
+    openssl("req", *key, "-keyout", "key.pem", "-out", "request", "-subj", "/CN=worker")
+    openssl(*"x509 -req -in request -CA ca.pem -CAkey ca.key -CAcreateserial -out cert.pem".split())
+    return TlsFiles(*(str(folder / name) for name in ("cert.pem", "key.pem", "ca.pem")))
+
+
+def forked(function: Callable[[], Any]) -> Any:
+    """Return what a function returns in a fork of this process, or the text of what it raises."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # That threads run is the point.
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reading)
+            os.write(writing, repr(function()).encode())
+        except BaseException as error:
+            os.write(writing, repr(f"{type(error).__name__}: {error}").encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        assert select.select([reading], [], [], SECONDS)[0], "the fork hangs"
+        return ast.literal_eval(os.read(reading, 65536).decode())
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+
+
+def open_files() -> list[str]:
+    """Return what this process has open."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return links
+
+
+def open_sockets() -> int:
+    """Return how many sockets, shared memory and selectors this process has open."""
+    kinds = ("socket:", "/memfd:", "anon_inode:[eventpoll]")
+    return sum(link.startswith(kinds) for link in open_files())
+
+
+class Echo:
+    """A service that answers with what it is asked, or does what the text says."""
+
+    requests = Note
+    sealed = False
+    keep_arrays = False
+
+    def __init__(self) -> None:
+        self.here: list[str] = []
+        self.gone: list[tuple[str, bool, float]] = []  # Who, whether it died, and when.
+        self.entered, self.leave = threading.Event(), threading.Event()
+
+    def connected(self, peer: Any) -> None:
+        self.here.append(peer.name)
+
+    def handle(self, peer: Any, call: int, request: Note) -> Note | None:
+        if request.text == "wait":
+            self.entered.set()
+            self.leave.wait(SECONDS)
+        elif request.text == "never":
+            self.entered.set()
+            return None
+        elif request.text == "fail":
+            raise LookupError("never heard of it")
+        elif request.text == "unsendable":
+            return Note(arrays=(np.array([None]),))
+        return Note(request.text, request.arrays)
+
+    def disconnected(self, peer: Any, died: bool) -> None:
+        self.gone.append((peer.name, died, time.monotonic()))
+
+
+@contextlib.contextmanager
+def serving(
+    credentials: Credentials = CREDENTIALS, port: int = 0, environ: dict[str, str] | None = None
+) -> Iterator[tuple[Echo, str]]:
+    """Serve an `Echo`, and yield it with its address."""
+    echo = Echo()
+    server = RpcServer(f"127.0.0.1:{port}", credentials, "ps:0", {"echo": echo}, environ=environ)
+    try:
+        yield echo, f"127.0.0.1:{server.port}"
+    finally:
+        echo.leave.set()
+        server.close()
+
+
+def client_of(
+    address: str, credentials: Credentials = CREDENTIALS, name: str = "worker:0", **more: Any
+) -> Client:
+    """Return a client of an `Echo`."""
+    return Client(address, credentials, name=name, purpose="echo", replies=Note, **more)
+
+
+class Child:
+    """A process that runs the lines that it is given, with this module's names.
+
+    Args:
+        environ: what differs in its environment.
+    """
+
+    def __init__(self, environ: dict[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.transport.ends"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
+        )
+        self.pid = self._process.pid
+
+    def start(self, line: str) -> None:
+        """Let it evaluate an expression, or run a statement."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def result(self) -> str:
+        """Return what the expression gave, in its printed form."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().rstrip("\n")
+
+    def run(self, line: str) -> str:
+        self.start(line)
+        return self.result()
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve_lines() -> None:
+    names: dict[str, Any] = {**globals()}
+    for line in sys.stdin:
+        try:
+            print(eval(line, names), flush=True)
+        except SyntaxError:
+            exec(line, names)
+            print("done", flush=True)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    _serve_lines()

@@ -1,0 +1,214 @@
+"""What is encoded comes back the same; what is not, is a `MalformedError` and never worse."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+
+from ndistribute.transport.codec import DTYPES, Array, Decoder, MalformedError, Record, encode
+
+PLAIN = sorted(DTYPES - {"bfloat16"})
+
+
+class Leaf(Record, frozen=True):
+    name: str
+    value: Array | None
+    notes: dict[str, int | float | str] = {}  # noqa: RUF012 (msgspec copies it)
+
+
+class Branch(Record, frozen=True):
+    leaves: tuple[Leaf, ...]
+    blob: bytes
+    flag: bool = False
+
+
+KINDS: Decoder[Leaf | Branch] = Decoder(Leaf | Branch)
+
+some_arrays = st.sampled_from(PLAIN).flatmap(
+    lambda name: arrays_of.arrays(name, arrays_of.array_shapes(min_dims=0, min_side=0, max_side=4))
+)
+some_leaves = st.builds(
+    Leaf,
+    st.text(max_size=5),
+    st.none() | some_arrays,
+    st.dictionaries(
+        st.text(max_size=3), st.integers(-(2**63), 2**63 - 1) | st.floats(), max_size=3
+    ),
+)
+some_records = some_leaves | st.builds(
+    Branch, st.lists(some_leaves, max_size=3).map(tuple), st.binary(max_size=9), st.booleans()
+)
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray):
+        return (
+            isinstance(other, np.ndarray)
+            and (one.dtype, one.shape) == (other.dtype, other.shape)
+            and one.tobytes() == other.tobytes()
+        )
+    if isinstance(one, Record):
+        fields = type(one).__struct_fields__
+        return type(one) is type(other) and all(
+            same(getattr(one, name), getattr(other, name)) for name in fields
+        )
+    if isinstance(one, tuple):
+        return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
+    return repr(one) == repr(other)  # Also for dictionaries with NaN in them.
+
+
+def decoded(control: bytes, buffers: list[bytes]) -> Record | None:
+    """Return the record, or None if it was refused in the one way that is allowed."""
+    try:
+        return KINDS.decode(control, buffers)
+    except MalformedError:
+        return None
+
+
+@given(some_records)
+def test_a_record_comes_back_the_same(record):
+    control, buffers = encode(record)
+    assert same(KINDS.decode(control, [bytes(buffer) for buffer in buffers]), record)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12.0).reshape(3, 4)[:, ::2],
+        np.arange(4, dtype=">f8"),
+        np.asfortranarray(np.ones((2, 3))),
+        np.float32(3)[...],
+    ],
+)
+def test_arrays_arrive_whole_in_this_machines_order(array):
+    control, buffers = encode(Leaf("x", array))
+    value = KINDS.decode(control, buffers).value
+    np.testing.assert_array_equal(value, array)
+    assert value.dtype.isnative
+    assert value.shape == array.shape
+
+
+def test_a_contiguous_array_is_not_copied_on_its_way():
+    array = np.arange(4.0)
+    control, buffers = encode(Leaf("x", array))
+    assert np.shares_memory(KINDS.decode(control, buffers).value, array)
+
+
+def test_bfloat16_travels():
+    dtype = pytest.importorskip("ml_dtypes").bfloat16
+    control, buffers = encode(Leaf("x", np.arange(3, dtype=dtype)))
+    assert KINDS.decode(control, buffers).value.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "array", [np.array([None]), np.array(["text"]), np.array(0, "M8[s]"), np.zeros((1,) * 33)]
+)
+def test_what_does_not_travel_is_an_error_of_the_sender(array):
+    with pytest.raises(ValueError, match=r"can not be sent|dimensions"):
+        encode(Leaf("x", array))
+
+
+@settings(max_examples=200)
+@given(some_records, st.data())
+def test_mutated_bytes_are_malformed_and_nothing_else(record, data):
+    control, buffers = encode(record)
+    control, buffers = bytearray(control), [bytes(buffer) for buffer in buffers]
+    for _ in range(data.draw(st.integers(1, 3))):
+        control[data.draw(st.integers(0, len(control) - 1))] = data.draw(st.integers(0, 255))
+    decoded(bytes(control), buffers)
+    decoded(bytes(control[: data.draw(st.integers(0, len(control)))]), buffers)
+
+
+@given(some_records.filter(lambda record: len(encode(record)[1]) > 0), st.data())
+def test_buffers_that_do_not_fit_are_malformed(record, data):
+    control, buffers = encode(record)
+    spoilt = [bytes(buffer) for buffer in buffers]
+    which = data.draw(st.integers(0, len(spoilt) - 1))
+    assert decoded(control, spoilt[:-1]) is None
+    spoilt[which] += b"\0"
+    assert decoded(control, spoilt) is None
+    spoilt[which] = spoilt[which][:-2]
+    assert decoded(control, spoilt) is None or not buffers[which]
+
+
+@given(st.binary(max_size=200), st.lists(st.binary(max_size=20), max_size=3))
+def test_arbitrary_bytes_are_malformed_and_nothing_else(control, buffers):
+    decoded(control, buffers)
+
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+    | st.sampled_from(["float32", "int8", "object", "bfloat16"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300)
+@given(anything, anything, anything)
+def test_an_array_described_by_anything_is_malformed_and_nothing_else(number, name, shape):
+    for node in ([number, name, shape], [0, "float32", shape], [number, "int8", [4]], number):
+        decoded(msgspec.msgpack.encode(["Leaf", "x", node]), [b"1234"])
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        [0, "object", [4]],
+        [0, "O", [4]],
+        [0, "V4", [1]],
+        [0, "float32", [-1]],
+        [0, "float32", [-1, -1]],
+        [0, "float32", [1.0]],
+        [0, "float32", [True]],
+        [0, "float32", [2**63 - 1] * 20 + [0.5]],
+        [0, "float32", [2**62, 0, 2**62]],
+        [-1, "float32", [1]],
+        [1, "float32", [1]],
+        [0, ["float32"], [1]],
+        [0, "float32", [1] * 33],
+        [0, "float32", {"1": 1}],
+    ],
+)
+def test_descriptions_that_would_mislead_numpy_are_refused(node):
+    assert decoded(msgspec.msgpack.encode(["Leaf", "x", node]), [b"1234"]) is None
+
+
+@pytest.mark.parametrize(
+    "control",
+    [
+        b"\xdd\xff\xff\xff\xff",  # An array of 2^32 - 1 elements, none of which came.
+        b"\x93\xa6Branch\xdd\xff\xff\xff\xff",
+        b"\x93\xa6Branch\x90\xc6\xff\xff\xff\xff",
+        b"\x94\xa4Leaf\xa1x\xc0\xdf\xff\xff\xff\xff",
+        b"\x93\xa4Leaf\xa1x" + b"\x91" * 100_000,
+    ],
+)
+def test_announced_lengths_take_no_memory(control):
+    tracemalloc.start()
+    try:
+        assert decoded(control, []) is None
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_long_shapes_take_no_time():
+    node = [0, "float32", [2**62] * 200_000]
+    assert decoded(msgspec.msgpack.encode(["Leaf", "x", node]), [b"1234"]) is None
+
+
+def test_another_kind_or_another_number_of_fields_is_malformed():
+    for record in (["Other", 1], ["Leaf"], ["Leaf", "x", None, {}, "more"], {"type": "Leaf"}, []):
+        assert decoded(msgspec.msgpack.encode(record), []) is None

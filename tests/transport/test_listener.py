@@ -1,0 +1,346 @@
+"""A listener lets peers in, whatever strangers do meanwhile, and leaves nothing when it closes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import queue
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
+from ndistribute.transport.handshake import Accepted, Hello
+from ndistribute.transport.listener import LISTEN_FD, MAXIMUM_STRANGERS, Listener, listen
+from ndistribute.transport.secret import Credentials
+from ndistribute.transport.tls import TlsFiles, tls_files
+from tests.transport.ends import (
+    CREDENTIALS,
+    SECONDS,
+    STRANGER,
+    at_once,
+    authority,
+    forked,
+    open_sockets,
+    shake,
+    sockets,
+    soon,
+)
+
+GREETING = b"NDST" + struct.pack("!Hc32s", 2, b"C", bytes(32))
+TLS_NAMES = ("NDISTRIBUTE_TLS_CERT", "NDISTRIBUTE_TLS_KEY", "NDISTRIBUTE_TLS_CA")
+
+
+class House:
+    """A listener whose visitors are collected."""
+
+    def __init__(self, credentials: Credentials = CREDENTIALS, **options) -> None:
+        self.visitors: queue.Queue[tuple[socket.socket, Accepted]] = queue.Queue()
+        sock = listen("127.0.0.1:0")
+        self.address = sock.getsockname()
+        own = Hello(name="house")
+        options.setdefault("on_peer", lambda *visitor: self.visitors.put(visitor))
+        self.listener = Listener([sock], credentials, own, **options)
+
+    def knock(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=SECONDS)
+
+    def join(self, name: str = "me", credentials: Credentials = CREDENTIALS) -> str | Exception:
+        """Return who answered, or what went wrong."""
+        try:
+            sock, accepted = shake(self.knock(), credentials, Hello(name=name))
+        except Exception as error:
+            return error
+        sock.close()
+        return accepted.hello.name
+
+    def visitor(self) -> str:
+        sock, accepted = self.visitors.get(timeout=SECONDS)
+        sock.close()
+        return accepted.hello.name
+
+
+@contextlib.contextmanager
+def opened(*args, **options) -> Iterator[House]:
+    made = House(*args, **options)
+    with made.listener:
+        yield made
+    while not made.visitors.empty():
+        made.visitor()
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    with opened() as made:
+        yield made
+
+
+@contextlib.contextmanager
+def strangers(house: House, count: int, sent: bytes = b"") -> Iterator[list[socket.socket]]:
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(house.knock()) for _ in range(count)]
+        for sock in socks:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(sent)
+        yield socks
+
+
+def hung_up(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_a_peer_gets_in_and_nothing_of_what_follows_is_eaten(house):
+    sock, accepted = shake(house.knock())
+    with sock:
+        assert accepted.hello.name == "house"
+        visitor, theirs = house.visitors.get(timeout=SECONDS)
+        with visitor:
+            assert theirs.hello.name == "me"
+            assert theirs.receiving_key == accepted.sending_key
+            visitor.sendall(b"welcome")
+            assert sock.recv(7, socket.MSG_WAITALL) == b"welcome"
+
+
+def test_many_peers_at_once_get_in_and_each_is_told_so_once(house):
+    names = {f"peer {number}" for number in range(40)}
+    assert set(at_once(*[lambda name=name: house.join(name) for name in names])) == {"house"}
+    assert {house.visitor() for _ in names} == names
+    assert house.visitors.empty()
+
+
+def test_a_wrong_secret_keeps_one_out_and_nobody_else(house):
+    error = house.join(credentials=STRANGER)
+    assert isinstance(error, AuthenticationError)
+    assert "another secret" in str(error)
+    assert house.join() == "house"
+    assert house.visitor() == "me"
+    assert house.visitors.empty()
+
+
+@pytest.mark.parametrize("sent", [b"", GREETING[:10], GREETING])
+def test_a_crowd_that_waits_costs_no_thread_and_delays_nobody(house, sent):
+    threads = threading.active_count()
+    with strangers(house, MAXIMUM_STRANGERS + 100, sent):
+        began = time.monotonic()
+        assert house.join() == "house"
+        assert time.monotonic() - began < 2.0
+        assert threading.active_count() == threads
+        assert len(house.listener._strangers) <= MAXIMUM_STRANGERS
+
+
+def test_the_newest_is_not_the_one_that_makes_way(house):
+    """A peer whose first bytes are under way must not be taken for a stranger that says nothing."""
+    with strangers(house, MAXIMUM_STRANGERS, GREETING):
+        for _ in range(20):
+            late = house.knock()
+            with strangers(house, 8, GREETING):
+                assert shake(late)[1].hello.name == "house"
+            late.close()
+
+
+@pytest.mark.parametrize("sent", [b"", GREETING])
+def test_who_does_not_finish_in_time_is_dropped_though_it_drips(sent):
+    with opened(handshake_seconds=0.3) as house, house.knock() as sock:
+        sock.sendall(sent[:-1])
+        sock.settimeout(0.02)
+        deadline, open_ = soon(), True
+        while open_:
+            assert time.monotonic() < deadline
+            try:
+                sock.send(b"N" * (not sent))
+                open_ = bool(sock.recv(4096))
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                break
+
+
+def test_refusals_are_logged_with_who_and_why_and_then_only_counted(caplog):
+    with opened() as house:
+        for _ in range(20):
+            assert isinstance(house.join(credentials=STRANGER), AuthenticationError)
+    records = [record for record in caplog.records if record.name == "ndistribute"]
+    assert all(record.levelno == logging.WARNING for record in records)
+    assert 2 <= len(records) <= 5
+    assert "127.0.0.1:" in records[0].getMessage()
+    assert "another secret" in records[0].getMessage()
+    assert "more since the last" in records[-1].getMessage()
+
+
+def test_a_callback_that_raises_costs_one_connection_and_one_may_close_the_listener(caplog):
+    def picky(sock: socket.socket, accepted: Accepted) -> None:
+        if accepted.hello.name == "stranger":
+            raise LookupError("never heard of you")
+        sock.close()
+        house.listener.close()
+
+    with opened(on_peer=picky) as house:
+        for name in ("stranger", "friend"):
+            with shake(house.knock(), hello=Hello(name=name))[0] as sock:
+                assert hung_up(sock)
+    assert "never heard of you" in caplog.text
+    assert "friend" not in caplog.text
+
+
+def test_closing_drops_who_waits_and_frees_the_port(house):
+    with strangers(house, 5) as silent, strangers(house, 5, GREETING) as begun:
+        assert house.join() == "house"  # So all who came before were accepted.
+        house.listener.close()
+        assert all(hung_up(sock) for sock in silent + begun)
+        with pytest.raises(ConnectionError):
+            house.knock()
+    with listen(f"127.0.0.1:{house.address[1]}"):
+        pass
+    house.listener.close()
+
+
+def test_the_connecting_side_gives_up_at_its_deadline():
+    server, client = sockets()
+    server.sendall(GREETING[:6])
+    with server, pytest.raises(CollectiveTimeoutError):
+        shake(client, seconds=0.2)
+    server, client = sockets()
+    server.close()
+    with pytest.raises(ConnectionError):
+        shake(client)
+
+
+def test_addresses_that_can_not_be_had_are_named_with_what_to_do(house):
+    port = house.address[1]
+    with pytest.raises(OSError, match="choose another port, or port 0") as caught:
+        listen(f"127.0.0.1:{port}")
+    assert caught.value.errno == errno.EADDRINUSE
+    assert f"127.0.0.1 port {port}" in str(caught.value)
+    with pytest.raises(OSError, match=r"192\.0\.2\.1 port 0.*does not have this address"):
+        listen("192.0.2.1:0")
+    with pytest.raises(OSError, match=r"no\.such\.host\.invalid"):
+        listen("no.such.host.invalid:0")
+
+
+def test_it_listens_where_it_was_told_and_nowhere_else():
+    with listen("127.0.0.2:0") as sock:
+        host, port = sock.getsockname()
+        assert host == "127.0.0.2"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_version_6_address_serves_as_well():
+    try:
+        sock = listen("[::1]:0")
+    except OSError:
+        pytest.skip("this host has no IPv6 loopback")
+    with Listener([sock], CREDENTIALS, Hello(name="six"), lambda visitor, _: visitor.close()):
+        client = socket.create_connection(sock.getsockname()[:2], timeout=5)
+        client, accepted = shake(client)
+        client.close()
+        assert accepted.hello.name == "six"
+
+
+def test_a_socket_that_a_launcher_keeps_is_taken_and_another_refused(house):
+    with socket.create_server(("127.0.0.1", 0)) as kept:
+        port, environ = kept.getsockname()[1], {LISTEN_FD: str(kept.fileno())}
+        with listen(f"127.0.0.1:{port}", environ) as sock:
+            assert sock.getsockname()[1] == port
+        with pytest.raises(OSError, match=f"listens on port {port}"):
+            listen("127.0.0.1:1", environ)
+    with pytest.raises(OSError, match="no open socket"):
+        listen("127.0.0.1:1", {LISTEN_FD: "9999"})
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory) -> list[TlsFiles]:
+    """Certificates of two authorities that know nothing of each other."""
+    return [authority(tmp_path_factory.mktemp(name)) for name in ("ours", "theirs")]
+
+
+def with_tls(files: TlsFiles | None, credentials: Credentials = CREDENTIALS) -> Credentials:
+    return Credentials(credentials.secret, credentials.job, files)
+
+
+def test_with_tls_both_ends_need_a_certificate_and_the_secret(authorities):
+    ours, theirs = authorities
+    mixed = TlsFiles(theirs.cert, theirs.key, ours.ca)  # A stranger that trusts this job's CA.
+    with opened(with_tls(ours)) as house:
+        assert house.join(credentials=with_tls(ours)) == "house"
+        assert house.visitor() == "me"
+        error = house.join(credentials=with_tls(ours, STRANGER))
+        assert isinstance(error, AuthenticationError)
+        assert "another secret" in str(error)
+        for files in (theirs, mixed, None):
+            error = house.join(credentials=with_tls(files))
+            assert isinstance(error, AuthenticationError), error
+            assert "TLS" in str(error)
+        assert house.visitors.empty()
+    for credentials in (with_tls(mixed), CREDENTIALS):
+        with opened(credentials) as house:
+            error = house.join(credentials=with_tls(ours))
+            assert isinstance(error, AuthenticationError)
+            assert "TLS" in str(error)
+            assert house.visitors.empty()
+
+
+def test_who_stops_or_leaves_in_tls_delays_nobody(authorities):
+    with (
+        opened(with_tls(authorities[0]), handshake_seconds=0.5) as house,
+        house.knock() as stopped,
+        house.knock() as leaving,
+    ):
+        stopped.sendall(b"\x16\x03\x01")
+        leaving.sendall(b"\x16\x03\x01")
+        leaving.shutdown(socket.SHUT_WR)
+        assert house.join(credentials=with_tls(authorities[0])) == "house"
+        assert hung_up(leaving)
+        assert hung_up(stopped)
+
+
+def test_files_that_are_no_certificates_are_named_and_no_passphrase_is_asked_for(
+    authorities, tmp_path
+):
+    ours, theirs = authorities
+    empty, locked = tmp_path / "empty.pem", tmp_path / "locked.pem"
+    empty.touch()
+    words = ["openssl", "ec", "-in", ours.key, "-out", locked, "-aes128", "-passout", "pass:open"]
+    subprocess.run(words, check=True, capture_output=True, timeout=30)
+    for broken in (
+        TlsFiles("nowhere.pem", ours.key, ours.ca),
+        TlsFiles(ours.cert, ours.key, str(empty)),
+        TlsFiles(ours.cert, theirs.key, ours.ca),
+        TlsFiles(ours.cert, str(locked), ours.ca),
+    ):
+        with (
+            listen("127.0.0.1:0") as sock,
+            pytest.raises(AuthenticationError, match="NDISTRIBUTE_TLS_CERT="),
+        ):
+            Listener([sock], with_tls(broken), Hello(), lambda visitor, accepted: None)
+
+
+def test_the_environment_names_all_files_of_tls_or_none():
+    every = dict(zip(TLS_NAMES, ("cert", "key", "ca"), strict=True))
+    assert tls_files(every) == TlsFiles("cert", "key", "ca")
+    assert tls_files(dict.fromkeys(TLS_NAMES, "")) is None
+    for missing in TLS_NAMES:
+        with pytest.raises(ValueError, match=f"{missing} is not set"):
+            tls_files({name: value for name, value in every.items() if name != missing})
+
+
+def test_a_fork_keeps_no_copy_of_the_listener(house):
+    with strangers(house, 3, GREETING):
+        assert house.join() == "house"
+        house.visitor()
+        # The test's own three strangers remain; nothing of the listener does.
+        assert forked(open_sockets) == 3
+        assert house.join() == "house"  # The parent's goes on.
