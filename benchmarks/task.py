@@ -77,6 +77,10 @@ def main() -> None:
         answers.write(json.dumps(fields) + "\n")
 
     calls = Calls() if "BENCHMARK_CALLS" in os.environ else None
+    if "BENCHMARK_BEATS" in os.environ:
+        from ndistribute.transport import failure_detector
+
+        failure_detector._BEATS = int(os.environ["BENCHMARK_BEATS"])
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         threading.Thread(target=_obey, args=(answer, calls), daemon=True).start()
     {OURS: _serve, PEER: _serve_theirs, "command": _command, "loop": _loop, "hold": _hold}[
@@ -155,16 +159,17 @@ def _loop(answer: Answer) -> None:
 
 
 def _hold(answer: Answer) -> None:
-    """Change and read variables, then hold what was read until told to end."""
+    """Change each variable so many times and read it; hold what was read until told to end."""
     import ndistribute as nd
 
-    count, places = (int(number) for number in os.environ["BENCHMARK_VARIABLES"].split("x"))
+    asked = os.environ["BENCHMARK_VARIABLES"]
+    times, count, places = (int(number) for number in asked.split("x"))
     with nd.ParameterServerStrategy() as strategy:
         with strategy.scope():
             zeros = np.broadcast_to(np.float32(0), (places,))
             variables = [nd.Variable(zeros) for _ in range(count)]
         gradient = np.ones(places, np.float32)
-        for _ in range(_AT_WORK):
+        for _ in range(times):
             for variable in variables:
                 variable.assign_add(gradient)
         answer(held=sum(variable.numpy().nbytes for variable in variables))
