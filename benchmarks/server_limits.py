@@ -97,10 +97,9 @@ def scaled(workers: int, servers: int) -> list[Row]:
     if failed:
         raise RuntimeError(f"{failed} ended with an error")
     name = f"{workers} workers, {servers} servers"
-    seconds = f"trained after {trained:.1f} s, all gone after {ended:.1f} s"
     totals = {fact: sum(one[fact] for one in said.values()) for fact in SAID}
     return [
-        {"": f"{name}, {seconds}: all"} | totals,
+        {"": f"{name}: all", "seconds": [trained, ended]} | totals,
         {"": f"{name}: a server"} | said["ps", 0],
         {"": f"{name}: a worker"} | said["worker", 0],
     ]
@@ -135,8 +134,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ],
     }
     rows = [row for name, make in measure.items() if options.only in (None, name) for row in make()]
-    cells = [[row[""], *(shown(row[fact]) for fact in SAID)] for row in rows]
-    print(markdown(["", *(f"{fact} MB" for fact in SAID[:3]), *SAID[3:]], cells))
+    cells = [
+        [
+            row[""],
+            *(shown(row[fact]) for fact in SAID),
+            ", ".join(map(shown, row.get("seconds", ()))),
+        ]
+        for row in rows
+    ]
+    head = ["", *(f"{fact} MB" for fact in SAID[:3]), *SAID[3:], "s until trained, until gone"]
+    print(markdown(head, cells))
     if options.out:
         write_json({"benchmark": "server_limits", "machine": machine(), "rows": rows}, options.out)
 
