@@ -84,15 +84,16 @@ def _number(value: Any, local_results: Callable[[Any], tuple[Any, ...]]) -> floa
 
 def _groups(quick: bool, cores: int) -> list[Group]:
     works = {
-        "run of an empty step": "empty",
-        "run of a scalar all-reduce": "all_reduce",
-        "reduce of a scalar": "reduce",
+        "run of an empty step": ("empty", 100.0),
+        "run of a scalar all-reduce": ("all_reduce", 200.0),
+        "reduce of a scalar": ("reduce", 30.0),
     }
-    return [Group(title, tuple(_contenders(work))) for title, work in works.items()]
+    return [Group(title, tuple(_contenders(*work))) for title, work in works.items()]
 
 
-def _contenders(work: str) -> Iterator[Contender]:
-    yield Contender("2 replicas", OURS, "ours", {"work": work})
+def _contenders(work: str, bound: float) -> Iterator[Contender]:
+    facts = {"beside": ["eager", "tf.function"], "bound": bound}
+    yield Contender("2 replicas", OURS, "ours", {"work": work}, facts=facts)
     yield Contender("eager", PEER, "tensorflow", {"work": work, "graph": False})
     yield Contender("tf.function", PEER, "tensorflow", {"work": work, "graph": True})
 

@@ -203,12 +203,16 @@ def _groups(quick: bool, cores: int) -> list[Group]:
 
 
 def _trainers(batch: int, servers: int) -> Iterator[Contender]:
-    facts = {"batch": batch, "servers": servers, "workers": WORKERS, "reach": REACH[batch]}
+    facts = {"batch": batch, "servers": servers, "workers": WORKERS}
     params = {"batch": batch, "servers": servers}
     name = f"coordinator, {WORKERS} workers"
     chief = f"chief of {servers} server(s)"
-    for side, maker in ((OURS, "coordinated"), (PEER, "tensorflow")):
-        yield Contender(name, side, maker, params, 1, chief, units=batch * SCHEDULED, facts=facts)
+    beside = facts | {"beside": [name]}
+    for side, maker, own in (
+        (OURS, "coordinated", beside | {"reach": REACH[batch]}),
+        (PEER, "tensorflow", facts),
+    ):
+        yield Contender(name, side, maker, params, 1, chief, units=batch * SCHEDULED, facts=own)
     yield Contender(
         f"own loops, {WORKERS} workers",
         OURS,
@@ -219,43 +223,16 @@ def _trainers(batch: int, servers: int) -> Iterator[Contender]:
         team=WORKERS,
         wire=f"servers-{servers}",
         units=batch * WORKERS,
-        facts=facts,
+        facts=beside,
     )
 
 
 def _trips(size: int) -> Iterator[Contender]:
-    facts: dict[str, Any] = {"bytes": 2 * size}
+    facts = {"bytes": 2 * size}
     for name, unix in (("Unix socket", True), ("TCP", False)):
-        params, facts = {"size": size, "unix": unix}, facts | {"reach": REACH[name]}
-        yield Contender(name, OURS, "round_trip", params, 1, f"trips, {name}", facts=facts)
+        params, own = {"size": size, "unix": unix}, {"beside": ["gRPC"], "reach": REACH[name]}
+        yield Contender(name, OURS, "round_trip", params, 1, f"trips, {name}", facts=facts | own)
     yield Contender("gRPC", PEER, "tensorflow_trip", {"size": size}, 1, "trips", facts=facts)
-
-
-def conclude(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare our workers with TensorFlow's, group by group.
-
-    Args:
-        entries: of the JSON.
-    """
-    rows = []
-    for theirs in entries:
-        if theirs["side"] != PEER:
-            continue
-        for own in entries:
-            if own["side"] != OURS or own["group"] != theirs["group"]:
-                continue
-            times = own["figure"]["median"] / theirs["figure"]["median"]
-            reach = own.get("reach")
-            rows.append(
-                {
-                    "": own["group"],
-                    "ours beside TF's": own["name"],
-                    "times": times,
-                    "reach": reach or "-",
-                    "met": "-" if reach is None else "yes" if times >= reach else "no",
-                }
-            )
-    return rows
 
 
 BENCHMARK = Benchmark(
@@ -265,7 +242,6 @@ BENCHMARK = Benchmark(
     groups=_groups,
     rate=True,
     same_check=1e-3,
-    conclude=conclude,
 )
 
 if __name__ == "__main__":

@@ -134,14 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ],
     }
     rows = [row for name, make in measure.items() if options.only in (None, name) for row in make()]
-    cells = [
-        [
-            row[""],
-            *(shown(row[fact]) for fact in SAID),
-            ", ".join(map(shown, row.get("seconds", ()))),
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        seconds = ", ".join(map(shown, row.get("seconds", ())))
+        cells.append([row[""], *(shown(row[fact]) for fact in SAID), seconds])
     head = ["", *(f"{fact} MB" for fact in SAID[:3]), *SAID[3:], "s until trained, until gone"]
     print(markdown(head, cells))
     if options.out:

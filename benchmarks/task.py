@@ -83,9 +83,8 @@ def main() -> None:
         failure_detector._BEATS = int(os.environ["BENCHMARK_BEATS"])
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         threading.Thread(target=_obey, args=(answer, calls), daemon=True).start()
-    {OURS: _serve, PEER: _serve_theirs, "command": _command, "loop": _loop, "hold": _hold}[
-        sys.argv[1]
-    ](answer)
+    roles = {OURS: _serve, PEER: _serve_theirs, "command": _command, "loop": _loop, "hold": _hold}
+    {**roles, "staleness": _staleness}[sys.argv[1]](answer)
 
 
 def _obey(answer: Answer, calls: Calls | None) -> None:
@@ -156,6 +155,12 @@ def _loop(answer: Answer) -> None:
                     answer(working=True)
         except nd.DistributeError as error:
             answer(when=time.monotonic(), error=type(error).__name__)
+
+
+def _staleness(answer: Answer) -> None:
+    from benchmarks.staleness import train
+
+    train(answer)
 
 
 def _hold(answer: Answer) -> None:
