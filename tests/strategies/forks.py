@@ -29,6 +29,7 @@ def main() -> int:
         def train() -> None:
             while not over.is_set():
                 optimizer.apply_gradients([(np.ones(20_000), weights)])
+                strategy.run(lambda: None)
                 count.assign_add(1.0)
                 acknowledged[0] += 1
 
