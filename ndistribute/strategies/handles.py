@@ -8,6 +8,7 @@ coordinator's own.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import threading
 import weakref
@@ -46,7 +47,7 @@ class Handle:
 
 
 class _Process:
-    """The strategies that this process made, and how many on each cluster."""
+    """The strategies that this process made, and how many on each cluster; none in a fork."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -55,6 +56,7 @@ class _Process:
 
 
 _process = _Process()
+os.register_at_fork(after_in_child=_process.__init__)  # type: ignore[misc]
 
 
 @contextlib.contextmanager

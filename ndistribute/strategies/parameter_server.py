@@ -121,7 +121,8 @@ class ParameterServerStrategy(Strategy):
         durability: ``"snapshot"``; or ``"log"``: the servers put each update into a log in their
             snapshot folder before they acknowledge it, so that none is lost with a server.
         restore: go on with the variables of the strategy that this process made before on the same
-            cluster; else a second strategy starts with variables of its own.
+            cluster, and what optimizers kept that have the same names; else a second strategy
+            starts with variables of its own.
 
     Raises:
         DistributeError: `durability` is ``"log"``, and a server was given no directory.

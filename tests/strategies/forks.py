@@ -14,7 +14,7 @@ import numpy as np
 
 import ndistribute as nd
 
-ENDS = ("_exit", "sys.exit", "close", "return")
+ENDS = ("_exit", "sys.exit", "close", "own", "return")
 
 
 def main() -> int:
@@ -62,6 +62,8 @@ def main() -> int:
                     sys.exit(0 if refused else 1)
                 if end == "close":
                     strategy.close()
+                if end == "own":
+                    refused = refused and _sees_training()
                 return 0 if refused else 1
             codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         _wait_for(lambda seen=acknowledged[0]: acknowledged[0] > seen + 5)
@@ -77,6 +79,13 @@ def main() -> int:
         found = [float(count), -float(weights[0]), -float(weights[-1]), optimizer.iterations]
     print(json.dumps({"codes": codes, "acknowledged": acknowledged[0], "found": found}))
     return 0
+
+
+def _sees_training() -> bool:
+    """Return True if a strategy that a fork makes for itself sees what its parent trains."""
+    with nd.ParameterServerStrategy() as own, own.scope():
+        weights, count = nd.Variable(np.zeros(20_000)), nd.Variable(0.0)
+        return bool(weights[0] <= -5 and float(count) >= 5)
 
 
 def leave_a_fork() -> int:
