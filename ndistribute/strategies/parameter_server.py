@@ -18,6 +18,7 @@ from typing import Any, Literal
 from ndistribute import tree
 from ndistribute.cluster import ClusterResolver, resolve
 from ndistribute.coordinator.coordinator import forget
+from ndistribute.coordinator.remote_value import keep_until_run
 from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.device import Array, Device, resolve_devices
 from ndistribute.parameter_server.client import ServerClient, Servers
@@ -461,6 +462,7 @@ class ParameterServerStrategy(Strategy):
                 self._staleness[max(found)] += 1
 
     def __reduce__(self) -> Any:
+        keep_until_run(self)
         return strategy_of, (self._handle,)
 
     def __repr__(self) -> str:

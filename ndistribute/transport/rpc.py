@@ -356,7 +356,12 @@ class Client:
             if connection is not None:
                 connection.close()
             fresh = connect(
-                self._address, self._credentials, self._hello, self._kinds, deadline=deadline
+                self._address,
+                self._credentials,
+                self._hello,
+                self._kinds,
+                deadline=deadline,
+                keep_arrays=True,
             )
             self.instance = fresh.peer.instance
             self._connection = fresh

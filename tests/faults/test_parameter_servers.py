@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.cluster.coordination import worker_link
-from tests.cluster import errands
+from ndistribute.coordinator import queue
+from tests.coordinator import errands
 from tests.faults.commands import DEADLINE, commanded, taking_part
 from tests.faults.loops import Shared
 from tests.faults.tasks import Tasks, Zygote, wait_until
@@ -53,8 +53,7 @@ def marked(strategy: Any, count: int) -> tuple[nd.Variable, Callable[[int], int]
 def test_every_update_is_made_once_whenever_workers_are_killed(
     zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_link, "_ROUND_SECONDS", 0.1)
-    monkeypatch.setattr(worker_link, "_MISSED_SECONDS", 0.02)
+    monkeypatch.setattr(queue, "ATTEMPTS", KILLS + 1)  # Any number of kills may hit one function.
     rng = random.Random(SEED)
     log = tmp_path / "log"
     log.touch()
@@ -129,9 +128,8 @@ def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(
 
 
 def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(
-    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zygote: Zygote, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(worker_link, "_ROUND_SECONDS", 0.25)
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
     with Tasks(zygote, workers=2, servers=2, **IMPATIENT) as tasks:
@@ -220,9 +218,9 @@ def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(
         tasks.kill("chief", 0)
         for job in ("ps", "worker"):
             assert [tasks.code(job, index) for index in range(2)] == [1, 1]
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 10
         tasks.start_all()
-        with commanded(tasks) as (strategy, coordinator):
+        with commanded(tasks, restore=True) as (strategy, coordinator):
             shared = Shared(strategy)
             assert int(np.sum(shared.steps)) >= seen
             coordinator.schedule(errands.double, args=(1,))
