@@ -269,7 +269,7 @@ class Client:
         self._restoring = False
         self._closing = threading.Event()
         self._process = os.getpid()
-        self.silence_seconds = silence_seconds()
+        self.beat_within = silence_seconds()
 
     @property
     def is_unix(self) -> bool:
@@ -356,7 +356,7 @@ class Client:
                 found.deliver(reply)
             connection.release()
         finally:
-            with self._turn:  # An interrupt may come anywhere: others must not wait for this thread.
+            with self._turn:  # An interrupt may come anywhere, and others wait for this thread.
                 if self._receiving.get(connection) == me:
                     del self._receiving[connection]
                     self._turn.notify_all()
