@@ -125,32 +125,31 @@ def test_a_server_that_raises_tells_why_and_serves_on(job, caplog):
 def test_a_server_that_is_killed_and_started_again_is_only_slow(transport):
     environ = {"NDISTRIBUTE_UNIX_SOCKETS": transport}
     with contextlib.ExitStack() as stack:
-        port, lives = 0, set()
         child = stack.enter_context(Child(environ))
         port = int(child.run(SERVE.format(0)))
         client = stack.enter_context(contextlib.closing(client_of(f"127.0.0.1:{port}")))
-        done = threading.Event()
+        done, counts, lives = threading.Event(), [0] * 3, set()
 
-        def ask(thread: int) -> int:
-            asked = 0
+        def ask(thread: int) -> None:
             while not done.is_set():
-                array = np.full(1 + asked % 50_000, thread, np.float64)
+                array = np.full(1 + counts[thread] % 50_000, thread, np.float64)
                 assert client.call(Note("", (array,)), 30, total) == array.sum()
-                asked += 1
-            return asked
+                counts[thread] += 1
 
         with ThreadPoolExecutor(3) as pool:
             asking = [pool.submit(ask, thread) for thread in range(3)]
-            for _ in range(3):
-                wait_until(lambda: client.instance not in {"", *lives}, 30)
-                lives.add(client.instance)
-                child.signal(signal.SIGKILL)
-                child.close()
-                child = stack.enter_context(Child(environ))
-                assert int(child.run(SERVE.format(port))) == port
-            wait_until(lambda: client.instance not in lives, 30)
-            done.set()
-            assert all(future.result(30) > 3 for future in asking)
+            try:
+                for life in range(1, 4):
+                    wait_until(lambda life=life: min(counts) > 20 * life, 30)
+                    lives.add(client.instance)
+                    assert len(lives) == life
+                    child.close()  # By SIGKILL.
+                    child = stack.enter_context(Child(environ))
+                    assert int(child.run(SERVE.format(port))) == port
+                wait_until(lambda: min(counts) > 100, 30)
+            finally:
+                done.set()
+            assert [future.result(30) for future in asking] == [None] * 3
 
 
 def test_waits_for_a_server_that_is_not_up_yet_and_gives_up_at_the_deadline():
