@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ndistribute.cluster.mpi import MPIClusterResolver, mpi_rank_and_size
+from ndistribute.cluster.ranks import (
+    MPIClusterResolver,
+    TorchrunClusterResolver,
+    mpi_rank_and_size,
+    torchrun_size,
+)
 from ndistribute.cluster.resolvers import ClusterResolver, SimpleClusterResolver
 from ndistribute.cluster.slurm import SlurmClusterResolver, slurm_tasks
 from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.cluster.task import worker_index
 from ndistribute.cluster.tf_config import TFConfigClusterResolver
-from ndistribute.cluster.torchrun import TorchrunClusterResolver, torchrun_size
 
 __all__ = [
     "ClusterResolver",
