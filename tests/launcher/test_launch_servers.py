@@ -31,7 +31,7 @@ def place(job, index):
 
 def serve():
     # Ends when it is told to, by a word or by SIGKILL.
-    with socket.create_server(place(job, index)) as server:
+    with socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"])) as server:
         while True:
             peer, _ = server.accept()
             with peer:
@@ -125,33 +125,19 @@ else:
     assert counts == {"ps0": 2, "ps1": 1, "worker0": 2, "worker1": 1}
 
 
-def test_a_server_of_the_package_gets_its_port_again(script, tmp_path):
+def test_who_waits_for_a_server_is_served_by_its_next_life(script):
     path = script("""
-def reached():
-    while True:
-        try:
-            with socket.create_connection(place("ps", 0), timeout=10) as peer:
-                if peer.recv(1):
-                    return
-        except OSError:
-            pass
-        threading.Event().wait(timeout=0.01)
-
 if job == "ps":
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    from ndistribute.cluster.serving.server import Server
-    with Server(cluster, job, index):
-        signal.sigwait([signal.SIGUSR1])
+    serve()
 else:
-    for signum in (signal.SIGKILL, signal.SIGUSR1):
-        reached()
-        with open(os.path.join(os.path.dirname(__file__), "ps0")) as file:
-            os.kill(int(file.readlines()[-1]), signum)
+    first, second = [socket.create_connection(place("ps", 0), timeout=10) for _ in range(2)]
+    with first, second:
+        first.sendall(b"die")  # Before it accepts the second.
+        second.sendall(b"end")
+        print("life", second.recv(8).decode())
 """)
-    pytest.importorskip("grpc")
     done = run(*cluster(1, 1, "--max-restarts", "1", path))
-    assert done.returncode == 0, done.stderr
-    assert len(lives(tmp_path, "ps0")) == 2
+    assert (done.returncode, done.stdout) == (0, "[worker:0] life 2\n"), done.stderr
 
 
 def test_once_the_restarts_are_used_up_the_job_has_failed(script, tmp_path):
