@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ndistribute.errors import DistributeError
-from ndistribute.transport.codec import Buffer, Decoder, MalformedError, encode, nbytes_of
+from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
 from ndistribute.transport.failure_detector import detector, silence_seconds
 from ndistribute.transport.handshake import Accepted
 from ndistribute.transport.shared_memory import MessageBuffer, map_memory, padded
@@ -50,7 +50,7 @@ _READ_BYTES = 65536
 _SHARED_FROM_BYTES = 65536
 _BUFFERS_AT_ONCE = 512  # The system takes no more than 1024.
 _SOCKET_BYTES = 4 << 20
-_REUSED_BYTES, _MOST_ARRAYS = 1 << 16, 64  # Memory for smaller arrays the allocator keeps itself.
+_REUSED_BYTES = 1 << 16  # Memory for smaller arrays the allocator keeps by itself.
 _IDLE_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 3600.0  # A number of milliseconds that the system takes.
@@ -92,7 +92,6 @@ class Connection:
         silence: float | None = None,
     ) -> None:
         self.peer = accepted.hello
-        self.silence_seconds = silence or silence_seconds()
         self._sock: Any = _Tls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._unix = sock.family == socket.AF_UNIX
         self._kinds = kinds
@@ -112,6 +111,8 @@ class Connection:
         self._inbox_held = self._free_due = False
         self._heard = self._used = time.monotonic()
         try:
+            self.silence_seconds = silence or silence_seconds()
+            self.beat_within = max(0.01, min(self.silence_seconds, self.peer.silence))
             _configure(sock, self._unix, self.silence_seconds)
             detector.watch(self)
         except BaseException:
@@ -128,6 +129,12 @@ class Connection:
     def is_open(self) -> bool:
         """Return True as far as is known: a loss shows at the next beat, or the next use."""
         return self._lost is None
+
+    @property
+    def is_broken(self) -> bool:
+        """Return True once the connection has ended without a good-bye."""
+        lost = self._lost
+        return lost is not None and not lost.clean
 
     def send(self, record: Any, call: int = 0, deadline: float = float("inf")) -> None:
         """Send a record in a frame of its own, whole.
@@ -194,7 +201,17 @@ class Connection:
             self._free_due, self._inbox_held = True, False
 
     def abort(self, reason: str, *, clean: bool = False) -> None:
-        """Cut the connection, from any thread; who waits on it learns the reason."""
+        """Cut the connection, from any thread; who waits on it learns the reason.
+
+        Args:
+            reason: why.
+            clean: whether the other end is told that this one leaves, if it can be without waiting.
+        """
+        if clean and self._lost is None and self._writing.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                if not self._unsent:
+                    self._sock.sendmsg([_HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)])
+            self._writing.release()
         if self._lost is None:
             lost = ConnectionLostError(reason)
             lost.clean = clean
@@ -546,18 +563,18 @@ class _Arrays:
     """Memory for received arrays, used again once nobody holds them: new memory is slow."""
 
     def __init__(self) -> None:
-        self._held: list[np.ndarray[Any, Any]] = []
+        self._held: dict[int, list[Array]] = {}  # By length.
 
     def take(self, nbytes: int) -> memoryview:
         """Return memory of a length, which stays as it is as long as a view of it is held."""
         if nbytes < _REUSED_BYTES:
             return np.empty(nbytes, np.uint8).data
-        for index in range(len(self._held)):
-            if self._held[index].nbytes == nbytes and _references(self._held, index) == _NO_VIEWS:
-                return self._held[index].data
-        self._held.append(np.empty(nbytes, np.uint8))
-        del self._held[:-_MOST_ARRAYS]
-        return self._held[-1].data
+        held = self._held.setdefault(nbytes, [])
+        for index in range(len(held)):
+            if _references(held, index) == _NO_VIEWS:
+                return held[index].data
+        held.append(np.empty(nbytes, np.uint8))
+        return held[-1].data
 
     def forget(self) -> None:
         """Give back what nobody holds."""

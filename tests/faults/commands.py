@@ -28,7 +28,10 @@ def taking_part(tasks: Tasks, job: str = "evaluator", **options: Any) -> Iterato
 
 
 @contextmanager
-def commanded(tasks: Tasks) -> Iterator[tuple[Any, Any]]:
+def commanded(tasks: Tasks, **options: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the strategy and the coordinator of the tasks' chief, which this process is."""
-    with taking_part(tasks, "chief") as strategy, nd.ClusterCoordinator(strategy) as coordinator:
+    with (
+        taking_part(tasks, "chief", **options) as strategy,
+        nd.ClusterCoordinator(strategy) as coordinator,
+    ):
         yield strategy, coordinator
