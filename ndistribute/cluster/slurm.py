@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from ndistribute.cluster.resolvers import ClusterResolver, number_in
 from ndistribute.cluster.spec import ClusterSpec
 
-__all__ = ["SlurmClusterResolver", "expand_hosts", "expand_tasks", "slurm_tasks"]
+__all__ = ["SlurmClusterResolver", "expand_hosts", "expand_tasks"]
 
 # Below the ports that Linux gives to outgoing connections (32768 and up); 16 for each of the jobs
 # that may share a node, told apart by their number.
@@ -88,18 +88,6 @@ class SlurmClusterResolver(ClusterResolver):
             "The ports are those that `srun --resv-ports` reserved, else follow from the job's "
             "number: choose others with SlurmClusterResolver(port_base=...)."
         )
-
-
-def slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Return how many tasks the job step has that this process belongs to; 0 outside of one.
-
-    A batch script itself is no step, although Slurm tells it how many tasks it may start.
-
-    >>> slurm_tasks({"SLURM_NTASKS": "4"}), slurm_tasks({"SLURM_STEP_NUM_TASKS": "4"})
-    (0, 4)
-    """
-    name = "SLURM_STEP_NUM_TASKS"
-    return number_in(environ, name) if name in environ else 0
 
 
 def expand_hosts(text: str) -> list[str]:

@@ -57,11 +57,10 @@ _OURS = ("TF_CONFIG", LISTEN_FD)
 class JobOptions:
     """What the user asked for."""
 
-    command: tuple[str, ...]  # The script and its arguments.
+    command: tuple[str, ...]  # What comes after the interpreter: a script, or ``-m`` and a module.
     hosts: tuple[Host, ...]  # Where, and how many workers on each.
     servers: int = 0  # Parameter servers; with any, all tasks are on this machine.
     chief: bool = False  # Beside the servers and workers, a chief runs the script.
-    module: bool = False  # The command names a module, as after ``python -m``.
     mpi: bool = False
     port: int = DEFAULT_PORT  # The first on each host, where there are several.
     max_restarts: int = 0  # Of a job of workers as a whole, or else of its tasks alone.
@@ -82,11 +81,6 @@ class JobOptions:
         return all(is_this_machine(host.name) for host in self.hosts)
 
     @property
-    def python(self) -> tuple[str, ...]:
-        """Return what comes after the interpreter on the command line."""
-        return ("-m", *self.command) if self.module else self.command
-
-    @property
     def server_settings(self) -> dict[str, str]:
         """Return the variables that parameter servers get beside those of all tasks."""
         settings = {"NDISTRIBUTE_DURABILITY": "log"} if self.durable else {}
@@ -102,7 +96,7 @@ class JobOptions:
         return max(1, sum(host.slots for host in self.hosts if is_this_machine(host.name)))
 
 
-def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that all tasks of a job share: its id and its secret.
 
     What the user has set is kept; the rest is made afresh.
@@ -110,7 +104,6 @@ def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     >>> job_environment({"NDISTRIBUTE_JOB_ID": "7", "NDISTRIBUTE_SECRET_FILE": "f"})
     {'NDISTRIBUTE_JOB_ID': '7', 'NDISTRIBUTE_SECRET_FILE': 'f'}
     """
-    environ = os.environ if environ is None else environ
     job = {_JOB_ID: environ.get(_JOB_ID) or secrets.token_hex(16)}
     given = {name: environ[name] for name in (_SECRET, f"{_SECRET}_FILE") if environ.get(name)}
     return job | (given or {_SECRET: secrets.token_hex(32)})
@@ -200,13 +193,12 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     return outcome.code
 
 
-def dry_run(options: JobOptions, environ: Mapping[str, str] | None = None) -> Iterator[str]:
+def dry_run(options: JobOptions) -> Iterator[str]:
     """Yield what a job would start, line by line, with the secret left out; raise as `launch`."""
-    environ = os.environ if environ is None else environ
     if options.mpi:
-        starts = [_mpi_start(find_mpiexec(), options, environ)]
+        starts = [_mpi_start(find_mpiexec(), options, os.environ)]
     else:
-        starts = _tasks(options, environ)
+        starts = _tasks(options, os.environ)
     for start in starts:
         settings = {n: "(hidden)" if n == _SECRET else v for n, v in start.settings.items()}
         shown = " ".join(f"{name}={shlex.quote(v)}" for name, v in sorted(settings.items()))
@@ -246,7 +238,7 @@ def _tasks(
         starts.append(
             Start(
                 label="chief" if task_type == "chief" else label,
-                argv=(sys.executable, *options.python),
+                argv=(sys.executable, *options.command),
                 settings=settings,
                 task_type=task_type,
                 host=None if is_here else host,
@@ -317,7 +309,7 @@ def _mpi_start(
     command = mpiexec_command(
         mpi,
         options.hosts,
-        options.python,
+        options.command,
         sorted({*ours, *settings, _JOB_ID} - {_SECRET}),
         local=options.is_local,
         redirect=redirection(os.getpid(), [writer for _, writer in pipes]) if pipes else "",

@@ -25,12 +25,12 @@ def test_the_options_of_a_job():
     assert job.hosts == (Host("a", 2), Host("b", 1))
     assert job.command == tuple("x.py -n 9 --timeout no".split())
     assert (job.max_restarts, job.log_dir, job.timeout, job.port) == (2, Path("logs"), 5.0, 4000)
-    assert (job.mpi, job.module, job.processes, job.is_local) == (False, False, 3, False)
+    assert (job.mpi, job.processes, job.is_local) == (False, 3, False)
 
 
 def test_without_hosts_all_is_on_this_machine():
     job = options("-n", "2", "--mpi", "-m", "package.module", "-x")
-    assert (job.is_local, job.mpi, job.python) == (True, True, ("-m", "package.module", "-x"))
+    assert (job.is_local, job.mpi, job.command) == (True, True, ("-m", "package.module", "-x"))
     assert options("-n", "2", "--", "x.py").command == ("x.py",)
 
 
