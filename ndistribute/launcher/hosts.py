@@ -51,9 +51,6 @@ class Host:
 def parse_hosts(text: str, separator: str = ",") -> list[Host]:
     r"""Return the hosts of a list such as ``a:2,b``, or of a file with one in each line.
 
-    Raises:
-        ValueError: an entry is malformed, a host is named twice, or there is none.
-
     >>> parse_hosts("a:2,b")
     [Host(name='a', slots=2), Host(name='b', slots=1)]
     >>> parse_hosts("# rack 1\na slots=2\nb 2\n", separator="\n")
@@ -76,9 +73,6 @@ def parse_hosts(text: str, separator: str = ",") -> list[Host]:
 
 def assign(hosts: Sequence[Host], processes: int | None) -> list[Host]:
     """Return how many of a number of processes each host gets, filling one after the other.
-
-    Raises:
-        ValueError: the hosts do not take as many, or it is not at least one.
 
     >>> assign([Host("a", 2), Host("b", 2), Host("c", 2)], 3)
     [Host(name='a', slots=2), Host(name='b', slots=1)]

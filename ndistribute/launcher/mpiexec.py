@@ -36,11 +36,7 @@ class Mpiexec:
 
 
 def find_mpiexec() -> Mpiexec:
-    """Find mpiexec: the one beside this Python, as wheels put it there, else the one on the path.
-
-    Raises:
-        MissingDependencyError: there is none that works, or no mpi4py.
-    """
+    """Find mpiexec: the one beside this Python, as wheels put it there, or on the path."""
     if importlib.util.find_spec("mpi4py") is None:
         raise MissingDependencyError(f"--mpi needs mpi4py, which is not installed. {_HOW}")
     beside = Path(sys.executable).parent / "mpiexec"

@@ -149,8 +149,7 @@ class Supervisor:
     def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
         """Start everything after a delay, and return once all of it has ended.
 
-        Raises:
-            OSError: a process could not be started; those that were have been ended.
+        If one can not be started, the error is raised once those that were have been ended.
         """
         try:
             for start in starts:
@@ -201,7 +200,8 @@ class Supervisor:
 
     def _ended(self, process: _Process) -> None:
         self._selector.unregister(process.pidfd)
-        process.look()
+        code = process.popen.wait(reaper.GRACE_SECONDS)
+        process.code = code if code >= 0 else 128 - code
         if self._outcome is not None:
             return
         if process.code:
@@ -402,11 +402,6 @@ class _Process:
         )
         self.pidfd = os.pidfd_open(self.popen.pid)
         self._write(script.encode())
-
-    def look(self) -> None:
-        """Note the exit code, 128 plus the number for a signal."""
-        code = self.popen.wait(reaper.GRACE_SECONDS)
-        self.code = code if code >= 0 else 128 - code
 
     def ask_to_end(self) -> None:
         """Have it ended, with a grace; when it is hung up on then, at once."""
