@@ -33,6 +33,7 @@ def total(start: float) -> tuple[int, float, str]:
 def fail_once(folder: str) -> int:
     """Fail in worker 1, the first time."""
     name = note(folder)
+    wait_for_others(folder, 2)
     if name == "worker-1" and len(Path(folder, name).read_text().splitlines()) == 1:
         raise LookupError("not this time")
     return len(Path(folder, name).read_text().splitlines())
