@@ -301,8 +301,7 @@ class _Link:
             try:
                 closures = self._queue.take(self._index, self._depth)
                 send = functools.partial(self._send, line, closures)
-                local = self._thread is None
-                if local or may_wait or max(map(_nbytes, closures), default=0) < _LONG_BYTES:
+                if may_wait or self._thread is None or not any(map(_is_long, closures)):
                     send()
                 else:  # Were the worker stopped, this thread would serve nobody else.
                     threading.Thread(target=send, name="ndistribute sender", daemon=True).start()
@@ -367,7 +366,7 @@ class _Link:
             tuple(closure.functions),
             unknown,
             closure.arguments,
-            tuple(value.payload for value in closure.inputs if value.payload is not None),
+            tuple(_payloads(closure)),
         )
 
     def _serve(self, connector: Connector, longest_pause: float) -> None:
@@ -403,11 +402,16 @@ class _Link:
         return ran
 
 
-def _nbytes(closure: Closure) -> int:
-    """Return how much has to be sent at most."""
-    inputs = [value.payload for value in closure.inputs if value.payload is not None]
-    parts = (closure.arguments, *closure.functions.values(), *inputs)
-    return sum(part.nbytes for part in parts)
+def _payloads(closure: Closure) -> list[Pickled]:
+    return [value.payload for value in closure.inputs if value.payload is not None]
+
+
+def _is_long(closure: Closure) -> bool:
+    """Return True if a socket might not take all that has to be sent at once."""
+    size = 0
+    for part in (closure.arguments, *closure.functions.values(), *_payloads(closure)):
+        size += part.nbytes
+    return size > _LONG_BYTES
 
 
 @dataclass(eq=False)

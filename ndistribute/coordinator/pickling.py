@@ -40,7 +40,10 @@ class Pickled(Record, frozen=True):
     @property
     def nbytes(self) -> int:
         """Return the size of the pickle and its buffers."""
-        return len(self.body) + sum(buffer.nbytes for buffer in self.buffers)
+        size = len(self.body)
+        for buffer in self.buffers:
+            size += buffer.nbytes
+        return size
 
 
 def dump(value: Any) -> Pickled:

@@ -19,14 +19,7 @@ from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.hosts import Host
 from ndistribute.launcher.output import MPIEXEC
 
-__all__ = [
-    "Mpiexec",
-    "exit_code",
-    "find_mpiexec",
-    "mpiexec_command",
-    "parse_tagged",
-    "redirection",
-]
+__all__ = ["Mpiexec", "exit_code", "find_mpiexec", "mpiexec_command", "parse_tagged", "redirection"]
 
 _HOW = "Install both with: pip install ndistribute[mpi]"
 # Open MPI writes [1,0]<stdout>: and, since version 5, [job@1,0]<stdout>: ; MPICH writes [0] .

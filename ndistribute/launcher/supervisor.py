@@ -24,7 +24,16 @@ from ndistribute.launcher import reaper
 from ndistribute.launcher.hosts import ssh_command
 from ndistribute.launcher.output import Console, Lines, ending, tells_of_another
 
-__all__ = ["Outcome", "Start", "Supervisor", "TaskState", "Verdict", "restart_delay", "verdict"]
+__all__ = [
+    "Outcome",
+    "Start",
+    "Supervisor",
+    "TaskState",
+    "Verdict",
+    "restart_delay",
+    "signals_as_bytes",
+    "verdict",
+]
 
 _Parse = Callable[[bytes], tuple[str, bytes]]
 
@@ -32,7 +41,7 @@ _Parse = Callable[[bytes], tuple[str, bytes]]
 _PATIENCE_SECONDS = 2.0
 # How long servers have to end by themselves once the work is done.
 _FINISH_SECONDS = 10.0
-# Beyond its grace, how long a reaper may take.
+# Beyond the grace of its process, how long a reaper may take.
 _REAPING_SECONDS = 5.0
 _LONGEST_DELAY_SECONDS = 30.0
 
@@ -260,6 +269,7 @@ class Supervisor:
         for process in self._processes:
             if self._hurried or not process.start.saves:
                 process.hang_up()
+                self._due[process.popen.kill] = time.monotonic() + _REAPING_SECONDS
         self._hurried = True
 
     def _stop(self, outcome: Outcome) -> None:
@@ -267,9 +277,12 @@ class Supervisor:
             return
         self._outcome = outcome
         self._waiting.clear()
+        now = time.monotonic()
+        self._due = {self._tell_of_savers: now + reaper.GRACE_SECONDS}
         for process in self._processes:
             process.ask_to_end()
-        self._due = {self._tell_of_savers: time.monotonic() + reaper.GRACE_SECONDS}
+            # A reaper ends its process in time, if it is reached: the other host may be gone.
+            self._due[process.popen.kill] = now + process.grace + _REAPING_SECONDS
 
     def _tell_of_savers(self) -> None:
         savers = [p.start.label for p in self._processes if p.start.saves and p.code is None]
@@ -372,7 +385,7 @@ class _Process:
     def __init__(self, start: Start, environ: Mapping[str, str], grace: float) -> None:
         self.start = start
         self.code: int | None = None
-        self._grace = grace
+        self.grace = grace
         mpi = ["mpi"] if start.pipes or start.parse else []
         own = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(grace), *start.argv]
         self.popen = subprocess.Popen(
@@ -406,7 +419,7 @@ class _Process:
         """Wait until it has ended, and close what belongs to it."""
         self.hang_up()
         try:
-            self.popen.wait(self._grace + _REAPING_SECONDS)
+            self.popen.wait(self.grace + _REAPING_SECONDS)
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait(reaper.GRACE_SECONDS)

@@ -71,7 +71,7 @@ class Copy(Protocol):
     """Which version is held, 0 for none; later ones are higher, also after a restart."""
 
     def receive(self, array: Array, version: int) -> None:
-        """Hold a copy of an array, which is valid during the call only."""
+        """Hold an array, which nobody changes any more."""
 
     def saw(self, version: int) -> None:
         """Know that rows of a version were read, which are not held here."""
@@ -343,7 +343,7 @@ class Servers:
                     if value.array is None:
                         raise DistributeError(f"{client.title} answered a read without rows.")
                     copy.saw(value.version)
-                    found.append(value.array.copy())
+                    found.append(value.array)
                 return found
 
             return client.start(ReadRows(items), take)

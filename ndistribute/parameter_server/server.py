@@ -101,6 +101,7 @@ class StoreService:
         self._kept_from = [1]  # The first log that each of the last snapshots goes on with.
         self._store = Store()
         self._writer: threading.Thread | None = None
+        self._store.variables.adopts = True
         if self._directory is None:
             return
         self._claim = tensor_files.claim(self._directory, self._stem, _CLAIM_SECONDS)
@@ -328,6 +329,7 @@ class StoreService:
         for number in numbers:
             self._replay(paths[number])
         self.resumed, self._store.began = True, self._store.total
+        self._store.variables.adopts = True
         self._changed = bool(numbers)
         self._kept_log = logged
         self._log_number = first + len(numbers)

@@ -135,7 +135,8 @@ class Store:
     """Hold variables and what else a server keeps; answer requests one after the other.
 
     Not safe for threads: it is called under one lock, but replies may be encoded outside of it,
-    since arrays in replies never change. Of a request it keeps no array beyond its answer.
+    since arrays in replies never change. Of a request it keeps no array beyond its answer, but for
+    values that `variables.adopts`.
 
     Args:
         floor: versions of variables are above it.

@@ -61,8 +61,11 @@ def plan(variables: Variables, change: Assign | Add | Subtract | Scatter | Apply
 
 def _plan_assign(variables: Variables, change: Assign) -> Planned:
     cell = _fitting(variables, change.name, change.value)
-    # Written in place where nobody reads, which spares the memory.
-    fresh = owned(change.value) if cell.is_shared else None
+    fresh: Array | None = None
+    if variables.adopts and change.value.flags.writeable:
+        fresh = change.value
+    elif cell.is_shared:  # Else it is written in place, which spares the memory.
+        fresh = owned(change.value)
 
     def assign() -> Done:
         if fresh is not None:

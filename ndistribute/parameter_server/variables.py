@@ -94,6 +94,9 @@ class Variables:
     Args:
         floor: new variables have versions above it.
 
+    Attributes:
+        adopts: whether arrays of requests that can be written to are nobody else's.
+
     >>> variables = Variables()
     >>> made, replies = variables.plan([NewVariable("w", (2,), "float32", fill=1.0)])
     >>> variables.cells.update(made)
@@ -103,6 +106,7 @@ class Variables:
 
     def __init__(self, floor: int = 0) -> None:
         self.floor = floor
+        self.adopts = False
         self.cells: dict[str, Cell] = {}
 
     def cell(self, name: str) -> Cell:

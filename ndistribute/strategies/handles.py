@@ -1,16 +1,18 @@
 """How a parameter-server strategy, sent to another process, becomes that process's own.
 
-What is pickled says how to make one. A process makes it once, so that all variables and functions
-which were sent there meet in the same strategy; it is dropped with the coordinator's own.
+What is pickled says how to make one. A worker makes it once for a coordinator, so that all
+variables and functions which were sent there meet in the same strategy; it is dropped with the
+coordinator's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from ndistribute.coordinator.worker import keep
 if TYPE_CHECKING:
     from ndistribute.strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["Handle", "namespace_of", "new_handle", "strategy_of"]
+__all__ = ["Handle", "new_handle", "new_namespace", "strategy_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,13 @@ class _Process:
 _process = _Process()
 
 
-def namespace_of(resolver: ClusterResolver, restore: bool) -> str:
-    """Return what stands before a new strategy's names on the servers of a cluster.
+@contextlib.contextmanager
+def new_namespace(resolver: ClusterResolver, restore: bool) -> Iterator[str]:
+    """Give what stands before a new strategy's names on the servers of a cluster.
 
     The first strategy of each process has an empty one, so that workers share their variables, and
-    a worker that is started again finds them. A second one of a process starts afresh.
+    a worker that is started again finds them. A second one of a process starts afresh. One that
+    could not be made, as an error in the ``with`` block tells, does not count.
 
     Args:
         resolver: of the cluster.
@@ -67,22 +71,24 @@ def namespace_of(resolver: ClusterResolver, restore: bool) -> str:
     """
     cluster = str(resolver.cluster_spec().as_dict())
     with _process.lock:
-        if not restore or not _process.counts[cluster]:
-            _process.counts[cluster] += 1
+        fresh = not restore or not _process.counts[cluster]
+        _process.counts[cluster] += fresh
         count = _process.counts[cluster]
-    return "" if count == 1 else f"strategy_{count}/"
+    try:
+        yield "" if count == 1 else f"strategy_{count}/"
+    except BaseException:
+        with _process.lock:
+            _process.counts[cluster] -= fresh
+        raise
 
 
-def new_handle(strategy: Any, handle: Handle | None, **made_with: Any) -> Handle:
+def new_handle(strategy: Any, **made_with: Any) -> Handle:
     """Return the handle of a new strategy of this process.
 
     Args:
         strategy: the strategy.
-        handle: the one that it was made from, where it was sent here.
-        made_with: the other fields of a new one.
+        made_with: the fields of the handle but for the token.
     """
-    if handle is not None:  # The connection that it came over keeps it, and closes it at its end.
-        return handle
     made = Handle(secrets.token_hex(8), **made_with)
     with _process.lock:
         _process.made[made.token] = strategy

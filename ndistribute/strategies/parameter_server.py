@@ -6,16 +6,19 @@ chief sends functions to the workers through a `ClusterCoordinator`.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ndistribute import tree
 from ndistribute.cluster import ClusterResolver, resolve
 from ndistribute.coordinator.coordinator import forget
+from ndistribute.coordinator.remote_value import keep_until_run
 from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.device import Array, Device, resolve_devices
 from ndistribute.parameter_server.client import ServerClient, Servers
@@ -23,7 +26,7 @@ from ndistribute.parameter_server.closure import Outcomes, current_closure
 from ndistribute.parameter_server.local import LocalServer
 from ndistribute.parameter_server.messages import Accumulated, Apply, Done, Reply
 from ndistribute.strategies.base import Strategy
-from ndistribute.strategies.handles import Handle, namespace_of, new_handle, strategy_of
+from ndistribute.strategies.handles import Handle, new_handle, new_namespace, strategy_of
 from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.timeline import span
 from ndistribute.transport.rpc import Client
@@ -36,6 +39,7 @@ from ndistribute.variables.policy import (
     VariableSynchronization,
 )
 from ndistribute.variables.remote import RemoteVariable
+from ndistribute.variables.served import ServedVariable
 from ndistribute.variables.sync_on_read import SyncOnReadVariable
 from ndistribute.variables.variable import Variable
 
@@ -99,6 +103,11 @@ class ParameterServerStrategy(Strategy):
     Making the strategy waits until all servers are up. Without a cluster the server is in this
     process, which trains alone.
 
+    A process that is forked from this one can not use the strategy, and changes nothing about it by
+    closing it or by ending. When the strategy is closed or dropped, workers that were sent it drop
+    theirs before their next function; the variables stay on the servers, for snapshots and for
+    other workers, until `delete`.
+
     Args:
         cluster_resolver: who is in the job; None finds out from `TF_CONFIG`.
         variable_partitioner: called with shape and dtype of each new variable, returns into how
@@ -144,10 +153,10 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         self._resolver = resolve() if cluster_resolver is None else cluster_resolver
         self._role = role_of(self._resolver)
+        self._process = os.getpid()
         self._timeout = TIMEOUT_SECONDS if timeout_seconds is None else float(timeout_seconds)
         if self._timeout <= 0:
             raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}.")
-        self._durability = durability
         self._partitioner = variable_partitioner
         self._staleness: Counter[int] = Counter()
         self._lock = threading.Lock()
@@ -156,38 +165,28 @@ class ParameterServerStrategy(Strategy):
         self.handles: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
         """The variables of this process by their names on the servers."""
         super().__init__(resolve_devices(devices))
-        self._handle = new_handle(
-            self,
-            _handle,
-            namespace="" if _handle else self._new_namespace(restore),
-            devices=None if devices is None else tuple(map(str, devices)),
-            partitioner=variable_partitioner,
-            timeout_seconds=timeout_seconds,
-        )
-        self._mode = update_mode_of(
-            self._role.num_workers,
-            replicas_to_aggregate,
-            total_num_replicas,
-            max_staleness,
-            namespace=self.namespace,
-            coordinated=self._role.coordinated,
-            timeout=self._timeout,
-        )
         self._names: set[str] = set()
         self._asked: Counter[str] = Counter()
         self._placed = 0
-        if self._is_alone:
-            if durability == "log":
-                raise ValueError(
-                    'durability="log" is kept by the servers of a cluster that have a snapshot '
-                    "directory, and this process has no cluster."
-                )
-            return
-        try:
-            self.servers.greet(durability)
-        except BaseException:
-            self.close()
-            raise
+        with contextlib.nullcontext("") if _handle else self._new_namespace(restore) as namespace:
+            self._handle = _handle or new_handle(
+                self,
+                namespace=namespace,
+                devices=None if devices is None else tuple(map(str, devices)),
+                partitioner=variable_partitioner,
+                timeout_seconds=timeout_seconds,
+            )
+            self._forgotten = weakref.finalize(self, forget, self._handle.token)
+            self._mode = update_mode_of(
+                self._role.num_workers,
+                replicas_to_aggregate,
+                total_num_replicas,
+                max_staleness,
+                namespace=self.namespace,
+                coordinated=self._role.coordinated,
+                timeout=self._timeout,
+            )
+            self._greet(durability)
 
     @classmethod
     def from_handle(cls, resolver: ClusterResolver, handle: Handle) -> ParameterServerStrategy:
@@ -207,7 +206,12 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def servers(self) -> Servers:
-        """Return the parameter servers; connections are made when they are needed first."""
+        """Return the parameter servers; connections are made when they are needed first.
+
+        Raises:
+            RuntimeError: this process is a fork of the one that made the strategy.
+        """
+        self._check_process()
         with self._lock:
             if self._servers is None:
                 self._servers = Servers(self.connect())
@@ -258,10 +262,32 @@ class ParameterServerStrategy(Strategy):
     def _is_alone(self) -> bool:
         return self._resolver is None or not self._resolver.cluster_spec()
 
-    def _new_namespace(self, restore: bool) -> str:
+    def _new_namespace(self, restore: bool) -> contextlib.AbstractContextManager[str]:
         if self._resolver is None or self._is_alone:
-            return ""
-        return namespace_of(self._resolver, restore)
+            return contextlib.nullcontext("")
+        return new_namespace(self._resolver, restore)
+
+    def _greet(self, durability: Literal["snapshot", "log"]) -> None:
+        """Wait until all servers are up."""
+        if not self._is_alone:
+            try:
+                self.servers.greet(durability)
+            except BaseException:
+                self.close()
+                raise
+        elif durability == "log":
+            raise ValueError(
+                'durability="log" is kept by the servers of a cluster that have a snapshot '
+                "directory, and this process has no cluster."
+            )
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process and not self._is_alone:
+            raise RuntimeError(
+                f"this process is a fork of process {self._process}, which made {self!r}: its "
+                "connections to servers are that process's. Make a strategy here, or start "
+                "processes by multiprocessing's method 'spawn'."
+            )
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
         """Make the variable that a policy means, on the servers or, to be read, here."""
@@ -348,6 +374,24 @@ class ParameterServerStrategy(Strategy):
         """
         self.servers.save_snapshots()
 
+    def delete(self, variables: Iterable[Variable]) -> None:
+        """Delete variables from the servers, for all workers: a new strategy makes others beside.
+
+        Args:
+            variables: of this strategy; `variables` of an optimizer are what it keeps.
+
+        Raises:
+            ValueError: one does not lie on servers.
+        """
+        names: dict[int, list[str]] = defaultdict(list)
+        for variable in variables:
+            if not isinstance(variable, ServedVariable):
+                raise ValueError(f"variable {variable.name!r} does not lie on servers.")
+            for part in variable.variables:
+                for server in part.servers:
+                    names[server].append(part.server_name)
+        self.servers.delete(names)
+
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divide the batches of a dataset among the workers, and each over a worker's replicas.
 
@@ -378,8 +422,11 @@ class ParameterServerStrategy(Strategy):
     def close(self) -> None:
         """End the replica threads and say good-bye to the servers.
 
-        What was read last from a variable stays readable.
+        What was read last from a variable stays readable. A process that was forked from this one
+        closes nothing.
         """
+        if os.getpid() != self._process:
+            return  # All of it is the parent's, and its threads are not here.
         servers, copies = self._servers, self._copies
         if servers is not None and copies is not None and self._is_alone and not self._closed:
             variables = [v for v in self.handles.values() if isinstance(v, RemoteVariable)]
@@ -388,12 +435,12 @@ class ParameterServerStrategy(Strategy):
         if servers is not None and copies is not None:
             copies.stay()
             servers.close()
-        if self._role.task.startswith("chief:"):
-            forget(self._handle.token)
+        self._forgotten()
 
     experimental_distribute_dataset = distribute_dataset
 
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
+        self._check_process()
         with self._turn.taken(self):
             if self._copies is not None:
                 self._copies.begin_step()
@@ -425,6 +472,7 @@ class ParameterServerStrategy(Strategy):
                 self._staleness[max(found)] += 1
 
     def __reduce__(self) -> Any:
+        keep_until_run(self)
         return strategy_of, (self._handle,)
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ import select
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -30,7 +31,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ndistribute.errors import DistributeError
-from ndistribute.transport.codec import Buffer, Decoder, MalformedError, encode, nbytes_of
+from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
 from ndistribute.transport.failure_detector import detector, silence_seconds
 from ndistribute.transport.handshake import Accepted
 from ndistribute.transport.shared_memory import MessageBuffer, map_memory, padded
@@ -49,7 +50,7 @@ _READ_BYTES = 65536
 _SHARED_FROM_BYTES = 65536
 _BUFFERS_AT_ONCE = 512  # The system takes no more than 1024.
 _SOCKET_BYTES = 4 << 20
-_KEPT_BYTES = 1 << 20  # Memory for messages above this is given back when it lies idle.
+_REUSED_BYTES = 1 << 16  # Memory for smaller arrays the allocator keeps by itself.
 _IDLE_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 3600.0  # A number of milliseconds that the system takes.
@@ -75,8 +76,8 @@ class Connection:
         kinds: reads the records that come.
         sealed: whether every frame carries a MAC over its header and control record: it must, where
             something in the record will be unpickled.
-        keep_arrays: whether received arrays are the receiver's; else they are views of memory that
-            is used again by the next `receive`.
+        keep_arrays: whether received arrays are the receiver's; else those that came through shared
+            memory are read where they lie, and are valid until the next `receive` or `release`.
         silence: after how many seconds without a word the other end counts as lost.
     """
 
@@ -91,7 +92,6 @@ class Connection:
         silence: float | None = None,
     ) -> None:
         self.peer = accepted.hello
-        self.silence_seconds = silence or silence_seconds()
         self._sock: Any = _Tls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._unix = sock.family == socket.AF_UNIX
         self._kinds = kinds
@@ -104,13 +104,15 @@ class Connection:
         self._unsent = b""  # The rest of a heartbeat that the system did not take whole.
         self._input = memoryview(bytearray(_READ_BYTES))
         self._start = self._end = 0
-        self._memory = np.empty(0, np.uint8)
+        self._arrays = _Arrays()
         self._files: list[int] = []
         self._outbox, self._outbox_busy = MessageBuffer(), False
         self._inbox = memoryview(b"")
         self._inbox_held = self._free_due = False
         self._heard = self._used = time.monotonic()
         try:
+            self.silence_seconds = silence or silence_seconds()
+            self.beat_within = max(0.01, min(self.silence_seconds, self.peer.silence))
             _configure(sock, self._unix, self.silence_seconds)
             detector.watch(self)
         except BaseException:
@@ -199,7 +201,17 @@ class Connection:
             self._free_due, self._inbox_held = True, False
 
     def abort(self, reason: str, *, clean: bool = False) -> None:
-        """Cut the connection, from any thread; who waits on it learns the reason."""
+        """Cut the connection, from any thread; who waits on it learns the reason.
+
+        Args:
+            reason: why.
+            clean: whether the other end is told that this one leaves, if it can be without waiting.
+        """
+        if clean and self._lost is None and self._writing.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                if not self._unsent:
+                    self._sock.sendmsg([_HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)])
+            self._writing.release()
         if self._lost is None:
             lost = ConnectionLostError(reason)
             lost.clean = clean
@@ -315,8 +327,8 @@ class Connection:
 
     def _give_back(self, now: float) -> None:
         """Give back memory for long messages that lies idle; called with the reading lock."""
-        if now - self._used > _IDLE_SECONDS and self._memory.nbytes > _KEPT_BYTES:
-            self._memory = np.empty(0, np.uint8)
+        if now - self._used > _IDLE_SECONDS:
+            self._arrays.forget()
 
     def _send(
         self,
@@ -429,11 +441,15 @@ class Connection:
         lengths = struct.unpack_from(f"<{count}Q", head, _HEADER.size)
         if sum(map(padded, lengths)) != body:
             raise MalformedError(f"{count} parts do not make {body} bytes.")
-        memory = self._body(body, bool(flags & _SHARED), deadline)
-        buffers, at = [], 0
-        for length in lengths:
-            buffers.append(memory[at : at + length])
-            at += padded(length)
+        if flags & _SHARED:
+            buffers = self._shared_buffers(lengths, body)
+        else:
+            buffers = []
+            for length in lengths:
+                view = self._arrays.take(padded(length))
+                self._read_whole(view, deadline)
+                buffers.append(view[:length])
+        self._used = time.monotonic()
         return call, self._kinds.decode(head[start : start + nbytes], buffers)
 
     def _check_mac(self, head: memoryview, end: int) -> None:
@@ -465,29 +481,24 @@ class Connection:
         while here < len(view):
             here += self._read_into(view[here:], deadline)
 
-    def _body(self, nbytes: int, shared: bool, deadline: float) -> memoryview:
-        """Return the buffers' bytes, wherever they came."""
-        if shared:
-            if self._files:
-                self._inbox = map_memory(self._files[-1])
-                self._drop_files()
-            if nbytes > len(self._inbox):
-                raise MalformedError(f"{nbytes} bytes lie in memory of {len(self._inbox)}.")
-            if not self._keep_arrays:
-                self._inbox_held = True
-                return self._inbox[:nbytes]
-            self._free_due = True
-            return memoryview(bytearray(self._inbox[:nbytes]))
-        if self._keep_arrays or not nbytes:
-            memory = np.empty(nbytes, np.uint8)
-        else:
-            if nbytes > len(self._memory):
-                self._memory = np.empty(nbytes, np.uint8)
-            memory = self._memory[:nbytes]
-        self._used = time.monotonic()
-        view = memory.data
-        self._read_whole(view, deadline)
-        return view
+    def _shared_buffers(self, lengths: Sequence[int], nbytes: int) -> list[memoryview]:
+        """Return the buffers of a frame that lie in shared memory, or copies of them."""
+        if self._files:
+            self._inbox = map_memory(self._files[-1])
+            self._drop_files()
+        if nbytes > len(self._inbox):
+            raise MalformedError(f"{nbytes} bytes lie in memory of {len(self._inbox)}.")
+        buffers, at = [], 0
+        for length in lengths:
+            view = self._inbox[at : at + length]
+            if self._keep_arrays:
+                copy = self._arrays.take(padded(length))[:length]
+                np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(view, np.uint8))
+                view = copy
+            buffers.append(view)
+            at += padded(length)
+        self._inbox_held, self._free_due = not self._keep_arrays, self._keep_arrays
+        return buffers
 
     def _wait(self, event: int, deadline: float) -> None:
         """Wait until the socket is ready, or cut."""
@@ -546,6 +557,36 @@ class Connection:
         with contextlib.suppress(OSError):
             os.close(self._sock.detach())
         self._forget_memory()
+
+
+class _Arrays:
+    """Memory for received arrays, used again once nobody holds them: new memory is slow."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Array]] = {}  # By length.
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return memory of a length, which stays as it is as long as a view of it is held."""
+        if nbytes < _REUSED_BYTES:
+            return np.empty(nbytes, np.uint8).data
+        held = self._held.setdefault(nbytes, [])
+        for index in range(len(held)):
+            if _references(held, index) == _NO_VIEWS:
+                return held[index].data
+        held.append(np.empty(nbytes, np.uint8))
+        return held[-1].data
+
+    def forget(self) -> None:
+        """Give back what nobody holds."""
+        self._held.clear()
+
+
+def _references(arrays: Sequence[object], index: int) -> int:
+    return sys.getrefcount(arrays[index])
+
+
+# What the count is where only a list holds an array, in this version of Python.
+_NO_VIEWS = _references([np.empty(0)], 0)
 
 
 class _Tls:

@@ -263,7 +263,7 @@ class Client:
         self._numbers = itertools.count(1)
         self._connecting = threading.Lock()
         self._turn = threading.Condition()
-        self._receiving: set[Connection] = set()
+        self._receiving: dict[Connection, int] = {}  # By which thread.
         self._pending: dict[int, Call] = {}
         self._connection: Connection | None = None
         self._restoring = False
@@ -339,26 +339,27 @@ class Client:
 
     def _receive(self, call: Call) -> None:
         """Wait for a reply: receive it, or let the thread that receives deliver it."""
-        connection = call.connection
-        with self._turn:
-            while connection in self._receiving and not call.settled:
-                left = call.deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._turn.wait(timeout=left)
-            if call.settled:
-                return
-            self._receiving.add(connection)
+        connection, me = call.connection, threading.get_ident()
         try:
+            with self._turn:
+                while connection in self._receiving and not call.settled:
+                    left = call.deadline - time.monotonic()
+                    if left <= 0:
+                        raise TimeoutError
+                    self._turn.wait(timeout=left)
+                if call.settled:
+                    return
+                self._receiving[connection] = me
             number, reply = connection.receive(call.deadline)
             found = self._pending.pop(number, None)
             if found is not None:  # Else whoever asked waits no more.
                 found.deliver(reply)
             connection.release()
         finally:
-            with self._turn:
-                self._receiving.discard(connection)
-                self._turn.notify_all()
+            with self._turn:  # An interrupt may come anywhere: others must not wait for this thread.
+                if self._receiving.get(connection) == me:
+                    del self._receiving[connection]
+                    self._turn.notify_all()
 
     def _connected(self, deadline: float) -> Connection:
         connection = self._connection
@@ -380,7 +381,12 @@ class Client:
             if connection is not None:
                 connection.close()
             fresh = connect(
-                self._address, self._credentials, self._hello, self._kinds, deadline=deadline
+                self._address,
+                self._credentials,
+                self._hello,
+                self._kinds,
+                deadline=deadline,
+                keep_arrays=True,
             )
             self.instance = fresh.peer.instance
             self._connection = fresh

@@ -1,7 +1,8 @@
 """Which numbers an array of a dtype can take without losing anything but digits.
 
 A variable keeps its dtype for life, so what is written to it is cast; a cast that would cut off a
-fraction, an imaginary part or the high digits of an integer is an error instead.
+fraction, an imaginary part or the high digits of an integer is an error instead. Variables, and
+what changes them, are in this machine's byte order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ import numpy as np
 from ndistribute.device import Array, as_array, device_of
 from ndistribute.stream import working_on
 
-__all__ = ["cast"]
+__all__ = ["cast", "native"]
+
+
+def native(array: Array) -> Array:
+    """Return an array in this machine's byte order: itself, unless it was made for another one.
+
+    >>> native(np.array([1.0], ">f4"))
+    array([1.], dtype=float32)
+    """
+    if array.dtype.isnative:
+        return array
+    return array.astype(array.dtype.newbyteorder("="))
 
 
 def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:

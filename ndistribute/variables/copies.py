@@ -10,14 +10,10 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import numpy as np
-
-from ndistribute.device import Array, Device
+from ndistribute.device import Array
 from ndistribute.parameter_server.client import Servers
 from ndistribute.timeline import span
-from ndistribute.variables.cell import Cell
 
 __all__ = ["Copies", "LocalCopy"]
 
@@ -28,44 +24,26 @@ class LocalCopy:
     Args:
         server_name: the variable's name there.
         server: its number.
-        shape: of the variable.
-        dtype: likewise.
     """
 
-    __slots__ = (
-        "_cell",
-        "_dtype",
-        "_shape",
-        "pulled_in",
-        "seen",
-        "server",
-        "server_name",
-        "version",
-    )
+    __slots__ = ("_array", "pulled_in", "seen", "server", "server_name", "version")
 
-    def __init__(
-        self, server_name: str, server: int, shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> None:
+    def __init__(self, server_name: str, server: int) -> None:
         self.server_name = server_name
         self.server = server
         self.version = 0
         self.seen = 0
         self.pulled_in = -1
-        self._shape = shape
-        self._dtype = dtype
-        self._cell: Cell | None = None
+        self._array: Array | None = None
 
     def saw(self, version: int) -> None:
         """Know that rows of a version were read, which are not held here."""
         self.seen = version
 
     def receive(self, array: Array, version: int) -> None:
-        """Hold a copy of an array."""
-        self.version = 0  # Nothing is held if this is broken off.
-        if self._cell is None:
-            self._cell = Cell(np.empty(self._shape, self._dtype), Device("cpu:0"))
-        np.copyto(self._cell.writable(keep=False), array)
-        self.version = self.seen = version
+        """Hold an array, which nobody changes any more."""
+        array.flags.writeable = False
+        self._array, self.version, self.seen = array, version, version
 
     def read(self) -> Array:
         """Return a snapshot of what is held.
@@ -73,11 +51,11 @@ class LocalCopy:
         Raises:
             RuntimeError: nothing is.
         """
-        if self._cell is None or not self.version:
+        if self._array is None:
             raise RuntimeError(
                 f"the value of variable {self.server_name!r} was never fetched from its server."
             )
-        return self._cell.read()
+        return self._array
 
 
 class Copies:

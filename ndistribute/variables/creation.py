@@ -73,10 +73,11 @@ class Request:
         if self._array is None:
             value = self.initial_value() if callable(self.initial_value) else self.initial_value
             made = as_array(value)
-            wanted = made.dtype if self.dtype is None else np.dtype(self.dtype)
+            wanted = np.dtype(made.dtype if self.dtype is None else self.dtype)
             for dtype in (made.dtype, wanted):
                 if dtype.kind not in "biufc" and dtype.name != "bfloat16":
                     raise ValueError(f"a variable holds numbers, not {dtype}, got {value!r}.")
+            wanted = wanted.newbyteorder("=")
             self._array = cast(value, wanted, "the initial value of a variable")
         return self._array
 

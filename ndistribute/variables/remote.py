@@ -75,7 +75,7 @@ class RemoteVariable(ServedVariable):
         made._set_up(strategy, like, policy)
         made._server_name = server_name
         made._servers = tuple(servers)
-        made._copy = LocalCopy(server_name, made._servers[0], made.shape, made.dtype)
+        made._copy = LocalCopy(server_name, made._servers[0])
         strategy.handles[server_name] = made
         return made
 

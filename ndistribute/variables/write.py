@@ -22,7 +22,7 @@ from ndistribute.device import (
 )
 from ndistribute.stream import working_on
 from ndistribute.values import DistributedValues
-from ndistribute.variables.casting import cast
+from ndistribute.variables.casting import cast, native
 
 if TYPE_CHECKING:
     from ndistribute.variables.cell import Cell
@@ -103,7 +103,7 @@ def check_rows(variable: Variable, how: str, indices: Any, values: Any) -> Index
     where = f"scatter ({how}) on variable {variable.name!r} of shape {variable.shape}"
     if not variable.ndim:
         raise ValueError(f"{where}: a variable without axes has no rows. Nothing has changed.")
-    rows = np.atleast_1d(to_host(as_array(indices)))
+    rows = native(np.atleast_1d(to_host(as_array(indices))))
     if rows.size == 0:
         rows = rows.astype(np.int64)
     if rows.dtype.kind not in "iu" or rows.ndim != 1:

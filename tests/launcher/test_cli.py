@@ -63,6 +63,7 @@ def test_hosts_come_from_a_file(tmp_path):
         ("--workers 2 --ps 0 x.py", "--ps must be more than 0"),
         ("--workers 0 --ps 2 x.py", "--workers must be more than 0"),
         ("--workers 2 --ps 1 --snapshot-seconds 0 x.py", "--snapshot-seconds must be more than 0"),
+        ("--workers 2 --ps 1 --durable x.py", "--durable needs a folder"),
         ("--workers 2 --ps 1 --hosts a,b x.py", "start each of them by hand"),
         ("--workers 2 --ps 1 --mpi x.py", "without MPI"),
         ("--hosts a: x.py", "is not HOST or HOST:PROCESSES"),

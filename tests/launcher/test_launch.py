@@ -175,7 +175,7 @@ while True:
 
 
 def test_what_ignores_sigterm_is_killed_after_a_grace(script):
-    """By the launcher, and where that is killed itself by the guardian."""
+    """By the launcher, and where that is killed itself by the reaper."""
     path = script(STUBBORN)
     with started("run", "-n", "1", path) as job, started("run", "-n", "2", path) as killed:
         pids, orphans = read_pids(job, 2), read_pids(killed, 4)

@@ -114,6 +114,14 @@ def pair(
         at_once(ends[0].close, ends[1].close)
 
 
+def knock_near(name: bytes) -> socket.socket:
+    """Return a socket that is connected to the Unix socket of that name."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(SECONDS)
+    sock.connect(name)
+    return sock
+
+
 def shake(
     sock: socket.socket,
     credentials: Credentials = CREDENTIALS,

@@ -72,6 +72,35 @@ def test_the_dtype_is_the_initial_values_unless_it_is_named(initial, dtype, want
     assert np.array_equal(v.numpy(), np.asarray(initial))
 
 
+def test_swapped_bytes_become_the_machines_own(strategy):
+    start = np.arange(4.0)
+    floats = make(strategy, start.astype(">f4"), aggregation="mean")
+    others = [
+        make(strategy, [1, 2], dtype=">i2"),
+        make(strategy, 1j, dtype=">c8", synchronization="on_read", aggregation="sum"),
+    ]
+    assert [v.dtype.str for v in (floats, *others)] == ["<f4", "<i2", "<c8"]
+    assert others[0].assign_add(np.array([5, 6], ">i4")).numpy().tolist() == [6, 8]
+    optimizer = nd.optimizers.SGD(1.0)
+    rows, ones = np.array([1, 3], ">i8"), np.ones(2, ">f4")
+    gradients = [np.ones(4, ">f4"), nd.IndexedSlices(ones, rows, (4,))]
+
+    def change():
+        floats.assign((start + 1).astype(">f4"))
+        floats.scatter_add(rows, ones)
+        for gradient in gradients:
+            optimizer.apply_gradients([(gradient, floats)], skip_gradients_aggregation=True)
+        return floats.numpy()
+
+    strategy.run(change)
+    assert floats.numpy().dtype.str == "<f4"
+    assert floats.numpy().tolist() == [0, 1, 2, 3]
+    strategy.run(change)
+    change()
+    assert floats.numpy().tolist() == [0, 1, 2, 3]
+    assert floats[rows].tolist() == [1, 3]
+
+
 @pytest.mark.parametrize(
     ("initial", "dtype"), [(1.5, "int32"), ([1 + 1j], "float64"), (300, "uint8"), (-1, "uint32")]
 )

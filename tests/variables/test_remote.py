@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
-from ndistribute.cluster.links.link import Link
-from ndistribute.cluster.shelf.shelf import Shelf
-from ndistribute.cluster.shelf.view import ShelfView
-from ndistribute.cluster.store import Store
 
 import ndistribute as nd
+from ndistribute.parameter_server.client import ServerClient
 from ndistribute.parameter_server.closure import closure
-from ndistribute.parameter_server.messages import Assign, Create, Origin, Transaction
-from ndistribute.variables.copies import LocalCopy
 from ndistribute.variables.remote import RemoteVariable
 from tests.kinds import DEADLINE, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
@@ -31,13 +25,13 @@ def variable(strategy: nd.Strategy, value: Any, **options: Any) -> nd.Variable:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of requests that went to servers, in order."""
     kinds: list[str] = []
-    request = Link.request
+    start = ServerClient.start
 
-    def note(link: Link, request_: Any) -> Any:
-        kinds.append(type(request_).__name__)
-        return request(link, request_)
+    def note(client: ServerClient, request: Any, take: Any) -> Any:
+        kinds.append(type(request).__name__)
+        return start(client, request, take)
 
-    monkeypatch.setattr(Link, "request", note)
+    monkeypatch.setattr(ServerClient, "start", note)
     return kinds
 
 
@@ -74,7 +68,7 @@ def test_a_step_fetches_once_from_each_server_what_the_last_step_read(asked: lis
         strategy.run(step)
         del asked[:]
         assert strategy.run(step).values == (30.0,)
-        assert asked == ["Batch", "Batch"]
+        assert asked == ["Read", "Read"]
 
 
 def test_within_a_step_values_stay_but_for_what_this_process_changes() -> None:
@@ -164,41 +158,6 @@ def test_a_handle_is_the_same_variable() -> None:
         again, own = pickle.loads(pickle.dumps((v, strategy)))
         assert again is v
         assert own is strategy
-
-
-def test_reads_from_shared_memory_see_each_version() -> None:
-    shelf = Shelf()
-    store = Store(shelf=shelf)
-    asked: list[str] = []
-
-    class Near:
-        address = "here"
-
-        def request(self, request: Any, timeout: float | None = None) -> Any:
-            asked.append(type(request).__name__)
-            (answer,) = store.handle("worker:0", 1, request)
-            return answer.reply
-
-        def shared_file(self) -> int | None:
-            return os.dup(shelf.shared_file())
-
-    client = Near()
-    for name in ("a", "b"):
-        client.request(Create(name, np.zeros(3)))
-    view = ShelfView(client)  # type: ignore[arg-type]
-    copies = [LocalCopy(name, 0, (3,), np.dtype(float)) for name in ("a", "b")]
-    assert view.pull(copies, 0)
-    held = copies[0].read()
-    client.request(Transaction(Origin("w", 1), (Assign("a", np.ones(3)),)))
-    del asked[:]
-    before = copies[1].version
-    assert view.pull(copies, 0)
-    assert asked == []
-    assert copies[0].read().tolist() == [1, 1, 1]
-    assert held.tolist() == [0, 0, 0]
-    assert copies[1].version == before
-    view.close()
-    shelf.close()
 
 
 def test_a_variable_of_a_closed_strategy_keeps_what_was_read() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.parameter_server.closure import closure
-from ndistribute.parameter_server.messages import Batch, Read, ReadRows, Transaction
+from ndistribute.parameter_server.messages import Read, ReadRows, Transaction
 from ndistribute.variables.partitioners import FixedShardsPartitioner
 from ndistribute.variables.remote import RemoteVariable
 from ndistribute.variables.sharded import ShardedVariable
@@ -24,24 +24,24 @@ TABLE = np.arange(7000.0).reshape(700, 10)  # Too large to come whole for a few 
 
 @contextmanager
 def served(servers, shards=1, **options):
-    """Yield a strategy on so many servers of this process, and the links that note requests."""
+    """Yield a strategy on so many servers of this process, and its clients, which note requests."""
     partitioner = FixedShardsPartitioner(shards) if shards > 1 else None
     with on_servers.served(servers, variable_partitioner=partitioner, **options) as strategy:
-        links = strategy.servers._links
-        for link in links:
-            note_requests(link)
-        yield strategy, links
+        clients = strategy.servers._clients
+        for client in clients:
+            note_requests(client)
+        yield strategy, clients
 
 
-def note_requests(link):
-    """Let a link remember what its server is asked."""
-    link.asked, request = [], link.request
+def note_requests(client):
+    """Let a client remember what its server is asked."""
+    client.asked, start = [], client.start
 
-    def asking(message):
-        link.asked.extend(message.requests if isinstance(message, Batch) else [message])
-        return request(message)
+    def asking(request, take):
+        client.asked.append(request)
+        return start(request, take)
 
-    link.request = asking
+    client.start = asking
 
 
 @pytest.fixture(params=EVERY, ids=lambda numbers: "{} servers, {} shards".format(*numbers))
@@ -55,17 +55,17 @@ def make(strategy, initial=TABLE, **kwargs):
         return nd.Variable(initial, **kwargs)
 
 
-def asked_for(links, kind):
-    return [one for link in links for one in link.asked if isinstance(one, kind)]
+def asked_for(clients, kind):
+    return [one for client in clients for one in client.asked if isinstance(one, kind)]
 
 
-def rows_sent(links):
+def rows_sent(clients):
     """Return how many rows were asked for, and forget it."""
-    count = sum(len(request.indices) for request in asked_for(links, ReadRows))
-    assert not asked_for(links, Read)
-    for link in links:
-        link.asked.clear()
-    return count
+    requests = asked_for(clients, ReadRows)
+    assert not asked_for(clients, Read)
+    for client in clients:
+        client.asked.clear()
+    return sum(len(rows.indices) for request in requests for rows in request.items)
 
 
 def test_shards_are_named_after_the_variable_and_dealt_to_the_servers():
@@ -148,44 +148,42 @@ def test_a_wrong_index_is_refused_as_of_an_array(strategy, index):
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_only_the_rows_asked_for_are_read(shards):
-    with served(2, shards) as (strategy, links):
+    with served(2, shards) as (strategy, clients):
         v = make(strategy)
         assert isinstance(v, ShardedVariable if shards > 1 else RemoteVariable)
         v[[3, 699, 3, -1]]
-        assert rows_sent(links) == 2
+        assert rows_sent(clients) == 2
         v[100:110]
-        assert rows_sent(links) == 10
+        assert rows_sent(clients) == 10
         v[np.arange(700) > 696]
-        assert rows_sent(links) == 3
+        assert rows_sent(clients) == 3
         v[5, 2]
-        assert rows_sent(links) == 1
+        assert rows_sent(clients) == 1
         with nd.GradientTape():
             v[[7, 8]]
-        assert rows_sent(links) == 2
+        assert rows_sent(clients) == 2
         strategy.run(lambda: v[[7, 8]])
-        assert rows_sent(links) == 2
+        assert rows_sent(clients) == 2
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_to_look_at_a_large_variable_reads_nothing(shards):
-    with served(2, shards) as (strategy, links):
+    with served(2, shards) as (strategy, clients):
         v = make(strategy, name="table")
         assert (len(v), v.size, v.ndim) == (700, 7000, 2)
         assert "'table' float64(700, 10)" in repr(v)
-        assert rows_sent(links) == 0
+        assert rows_sent(clients) == 0
         assert "[0. 1.]" in repr(make(strategy, [0.0, 1.0]))
         with pytest.raises(TypeError, match="has no len"):
             len(make(strategy, 1.0))
 
 
 def test_rows_of_one_server_come_in_one_message():
-    with served(1, 3) as (strategy, links):
+    with served(1, 3) as (strategy, clients):
         v = make(strategy)
-        sent = []
-        request = links[0]._client.request
-        links[0]._client.request = lambda *args: sent.append(args) or request(*args)
         v[[0, 300, 699]]
-        assert len(sent) == 1
+        (request,) = asked_for(clients, ReadRows)
+        assert len(request.items) == 3
 
 
 @pytest.mark.parametrize("how", ["assign", "assign_add", "assign_sub"])
@@ -229,27 +227,27 @@ def test_rows_are_written_also_repeated_ones(strategy, how):
     ],
 )
 def test_a_write_that_does_not_fit_changes_nothing(write):
-    with served(3, 3) as (strategy, links):
+    with served(3, 3) as (strategy, clients):
         v = make(strategy)
         with pytest.raises(ValueError, match=r"Nothing has changed|does not fit"):
             write(v)
-        assert not asked_for(links, Transaction)
+        assert not asked_for(clients, Transaction)
         assert np.array_equal(v, TABLE)
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_what_a_write_changes_on_one_server_changes_together(servers):
-    with served(servers, 4) as (strategy, links):
+    with served(servers, 4) as (strategy, clients):
         v = make(strategy)
         v.assign_add(TABLE)
         v.scatter_add([0, 699, 300, 400], np.ones((4, 10)))
-        assert [len(asked_for([link], Transaction)) for link in links] == [2] * servers
+        assert [len(asked_for([client], Transaction)) for client in clients] == [2] * servers
 
 
 def test_only_servers_that_have_a_row_are_asked_to_change_it():
-    with served(3, 3) as (strategy, links):
+    with served(3, 3) as (strategy, clients):
         make(strategy).scatter_add([699, 698], np.ones((2, 10)))
-        assert [len(asked_for([link], Transaction)) for link in links] == [0, 0, 1]
+        assert [len(asked_for([client], Transaction)) for client in clients] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("aggregation", "factor"), [("sum", 3), ("mean", 1.5)])
@@ -271,29 +269,29 @@ def test_writes_of_replicas_are_aggregated(aggregation, factor):
 
 
 def test_another_process_writes_between_two_reads():
-    with served(2, 3) as (strategy, links):
+    with served(2, 3) as (strategy, clients):
         v = make(strategy)
         v.numpy()
         part = v.variables[1]
         changes = part.changes_of(Write("assign_add", np.ones(part.shape)))
         for server, some in changes.items():
-            links[server].transact(some)
+            clients[server].transact(some, None).result()
         expected = np.concatenate([TABLE[:234], TABLE[234:467] + 1, TABLE[467:]])
         assert np.array_equal(v, expected)
         assert np.array_equal(v[200:300], expected[200:300])
 
 
 def test_a_function_that_was_sent_reads_what_it_wrote_and_sends_no_half():
-    with served(2, 2) as (strategy, links):
+    with served(2, 2) as (strategy, clients):
         v = make(strategy)
         with closure("chief", 1):
             v.scatter_add([0, 699], np.ones((2, 10)))
-            assert not asked_for(links, Transaction)
+            assert not asked_for(clients, Transaction)
             assert np.array_equal(v[[0, 699]], TABLE[[0, 699]] + 1)
         with pytest.raises(RuntimeError, match="on purpose"), closure("chief", 2):  # noqa: PT012
             v.assign_add(TABLE)
             raise RuntimeError("on purpose")
-        assert [len(asked_for([link], Transaction)) for link in links] == [1, 1]
+        assert [len(asked_for([client], Transaction)) for client in clients] == [1, 1]
 
 
 def test_a_pickled_variable_is_the_same_one_here():

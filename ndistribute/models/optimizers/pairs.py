@@ -8,6 +8,7 @@ from typing import Any
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, as_array
+from ndistribute.variables.casting import native
 from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.variable import Variable
 
@@ -28,7 +29,13 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple[
         if given is None:
             _log.warning("no gradient for variable %r: it stays as it is", variable.name)
             continue
-        gradient = given if isinstance(given, IndexedSlices) else as_array(given)
+        if isinstance(given, IndexedSlices):
+            gradient: Any = given
+            if not (given.values.dtype.isnative and given.indices.dtype.isnative):
+                values, indices = native(given.values), native(given.indices)
+                gradient = IndexedSlices(values, indices, given.dense_shape)
+        else:
+            gradient = native(as_array(given))
         if gradient.shape != variable.shape or gradient.dtype.kind not in "fc":
             raise ValueError(
                 f"the gradient of variable {variable.name!r} has shape {gradient.shape} and dtype "

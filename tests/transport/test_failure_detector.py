@@ -1,0 +1,149 @@
+"""A process that ends is known at once, a stopped one after a while, and a busy one lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ndistribute.transport.connection import Connection
+from ndistribute.transport.failure_detector import FailureDetector, detector, silence_seconds
+from tests.transport.ends import Child, Echo, one_end, pair, serving, sockets, wait_until
+
+SILENCE = 1.6
+ENVIRON = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(SILENCE)}
+CALL = "client.call(Note('here'), 10).text"
+
+
+@pytest.fixture(params=["0", "1"], ids=["tcp", "unix"])
+def job(request) -> Iterator[tuple[Echo, Child]]:
+    """A service, and a process that is its client."""
+    environ = {**ENVIRON, "NDISTRIBUTE_UNIX_SOCKETS": request.param}
+    with serving(environ=environ) as (echo, address), Child(environ) as child:
+        child.run(f"client = client_of({address!r})")
+        assert child.run(CALL) == "here"
+        assert child.run("client.is_unix") == str(request.param == "1")
+        yield echo, child
+
+
+def test_a_process_that_is_killed_is_known_at_once(job):
+    echo, child = job
+    killed = time.monotonic()
+    child.signal(signal.SIGKILL)
+    wait_until(lambda: echo.gone)
+    _, died, when = echo.gone[0]
+    assert died
+    assert when - killed < SILENCE / 2
+
+
+def test_a_process_that_is_stopped_is_lost_after_the_set_time_and_not_before(job):
+    echo, child = job
+    stopped = time.monotonic()
+    child.signal(signal.SIGSTOP)
+    wait_until(lambda: echo.gone)
+    _, died, when = echo.gone[0]
+    assert died
+    assert SILENCE * 0.8 <= when - stopped < SILENCE + 3.0
+    child.signal(signal.SIGCONT)
+    assert child.run(CALL) == "here"  # It comes back as on a new connection.
+    assert len(echo.here) == 2
+
+
+def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(job):
+    echo, child = job
+    child.run("import ctypes")
+    # This call of the C library does not release the interpreter's lock.
+    began = time.monotonic()
+    child.run(f"ctypes.PyDLL(None).usleep({int(SILENCE * 0.6e6)})")
+    assert time.monotonic() - began >= SILENCE * 0.6
+    assert child.run(CALL) == "here"
+    assert len(echo.here) == 1
+    assert not echo.gone
+
+
+def test_a_process_that_was_stopped_itself_does_not_blame_the_others(job):
+    """After a pause of its own it hears first what came meanwhile."""
+    echo, child = job
+    with serving() as (patient, address):
+        child.run(f"other = client_of({address!r})")
+        assert child.run(CALL.replace("client", "other")) == "here"
+        child.signal(signal.SIGSTOP)
+        wait_until(lambda: echo.gone)
+        child.signal(signal.SIGCONT)
+        assert child.run(CALL.replace("client", "other")) == "here"
+        assert len(patient.here) == 1
+
+
+def test_one_that_says_good_bye_has_not_died(job):
+    echo, child = job
+    child.run("client.close()")
+    wait_until(lambda: echo.gone)
+    assert not echo.gone[0][1]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "0.001", "inf", "nan", "soon"])
+def test_what_is_no_time_is_an_error_where_a_server_or_a_connection_is_made(text, monkeypatch):
+    environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": text}
+    with pytest.raises(ValueError, match=r"must be a number of at least 0\.01"):
+        silence_seconds(environ)
+    with pytest.raises(ValueError, match="NDISTRIBUTE_HEARTBEAT_SECONDS"), serving(environ=environ):
+        pass
+    monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", text)
+    one, other = sockets()
+    with other, pytest.raises(ValueError, match="NDISTRIBUTE_HEARTBEAT_SECONDS"):
+        one_end(one, "a")
+    assert one.fileno() == -1
+
+
+class Watched:
+    """What the detector calls, in place of a connection."""
+
+    beat_within = 0.08
+
+    def __init__(self, own: FailureDetector, last: bool = False) -> None:
+        self.ticks = 0
+        self._own, self._last = own, last
+
+    def tick(self, now: float, excused: bool) -> None:
+        self.ticks += 1
+        if self._last:
+            self._own.forget(self)
+        raise LookupError("a fault of one")
+
+
+def test_a_fault_of_one_connection_does_not_stop_the_heartbeats_of_the_others(caplog):
+    own = FailureDetector()
+    watched = [Watched(own), Watched(own)]
+    for one in watched:
+        own.watch(one)
+    wait_until(lambda: min(one.ticks for one in watched) > 3)
+    for one in watched:
+        own.forget(one)
+    assert "could not be watched" in caplog.text
+    assert own._thread is None
+
+
+def test_the_last_connection_may_be_forgotten_on_the_detectors_own_thread():
+    own = FailureDetector()
+    last = Watched(own, last=True)
+    own.watch(last)
+    wait_until(lambda: own._thread is None)
+    own.watch(again := Watched(own))
+    wait_until(lambda: again.ticks > 1)
+    own.forget(again)
+    own.forget(again)
+    assert last.ticks == 1
+
+
+def test_nothing_is_kept_alive_by_being_watched_and_one_thread_serves_all():
+    with pair() as one, pair() as other:
+        threads = os.listdir("/proc/self/task")
+        with pair():
+            assert len(os.listdir("/proc/self/task")) == len(threads)
+        assert all(isinstance(end, Connection) for end in detector._watched)
+        assert len(detector._watched) == 4
+        del one, other
+    assert detector._thread is None

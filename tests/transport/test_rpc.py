@@ -1,0 +1,356 @@
+"""A client's calls are answered by whichever life of its server is there, or fail with a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from ndistribute.errors import (
+    AuthenticationError,
+    CollectiveTimeoutError,
+    DistributeError,
+    WorkerLostError,
+)
+from ndistribute.transport.rpc import RpcServer
+from ndistribute.transport.secret import Credentials
+from tests.transport.ends import (
+    CREDENTIALS,
+    SECONDS,
+    STRANGER,
+    Child,
+    Echo,
+    Note,
+    at_once,
+    authority,
+    client_of,
+    forked,
+    open_files,
+    open_sockets,
+    serving,
+    wait_until,
+)
+
+SERVE = "(server := RpcServer('127.0.0.1:{}', CREDENTIALS, 'ps:0', {{'echo': Echo()}})).port"
+
+
+@pytest.fixture(params=["0", "1"], ids=["tcp", "unix"])
+def transport(request, monkeypatch) -> str:
+    monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", request.param)
+    return request.param
+
+
+@pytest.fixture
+def job(transport):
+    """A service, and a client of it."""
+    environ = {"NDISTRIBUTE_UNIX_SOCKETS": transport}
+    with (
+        serving(environ=environ) as (echo, address),
+        contextlib.closing(client_of(address, audience="ps:0")) as client,
+    ):
+        yield echo, client
+
+
+def total(reply: Note) -> float:
+    """Return the sum of a reply's arrays, while they are valid."""
+    return float(sum(array.sum() for array in reply.arrays))
+
+
+def test_calls_of_several_threads_get_their_own_replies(job, transport):
+    echo, client = job
+
+    def ask(thread: int) -> None:
+        for number in range(40):
+            size = (thread * 31 + number * 1009) % 30_000
+            array = np.full(size, thread + number, np.float64)
+            assert client.call(Note(f"{thread}", (array,)), 20, total) == array.sum()
+
+    assert at_once(*[lambda thread=thread: ask(thread) for thread in range(6)]) == [None] * 6
+    assert client.is_unix == (transport == "1")
+    assert echo.here == [client.name]
+
+
+def test_calls_that_were_started_together_are_answered_in_any_order(job):
+    _, client = job
+    calls = [
+        client.start(Note(str(number)), SECONDS, lambda reply: reply.text) for number in range(9)
+    ]
+    for number in (8, 0, 3, 1, 2, 7, 4, 6, 5):
+        assert calls[number].result() == str(number)
+
+
+def test_a_late_reply_is_not_taken_for_the_next_ones(job):
+    echo, client = job
+    with pytest.raises(CollectiveTimeoutError, match=r"did not answer within 0\.[12]"):
+        client.call(Note("wait", (np.ones(100_000),)), 0.15)
+    echo.leave.set()
+    for number in range(3):
+        assert client.call(Note(str(number))).text == str(number)
+    assert len(echo.here) == 1
+
+
+def test_who_waits_longer_goes_on_when_the_receiving_thread_gives_up(job):
+    echo, client = job
+    with ThreadPoolExecutor(2) as pool:
+        short = pool.submit(client.call, Note("never"), 0.3)
+        assert echo.entered.wait(SECONDS)
+        patient = pool.submit(client.call, Note("patient", (np.ones(9),)), SECONDS, total)
+        assert patient.result(SECONDS) == 9
+        with pytest.raises(CollectiveTimeoutError):
+            short.result(SECONDS)
+
+
+def test_a_server_that_raises_tells_why_and_serves_on(job, caplog):
+    echo, client = job
+    with pytest.raises(DistributeError, match="LookupError: never heard of it"):
+        client.call(Note("fail"))
+    with pytest.raises(DistributeError, match="can not be sent"):
+        client.call(Note("unsendable"))
+    with pytest.raises(ValueError, match="can not be sent"):
+        client.call(Note("", (np.array([None]),)))
+    with pytest.raises(ZeroDivisionError):
+        client.call(Note(""), take=lambda reply: 1 / 0)
+    assert client.call(Note("and on")).text == "and on"
+    assert len(echo.here) == 1
+    assert not client._pending
+
+
+def test_a_server_that_is_killed_and_started_again_is_only_slow(transport):
+    environ = {"NDISTRIBUTE_UNIX_SOCKETS": transport}
+    with contextlib.ExitStack() as stack:
+        port, lives = 0, set()
+        child = stack.enter_context(Child(environ))
+        port = int(child.run(SERVE.format(0)))
+        client = stack.enter_context(contextlib.closing(client_of(f"127.0.0.1:{port}")))
+        done = threading.Event()
+
+        def ask(thread: int) -> int:
+            asked = 0
+            while not done.is_set():
+                array = np.full(1 + asked % 50_000, thread, np.float64)
+                assert client.call(Note("", (array,)), 30, total) == array.sum()
+                asked += 1
+            return asked
+
+        with ThreadPoolExecutor(3) as pool:
+            asking = [pool.submit(ask, thread) for thread in range(3)]
+            for _ in range(3):
+                wait_until(lambda: client.instance not in {"", *lives}, 30)
+                lives.add(client.instance)
+                child.signal(signal.SIGKILL)
+                child.close()
+                child = stack.enter_context(Child(environ))
+                assert int(child.run(SERVE.format(port))) == port
+            wait_until(lambda: client.instance not in lives, 30)
+            done.set()
+            assert all(future.result(30) > 3 for future in asking)
+
+
+def test_waits_for_a_server_that_is_not_up_yet_and_gives_up_at_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with contextlib.closing(client_of(f"127.0.0.1:{port}", audience="ps:0")) as client:
+        began = time.monotonic()
+        with pytest.raises(WorkerLostError, match=r"ps:0 at 127.* was not reached within 0\.[23]"):
+            client.call(Note(), 0.25)
+        assert time.monotonic() - began < 2.0
+        with ThreadPoolExecutor(1) as pool:
+            early = pool.submit(client.call, Note("early"), SECONDS)
+            with serving(port=port):
+                assert early.result(SECONDS).text == "early"
+
+
+@pytest.mark.parametrize(
+    ("credentials", "more", "reason"),
+    [
+        (STRANGER, {}, "another secret"),
+        (Credentials(CREDENTIALS.secret, "another job"), {}, "belongs to job another job"),
+        (CREDENTIALS, {"audience": "ps:1"}, "looks for ps:1, and this is ps:0"),
+    ],
+)
+def test_who_does_not_belong_learns_it_at_once(job, credentials, more, reason):
+    _, client = job
+    with (
+        contextlib.closing(client_of(client._address, credentials, **more)) as other,
+        pytest.raises(AuthenticationError, match=reason),
+    ):
+        other.call(Note(), SECONDS)
+    other = client_of(client._address)
+    other._hello = type(other._hello)(purpose="nothing", name="me")
+    with contextlib.closing(other), pytest.raises(AuthenticationError, match="nothing here answer"):
+        other.call(Note(), SECONDS)
+
+
+def test_over_tls(tmp_path, monkeypatch):
+    monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", "0")
+    credentials = Credentials(CREDENTIALS.secret, CREDENTIALS.job, authority(tmp_path))
+    with serving(credentials) as (_, address):
+        with contextlib.closing(client_of(address, credentials)) as client:
+            array = np.arange(2_000_000.0)
+            assert client.call(Note("", (array,)), 30, total) == array.sum()
+        plain = client_of(address)
+        with contextlib.closing(plain), pytest.raises(AuthenticationError, match="TLS"):
+            plain.call(Note(), SECONDS)
+
+
+def test_a_slow_connection_holds_up_neither_other_calls_nor_close():
+    """A host that swallows everything: who waits for it holds no lock that others need."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        client = client_of(f"127.0.0.1:{silent.getsockname()[1]}")
+        waiting = pool.submit(client.call, Note(), 30)
+        peer, _ = silent.accept()
+        began = time.monotonic()
+        with pytest.raises(WorkerLostError):
+            client.call(Note(), 0.2)
+        client.close()
+        assert time.monotonic() - began < 3.0
+        silent.close()
+        peer.close()
+        with pytest.raises(WorkerLostError, match="was closed"):
+            waiting.result(SECONDS)
+
+
+def test_closing_wakes_who_waits_and_is_no_death_for_the_server(job):
+    echo, client = job
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(client.call, Note("never"), 30) for _ in range(2)]
+        assert echo.entered.wait(SECONDS)
+        client.close()
+        for future in waiting:
+            with pytest.raises(WorkerLostError, match="was closed"):
+                future.result(SECONDS)
+    client.close()
+    with pytest.raises(WorkerLostError, match="was closed"):
+        client.call(Note())
+    wait_until(lambda: echo.gone)
+    assert [gone[:2] for gone in echo.gone] == [(client.name, False)]
+
+
+def test_a_server_that_is_closed_lets_its_clients_know_and_frees_its_address(job):
+    _, client = job
+    assert client.call(Note("first")).text == "first"
+    port = int(client._address.rpartition(":")[2])
+    echo = Echo()
+    own = RpcServer("127.0.0.1:0", CREDENTIALS, "ps:0", {"echo": echo})
+    with contextlib.closing(client_of(f"127.0.0.1:{own.port}")) as other:
+        assert other.call(Note("there")).text == "there"
+        own.close()
+        own.close()
+        assert [gone[1] for gone in echo.gone] == [False]
+        with pytest.raises(WorkerLostError):
+            other.call(Note(), 0.1)
+        again = RpcServer(f"127.0.0.1:{own.port}", CREDENTIALS, "ps:0", {"echo": echo})
+        assert other.call(Note("again"), SECONDS).text == "again"
+        again.close()
+    with pytest.raises(OSError, match="choose another port"):
+        RpcServer(f"127.0.0.1:{port}", CREDENTIALS, "ps:0", {})
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_interrupt_ends_the_call_of_its_own_thread_alone(job, waits):
+    """The main thread may be receiving, or taking a reply, for another thread when it comes."""
+    echo, client = job
+    taking = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def slowly(reply: Note) -> str:
+        if threading.current_thread() is threading.main_thread() and not taking.is_set():
+            taking.set()
+            signal.raise_signal(signal.SIGALRM)
+        return reply.text
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            call = client.start(Note("never"), SECONDS, slowly)
+            assert echo.entered.wait(SECONDS)
+            if waits:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                other = None
+            else:
+                other = pool.submit(lambda: _when_received(client, slowly))
+            with pytest.raises(KeyboardInterrupt):
+                call.result()
+            if other is not None:
+                assert other.result(SECONDS) == "of the other thread"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert client.call(Note("next")).text == "next"
+    assert not client._pending
+
+
+def _when_received(client, take) -> str:
+    """Call once another thread receives, so that it takes the reply of this one."""
+    wait_until(lambda: client._receiving)
+    return client.call(Note("of the other thread"), SECONDS, take)
+
+
+def test_a_fork_can_not_call_and_takes_nothing_from_its_parent(job):
+    echo, client = job
+    array = np.ones(300_000)
+    assert client.call(Note("first", (array,)), SECONDS, total) == array.size
+
+    def child() -> tuple[str, list[str]]:
+        try:
+            client.call(Note("from the child"))
+        except RuntimeError as error:
+            client.close()
+            kinds = ("socket:", "/memfd:", "anon_inode:[eventpoll]")
+            return f"{type(error).__name__}: {error}", [
+                link for link in open_files() if link.startswith(kinds)
+            ]
+        return "no error", []
+
+    others = open_sockets() - _open_here(client)
+    said, kept = forked(child)
+    assert said.startswith("RuntimeError: this process is a fork")
+    assert len(kept) <= others
+    assert client.call(Note("second", (array,)), SECONDS, total) == array.size
+    assert len(echo.here) == 1
+    unused = client_of(client._address)
+    assert "RuntimeError" in forked(lambda: unused.call(Note()))
+
+
+def _open_here(client) -> int:
+    """Return how many descriptors the client and the service of this process have at least."""
+    return 2 + 2 + 1 + 2 * client.is_unix  # Connections, a listener's pair and socket, memory.
+
+
+def test_a_death_is_seen_though_a_fork_lives_on(job, transport):
+    echo, client = job
+    with Child({"NDISTRIBUTE_UNIX_SOCKETS": transport}) as child:
+        child.run(f"client = client_of({client._address!r}, name='parent')")
+        assert child.run("client.call(Note('here', (np.ones(99_999),)), 10).text") == "here"
+        fork = int(child.run("(lambda pid: pid or (signal.pause(), os._exit(0)))(os.fork())"))
+        child.signal(signal.SIGKILL)
+        try:
+            wait_until(lambda: echo.gone, 5)
+            assert echo.gone[0][0].startswith("parent#")
+            assert echo.gone[0][1]
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+def test_a_wait_that_has_no_end_is_over_when_the_server_dies():
+    with Child() as child:
+        port = int(child.run(SERVE.format(0)))
+        client = client_of(f"127.0.0.1:{port}")
+        with contextlib.closing(client), ThreadPoolExecutor(3) as pool:
+            began = time.monotonic()
+            waiting = [pool.submit(client.call, Note("never"), 1.5) for _ in range(3)]
+            wait_until(lambda: len(client._pending) == 3)
+            child.signal(signal.SIGKILL)
+            for future in waiting:
+                with pytest.raises(WorkerLostError, match="was not reached"):
+                    future.result(SECONDS)
+            assert time.monotonic() - began < 5.0
