@@ -269,7 +269,7 @@ class Client:
         self._restoring = False
         self._closing = threading.Event()
         self._process = os.getpid()
-        self.silence_seconds = silence_seconds()
+        self.beat_within = silence_seconds()
 
     @property
     def is_unix(self) -> bool:

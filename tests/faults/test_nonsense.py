@@ -53,7 +53,7 @@ TO_WORKERS: list[Record] = [Run("n", 1, 1, ("k",), {"k": Pickled(b"x")}, Pickled
 def counting_meanwhile(strategy: Any, coordinator: Any) -> Iterator[Callable[[], int]]:
     """Let workers count all the time, and yield what says how often each number was counted."""
     with strategy.scope():
-        marks = nd.Variable(np.zeros(100_000, np.int64))
+        marks = nd.Variable(np.zeros(1_000_000, np.int64))
     enough = threading.Event()
 
     def count(number: int) -> None:
@@ -106,7 +106,8 @@ class Stranger:
             hello = Hello(name="evaluator:9#n", purpose=purpose, audience=self._name)
             hello = self._credentials.signed(hello)
             deadline = time.monotonic() + 20
-            sock, accepted = authenticate(sock, self._credentials.secret, hello, deadline=deadline)
+            secret = self._credentials.secret
+            _, accepted = authenticate(sock, secret, hello, deadline=deadline)
             records = TO_SERVERS if self._serves else TO_WORKERS
             frame = framed(self._rng.choice(records), accepted, sealed=not self._serves)
             self._write(sock, self._spoilt(frame))
@@ -149,12 +150,8 @@ class Stranger:
 def framed(record: Record, accepted: Accepted, *, sealed: bool) -> bytes:
     """Return the bytes of a frame as the other end of a handshake makes it."""
     here, there = socket.socketpair()
-    with (
-        there,
-        contextlib.closing(
-            Connection(here, accepted, Decoder(Reply | Outcome), sealed=sealed)
-        ) as connection,
-    ):
+    connection = Connection(here, accepted, Decoder(Reply | Outcome), sealed=sealed)
+    with contextlib.closing(connection), there:
         connection._unix = False  # Else long arrays would go by shared memory.
         connection.send(record, 1)
         return there.recv(1 << 16)
