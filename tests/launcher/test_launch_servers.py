@@ -31,7 +31,7 @@ def place(job, index):
 
 def serve():
     # Ends when it is told to, by a word or by SIGKILL.
-    with socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"])) as server:
+    with socket.create_server(place(job, index)) as server:
         while True:
             peer, _ = server.accept()
             with peer:
@@ -138,6 +138,47 @@ else:
 """)
     done = run(*cluster(1, 1, "--max-restarts", "1", path))
     assert (done.returncode, done.stdout) == (0, "[worker:0] life 2\n"), done.stderr
+
+
+def test_a_server_of_the_package_gets_its_port_again(script, tmp_path):
+    path = script("""
+import ndistribute as nd
+if job == "ps":
+    nd.Server(cluster, job, index).join()
+else:
+    with nd.ParameterServerStrategy():  # It is up.
+        with open(os.path.join(os.path.dirname(__file__), "ps0")) as file:
+            os.kill(int(file.read()), signal.SIGKILL)
+    with nd.ParameterServerStrategy():
+        pass
+""")
+    done = run(*cluster(1, 1, "--max-restarts", "1", path))
+    assert done.returncode == 0, done.stderr
+    assert len(lives(tmp_path, "ps0")) == 2
+
+
+def test_a_function_that_kills_its_workers_ends_with_an_error_however_often_they_restart(
+    script, tmp_path
+):
+    """It was run for ever, as long as the launcher started workers again."""
+    path = script("""
+import ndistribute as nd
+if job == "chief":
+    def suicide():
+        os.kill(os.getpid(), signal.SIGKILL)
+    with nd.ParameterServerStrategy() as strategy, nd.ClusterCoordinator(strategy) as coordinator:
+        coordinator.schedule(suicide)
+        try:
+            coordinator.join(timeout=60)
+        except nd.WorkerLostError as error:
+            print(error)
+else:
+    nd.Server(cluster, job, index).join()
+""")
+    done = run(*cluster(2, 1, "--chief", "--max-restarts", "6", path))
+    assert done.returncode == 0, done.stderr
+    assert "closure 1 (suicide) was run 4 times, and each time its worker was lost" in done.stdout
+    assert done.stderr.count("ended (signal 9); starting it again") == 4
 
 
 def test_once_the_restarts_are_used_up_the_job_has_failed(script, tmp_path):
