@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import IO, Any, TypedDict
 
+from ndistribute.cluster.seconds import seconds_of
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.launcher import reaper
 from ndistribute.launcher.launch import job_environment, task_environment
@@ -346,7 +347,8 @@ class _Attempt:
         try:
             if self._stopping.wait(delay):
                 return task
-            saving = _SAVING_SECONDS if saves else 0.0
+            name = "NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS"
+            saving = seconds_of(environ, name, _SAVING_SECONDS) if saves else 0.0
             self._call(task.handle, "start", self._work, environ, saving)
             while task.code is None:
                 if self._stopping.is_set():

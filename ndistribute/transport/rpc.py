@@ -356,7 +356,7 @@ class Client:
                 found.deliver(reply)
             connection.release()
         finally:
-            with self._turn:  # An interrupt may come anywhere: others must not wait for this thread.
+            with self._turn:  # An interrupt may come anywhere, and others wait for this thread.
                 if self._receiving.get(connection) == me:
                     del self._receiving[connection]
                     self._turn.notify_all()
