@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,19 @@ def test_when_the_chief_leaves_its_servers_end_well():
         with reach(server, "chief:0"):
             pass
         assert outcome.result(timeout=10) is True
+
+
+def test_a_chief_that_connected_again_is_here_although_its_old_connection_ends_later():
+    """A server that had been stopped saw both at once, and took the chief for dead."""
+    with serving({**ONE_WORKER, "chief": ["127.0.0.1:2"]}) as server:
+        old, new = (SimpleNamespace(name="chief:0#a") for _ in range(2))
+        service = server._services()["ps"]
+        service.connected(old)
+        service.connected(new)
+        service.disconnected(old, died=True)
+        assert server._attendance.policy.outlook() is None
+        service.disconnected(new, died=True)
+        assert server._attendance.policy.outlook().lost == "the chief died"
 
 
 def test_servers_end_once_all_workers_have_left_whoever_else_is_there():

@@ -42,7 +42,7 @@ def logged(folder: Path) -> dict[str, str]:
 
 def victim(rng: random.Random) -> tuple[str, int]:
     """Wait for some moment, and return whom to kill then."""
-    threading.Event().wait(rng.uniform(0, 0.05))
+    threading.Event().wait(rng.uniform(0, 0.01))
     return rng.choice([("ps", 0), ("ps", 1), *(("worker", n) for n in range(WORKERS))])
 
 
@@ -65,9 +65,25 @@ def test_every_update_that_a_worker_knows_of_is_there_once(zygote: Zygote, tmp_p
             noted = path.read_bytes() if path.exists() else b""
             return [noted.count(b"0"), noted.count(b"1")]
 
+        def those_who_live() -> list[int]:
+            return [life for life in range(len(lives)) if life not in killed]
+
+        def go_on() -> None:
+            """Wait until all have heard ten times more of each server."""
+            before = {life: acknowledged(life) for life in those_who_live()}
+            wait_until(
+                lambda: all(
+                    now >= then + 10
+                    for life, counts in before.items()
+                    for now, then in zip(acknowledged(life), counts, strict=True)
+                ),
+                DEADLINE,
+            )
+
         for worker in range(WORKERS):
             begin(worker)
         for _ in range(KILLS):
+            go_on()
             job, index = victim(rng)
             tasks.kill(job, index)
             if job == "ps":
@@ -76,8 +92,7 @@ def test_every_update_that_a_worker_knows_of_is_there_once(zygote: Zygote, tmp_p
             life = max(life for life, worker in enumerate(lives) if worker == index)
             killed.add(life)
             begin(index)
-        alive = [life for life in range(len(lives)) if life not in killed]
-        wait_until(lambda: all(min(acknowledged(life)) > 5 for life in alive), DEADLINE)
+        go_on()
         with taking_part(tasks) as observer:
             counts = counted(observer)
             with observer.scope():
@@ -123,9 +138,15 @@ def test_every_function_changes_everything_once_whoever_is_killed(
 
             results: list[Any] = []
             for _ in range(KILLS):
-                more = range(len(results), len(results) + PER_KILL)
-                results += [coordinator.schedule(add, args=(number,)) for number in more]
-                job, index = victim(rng)
+                begun: set[int] = set()
+                while not begun:  # A worker, for one, has begun something since its start.
+                    more = range(len(results), len(results) + PER_KILL)
+                    results += [coordinator.schedule(add, args=(number,)) for number in more]
+                    job, index = victim(rng)
+                    pids = set(map(int, log.read_text().split()))
+                    begun = {tasks.pid("worker", n) for n in range(WORKERS)} & pids
+                    if job == "worker" and tasks.pid(job, index) not in begun:
+                        begun.clear()
                 tasks.kill(job, index)
                 assert tasks.code(job, index) == -signal.SIGKILL
                 tasks.start(job, index)

@@ -82,6 +82,7 @@ def test_heartbeats_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(60 + FUNCTIONS // 50)
 def test_functions_that_are_over_leave_nothing_anywhere(zygote: Zygote) -> None:
     """The chief and the servers kept something of each function: 100,000 were gigabytes."""
     with Tasks(zygote, workers=2, servers=1) as tasks:
