@@ -91,11 +91,10 @@ def job_options(options: argparse.Namespace) -> JobOptions:
         raise ValueError(f"--timeout must be more than 0 seconds, got {options.timeout}.")
     _check_servers(options)
     return JobOptions(
-        command=tuple(command),
+        command=("-m", *command) if options.module else tuple(command),
         hosts=tuple(_hosts(options)),
         servers=options.servers or 0,
         chief=options.chief,
-        module=options.module,
         mpi=options.mpi,
         port=options.port,
         max_restarts=options.max_restarts,

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ndistribute.cluster.mpi import MPIClusterResolver, mpi_rank_and_size
-from ndistribute.cluster.resolvers import ClusterResolver, SimpleClusterResolver
-from ndistribute.cluster.slurm import SlurmClusterResolver, slurm_tasks
+from ndistribute.cluster.ranks import (
+    MPIClusterResolver,
+    TorchrunClusterResolver,
+    mpi_rank_and_size,
+    torchrun_size,
+)
+from ndistribute.cluster.resolvers import ClusterResolver, SimpleClusterResolver, number_in
+from ndistribute.cluster.slurm import SlurmClusterResolver
 from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.cluster.task import worker_index
 from ndistribute.cluster.tf_config import TFConfigClusterResolver
-from ndistribute.cluster.torchrun import TorchrunClusterResolver, torchrun_size
 
 __all__ = [
     "ClusterResolver",
@@ -53,6 +57,8 @@ def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     mpi = mpi_rank_and_size(environ)
     if mpi is not None and mpi[1] > 1:
         return MPIClusterResolver(environ=environ)
-    if mpi is None and slurm_tasks(environ) > 1:
+    # A batch script itself is no step, although Slurm tells it how many tasks it may start.
+    in_step = mpi is None and "SLURM_STEP_NUM_TASKS" in environ
+    if in_step and number_in(environ, "SLURM_STEP_NUM_TASKS") > 1:
         return SlurmClusterResolver(environ=environ)
     return TorchrunClusterResolver(environ=environ) if under_torchrun else None

@@ -170,11 +170,7 @@ class SimpleClusterResolver(ClusterResolver):
 
 
 def number_in(environ: Mapping[str, str], name: str) -> int:
-    """Return the number that a variable holds.
-
-    Raises:
-        ValueError: it is not set, or is not 0 or a positive number.
-    """
+    """Return the number that a variable holds; raise ValueError unless it is 0 or above."""
     text = environ.get(name, "")
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{name}={text!r} is no number.")

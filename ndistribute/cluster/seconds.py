@@ -9,15 +9,7 @@ __all__ = ["seconds_of"]
 
 
 def seconds_of(environ: Mapping[str, str], name: str, usual: float) -> float:
-    """Return a number of seconds.
-
-    Args:
-        environ: the environment.
-        name: of its variable.
-        usual: what holds where it is not set.
-
-    Raises:
-        ValueError: it is no number above 0.
+    """Return the seconds that a variable sets; if it is not set, the usual ones.
 
     >>> seconds_of({"PATIENCE": "2.5"}, "PATIENCE", 30.0), seconds_of({}, "PATIENCE", 30.0)
     (2.5, 30.0)

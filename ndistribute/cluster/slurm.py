@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from ndistribute.cluster.resolvers import ClusterResolver, number_in
 from ndistribute.cluster.spec import ClusterSpec
 
-__all__ = ["SlurmClusterResolver", "expand_hosts", "expand_tasks", "slurm_tasks"]
+__all__ = ["SlurmClusterResolver", "expand_hosts", "expand_tasks"]
 
 # Below the ports that Linux gives to outgoing connections (32768 and up); 16 for each of the jobs
 # that may share a node, told apart by their number.
@@ -59,8 +59,8 @@ class SlurmClusterResolver(ClusterResolver):
         environ = os.environ if environ is None else environ
         hosts = expand_hosts(_need(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
         if tasks_per_node is None:
-            tasks = _need(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-            tasks_per_node = expand_tasks(tasks)
+            counts = _need(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+            tasks_per_node = expand_tasks(counts)
         if len(hosts) != len(tasks_per_node):
             raise ValueError(
                 f"Slurm names {len(hosts)} nodes, but tasks for {len(tasks_per_node)} of them."
@@ -69,12 +69,17 @@ class SlurmClusterResolver(ClusterResolver):
         _need(environ, "SLURM_PROCID")
         rank = number_in(environ, "SLURM_PROCID")
         _check_node(nodes, rank, environ)
+        jobs = {"worker": len(nodes)} if jobs is None else jobs
+        if sum(jobs.values()) != len(nodes):
+            raise ValueError(
+                f"The jobs {dict(jobs)} have {sum(jobs.values())} tasks, but Slurm started "
+                f"{len(nodes)}."
+            )
         base = _port_base(environ) if port_base is None else port_base
-        addresses = _addresses(hosts, nodes, base)
-        cluster, task_type, task_id = _assign(
-            {"worker": len(nodes)} if jobs is None else jobs, addresses, rank
-        )
-        super().__init__(cluster, task_type, task_id, "slurm")
+        addresses = iter(_addresses(hosts, nodes, base))
+        cluster = {job: list(itertools.islice(addresses, n)) for job, n in jobs.items() if n}
+        tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
+        super().__init__(ClusterSpec(cluster), *tasks[rank], "slurm")
 
     @property
     def address_hint(self) -> str:
@@ -85,32 +90,18 @@ class SlurmClusterResolver(ClusterResolver):
         )
 
 
-def slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Return how many tasks the job step has that this process belongs to; 0 outside of one.
-
-    A batch script itself is no step, although Slurm tells it how many tasks it may start.
-
-    >>> slurm_tasks({"SLURM_NTASKS": "4"}), slurm_tasks({"SLURM_STEP_NUM_TASKS": "4"})
-    (0, 4)
-    """
-    name = "SLURM_STEP_NUM_TASKS"
-    return number_in(environ, name) if name in environ else 0
-
-
 def expand_hosts(text: str) -> list[str]:
     """Return the hosts that a Slurm host list names, in order.
-
-    Args:
-        text: such as ``"n[001-003,7],gpu-[1-2]x[3,5],login"``.
-
-    Raises:
-        ValueError: the list is malformed; the message names the part.
 
     >>> expand_hosts("n[001-003,7],gpu-[1-2]x[3,5],login")
     ['n001', 'n002', 'n003', 'n7', 'gpu-1x3', 'gpu-1x5', 'gpu-2x3', 'gpu-2x5', 'login']
     """
     hosts: list[str] = []
-    for entry in _entries(text):
+    # The commas that stand outside brackets.
+    entries = re.split(r",(?![^\[]*\])", text.strip())
+    if not all(entries):
+        raise ValueError(f"The host list {text!r} is empty, or has an empty entry.")
+    for entry in entries:
         # re.split puts what stands in brackets at the odd places.
         pieces = _PART.split(entry)
         if any(bracket in piece for piece in pieces[::2] for bracket in "[]"):
@@ -126,12 +117,6 @@ def expand_hosts(text: str) -> list[str]:
 
 def expand_tasks(text: str) -> list[int]:
     """Return how many tasks each node has.
-
-    Args:
-        text: such as ``"2(x3),1"``.
-
-    Raises:
-        ValueError: the text is malformed.
 
     >>> expand_tasks("2(x3),1")
     [2, 2, 2, 1]
@@ -185,22 +170,6 @@ def _addresses(hosts: list[str], nodes: list[int], base: int) -> list[str]:
     return addresses
 
 
-def _assign(
-    jobs: Mapping[str, int], addresses: list[str], rank: int
-) -> tuple[ClusterSpec, str, int]:
-    """Deal the tasks out to the jobs, in order of rank."""
-    if sum(jobs.values()) != len(addresses):
-        raise ValueError(
-            f"The jobs {dict(jobs)} have {sum(jobs.values())} tasks, but Slurm started "
-            f"{len(addresses)}."
-        )
-    cluster: dict[str, list[str]] = {}
-    owners = [(job, index) for job, count in jobs.items() for index in range(count)]
-    for (job, _), address in zip(owners, addresses, strict=True):
-        cluster.setdefault(job, []).append(address)
-    return ClusterSpec(cluster), *owners[rank]
-
-
 def _port_base(environ: Mapping[str, str]) -> int:
     name = "SLURM_STEP_RESV_PORTS"
     if environ.get(name):
@@ -218,14 +187,6 @@ def _need(environ: Mapping[str, str], *names: str) -> str:
         f"Slurm did not start this process: {' and '.join(names)} are not set. Start it with "
         "`srun --ntasks=4 python script.py`."
     )
-
-
-def _entries(text: str) -> list[str]:
-    """Cut at the commas that stand outside brackets."""
-    entries = re.split(r",(?![^\[]*\])", text.strip())
-    if not all(entries):
-        raise ValueError(f"The host list {text!r} is empty, or has an empty entry.")
-    return entries
 
 
 def _ranges(inside: str, text: str) -> list[tuple[range, int]]:

@@ -51,7 +51,13 @@ class ClusterSpec:
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Return what describes this cluster: a list for each dense job, else a dictionary."""
-        return {job: _described(tasks) for job, tasks in self._jobs.items()}
+        described: dict[str, list[str] | dict[int, str]] = {}
+        for job, tasks in self._jobs.items():
+            indices = sorted(tasks)
+            is_dense = bool(tasks) and indices[-1] + 1 == len(indices)
+            ordered = {index: tasks[index] for index in indices}
+            described[job] = list(ordered.values()) if is_dense else ordered
+        return described
 
     def num_tasks(self, job_name: str) -> int:
         """Return how many tasks of a job are known.
@@ -75,10 +81,10 @@ class ClusterSpec:
         Raises:
             ValueError: there is no such job, or no such task.
         """
-        tasks = self._job(job_name)
-        if task_index not in tasks:
+        address = self._job(job_name).get(task_index)
+        if address is None:
             raise ValueError(f"No task with index {task_index!r} in job {job_name!r}")
-        return tasks[task_index]
+        return address
 
     def job_tasks(self, job_name: str) -> list[str | None]:
         """Return a job's addresses by task index, None where a task is not known.
@@ -108,15 +114,7 @@ class ClusterSpec:
 
 
 def only_task(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
-    """Return a task: what was not said of it is known where there is only one.
-
-    Args:
-        cluster: all tasks.
-        job: the task's job, if it was said.
-        index: its index, if it was said.
-
-    Raises:
-        ValueError: there are several, or it is not there.
+    """Return a task's job and index; what is None is known where there is only one.
 
     >>> only_task(ClusterSpec({"ps": ["a:1"]}), None, None)
     ('ps', 0)
@@ -158,12 +156,3 @@ def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"All {what} must be bytes or unicode; got {value!r}.")
     return value
-
-
-def _described(tasks: dict[int, str]) -> list[str] | dict[int, str]:
-    if not tasks:
-        return {}
-    order = sorted(tasks)
-    if order[-1] + 1 == len(order):
-        return [tasks[index] for index in order]
-    return {index: tasks[index] for index in order}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from ndistribute.cluster.spec import ClusterSpec
 
 __all__ = ["TFConfigClusterResolver"]
 
+_ADDRESS = re.compile(r".+:(\d+)", re.ASCII)
 _EXAMPLE = (
     '{"cluster": {"worker": ["host1:12345", "host2:12345"]}, '
     '"task": {"type": "worker", "index": 0}}'
@@ -52,8 +54,11 @@ class TFConfigClusterResolver(ClusterResolver):
             config = _object(json.loads(text) if text.strip() else {}, "it")
             cluster = _cluster(_object(config.get("cluster", {}), "'cluster'"))
             task = _object(config.get("task", {}), "'task'")
-            task_type = _task_type(task) if task_type is None else task_type
-            task_id = _task_index(task) if task_id is None else task_id
+            task_type = task.get("type") if task_type is None else task_type
+            if not isinstance(task_type, str | None):
+                raise ValueError(f"'type' in 'task' is {task_type!r}, not a string.")
+            if task_id is None and task.get("index") is not None:
+                task_id = _number(task["index"], "'index' in 'task'")
             super().__init__(cluster, task_type, task_id, str(config.get("environment", "")))
         except (TypeError, ValueError) as error:
             what = f"it is not JSON: {error}." if isinstance(error, json.JSONDecodeError) else error
@@ -61,46 +66,28 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def _cluster(described: dict[str, Any]) -> ClusterSpec:
-    # JSON's keys are strings, and only some tasks may be known.
-    cluster = ClusterSpec(
-        {
-            job: {_sparse_index(job, index): tasks[index] for index in tasks}
-            if isinstance(tasks, dict)
-            else tasks
-            for job, tasks in described.items()
-        }
-    )
+    jobs = dict(described)
+    for job, tasks in described.items():
+        if isinstance(tasks, dict):  # Only some tasks are known, and JSON's keys are strings.
+            what = f"a task's index in job {job!r}"
+            jobs[job] = {_number(index, what): address for index, address in tasks.items()}
+    cluster = ClusterSpec(jobs)
     for job in cluster.jobs:
         for index in cluster.task_indices(job):
-            _check_address(cluster.task_address(job, index), f"task {index} of {job!r}")
+            address = cluster.task_address(job, index)
+            match = _ADDRESS.fullmatch(address)
+            if match is None or int(match[1]) > 65535:
+                raise ValueError(
+                    f"task {index} of {job!r} has the address {address!r}, which is not HOST:PORT."
+                )
     return cluster
 
 
-def _check_address(address: str, what: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ValueError(f"{what} has the address {address!r}, which is not HOST:PORT.")
-
-
-def _sparse_index(job: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"'cluster': job {job!r} has a task {text!r}, which is no number.")
-    return int(text)
-
-
-def _task_type(task: dict[str, Any]) -> str | None:
-    value = task.get("type")
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"'type' in 'task' is {value!r}, not a string.")
-    return value
-
-
-def _task_index(task: dict[str, Any]) -> int | None:
-    value = task.get("index")
+def _number(value: Any, what: str) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)  # Templates that fill in an environment variable often quote it.
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise ValueError(f"'index' in 'task' is {value!r}, not a number.")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{what} is {value!r}, which is no number.")
     return value
 
 

@@ -74,7 +74,7 @@ class Watch:
         on_silence: Callable[[int, str], None],
     ) -> None:
         self._lines = {other: _Line(other, sock) for other, sock in connections.items()}
-        self._silence = self.beat_within = silence_seconds
+        self.beat_within = silence_seconds
         self._on_message = on_message
         self._on_silence = on_silence
         self._ending = threading.Event()
@@ -166,7 +166,7 @@ class Watch:
             self._write()
             now = time.monotonic()
             for line in list(self._lines.values()):
-                if now - line.heard > self._silence:
+                if now - line.heard > self.beat_within:
                     self._lose(line, f"nothing was heard of it for {now - line.heard:.1f} s")
 
     def _finished(self) -> bool:

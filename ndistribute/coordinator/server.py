@@ -173,16 +173,22 @@ class _Attendance:
     def __init__(self, policy: ExitPolicy) -> None:
         self.policy = policy
         self._changed = threading.Condition()
+        self._peers: dict[str, Peer] = {}
         self._released = False
 
-    def came(self, client: str) -> None:
+    def came(self, peer: Peer) -> None:
         with self._changed:
-            self.policy.came(client)
+            self._peers[peer.name] = peer
+            self.policy.came(peer.name)
             self._changed.notify_all()
 
-    def left(self, client: str, died: bool) -> None:
+    def left(self, peer: Peer, died: bool) -> None:
+        """Note the end of a connection, unless its client has a newer one."""
         with self._changed:
-            self.policy.left(client, died, time.monotonic())
+            if self._peers.get(peer.name) is not peer:
+                return
+            del self._peers[peer.name]
+            self.policy.left(peer.name, died, time.monotonic())
             self._changed.notify_all()
 
     def release(self) -> None:
@@ -219,12 +225,12 @@ class _Attended:
         self._attendance = attendance
 
     def connected(self, peer: Peer) -> None:
-        self._attendance.came(peer.name)
+        self._attendance.came(peer)
         self._service.connected(peer)
 
     def disconnected(self, peer: Peer, died: bool) -> None:
         self._service.disconnected(peer, died)
-        self._attendance.left(peer.name, died)
+        self._attendance.left(peer, died)
 
 
 class Server:

@@ -46,9 +46,8 @@ def run(
     Raises:
         MissingDependencyError: Dask's distributed is not installed.
         ValueError: there is no client.
-        WorkerLostError: a script failed, or a task was killed; the message names it.
         TimeoutError: the job took too long, or no Dask worker has the resources.
-        Exception: what the function raised first, with a note that names the task.
+        Exception: as from `ndistribute.launcher.ray.run`.
     """
     try:
         import distributed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -33,15 +34,9 @@ _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
 # A kernel has to be worth the setting; less is within what a measurement moves by.
 _WORTH = 1.1
 _MEASURE = """
-import time
-import numpy as np
+import timeit, numpy as np
 a = np.ones((512, 512), np.float32)
-best = 1.0
-for _ in range(20):
-    start = time.perf_counter()
-    a @ a
-    best = min(best, time.perf_counter() - start)
-print(2 * 512**3 / best / 1e9)
+print(2 * 512**3 / min(timeit.repeat(lambda: a @ a, number=1, repeat=20)) / 1e9)
 """
 _AVX512 = frozenset(("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"))
 # Those that OpenBLAS has for x86-64 processors without AVX-512; an unknown one is left alone.
@@ -51,14 +46,12 @@ _BELOW_AVX512 = frozenset(
 )
 _FOR_MPI = "pip install 'ndistribute[mpi]'"
 _FOR_GPUS = "with a GPU: pip install 'ndistribute[cuda12]'"
-_FOR_SERVERS = "for parameter servers: pip install 'ndistribute[ps]'"
 # What it is, the packages of which one is enough, and how to get one.
 _OPTIONAL = (
     ("mpi4py", "mpi4py", _FOR_MPI),
     ("CuPy", "cupy-cuda13x cupy-cuda12x cupy", _FOR_GPUS),
     ("NCCL", "nvidia-nccl-cu13 nvidia-nccl-cu12", _FOR_GPUS),
-    ("gRPC", "grpcio", _FOR_SERVERS),
-    ("cloudpickle", "cloudpickle", _FOR_SERVERS),
+    ("cloudpickle", "cloudpickle", "for parameter servers: pip install 'ndistribute[ps]'"),
 )
 
 
@@ -89,8 +82,7 @@ def examine(measure: bool = True) -> list[Finding]:
 def better_kernel(flags: Collection[str], architecture: str | None) -> str | None:
     """Return the OpenBLAS kernels to ask for, or None where it chose well or is not in use.
 
-    OpenBLAS picks its kernels by the processor's family, and takes the AVX2 ones for some families
-    that have AVX-512: a product then ran at 100 GFLOP/s a core where 215 were possible.
+    For some families with AVX-512 it takes the AVX2 kernels: 100 GFLOP/s a core in place of 215.
 
     >>> better_kernel({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}, "Haswell")
     'SkylakeX'
@@ -126,8 +118,8 @@ def _python() -> Iterator[Finding]:
 
 
 def _blas(measure: bool) -> Iterator[Finding]:
-    pools = [pool for pool in _pools() if pool.get("user_api") == "blas"]
-    found = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in pools]
+    text = "{internal_api} {version}, {num_threads} threads"
+    found = [text.format(**pool) for pool in _pools()]
     yield _either("BLAS", found, "slow", "none known", "pip install --force-reinstall numpy")
     yield _kernel(measure)
     names = (*THREAD_VARIABLES, "MKL_NUM_THREADS")
@@ -142,12 +134,11 @@ def _kernel(measure: bool) -> Finding:
     if better is None:
         return Finding("BLAS kernels", "ok", chosen or "not OpenBLAS's")
     text = f"{chosen}, on a processor with AVX-512"
-    if measure:
-        now, then = _gemm_rate(chosen), _gemm_rate(better)
-        if now is not None and then is not None:
-            text += f": {now:.0f} GFLOP/s a core, {then:.0f} with {better}"
-            if then < _WORTH * now:
-                return Finding("BLAS kernels", "ok", text)
+    now, then = (_gemm_rate(chosen), _gemm_rate(better)) if measure else (None, None)
+    if now is not None and then is not None:
+        text += f": {now:.0f} GFLOP/s a core, {then:.0f} with {better}"
+        if then < _WORTH * now:
+            return Finding("BLAS kernels", "ok", text)
     mine = os.environ.get(_KERNEL_VARIABLE)
     remedy = f"unset {_KERNEL_VARIABLE}" if mine else f"export {_KERNEL_VARIABLE}={better}"
     return Finding("BLAS kernels", "slow", text, f"{remedy} (`ndistribute run` then sets it)")
@@ -214,26 +205,24 @@ def _either(name: str, found: list[str], state: State, text: str, remedy: str) -
 
 def _cpu_flags() -> frozenset[str]:
     """Return what the processor can do; nothing where /proc does not say."""
-    path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.exists() else ():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
+    with contextlib.suppress(OSError):
+        found = re.search(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
+        return frozenset(found[1].split() if found else ())
     return frozenset()
 
 
 def _pools() -> list[dict[str, Any]]:
-    """Return the thread pools of NumPy's libraries in this process."""
+    """Return the thread pools of NumPy's BLAS in this process."""
     import numpy as np  # noqa: F401, its BLAS is what threadpoolctl finds
     import threadpoolctl
 
-    return list(threadpoolctl.threadpool_info())
+    return [pool for pool in threadpoolctl.threadpool_info() if pool.get("user_api") == "blas"]
 
 
 def _architecture() -> str | None:
     """Return the kernels that NumPy's OpenBLAS uses in this process, or None if it uses another."""
-    pools = [pool for pool in _pools() if pool.get("internal_api") == "openblas"]
-    return pools[0].get("architecture") if pools else None
+    found = [pool["architecture"] for pool in _pools() if pool["internal_api"] == "openblas"]
+    return found[0] if found else None
 
 
 def _gemm_rate(kernel: str | None) -> float | None:

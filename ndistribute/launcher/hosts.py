@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ndistribute.launcher import reaper
 
 __all__ = [
+    "LISTEN_FD",
     "THREAD_VARIABLES",
     "Host",
     "assign",
@@ -26,6 +27,7 @@ __all__ = [
     "ssh_command",
 ]
 
+LISTEN_FD = "NDISTRIBUTE_LISTEN_FD"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 # A name has no dash at its start: ssh would take it for an option.
@@ -35,7 +37,7 @@ _HOST = re.compile(
 )
 # What goes along of the user's environment; the rest belongs to this machine, or to one process.
 _CARRIED = ("NDISTRIBUTE_", "OMP_", "OPENBLAS_", "MKL_", "NCCL_", "PYTHON")
-_NOT_CARRIED = ("NDISTRIBUTE_LISTEN_FD", "NDISTRIBUTE_HOST_ID")
+_NOT_CARRIED = (LISTEN_FD, "NDISTRIBUTE_HOST_ID")
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,6 @@ class Host:
 
 def parse_hosts(text: str, separator: str = ",") -> list[Host]:
     r"""Return the hosts of a list such as ``a:2,b``, or of a file with one in each line.
-
-    Raises:
-        ValueError: an entry is malformed, a host is named twice, or there is none.
 
     >>> parse_hosts("a:2,b")
     [Host(name='a', slots=2), Host(name='b', slots=1)]
@@ -74,9 +73,6 @@ def parse_hosts(text: str, separator: str = ",") -> list[Host]:
 
 def assign(hosts: Sequence[Host], processes: int | None) -> list[Host]:
     """Return how many of a number of processes each host gets, filling one after the other.
-
-    Raises:
-        ValueError: the hosts do not take as many, or it is not at least one.
 
     >>> assign([Host("a", 2), Host("b", 2), Host("c", 2)], 3)
     [Host(name='a', slots=2), Host(name='b', slots=1)]
@@ -115,11 +111,7 @@ def remote_script(
 ) -> str:
     """Return what the remote shell reads: go to the same folder, set the environment, run.
 
-    Args:
-        argv: the process's command line.
-        settings: its variables; they come before the user's.
-        environ: the launcher's environment, of which the part about the job goes along.
-        sharing: how many processes share the cores of the host.
+    Of the launcher's environment the part about the job goes along; settings come before it.
     """
     carried = {name: value for name, value in environ.items() if name.startswith(_CARRIED)}
     variables = {**carried, **settings}

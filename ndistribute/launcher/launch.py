@@ -7,6 +7,7 @@ that a dry run shows exactly what a real one does. The supervisor runs it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from ndistribute.cluster.seconds import seconds_of
 from ndistribute.launcher.doctor import blas_settings, usable_cores
-from ndistribute.launcher.hosts import Host, is_this_machine, remote_script, ssh_command
+from ndistribute.launcher.hosts import LISTEN_FD, Host, is_this_machine, ssh_command
 from ndistribute.launcher.mpiexec import (
     Mpiexec,
     exit_code,
@@ -46,22 +47,20 @@ __all__ = ["JobOptions", "dry_run", "job_environment", "launch", "task_environme
 DEFAULT_PORT = 23_450
 _SECRET = "NDISTRIBUTE_SECRET"
 _JOB_ID = "NDISTRIBUTE_JOB_ID"
-_LISTEN_FD = "NDISTRIBUTE_LISTEN_FD"
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SAVING_SECONDS = 600.0
 # Those of a surrounding job: each process gets its own.
-_OURS = ("TF_CONFIG", _LISTEN_FD)
+_OURS = ("TF_CONFIG", LISTEN_FD)
 
 
 @dataclass(frozen=True)
 class JobOptions:
     """What the user asked for."""
 
-    command: tuple[str, ...]  # The script and its arguments.
+    command: tuple[str, ...]  # What comes after the interpreter: a script, or ``-m`` and a module.
     hosts: tuple[Host, ...]  # Where, and how many workers on each.
     servers: int = 0  # Parameter servers; with any, all tasks are on this machine.
     chief: bool = False  # Beside the servers and workers, a chief runs the script.
-    module: bool = False  # The command names a module, as after ``python -m``.
     mpi: bool = False
     port: int = DEFAULT_PORT  # The first on each host, where there are several.
     max_restarts: int = 0  # Of a job of workers as a whole, or else of its tasks alone.
@@ -82,9 +81,14 @@ class JobOptions:
         return all(is_this_machine(host.name) for host in self.hosts)
 
     @property
-    def python(self) -> tuple[str, ...]:
-        """Return what comes after the interpreter on the command line."""
-        return ("-m", *self.command) if self.module else self.command
+    def server_settings(self) -> dict[str, str]:
+        """Return the variables that parameter servers get beside those of all tasks."""
+        settings = {"NDISTRIBUTE_DURABILITY": "log"} if self.durable else {}
+        if self.snapshot_dir is not None:
+            settings[_SNAPSHOT_DIR] = str(self.snapshot_dir.absolute())
+        if self.snapshot_seconds is not None:
+            settings["NDISTRIBUTE_SNAPSHOT_SECONDS"] = str(self.snapshot_seconds)
+        return settings
 
     @property
     def sharing(self) -> int:
@@ -92,7 +96,7 @@ class JobOptions:
         return max(1, sum(host.slots for host in self.hosts if is_this_machine(host.name)))
 
 
-def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that all tasks of a job share: its id and its secret.
 
     What the user has set is kept; the rest is made afresh.
@@ -100,7 +104,6 @@ def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     >>> job_environment({"NDISTRIBUTE_JOB_ID": "7", "NDISTRIBUTE_SECRET_FILE": "f"})
     {'NDISTRIBUTE_JOB_ID': '7', 'NDISTRIBUTE_SECRET_FILE': 'f'}
     """
-    environ = os.environ if environ is None else environ
     job = {_JOB_ID: environ.get(_JOB_ID) or secrets.token_hex(16)}
     given = {name: environ[name] for name in (_SECRET, f"{_SECRET}_FILE") if environ.get(name)}
     return job | (given or {_SECRET: secrets.token_hex(32)})
@@ -117,14 +120,8 @@ def task_environment(
 ) -> dict[str, str]:
     """Return the variables to add to the environment of one task.
 
-    Args:
-        cluster: the addresses of the tasks of each type, as in ``TF_CONFIG``.
-        task_type: chief, worker or ps.
-        index: which of those.
-        job: what all tasks of the job share, see ``job_environment``.
-        sharing: how many workers share the cores of this machine, on which the task will run; None
-            if it will run on another one: nothing is said of its linear algebra then.
-        environ: what the task gets otherwise: settings of the user's that stand in it are kept.
+    They limit its linear algebra to its share of this machine's cores, which a number of workers
+    divide; if it is None, the task runs on another machine. What is set in environ is kept.
 
     >>> cluster = {"worker": ["a:1", "b:1"]}
     >>> task_environment(cluster, "worker", 1, {"NDISTRIBUTE_JOB_ID": "7"}, sharing=None)
@@ -147,12 +144,8 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     """Run a job to its end, starting again what fails where that was asked for.
 
     Workers that compute together lose each other when one fails, so all of them start again. A
-    server or worker of a job with servers is started again alone.
-
-    Args:
-        options: what to run, and where.
-        stdout: the descriptor where the processes' output goes.
-        stderr: the one where their errors and the launcher's own messages go.
+    server or worker of a job with servers is started again alone. The launcher's own messages go
+    where the processes' errors go.
 
     Returns:
         0, or the exit code of the rank or task that failed first, 128 plus the number for a
@@ -172,20 +165,24 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     environ[_JOB_ID] = job_environment(environ)[_JOB_ID]
     saving = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS", _SAVING_SECONDS)
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
-    again = 0 if options.servers else options.max_restarts
     restarts, again = (options.max_restarts, 0) if options.servers else (0, options.max_restarts)
     with contextlib.ExitStack() as opened:
         console = opened.enter_context(contextlib.closing(Console(stdout, stderr, options.log_dir)))
         ports = [] if mpi else [opened.enter_context(port) for port in _ports(options)]
+        # Ranks of this machine write to pipes of ours, one for each stream.
+        pipes = [os.pipe() for _ in range(2 * options.processes) if mpi and options.is_local]
+        for fd in itertools.chain.from_iterable(pipes):
+            opened.callback(os.close, fd)
         signals = opened.enter_context(signals_as_bytes())
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
                 _refuse_waiting(ports)
+            if mpi:
+                starts = [_mpi_start(mpi, options, environ, pipes)]
+            else:
+                starts = _tasks(options, environ, ports)  # With a fresh secret.
             supervisor = Supervisor(environ, console, signals, deadline, restarts, saving)
-            starts = (
-                [_mpi_start(mpi, options, environ)] if mpi else _starts(options, ports, environ)
-            )
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
             if mpi and outcome.reason == "failed":
                 code = exit_code(outcome.code, console.kept(MPIEXEC))
@@ -196,92 +193,67 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     return outcome.code
 
 
-def dry_run(options: JobOptions, environ: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yield what a job would start, line by line, with the secret left out.
-
-    Raises:
-        MissingDependencyError: MPI was asked for and is not installed.
-        ValueError: the options do not fit each other.
-    """
-    environ = os.environ if environ is None else environ
+def dry_run(options: JobOptions) -> Iterator[str]:
+    """Yield what a job would start, line by line, with the secret left out; raise as `launch`."""
     if options.mpi:
-        starts = [_mpi_start(find_mpiexec(), options, environ, piped=False)]
+        starts = [_mpi_start(find_mpiexec(), options, os.environ)]
     else:
-        addresses = _addresses(options)
-        starts = _tasks(options, addresses, environ)
+        starts = _tasks(options, os.environ)
     for start in starts:
         settings = {n: "(hidden)" if n == _SECRET else v for n, v in start.settings.items()}
         shown = " ".join(f"{name}={shlex.quote(v)}" for name, v in sorted(settings.items()))
         line = f"{shown} {shlex.join(start.argv)}"
         if start.host is not None:
-            line = f"{shlex.join(ssh_command(start.host))} <<< {line!r}"
+            line = f"{shlex.join(ssh_command(start.host.name))} <<< {line!r}"
         yield f"[{start.label}] {line}"
 
 
-def _starts(
-    options: JobOptions, ports: Sequence[socket.socket], environ: Mapping[str, str]
-) -> list[Start]:
-    """Return what to start, with the sockets, and the scripts for other hosts."""
-    addresses = _addresses(options)
-    if options.is_local:
-        addresses = ["{}:{}".format(*port.getsockname()) for port in ports]
-    own_ports = iter(ports)
-    starts = []
-    for start in _tasks(options, addresses, environ):
-        if start.host is None:
-            port = next(own_ports)
-            settings = {**start.settings, _LISTEN_FD: str(port.fileno())}
-            starts.append(replace(start, listener=port, settings=settings))
-        else:
-            (sharing,) = [host.slots for host in options.hosts if host.name == start.host]
-            script = remote_script(start.argv, start.settings, environ, sharing)
-            starts.append(replace(start, script=script.encode(), settings={}))
-    return starts
-
-
 def _tasks(
-    options: JobOptions, addresses: Sequence[str], environ: Mapping[str, str]
+    options: JobOptions, environ: Mapping[str, str], ports: Sequence[socket.socket] = ()
 ) -> list[Start]:
-    """Return what to start as plain values; servers first, as all others need them."""
-    hosts = [host.name for host in options.hosts for _ in range(host.slots)]
-    places = [("ps", index, "localhost") for index in range(options.servers)]
+    """Return what to start; servers first, as all others need them."""
+    here = Host("localhost", 1)
+    places = [("ps", index, here) for index in range(options.servers)]
+    hosts = [host for host in options.hosts for _ in range(host.slots)]
     places += [("worker", index, host) for index, host in enumerate(hosts)]
-    places += [("chief", 0, "localhost")] if options.chief else []
+    places += [("chief", 0, here)] if options.chief else []
     cluster: dict[str, list[str]] = {}
-    for (task_type, _, _), address in zip(places, addresses, strict=True):
+    for (task_type, _, _), address in zip(places, _addresses(options, ports), strict=True):
         cluster.setdefault(task_type, []).append(address)
     job = job_environment(environ)
-    tasks = []
-    for task_type, index, name in places:
-        host = None if is_this_machine(name) else name
-        sharing = options.sharing if host is None else None
+    listeners = iter(ports)
+    starts = []
+    for task_type, index, host in places:
+        is_here = is_this_machine(host.name)
         settings = task_environment(
-            cluster, task_type, index, job, sharing=sharing, environ=environ
+            cluster,
+            task_type,
+            index,
+            job,
+            sharing=options.sharing if is_here else None,
+            environ=environ,
         )
-        if task_type == "ps" and options.snapshot_dir is not None:
-            settings[_SNAPSHOT_DIR] = str(options.snapshot_dir.absolute())
-        if task_type == "ps" and options.snapshot_seconds is not None:
-            settings["NDISTRIBUTE_SNAPSHOT_SECONDS"] = str(options.snapshot_seconds)
-        if task_type == "ps" and options.durable:
-            settings["NDISTRIBUTE_DURABILITY"] = "log"
+        settings |= options.server_settings if task_type == "ps" else {}
         label = f"{task_type}:{index}" if options.servers else str(index)
-        tasks.append(
+        starts.append(
             Start(
                 label="chief" if task_type == "chief" else label,
-                argv=(sys.executable, *options.python),
+                argv=(sys.executable, *options.command),
                 settings=settings,
                 task_type=task_type,
-                host=host,
+                host=None if is_here else host,
+                listener=next(listeners, None) if is_here else None,
                 saves=task_type == "ps" and bool({**environ, **settings}.get(_SNAPSHOT_DIR)),
             )
         )
-    return tasks
+    return starts
 
 
-def _addresses(options: JobOptions) -> list[str]:
+def _addresses(options: JobOptions, ports: Sequence[socket.socket]) -> list[str]:
     """Return the addresses of the tasks; on several hosts consecutive ports on each of them."""
     if options.is_local:
-        return [f"127.0.0.1:PORT{number}" for number in range(options.processes)]
+        known = ["{}:{}".format(*port.getsockname()) for port in ports]
+        return known or [f"127.0.0.1:PORT{number}" for number in range(options.processes)]
     addresses = []
     for host in options.hosts:
         # The other hosts must find this one: its name for itself would lead them to themselves.
@@ -323,42 +295,41 @@ def _refuse_waiting(ports: Sequence[socket.socket]) -> None:
 
 
 def _mpi_start(
-    mpi: Mpiexec, options: JobOptions, environ: Mapping[str, str], piped: bool = True
+    mpi: Mpiexec,
+    options: JobOptions,
+    environ: Mapping[str, str],
+    pipes: Sequence[tuple[int, int]] = (),
 ) -> Start:
-    """Return what to start through MPI; ranks of this machine write to pipes of ours, if wanted."""
+    """Return what to start through MPI; with pipes, each rank has one for each of its streams."""
     settings = blas_settings(environ, options.sharing)
     if mpi.family != "mpich" or options.is_local:
         # MPICH marks every write with the rank; what is not buffered would be marked in mid-line.
         settings["PYTHONUNBUFFERED"] = "1"
-    pipes, writers = [], []
-    for rank in range(options.processes if piped and options.is_local else 0):
-        for stream in ("stdout", "stderr"):
-            reader, writer = os.pipe()
-            pipes.append((reader, str(rank), stream))
-            writers.append(writer)
     ours = [name for name in environ if name.startswith(("NDISTRIBUTE_", "OMP_", "OPENBLAS_"))]
     command = mpiexec_command(
         mpi,
         options.hosts,
-        options.python,
+        options.command,
         sorted({*ours, *settings, _JOB_ID} - {_SECRET}),
         local=options.is_local,
-        redirect=redirection(os.getpid(), writers) if pipes else "",
+        redirect=redirection(os.getpid(), [writer for _, writer in pipes]) if pipes else "",
     )
+    relayed = [
+        (reader, str(number // 2), ("stdout", "stderr")[number % 2])
+        for number, (reader, _) in enumerate(pipes)
+    ]
     parse = None if pipes else parse_tagged
-    return Start(
-        MPIEXEC, command, settings, pipes=tuple(pipes), writers=tuple(writers), parse=parse
-    )
+    return Start(MPIEXEC, command, settings, pipes=tuple(relayed), parse=parse)
 
 
 def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: int) -> None:
     """Say how it ended, where it did not end well."""
-    if outcome.reason == "timeout":
-        console.say(f"stopped after --timeout {options.timeout} s.")
-    if outcome.reason == "signal":
-        console.say(f"stopped by signal {outcome.code - 128}.")
     label = outcome.label
     if label is None:
+        if outcome.reason == "timeout":
+            console.say(f"stopped after --timeout {options.timeout} s.")
+        if outcome.reason == "signal":
+            console.say(f"stopped by signal {outcome.code - 128}.")
         return
     report = [b"[%b] %b" % (label.encode(), line) for line in last_report(console.kept(label))]
     who = f"rank {label}" if label.isdigit() else label
@@ -382,11 +353,7 @@ def _open_standard_streams() -> None:
 
 
 def _check_limits(processes: int) -> None:
-    """Check that the limits of this process allow for the job, before anything is started.
-
-    Raises:
-        OSError: one does not.
-    """
+    """Check that the limits of this process allow for the job, before anything is started."""
     status = Path("/proc/self/status").read_text()
     memory = int(status.partition("VmSize:")[2].split()[0]) << 10
     files = len(os.listdir("/proc/self/fd"))

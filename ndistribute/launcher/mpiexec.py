@@ -36,11 +36,7 @@ class Mpiexec:
 
 
 def find_mpiexec() -> Mpiexec:
-    """Find mpiexec: the one beside this Python, as wheels put it there, else the one on the path.
-
-    Raises:
-        MissingDependencyError: there is none that works, or no mpi4py.
-    """
+    """Find mpiexec: the one beside this Python, as wheels put it there, or on the path."""
     if importlib.util.find_spec("mpi4py") is None:
         raise MissingDependencyError(f"--mpi needs mpi4py, which is not installed. {_HOW}")
     beside = Path(sys.executable).parent / "mpiexec"
@@ -76,13 +72,8 @@ def mpiexec_command(
 ) -> list[str]:
     """Return the command line that starts a job through MPI.
 
-    Args:
-        mpi: what was found.
-        hosts: where, and how many processes on each.
-        python: what comes after the interpreter: the script and its arguments.
-        variables: the names of the variables that every process gets from this environment.
-        local: all hosts are this machine, which MPI then need not be told.
-        redirect: a shell script that sends each rank's output elsewhere, see ``redirection``.
+    Every process gets the variables of this environment that are named. If all hosts are this
+    machine, MPI is not told of it. A shell script may redirect each rank's output.
     """
     where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     command = [mpi.path, "-n", str(sum(host.slots for host in hosts))]
@@ -103,14 +94,10 @@ def mpiexec_command(
 
 
 def redirection(launcher: int, writers: Sequence[int]) -> str:
-    """Return a shell script with which ranks of this machine write to the launcher's own pipes.
+    """Return a shell script with which ranks of this machine write to pipes of the launcher.
 
-    What goes through mpiexec arrives in pieces and can not be told apart: it marks every write with
-    the rank, and one line of Python's may be several.
-
-    Args:
-        launcher: the process that holds the pipes.
-        writers: the descriptors there of each rank in turn, for its output and for its errors.
+    The writers are its descriptors of each rank in turn, for its output and for its errors. What
+    goes through mpiexec is marked by the write, and one line of Python's may be several.
     """
     pairs = enumerate(zip(writers[::2], writers[1::2], strict=True))
     fds = f"/proc/{launcher}/fd"

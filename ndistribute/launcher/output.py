@@ -104,36 +104,33 @@ class Writer:
             try:
                 written = os.write(self._fd, data[:_WRITE_BYTES])
             except OSError as error:
-                self._fail(error)
+                with self._changed:
+                    self.error = error
+                    self._lost += self._bytes
+                    self._bytes = 0
+                    self._waiting.clear()
+                    self._changed.notify_all()
                 return
             with self._changed:
                 self._waiting[0] = data[written:]
                 self._bytes -= written
                 if not self._waiting[0]:
                     self._waiting.popleft()
-                    if self._lost:
-                        told = b"ndistribute run: %d bytes were dropped here: nobody read them.\n"
-                        self._waiting.appendleft(told % self._lost)
-                        self._bytes += len(self._waiting[0])
-                        self._lost = 0
+                    self._tell_of_lost()
                 self._changed.notify_all()
 
-    def _fail(self, error: OSError) -> None:
-        with self._changed:
-            self.error = error
-            self._lost += self._bytes
-            self._bytes = 0
-            self._waiting.clear()
-            self._changed.notify_all()
+    def _tell_of_lost(self) -> None:
+        if self._lost:
+            told = b"ndistribute run: %d bytes were dropped here: nobody read them.\n" % self._lost
+            self._waiting.appendleft(told)
+            self._bytes += len(told)
+            self._lost = 0
 
 
 class Console:
     """Show lines with the rank or task they came from, and keep the last ones of each.
 
-    Args:
-        stdout: the descriptor where the processes' output goes.
-        stderr: the one where their errors go.
-        log_dir: a folder for a file of each rank or task, or None.
+    They go to two descriptors, and to a file for each rank or task if there is a folder for them.
     """
 
     def __init__(self, stdout: int, stderr: int, log_dir: Path | None = None) -> None:
@@ -207,7 +204,8 @@ class Console:
             if path not in self._logs:
                 # Not buffered: what a full disk did not take would be written again at the end.
                 self._logs[path] = path.open("wb", buffering=0)
-            _write_all(self._logs[path].fileno(), data)
+            while data:
+                data = data[self._logs[path].write(data) :]
         except OSError as error:
             if path not in self._full:
                 self._full.add(path)
@@ -253,8 +251,3 @@ def _first_of_chain(lines: list[bytes], header: int) -> int:
     while start > 0 and lines[start - 1].strip() and not _HEADER.match(lines[start]):
         start -= 1
     return _first_of_chain(lines, start) if _HEADER.match(lines[start]) else end
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]

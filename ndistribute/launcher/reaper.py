@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-__all__ = ["GRACE_SECONDS", "remove_segments", "run"]
+__all__ = ["GRACE_SECONDS", "main"]
 
 # How long a process has between SIGTERM and SIGKILL, and what is left of it when it has ended.
 GRACE_SECONDS = 3.0
@@ -29,14 +29,21 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MPI_SEGMENTS = ("mpich_shm_", "sm_segment.", "vader_segment.")
 
 
-def run(grace: float, command: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run one process until it ends, or until it is to end; return its exit code.
 
-    Args:
-        grace: seconds between SIGTERM and SIGKILL. If the launcher has asked for the end, and then
-            closes standard input as well, it does not want to wait for that long.
-        command: its command line.
+    The arguments are the seconds between SIGTERM and SIGKILL, and the command line; with ``mpi`` in
+    front, what MPI leaves is removed as well. If the launcher has asked for the end, and then
+    closes standard input as well, it does not want to wait for that long.
     """
+    # What ends the launcher must not end this before it has done its part. A function, since what
+    # is ignored would be ignored by the process as well.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+    since = time.time()
+    mpi = arguments[0] == "mpi"
+    grace, *command = arguments[mpi:]
     prctl = ctypes.CDLL(None).prctl
     # What loses its parent, as daemons do, becomes a child of this process.
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -50,46 +57,11 @@ def run(grace: float, command: Sequence[str]) -> int:
     pidfd = os.pidfd_open(task.pid)
     ready = select.select([pidfd, 0], [], [])[0]
     asked = pidfd not in ready and os.read(0, 1) != b""
-    _end_descendants(pidfd, grace, asked)
-    os.close(pidfd)
+    _end_descendants(pidfd, float(grace), asked)
     code = task.wait(GRACE_SECONDS)
-    return code if code >= 0 else 128 - code
-
-
-def remove_segments(since: float) -> list[str]:
-    """Remove the shared memory that MPI's ranks left when they were killed.
-
-    Args:
-        since: the moment of `time.time` before which the job had made none.
-
-    Returns:
-        The names of what was removed: made since, by this user, and mapped by no process.
-    """
-    stale = []
-    for entry in os.scandir("/dev/shm"):
-        with contextlib.suppress(FileNotFoundError):
-            status = entry.stat()
-            is_ours = status.st_uid == os.getuid() and status.st_ctime >= since - 1.0
-            if is_ours and entry.name.startswith(_MPI_SEGMENTS) and not _is_mapped(entry.path):
-                os.unlink(entry.path)
-                stale.append(entry.name)
-    return stale
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run what stands after the grace; ``mpi`` in front of it: remove what MPI leaves as well."""
-    # What ends the launcher must not end this before it has done its part. A function, since what
-    # is ignored would be ignored by the process as well.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, lambda *_: None)
-    since = time.time()
-    mpi = arguments[0] == "mpi"
-    grace, *command = arguments[mpi:]
-    code = run(float(grace), command)
     if mpi:
-        remove_segments(since)
-    return code
+        _remove_segments(since)
+    return code if code >= 0 else 128 - code
 
 
 def _end_descendants(task: int, grace: float, asked: bool) -> None:
@@ -145,6 +117,19 @@ def _parent(pid: str) -> int:
         state, parent = file.read().rpartition(b")")[2].split()[:2]
         return 0 if state in (b"Z", b"X") else int(parent)
     return 0
+
+
+def _remove_segments(since: float) -> None:
+    """Remove the shared memory that MPI's ranks left when they were killed.
+
+    It was made since, belongs to this user, and no process has mapped it.
+    """
+    for entry in os.scandir("/dev/shm"):
+        with contextlib.suppress(FileNotFoundError):
+            status = entry.stat()
+            is_ours = status.st_uid == os.getuid() and status.st_ctime >= since - 1.0
+            if is_ours and entry.name.startswith(_MPI_SEGMENTS) and not _is_mapped(entry.path):
+                os.unlink(entry.path)
 
 
 def _is_mapped(path: str) -> bool:

@@ -17,11 +17,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ndistribute.launcher import reaper
-from ndistribute.launcher.hosts import ssh_command
+from ndistribute.launcher.hosts import LISTEN_FD, Host, remote_script, ssh_command
 from ndistribute.launcher.output import Console, Lines, ending, tells_of_another
 
 __all__ = [
@@ -54,12 +54,10 @@ class Start:
     argv: Sequence[str]
     settings: Mapping[str, str]  # What is added to the environment of the job.
     task_type: str = "worker"
-    host: str | None = None  # The machine to reach by ssh; None: this one.
+    host: Host | None = None  # The machine to reach by ssh; None: this one.
     listener: socket.socket | None = None  # Inherited under its number.
-    script: bytes = b""  # What the shell on another host reads first.
     saves: bool = False  # It may write a last snapshot when it is told to end.
     pipes: tuple[tuple[int, str, str], ...] = ()  # Those that ranks write to; rank and stream.
-    writers: tuple[int, ...] = ()  # Their other ends, kept open as a rank may come to open them.
     parse: _Parse | None = None  # Whose a line is, where one process relays several ranks.
 
 
@@ -151,8 +149,7 @@ class Supervisor:
     def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
         """Start everything after a delay, and return once all of it has ended.
 
-        Raises:
-            OSError: a process could not be started; those that were have been ended.
+        If one can not be started, the error is raised once those that were have been ended.
         """
         try:
             for start in starts:
@@ -162,7 +159,7 @@ class Supervisor:
             if self._failed and self._outcome is None:
                 self._outcome = self._failure()  # Every one that failed only told of another.
         finally:
-            self._end(starts)
+            self._end()
         outcome = self._outcome or Outcome("done", 0)
         for process in self._processes:
             # SIGTERM is how it was asked to end; with that code it has done so in order.
@@ -184,9 +181,9 @@ class Supervisor:
         self._selector.register(process.pidfd, selectors.EVENT_READ, ended)
         for name in ("stdout", "stderr"):
             fd = getattr(process.popen, name).fileno()
-            self._relay(fd, start.label, name, start.parse)
+            self._relay(fd, _Source(start.label, name, start.parse))
         for fd, rank, name in start.pipes:
-            self._relay(fd, rank, name, None)
+            self._relay(fd, _Source(rank, name, None))
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -203,7 +200,8 @@ class Supervisor:
 
     def _ended(self, process: _Process) -> None:
         self._selector.unregister(process.pidfd)
-        process.look()
+        code = process.popen.wait(reaper.GRACE_SECONDS)
+        process.code = code if code >= 0 else 128 - code
         if self._outcome is not None:
             return
         if process.code:
@@ -290,23 +288,19 @@ class Supervisor:
             wait = f"waiting {self.saving_seconds:g} s at most"
             self.console.say(f"{wait} until {', '.join(savers)} wrote a last snapshot.")
 
-    def _end(self, starts: Sequence[Start]) -> None:
+    def _end(self) -> None:
         """Leave nothing, not after an error of the launcher's own either."""
         for process in self._processes:
             process.hang_up()
-        for fd in [fd for start in starts for fd in start.writers]:
-            os.close(fd)
         self._drain(1.0)
         self._let_go()
         self._selector.close()
         for process in self._processes:
             process.close()
-        for fd in [pipe[0] for start in starts for pipe in start.pipes]:
-            os.close(fd)
 
-    def _relay(self, fd: int, label: str, stream: str, parse: _Parse | None) -> None:
+    def _relay(self, fd: int, source: _Source) -> None:
         os.set_blocking(fd, False)
-        self._sources[fd] = _Source(label, stream, parse)
+        self._sources[fd] = source
         self._selector.register(fd, selectors.EVENT_READ, partial(self._read, fd))
 
     def _read(self, fd: int) -> None:
@@ -360,23 +354,23 @@ def signals_as_bytes() -> Iterator[int]:
         os.close(writer)
 
 
+@dataclass
 class _Source:
     """One pipe: whose it is, and the line that is not complete yet."""
 
-    def __init__(self, label: str, stream: str, parse: _Parse | None) -> None:
-        self.label = label
-        self._stream = stream
-        self._parse = parse
-        self._lines = Lines()
+    label: str
+    stream: str
+    parse: _Parse | None
+    lines: Lines = field(default_factory=Lines)
 
     def show(self, console: Console, data: bytes) -> None:
         """Show the lines that are complete now; without data, that is at the end, all of them."""
-        lines = self._lines.feed(data) if data else self._lines.close()
-        if self._parse is None:
-            console.take(self.label, self._stream, lines)
+        lines = self.lines.feed(data) if data else self.lines.close()
+        if self.parse is None:
+            console.take(self.label, self.stream, lines)
             return
-        for rank, line in map(self._parse, lines):
-            console.take(rank, self._stream, [line])
+        for rank, line in map(self.parse, lines):
+            console.take(rank, self.stream, [line])
 
 
 class _Process:
@@ -386,24 +380,28 @@ class _Process:
         self.start = start
         self.code: int | None = None
         self.grace = grace
-        mpi = ["mpi"] if start.pipes or start.parse else []
-        own = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(grace), *start.argv]
+        own, script, fds = dict(environ), "", []
+        if start.host is None:
+            mpi = ["mpi"] if start.pipes or start.parse else []
+            argv = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(grace), *start.argv]
+            own |= start.settings
+        else:
+            argv = ssh_command(start.host.name)
+            script = remote_script(start.argv, start.settings, environ, start.host.slots)
+        if start.listener is not None:
+            fds = [start.listener.fileno()]
+            own[LISTEN_FD] = str(fds[0])
         self.popen = subprocess.Popen(
-            own if start.host is None else ssh_command(start.host),
-            env={**environ, **start.settings},
+            argv,
+            env=own,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=() if start.listener is None else (start.listener.fileno(),),
+            pass_fds=fds,
         )
         self.pidfd = os.pidfd_open(self.popen.pid)
-        self._write(start.script)
-
-    def look(self) -> None:
-        """Note the exit code, 128 plus the number for a signal."""
-        code = self.popen.wait(reaper.GRACE_SECONDS)
-        self.code = code if code >= 0 else 128 - code
+        self._write(script.encode())
 
     def ask_to_end(self) -> None:
         """Have it ended, with a grace; when it is hung up on then, at once."""

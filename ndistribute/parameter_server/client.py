@@ -117,7 +117,7 @@ class ServerClient:
         self._last = 0
         self._open: set[int] = set()
         self._life = ""
-        self._lives: dict[str, Report] = {}  # In the order in which they were heard of.
+        self._lives: dict[str, Report] = {}
 
     @property
     def lost_updates(self) -> int:
@@ -127,7 +127,8 @@ class ServerClient:
         less than is known of the one before has lost the difference. There may be more.
         """
         with self._lock:
-            lives = [life for life in self._lives.values() if life.began >= 0]
+            # By age: what another process knows of an earlier life may be heard of late.
+            lives = [life for _, life in sorted(self._lives.items()) if life.began >= 0]
         pairs = itertools.pairwise(lives)
         return sum(max(0, before.total - after.began) for before, after in pairs)
 

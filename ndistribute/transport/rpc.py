@@ -489,7 +489,8 @@ class RpcServer:
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self.instance = secrets.token_hex(8)
+        # Those of later lives sort behind those of earlier ones.
+        self.instance = f"{time.time_ns():016x}-{secrets.token_hex(4)}"
         self._services = dict(services)
         self._kinds: dict[str, Decoder[Any]] = {
             purpose: Decoder(service.requests) for purpose, service in services.items()

@@ -25,12 +25,12 @@ def test_the_options_of_a_job():
     assert job.hosts == (Host("a", 2), Host("b", 1))
     assert job.command == tuple("x.py -n 9 --timeout no".split())
     assert (job.max_restarts, job.log_dir, job.timeout, job.port) == (2, Path("logs"), 5.0, 4000)
-    assert (job.mpi, job.module, job.processes, job.is_local) == (False, False, 3, False)
+    assert (job.mpi, job.processes, job.is_local) == (False, 3, False)
 
 
 def test_without_hosts_all_is_on_this_machine():
     job = options("-n", "2", "--mpi", "-m", "package.module", "-x")
-    assert (job.is_local, job.mpi, job.python) == (True, True, ("-m", "package.module", "-x"))
+    assert (job.is_local, job.mpi, job.command) == (True, True, ("-m", "package.module", "-x"))
     assert options("-n", "2", "--", "x.py").command == ("x.py",)
 
 
@@ -111,7 +111,7 @@ def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(
     code = cli.main(["doctor", "--fast"])
     said = capfd.readouterr().out
     names = (
-        "Python|processor|BLAS|BLAS kernels|BLAS threads|mpi4py|CuPy|NCCL|gRPC|cloudpickle|"
+        "Python|processor|BLAS|BLAS kernels|BLAS threads|mpi4py|CuPy|NCCL|cloudpickle|"
         "mpiexec|GPUs|shared memory|loopback|host name|ssh"
     )
     findings = doctor.examine(measure=False)

@@ -31,7 +31,7 @@ def place(job, index):
 
 def serve():
     # Ends when it is told to, by a word or by SIGKILL.
-    with socket.create_server(place(job, index)) as server:
+    with socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"])) as server:
         while True:
             peer, _ = server.accept()
             with peer:
@@ -125,32 +125,60 @@ else:
     assert counts == {"ps0": 2, "ps1": 1, "worker0": 2, "worker1": 1}
 
 
+def test_who_waits_for_a_server_is_served_by_its_next_life(script):
+    path = script("""
+if job == "ps":
+    serve()
+else:
+    first, second = [socket.create_connection(place("ps", 0), timeout=10) for _ in range(2)]
+    with first, second:
+        first.sendall(b"die")  # Before it accepts the second.
+        second.sendall(b"end")
+        print("life", second.recv(8).decode())
+""")
+    done = run(*cluster(1, 1, "--max-restarts", "1", path))
+    assert (done.returncode, done.stdout) == (0, "[worker:0] life 2\n"), done.stderr
+
+
 def test_a_server_of_the_package_gets_its_port_again(script, tmp_path):
     path = script("""
-def reached():
-    while True:
-        try:
-            with socket.create_connection(place("ps", 0), timeout=10) as peer:
-                if peer.recv(1):
-                    return
-        except OSError:
-            pass
-        threading.Event().wait(timeout=0.01)
-
+import ndistribute as nd
 if job == "ps":
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    from ndistribute.coordinator.server import Server
-    with Server(cluster, job, index):
-        signal.sigwait([signal.SIGUSR1])
+    nd.Server(cluster, job, index).join()
 else:
-    for signum in (signal.SIGKILL, signal.SIGUSR1):
-        reached()
+    with nd.ParameterServerStrategy():  # It is up.
         with open(os.path.join(os.path.dirname(__file__), "ps0")) as file:
-            os.kill(int(file.readlines()[-1]), signum)
+            os.kill(int(file.read()), signal.SIGKILL)
+    with nd.ParameterServerStrategy():
+        pass
 """)
     done = run(*cluster(1, 1, "--max-restarts", "1", path))
     assert done.returncode == 0, done.stderr
     assert len(lives(tmp_path, "ps0")) == 2
+
+
+def test_a_function_that_kills_its_workers_ends_with_an_error_however_often_they_restart(
+    script, tmp_path
+):
+    """It was run for ever, as long as the launcher started workers again."""
+    path = script("""
+import ndistribute as nd
+if job == "chief":
+    def suicide():
+        os.kill(os.getpid(), signal.SIGKILL)
+    with nd.ParameterServerStrategy() as strategy, nd.ClusterCoordinator(strategy) as coordinator:
+        coordinator.schedule(suicide)
+        try:
+            coordinator.join(timeout=60)
+        except nd.WorkerLostError as error:
+            print(error)
+else:
+    nd.Server(cluster, job, index).join()
+""")
+    done = run(*cluster(2, 1, "--chief", "--max-restarts", "6", path))
+    assert done.returncode == 0, done.stderr
+    assert "closure 1 (suicide) was run 4 times, and each time its worker was lost" in done.stdout
+    assert done.stderr.count("ended (signal 9); starting it again") == 4
 
 
 def test_once_the_restarts_are_used_up_the_job_has_failed(script, tmp_path):
