@@ -232,11 +232,7 @@ class Servers:
         self._ask(messages.Deleted, asked)
 
     def pull(self, copies: Mapping[int, Sequence[Copy]]) -> None:
-        """Bring copies up to date.
-
-        Args:
-            copies: of which server, which.
-        """
+        """Bring copies up to date; the mapping is by server."""
         self._buffer.flush_before(copy.server_name for some in copies.values() for copy in some)
         asked = {
             server: messages.Read(
@@ -309,21 +305,14 @@ class Servers:
         """Wait until aggregates have come to a step, and return at which each is.
 
         Args:
-            steps: on which server, the name of which aggregate, and the step.
+            steps: the name of an aggregate and the step, by server.
             count: how many sets of gradients make a step.
         """
         asked = {i: messages.AwaitStep(name, step, count) for i, (name, step) in steps.items()}
         return {i: reply.value for i, reply in self._ask(messages.Step, asked).items()}
 
     def await_clock(self, group: str, clock: int, slack: int, count: int) -> None:
-        """Wait until nobody of a group is too far behind.
-
-        Args:
-            group: its name.
-            clock: this process's step, from 0.
-            slack: how many steps others may be behind.
-            count: how many members the group has.
-        """
+        """Wait until nobody of a group is more than `slack` steps behind; see `AwaitClock`."""
         self._ask(messages.Released, {0: messages.AwaitClock(group, clock, slack, count)})
 
     def learn(self, reports: Iterable[Report]) -> None:

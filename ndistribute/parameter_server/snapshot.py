@@ -20,7 +20,8 @@ import msgspec
 
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server.aggregation import Aggregation
-from ndistribute.parameter_server.store import Applied, ClockGroup, Logged, Store
+from ndistribute.parameter_server.messages import Logged
+from ndistribute.parameter_server.store import Applied, ClockGroup, Store
 from ndistribute.parameter_server.variables import Cell
 from ndistribute.transport.codec import Array, Buffer, Decoder, encode, nbytes_of
 

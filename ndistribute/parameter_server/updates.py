@@ -11,46 +11,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ndistribute.parameter_server.messages import (
-    Add,
-    Apply,
-    Assign,
-    Dense,
-    Done,
-    Gradient,
-    Outcome,
-    Rows,
-    Scatter,
-    Subtract,
-)
+from ndistribute.parameter_server import messages
+from ndistribute.parameter_server.messages import Apply, Dense, Done, Gradient, Rows
 from ndistribute.parameter_server.variables import Cell, Refused, Variables, check_indices, owned
 from ndistribute.transport.codec import Array
 from ndistribute.update_rules import Rule, rule_named
 
 __all__ = ["OptimizerStep", "Planned", "plan", "summed"]
 
-Planned = Callable[[], Outcome]
+Simple = messages.Assign | messages.Add | messages.Subtract | messages.Scatter
+Planned = Callable[[], messages.Outcome]
 
 # A block of the gradient, the variable and two slots fit a core's second-level cache.
 _BLOCK_ELEMENTS = 32 * 1024
 
 
-def plan(variables: Variables, change: Assign | Add | Subtract | Scatter | Apply) -> Planned:
+def plan(variables: Variables, change: Simple | Apply) -> Planned:
     """Return a function that makes a change.
-
-    Args:
-        variables: what there is.
-        change: what is asked for.
 
     Raises:
         Refused: it can not be made; nothing has changed.
     """
     match change:
-        case Assign():
+        case messages.Assign():
             return _plan_assign(variables, change)
-        case Add() | Subtract():
+        case messages.Add() | messages.Subtract():
             return _plan_sum(variables, change)
-        case Scatter():
+        case messages.Scatter():
             return _plan_scatter(variables, change)
         case Apply():
             step = OptimizerStep(variables, change)
@@ -59,7 +46,7 @@ def plan(variables: Variables, change: Assign | Add | Subtract | Scatter | Apply
             return lambda: step.make(fitted)
 
 
-def _plan_assign(variables: Variables, change: Assign) -> Planned:
+def _plan_assign(variables: Variables, change: messages.Assign) -> Planned:
     cell = _fitting(variables, change.name, change.value)
     fresh: Array | None = None
     if variables.adopts and change.value.flags.writeable:
@@ -77,11 +64,11 @@ def _plan_assign(variables: Variables, change: Assign) -> Planned:
     return assign
 
 
-def _plan_sum(variables: Variables, change: Add | Subtract) -> Planned:
+def _plan_sum(variables: Variables, change: messages.Add | messages.Subtract) -> Planned:
     cell = _fitting(variables, change.name, change.value)
     _check_numeric(cell.array, change.name, type(change).__name__.lower())
     cell.open()
-    combine = np.add if isinstance(change, Add) else np.subtract
+    combine = np.add if isinstance(change, messages.Add) else np.subtract
 
     def add() -> Done:
         combine(cell.array, change.value, out=cell.array)
@@ -90,7 +77,7 @@ def _plan_sum(variables: Variables, change: Add | Subtract) -> Planned:
     return add
 
 
-def _plan_scatter(variables: Variables, change: Scatter) -> Planned:
+def _plan_scatter(variables: Variables, change: messages.Scatter) -> Planned:
     cell, indices, values = variables.cell(change.name), change.indices, change.values
     _check_rows(indices, values, cell.array.shape, change.name)
     if values.dtype != cell.array.dtype:
@@ -125,10 +112,6 @@ class _Target:
 
 class OptimizerStep:
     """Change variables by an optimizer's rule, after everything was checked.
-
-    Args:
-        variables: what there is.
-        change: what is asked for.
 
     Raises:
         Refused: it can not be made; nothing has changed.
@@ -226,7 +209,7 @@ def _update(rule: Rule, arrays: list[Array], gradient: Gradient, rate: float) ->
 
 def _fitting(variables: Variables, name: str, value: Array) -> Cell:
     cell = variables.cell(name)
-    if value.shape != cell.array.shape or value.dtype != cell.array.dtype:
+    if (value.shape, value.dtype) != (cell.array.shape, cell.array.dtype):
         raise _mismatch(name, cell.array, value)
     return cell
 

@@ -11,27 +11,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ndistribute.parameter_server.messages import (
-    CreatedVariable,
-    FailureKind,
-    NewVariable,
-    RowsOf,
-    Value,
-)
+from ndistribute.parameter_server import messages
+from ndistribute.parameter_server.messages import CreatedVariable, NewVariable, Value
 from ndistribute.transport.codec import DTYPES, Array
 
 __all__ = ["Cell", "Refused", "Variables", "check_indices", "owned"]
 
 
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
-    """Stop handling a request; nothing has changed.
+    """Stop handling a request; the client gets a `Failure`, and nothing has changed."""
 
-    Args:
-        kind: of the failure that the client gets.
-        message: what does not fit.
-    """
-
-    def __init__(self, kind: FailureKind, message: str) -> None:
+    def __init__(self, kind: messages.FailureKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -110,11 +100,7 @@ class Variables:
         self.cells: dict[str, Cell] = {}
 
     def cell(self, name: str) -> Cell:
-        """Return a variable.
-
-        Raises:
-            Refused: there is none of that name.
-        """
+        """Return a variable, or refuse if there is none of that name."""
         cell = self.cells.get(name)
         if cell is None:
             raise Refused("unknown", f"there is no variable {name!r} on this server; create it.")
@@ -151,31 +137,19 @@ class Variables:
         return len(found)
 
     def read(self, name: str, known: int = 0) -> Value:
-        """Return a variable's version, and its value if that is newer than the known one.
-
-        Raises:
-            Refused: there is no such variable.
-        """
+        """Return a variable's version, and its value if that is newer than the known one."""
         cell = self.cell(name)
         return Value(cell.version, cell.lend() if cell.version > known else None)
 
-    def read_rows(self, item: RowsOf) -> Value:
-        """Return a copy of rows of a variable.
-
-        Raises:
-            Refused: there is no such variable, or it has no such rows.
-        """
+    def read_rows(self, item: messages.RowsOf) -> Value:
+        """Return a copy of rows of a variable."""
         cell = self.cell(item.name)
         check_indices(item.indices, cell.array.shape, item.name)
         return Value(cell.version, cell.array[item.indices])
 
 
 def check_indices(indices: Array, shape: tuple[int, ...], name: str) -> None:
-    """Check that indices are those of rows of an array.
-
-    Raises:
-        Refused: they are not.
-    """
+    """Refuse indices that are not those of rows of an array."""
     if not shape or indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise Refused(
             "mismatch",
@@ -196,11 +170,7 @@ def owned(array: Array) -> Array:
 
 
 def _dtype_of(new: NewVariable) -> np.dtype[np.generic]:
-    """Return the dtype of a variable to be made, in this machine's byte order.
-
-    Raises:
-        Refused: no variable can have it.
-    """
+    """Return the dtype of a variable to be made, in this machine's byte order."""
     try:
         dtype = np.dtype(new.dtype).newbyteorder("=")
     except TypeError as error:  # NumPy knows bfloat16 once a package that defines it is imported.
@@ -222,11 +192,7 @@ def _check_same(new: NewVariable, dtype: np.dtype[np.generic], array: Array) -> 
 
 
 def _initial(new: NewVariable, dtype: np.dtype[np.generic]) -> Array:
-    """Return the value that a variable starts with.
-
-    Raises:
-        Refused: it is not of the shape and dtype announced, or there is no memory for it.
-    """
+    """Return the value that a variable starts with."""
     if new.initial is not None:
         initial = owned(new.initial)
         _check_same(new, dtype, initial)
