@@ -39,7 +39,6 @@ def plan_aggregate(
     """
     if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
         raise Refused(
-            "mismatch",
             f"aggregate {change.name!r} needs a count from 1 and a step from 0, got {change.count} "
             f"and {change.at_step}.",
         )
@@ -140,7 +139,6 @@ class Aggregation:
             return
         if tuple(self.sums) != tuple(names):
             raise Refused(
-                "mismatch",
                 f"a set of gradients for step {self.step} is of {', '.join(names)}, the first one "
                 f"was of {', '.join(self.sums)}. All must be of the same variables.",
             )
@@ -148,7 +146,6 @@ class Aggregation:
             first, this = self.sums[name].kind, _kind_of(gradient)
             if this != first:
                 raise Refused(
-                    "mismatch",
                     f"the first gradient of {name!r} for step {self.step} was {first}, got {this}. "
                     "All clients must give the same.",
                 )

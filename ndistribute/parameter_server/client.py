@@ -217,10 +217,10 @@ class Servers:
         for server, some in initial.items():
             sent = [
                 msgspec.structs.replace(new, initial=array)
-                for new, (_, array), variable in zip(
-                    asked[server], some, made[server].variables, strict=True
+                for new, (_, array), state in zip(
+                    asked[server], some, made[server].states, strict=True
                 )
-                if variable.state == "wanted"
+                if state == "wanted"
             ]
             if sent:
                 wanted[server] = messages.Create(tuple(sent))

@@ -209,17 +209,13 @@ class Failure(Record, frozen=True):
     message: str
 
 
-class CreatedVariable(Record, frozen=True):
-    """Say what became of a variable that was to be made; `wanted` is an initial value."""
-
-    state: Literal["made", "found", "wanted"]
-    version: int
+State = Literal["made", "found", "wanted"]
 
 
 class Created(Record, frozen=True):
-    """Hold what became of each variable of a `Create`, in order."""
+    """Say which variables of a `Create` were made or found, in order, and which want a value."""
 
-    variables: tuple[CreatedVariable, ...]
+    states: tuple[State, ...]
 
 
 class Value(Record, frozen=True):

@@ -188,7 +188,7 @@ class StoreService:
             log.append(request)
         except OSError as error:
             raise Refused(
-                "full", f"{self._task} can not write {log.path}: {error}; nothing was changed."
+                f"{self._task} can not write {log.path}: {error}; nothing was changed.", "full"
             ) from error
         if log.written > _LOG_BYTES:
             self._due = True

@@ -183,17 +183,17 @@ class Store:
                 return self._transact(request)
             case messages.Read(names, known):
                 if known and len(known) != len(names):
-                    raise Refused("mismatch", f"{len(names)} names, {len(known)} known versions.")
+                    raise Refused(f"{len(names)} names, {len(known)} known versions.")
                 known = known or (0,) * len(names)
                 return messages.Values(tuple(map(self.variables.read, names, known)))
             case messages.ReadRows(items):
                 return messages.Values(tuple(map(self.variables.read_rows, items)))
             case messages.Create(wanted):
-                made, replies = self.variables.plan(wanted)
+                made, reply = self.variables.plan(wanted)
                 if made:
                     self.log(request)
                     self.variables.cells.update(made)
-                return messages.Created(replies)
+                return reply
             case messages.Delete(names):
                 if not self.variables.cells.keys().isdisjoint(names):
                     self.log(request)
@@ -202,15 +202,14 @@ class Store:
                 return messages.Totals(self.total, self.began)
             case messages.SaveSnapshot() | messages.KeepLog():
                 raise Refused(
-                    "unknown",
                     "this server writes nothing to a disk: start it with a snapshot directory.",
+                    "unknown",
                 )
-        raise Refused("mismatch", f"a server can not answer a {type(request).__name__}.")
+        raise Refused(f"a server can not answer a {type(request).__name__}.")
 
     def _transact(self, request: messages.Transaction) -> messages.Changed:
         if request.low_water > request.sequence:
             raise Refused(
-                "mismatch",
                 f"transaction {request.sequence} of {request.client!r} is below its low water, "
                 f"{request.low_water}.",
             )
@@ -220,9 +219,9 @@ class Store:
             return messages.Changed(outcomes, self.total, repeated=True)
         if len(applied.done) >= MAX_APPLIED:
             raise Refused(
-                "full",
                 f"the server remembers {MAX_APPLIED} transactions of {request.client!r} above "
                 f"{applied.low_water}, which never ended there.",
+                "full",
             )
         pending: dict[str, Aggregation] = {}
         planned = [
@@ -257,7 +256,7 @@ class Store:
         name = request.name if isinstance(request, AwaitStep) else request.group
         place = _Place(type(request).__name__, name, client)
         if request.count < 1:
-            raise Refused("mismatch", f"nobody can wait at {name!r} for {request.count}.")
+            raise Refused(f"nobody can wait at {name!r} for {request.count}.")
         if isinstance(request, AwaitClock):
             self._check_clock(client, request)
             self.clocks.setdefault(name, ClockGroup()).arrive(client, request.clock)
@@ -274,7 +273,6 @@ class Store:
     def _check_clock(self, client: str, request: AwaitClock) -> None:
         if request.clock < 0 or request.slack < 0:
             raise Refused(
-                "mismatch",
                 f"clock {request.group!r} takes steps and a slack from 0, got {request.clock} and "
                 f"{request.slack}.",
             )
@@ -282,7 +280,6 @@ class Store:
             same = isinstance(other, AwaitClock) and other.group == request.group
             if same and place.client != client and other.count != request.count:
                 raise Refused(
-                    "mismatch",
                     f"{client!r} waits at {request.group!r} for {request.count}, {place.client!r} "
                     f"for {other.count}; all must say the same.",
                 )

@@ -121,11 +121,11 @@ class OptimizerStep:
         try:
             self._rule = rule_named(change.rule, change.hyperparameters)
         except ValueError as error:
-            raise Refused("mismatch", str(error)) from error
+            raise Refused(str(error)) from error
         _check_names(change)
         self._counter = variables.cell(change.counter)
         if (self._counter.array.shape, self._counter.array.dtype) != ((), np.dtype(np.int64)):
-            raise Refused("mismatch", f"counter {change.counter!r} must be one int64.")
+            raise Refused(f"counter {change.counter!r} must be one int64.")
         self._learning_rate = change.learning_rate
         self._targets = []
         for name, gradient, slots in zip(change.names, change.gradients, change.slots, strict=True):
@@ -216,7 +216,6 @@ def _fitting(variables: Variables, name: str, value: Array) -> Cell:
 
 def _mismatch(name: str, held: Array, value: Array) -> Refused:
     return Refused(
-        "mismatch",
         f"variable {name!r} has shape {held.shape} and dtype {held.dtype}, got {value.shape} and "
         f"{value.dtype}. Nothing has changed.",
     )
@@ -225,14 +224,13 @@ def _mismatch(name: str, held: Array, value: Array) -> Refused:
 def _check_numeric(array: Array, name: str, how: str) -> None:
     """Check that an operation is defined for the dtype: it must not fail once it writes."""
     if array.dtype.kind == "b":
-        raise Refused("mismatch", f"variable {name!r} of {array.dtype} can not {how}.")
+        raise Refused(f"variable {name!r} of {array.dtype} can not {how}.")
 
 
 def _check_rows(indices: Array, values: Array, shape: tuple[int, ...], name: str) -> None:
     check_indices(indices, shape, name)
     if values.shape != (len(indices), *shape[1:]):
         raise Refused(
-            "mismatch",
             f"{len(indices)} row(s) of {name!r}, which has shape {shape}, need values of shape "
             f"{(len(indices), *shape[1:])}, got {values.shape}.",
         )
@@ -244,10 +242,9 @@ def _check_names(change: Apply) -> None:
     written = [*change.names, *slots, change.counter]
     if len(set(written)) != len(written):
         twice = sorted({name for name in written if written.count(name) > 1})
-        raise Refused("mismatch", f"an optimizer's step names {', '.join(twice)} twice.")
+        raise Refused(f"an optimizer's step names {', '.join(twice)} twice.")
     if not len(change.names) == len(change.gradients) == len(change.slots):
         raise Refused(
-            "mismatch",
             f"an optimizer's step has {len(change.names)} variable(s), {len(change.gradients)} "
             f"gradient(s) and slots for {len(change.slots)}.",
         )
@@ -256,17 +253,13 @@ def _check_names(change: Apply) -> None:
 def _check_gradient(name: str, array: Array, gradient: Gradient) -> None:
     dtype, shape, values = array.dtype, array.shape, gradient.values
     if not _is_float(dtype) or not _is_float(values.dtype):
-        raise Refused(
-            "mismatch", f"a gradient of {values.dtype} can not train {name!r} of {dtype}."
-        )
+        raise Refused(f"a gradient of {values.dtype} can not train {name!r} of {dtype}.")
     if not np.can_cast(values.dtype, dtype, "same_kind"):
-        raise Refused("mismatch", f"a gradient of {values.dtype} does not fit {name!r} of {dtype}.")
+        raise Refused(f"a gradient of {values.dtype} does not fit {name!r} of {dtype}.")
     if isinstance(gradient, Rows):
         _check_rows(gradient.indices, values, shape, name)
     elif values.shape != shape:
-        raise Refused(
-            "mismatch", f"the gradient of {name!r} has shape {values.shape}, the variable {shape}."
-        )
+        raise Refused(f"the gradient of {name!r} has shape {values.shape}, the variable {shape}.")
 
 
 def _check_slots(
@@ -274,13 +267,11 @@ def _check_slots(
 ) -> None:
     if len(cells) != len(rule.slot_names):
         raise Refused(
-            "mismatch",
             f"{len(cells)} slot(s) are named for {name!r}, the rule needs {len(rule.slot_names)}.",
         )
     for slot, held in zip(slots, cells, strict=True):
         if (held.array.shape, held.array.dtype) != (cell.array.shape, cell.array.dtype):
             raise Refused(
-                "mismatch",
                 f"slot {slot!r} has shape {held.array.shape} and dtype {held.array.dtype}, its "
                 f"variable {name!r} {cell.array.shape} and {cell.array.dtype}.",
             )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ndistribute.parameter_server import messages
-from ndistribute.parameter_server.messages import CreatedVariable, NewVariable, Value
+from ndistribute.parameter_server.messages import Created, NewVariable, Value
 from ndistribute.transport.codec import DTYPES, Array
 
 __all__ = ["Cell", "Refused", "Variables", "check_indices", "owned"]
@@ -21,7 +21,7 @@ __all__ = ["Cell", "Refused", "Variables", "check_indices", "owned"]
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
     """Stop handling a request; the client gets a `Failure`, and nothing has changed."""
 
-    def __init__(self, kind: messages.FailureKind, message: str) -> None:
+    def __init__(self, message: str, kind: messages.FailureKind = "mismatch") -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -88,9 +88,9 @@ class Variables:
         adopts: whether arrays of requests that can be written to are nobody else's.
 
     >>> variables = Variables()
-    >>> made, replies = variables.plan([NewVariable("w", (2,), "float32", fill=1.0)])
+    >>> made, reply = variables.plan([NewVariable("w", (2,), "float32", fill=1.0)])
     >>> variables.cells.update(made)
-    >>> replies[0].state, variables.read("w").array
+    >>> reply.states[0], variables.read("w").array
     ('made', array([1., 1.], dtype=float32))
     """
 
@@ -103,31 +103,29 @@ class Variables:
         """Return a variable, or refuse if there is none of that name."""
         cell = self.cells.get(name)
         if cell is None:
-            raise Refused("unknown", f"there is no variable {name!r} on this server; create it.")
+            raise Refused(f"there is no variable {name!r} on this server; create it.", "unknown")
         return cell
 
-    def plan(
-        self, wanted: Sequence[NewVariable]
-    ) -> tuple[dict[str, Cell], tuple[CreatedVariable, ...]]:
+    def plan(self, wanted: Sequence[NewVariable]) -> tuple[dict[str, Cell], Created]:
         """Return the variables that have to be made, and what to answer once they are in `cells`.
 
         Raises:
             Refused: one exists with another shape or dtype, or can not be made.
         """
         made: dict[str, Cell] = {}
-        replies = []
+        states: list[messages.State] = []
         for new in wanted:
             held = self.cells.get(new.name) or made.get(new.name)
             dtype = _dtype_of(new)
             if held is not None:
                 _check_same(new, dtype, held.array)
-                replies.append(CreatedVariable("found", held.version))
+                states.append("found")
             elif new.initial is None and new.fill is None:
-                replies.append(CreatedVariable("wanted", 0))
+                states.append("wanted")
             else:
-                cell = made[new.name] = Cell(_initial(new, dtype), self.floor + 1)
-                replies.append(CreatedVariable("made", cell.version))
-        return made, tuple(replies)
+                made[new.name] = Cell(_initial(new, dtype), self.floor + 1)
+                states.append("made")
+        return made, Created(tuple(states))
 
     def delete(self, names: Sequence[str]) -> int:
         """Delete those variables that exist, and return how many they were."""
@@ -152,13 +150,11 @@ def check_indices(indices: Array, shape: tuple[int, ...], name: str) -> None:
     """Refuse indices that are not those of rows of an array."""
     if not shape or indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise Refused(
-            "mismatch",
             f"{name!r} has shape {shape}; rows of it need integer indices of one dimension, got "
             f"{indices.dtype} of shape {indices.shape}.",
         )
     if len(indices) and not (indices.min() >= 0 and indices.max() < shape[0]):
         raise Refused(
-            "mismatch",
             f"{name!r} has {shape[0]} row(s), so an index must be 0 to {shape[0] - 1}; got "
             f"{indices.min()} to {indices.max()}.",
         )
@@ -175,17 +171,16 @@ def _dtype_of(new: NewVariable) -> np.dtype[np.generic]:
         dtype = np.dtype(new.dtype).newbyteorder("=")
     except TypeError as error:  # NumPy knows bfloat16 once a package that defines it is imported.
         raise Refused(
-            "mismatch", f"variable {new.name!r}: this server has no dtype {new.dtype!r}: {error}"
+            f"variable {new.name!r}: this server has no dtype {new.dtype!r}: {error}"
         ) from error
     if dtype.name not in DTYPES:
-        raise Refused("mismatch", f"variable {new.name!r} can not have dtype {dtype}.")
+        raise Refused(f"variable {new.name!r} can not have dtype {dtype}.")
     return dtype
 
 
 def _check_same(new: NewVariable, dtype: np.dtype[np.generic], array: Array) -> None:
     if (array.shape, array.dtype) != (new.shape, dtype):
         raise Refused(
-            "mismatch",
             f"variable {new.name!r} is here with shape {array.shape} and dtype {array.dtype}; "
             f"it can not be made with {new.shape} and {dtype}.",
         )
@@ -202,7 +197,6 @@ def _initial(new: NewVariable, dtype: np.dtype[np.generic]) -> Array:
             return np.full(new.shape, new.fill, dtype)
     except (ValueError, ArithmeticError) as error:
         raise Refused(
-            "mismatch",
             f"variable {new.name!r} of shape {new.shape} and dtype {dtype} can not be filled with "
             f"{new.fill}: {error}",
         ) from error
