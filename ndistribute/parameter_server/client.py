@@ -215,15 +215,14 @@ class Servers:
         )
         wanted = {}
         for server, some in initial.items():
-            sent = [
+            states = made[server].states
+            sent = tuple(
                 msgspec.structs.replace(new, initial=array)
-                for new, (_, array), state in zip(
-                    asked[server], some, made[server].states, strict=True
-                )
+                for new, (_, array), state in zip(asked[server], some, states, strict=True)
                 if state == "wanted"
-            ]
+            )
             if sent:
-                wanted[server] = messages.Create(tuple(sent))
+                wanted[server] = messages.Create(sent)
         self._ask(messages.Created, wanted)
 
     def delete(self, names: Mapping[int, Sequence[str]]) -> None:

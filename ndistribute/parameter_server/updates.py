@@ -7,7 +7,6 @@ a transaction are planned first, all of them, and none is made unless all can be
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -101,15 +100,6 @@ def _changed(cell: Cell) -> Done:
     return Done((cell.version,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A variable and what the rule keeps beside it."""
-
-    name: str
-    cell: Cell
-    slots: tuple[Cell, ...]
-
-
 class OptimizerStep:
     """Change variables by an optimizer's rule, after everything was checked.
 
@@ -127,25 +117,25 @@ class OptimizerStep:
         if (self._counter.array.shape, self._counter.array.dtype) != ((), np.dtype(np.int64)):
             raise Refused(f"counter {change.counter!r} must be one int64.")
         self._learning_rate = change.learning_rate
-        self._targets = []
+        self._targets: list[tuple[Cell, ...]] = []  # Each variable, and its slots.
         for name, gradient, slots in zip(change.names, change.gradients, change.slots, strict=True):
             cell = variables.cell(name)
             _check_gradient(name, cell.array, gradient)
             cells = tuple(variables.cell(slot) for slot in slots)
             _check_slots(self._rule, name, cell, slots, cells)
-            self._targets.append(_Target(name, cell, cells))
+            self._targets.append((cell, *cells))
 
     def open(self) -> None:
         """Make sure that no reader holds what will be written."""
         self._counter.open()
         for target in self._targets:
-            for written in (target.cell, *target.slots):
+            for written in target:
                 written.open()
 
     def fitted(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return gradients like those that were checked, in the form that the rule takes."""
         return [
-            _fitted(self._rule, target.cell.array, gradient)
+            _fitted(self._rule, target[0].array, gradient)
             for target, gradient in zip(self._targets, gradients, strict=True)
         ]
 
@@ -156,11 +146,10 @@ class OptimizerStep:
         # Somebody may have written anything into the counter.
         rate = self._rule.rate(max(1, int(self._counter.array)), self._learning_rate)
         for target, gradient in zip(self._targets, fitted, strict=True):
-            arrays = [target.cell.array, *(slot.array for slot in target.slots)]
-            _update(self._rule, arrays, gradient, rate)
-            for written in (target.cell, *target.slots):
+            _update(self._rule, [cell.array for cell in target], gradient, rate)
+            for written in target:
                 written.version += 1
-        return Done(tuple(target.cell.version for target in self._targets))
+        return Done(tuple(target[0].version for target in self._targets))
 
 
 def summed(rows: Rows) -> Rows:
