@@ -150,7 +150,7 @@ def _replicas(size: int, replicas: int, cores: int) -> Iterator[Contender]:
             params,
             process=f"{replicas} replicas" if side == PEER else "",
             units=params["calls"],
-            facts=facts,
+            facts=facts | ({"beside": [name]} if maker == "ours_all_reduce" else {}),
         )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
 from benchmarks import peer
+from benchmarks.all_reduce_threads import sums_in_graph
 from benchmarks.case import Prepared
 from benchmarks.operands import contribution, error_of
 
@@ -50,18 +50,7 @@ def tensorflow(size: int, calls: int) -> Iterator[Prepared]:
     index = strategy.cluster_resolver.task_id
     mine = tf.constant(contribution(index, size // 4))
 
-    def summed(part: Any) -> Any:
-        context = tf.distribute.get_replica_context()
-        total = context.all_reduce("sum", tf.identity(part))
-        firsts = [total[0]]
-        for _ in range(1, calls):
-            # A call waits for the one before it, and something of each sum is returned, or the
-            # graph would do fewer of them.
-            with tf.control_dependencies([firsts[-1]]):
-                firsts.append(context.all_reduce("sum", tf.identity(part))[0])
-        return total, firsts
-
-    run = tf.function(lambda part: strategy.run(summed, args=(part,)))
+    run = sums_in_graph(tf, strategy, calls)
     total, _ = run(mine)
     (own,) = strategy.experimental_local_results(total)
     yield Prepared(lambda: run(mine), error_of(own.numpy(), strategy.num_replicas_in_sync))

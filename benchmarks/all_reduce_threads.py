@@ -5,7 +5,7 @@ A step makes several calls one after another, so that starting the step is not w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from benchmarks import peer
 from benchmarks.case import Prepared
 
-__all__ = ["ours_all_reduce", "ours_apply", "tensorflow"]
+__all__ = ["ours_all_reduce", "ours_apply", "sums_in_graph", "tensorflow"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -84,6 +84,15 @@ def tensorflow(size: int, replicas: int, calls: int) -> Iterator[Prepared]:
         lambda c: tf.constant(parts[c.replica_id_in_sync_group])
     )
 
+    run = sums_in_graph(tf, strategy, calls)
+    totals, _ = run(mine)
+    error = worst(strategy.experimental_local_results(totals), expected)
+    yield Prepared(lambda: run(mine), error)
+
+
+def sums_in_graph(tf: Any, strategy: Any, calls: int) -> Callable[[Any], Any]:
+    """Return a graph that makes so many all-reduces; it returns the first sum, and some of each."""
+
     def summed(part: Any) -> Any:
         context = tf.distribute.get_replica_context()
         # Placed on the replica's device by an operation: a lone replica's argument is on none.
@@ -96,7 +105,4 @@ def tensorflow(size: int, replicas: int, calls: int) -> Iterator[Prepared]:
                 firsts.append(context.all_reduce("sum", tf.identity(part))[0])
         return total, firsts
 
-    run = tf.function(lambda part: strategy.run(summed, args=(part,)))
-    totals, _ = run(mine)
-    error = worst(strategy.experimental_local_results(totals), expected)
-    yield Prepared(lambda: run(mine), error)
+    return tf.function(lambda part: strategy.run(summed, args=(part,)))

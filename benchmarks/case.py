@@ -69,7 +69,9 @@ class Contender:
         wire: how a team is started, see `Team`; empty for a process on its own.
         needs: a package without which it is left out.
         units: how much work one step is, in the benchmark's unit.
-        facts: what else the JSON says about it.
+        facts: what else the JSON says about it. `report` knows ``beside``, the names of those of
+            TensorFlow that it is compared with, and what is asked for: ``reach`` times the best of
+            them, or a figure of ``bound``.
     """
 
     name: str

@@ -30,7 +30,8 @@ from benchmarks.case import (
 )
 from benchmarks.machine import machine
 from benchmarks.options import add_options, parse, pythons
-from benchmarks.workers import WorkerError, Workers
+from benchmarks.team import Workers
+from benchmarks.workers import WorkerError
 
 __all__ = ["Settings", "main", "measure"]
 

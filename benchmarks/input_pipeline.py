@@ -72,7 +72,8 @@ def _groups(quick: bool, cores: int) -> list[Group]:
 def _contenders(rows: int, replicas: int) -> Iterator[Contender]:
     name = f"{replicas} replicas" if replicas else "Dataset"
     params = {"rows": rows, "replicas": replicas}
-    yield Contender(name, OURS, "ours", params, units=rows)
+    facts = {"beside": [name], "bound": 1e6 if replicas else 1.5e6}
+    yield Contender(name, OURS, "ours", params, units=rows, facts=facts)
     yield Contender(name, PEER, "tensorflow", params, units=rows)
 
 

@@ -159,16 +159,18 @@ def _groups(quick: bool, cores: int) -> list[Group]:
 
 
 def _contenders(batch: int) -> Iterator[Contender]:
-    ways: list[tuple[str, str, int, int | None]] = [
-        ("one replica, 1 BLAS thread", "default", 1, 1),
-        ("one replica, 2 BLAS threads", "default", 1, 2),
-        ("MirroredStrategy, 2 replicas", "mirrored", 2, None),
-        ("CentralStorageStrategy, 2 replicas", "central", 2, None),
-    ]
     peers = [("one process", 1), ("MirroredStrategy, 2 replicas", 2)]
-    for name, strategy, replicas, threads in ways:
+    alone, mirrored = ({"beside": [name]} for name, _ in peers)
+    times = {"reach": 2.0 if batch < 2048 else 1.0}
+    ways: list[tuple[str, str, int, int | None, dict[str, Any]]] = [
+        ("one replica, 1 BLAS thread", "default", 1, 1, {}),
+        ("one replica, 2 BLAS threads", "default", 1, 2, alone | {"reach": 1.0}),
+        ("MirroredStrategy, 2 replicas", "mirrored", 2, None, mirrored | times),
+        ("CentralStorageStrategy, 2 replicas", "central", 2, None, mirrored),
+    ]
+    for name, strategy, replicas, threads, facts in ways:
         params = {"batch": batch, "strategy": strategy, "replicas": replicas}
-        yield Contender(name, OURS, "ours", params, threads, units=batch)
+        yield Contender(name, OURS, "ours", params, threads, units=batch, facts=facts)
     for name, replicas in peers:
         params = {"batch": batch, "replicas": replicas}
         yield Contender(name, PEER, "tensorflow", params, units=batch)

@@ -1,11 +1,14 @@
 """What a strategy costs where there is nothing to compute.
 
 Microseconds for `run` of an empty step, `run` of a step that sums one number over the replicas, and
-`reduce` of one number, with two replicas.
+`reduce` of one number, with two replicas. With ``--calls`` it counts instead: which calls of Python
+functions of the package, and files, an update of 4 KB on a server of this host costs, and an empty
+function that a chief schedules; and threads of processes that have nothing to do.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,11 +17,15 @@ import numpy as np
 
 from benchmarks import peer
 from benchmarks.case import OURS, PEER, Benchmark, Contender, Group, Prepared
+from benchmarks.cluster import Cluster, commanded
 from benchmarks.harness import main
+from benchmarks.report import markdown
+from benchmarks.task import Calls, facts
 
-__all__ = ["BENCHMARK", "ours", "tensorflow"]
+__all__ = ["BENCHMARK", "calls", "ours", "tensorflow"]
 
 REPLICAS = 2
+COUNTED = 100
 
 
 @contextmanager
@@ -77,17 +84,60 @@ def _number(value: Any, local_results: Callable[[Any], tuple[Any, ...]]) -> floa
 
 def _groups(quick: bool, cores: int) -> list[Group]:
     works = {
-        "run of an empty step": "empty",
-        "run of a scalar all-reduce": "all_reduce",
-        "reduce of a scalar": "reduce",
+        "run of an empty step": ("empty", 100.0),
+        "run of a scalar all-reduce": ("all_reduce", 200.0),
+        "reduce of a scalar": ("reduce", 30.0),
     }
-    return [Group(title, tuple(_contenders(work))) for title, work in works.items()]
+    return [Group(title, tuple(_contenders(*work))) for title, work in works.items()]
 
 
-def _contenders(work: str) -> Iterator[Contender]:
-    yield Contender("2 replicas", OURS, "ours", {"work": work})
+def _contenders(work: str, bound: float) -> Iterator[Contender]:
+    facts = {"beside": ["eager", "tf.function"], "bound": bound}
+    yield Contender("2 replicas", OURS, "ours", {"work": work}, facts=facts)
     yield Contender("eager", PEER, "tensorflow", {"work": work, "graph": False})
     yield Contender("tf.function", PEER, "tensorflow", {"work": work, "graph": True})
+
+
+def calls() -> str:
+    """Return a table of the calls that an update and a scheduled function make, and of threads."""
+    import ndistribute as nd
+
+    before = facts()["threads"]
+    own = Calls()  # From here on also on the threads of the strategy and the coordinator.
+    cluster = Cluster(1, 1, {"BENCHMARK_CALLS": "1"})
+    with commanded(cluster) as (strategy, coordinator):
+        with strategy.scope():
+            variable = nd.Variable(np.zeros(1024, np.float32))
+        ones = np.ones(1024, np.float32)
+
+        def empty() -> None:
+            return None
+
+        def scheduled() -> None:
+            coordinator.schedule(empty)
+            coordinator.join()
+
+        def everybody() -> dict[str, dict[str, Any]]:
+            served = {job: cluster.facts(job, 0) for job in ("ps", "worker")}
+            return {"chief": facts(own), **served}
+
+        rows = []
+        works = {"assign_add of 4 KB": lambda: variable.assign_add(ones), "schedule": scheduled}
+        for name, work in works.items():
+            for _ in range(COUNTED):
+                work()
+            everybody()
+            for _ in range(COUNTED):
+                work()
+            found = everybody()
+            each = [str(round(one["calls"] / COUNTED)) for one in found.values()]
+            files = {file for one in found.values() for file in one["files"]}
+            rows.append([name, *each, str(len(files))])
+    # Tasks have one more, which listens to this process.
+    found["chief"]["threads"] -= before
+    threads = [one["threads"] + (1 if one is found["chief"] else -1) for one in found.values()]
+    rows.append(["threads when idle", *map(str, threads), "-"])
+    return markdown(["calls", "chief", "server", "worker", "files"], rows)
 
 
 BENCHMARK = Benchmark(
@@ -100,4 +150,7 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    main(BENCHMARK)
+    if sys.argv[1:] == ["--calls"]:
+        print(calls())
+    else:
+        main(BENCHMARK)

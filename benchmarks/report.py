@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case import Benchmark, Result
+from benchmarks.case import PEER, Benchmark, Result
 
 __all__ = ["as_json", "conclusions", "markdown", "ratio", "shown", "summary", "table", "write_json"]
 
@@ -46,6 +46,7 @@ def as_json(
         **described,
         "results": entries,
         "conclusions": benchmark.conclude(entries),
+        "beside": list(_beside(benchmark, entries)),
         "failures": list(failures),
     }
 
@@ -65,6 +66,42 @@ def _entry(benchmark: Benchmark, result: Result) -> dict[str, Any]:
         "steps": result.steps,
         "check": result.check,
     }
+
+
+def _beside(benchmark: Benchmark, entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Compare ours with those of TensorFlow that it is to be seen beside, the best of them.
+
+    What is to be reached is a fact of ours: how many times TensorFlow's figure, or which figure.
+    """
+    higher = benchmark.rate
+    for own in entries:
+        if "beside" not in own:
+            continue
+        names = own["beside"]
+        peers = [
+            one["figure"]
+            for one in entries
+            if (one["side"], one["group"]) == (PEER, own["group"]) and one["name"] in names
+        ]
+        theirs = (max if higher else min)(peers, key=lambda f: f["median"], default=None)
+        times = theirs and ratio(own["figure"], theirs, higher_is_better=higher)
+        reach, met = "-", None
+        if "reach" in own:
+            reach = f"{own['reach']:g} x TF"
+            met = times and times["median"] >= own["reach"]
+        elif "bound" in own:
+            reach, figure = f"{shown(own['bound'])} {benchmark.unit}", own["figure"]["median"]
+            met = figure >= own["bound"] if higher else figure <= own["bound"]
+        yield {
+            "": f"{benchmark.name}, {own['group']}: {own['name']}",
+            f"ours, {benchmark.unit}": own["figure"]["median"],
+            "TF": theirs["median"] if theirs else "-",
+            "ratio (spread)": "{median:.2f} ({min:.2f} to {max:.2f})".format(**times)
+            if times
+            else "-",
+            "reach": reach,
+            "met?": "-" if met is None else "yes" if met else "no",
+        }
 
 
 def table(written: dict[str, Any]) -> str:
@@ -88,15 +125,17 @@ def table(written: dict[str, Any]) -> str:
     lines = [*notes, "", markdown(head, rows)]
     if any(_star(entry) for entry in entries):
         lines += ["", "\\* more replicas than cores: for correctness, not for comparison"]
-    if written["conclusions"] or written["failures"]:
+    if written["conclusions"] or written["beside"] or written["failures"]:
         lines += ["", conclusions(written)]
     return "\n".join(lines)
 
 
 def conclusions(written: dict[str, Any]) -> str:
     """Return what the figures say together as a markdown table, and who failed."""
-    rows = [[_plain(cell) for cell in row.values()] for row in written["conclusions"]]
-    parts = [markdown(list(written["conclusions"][0]), rows)] if rows else []
+    parts = []
+    for found in filter(None, (written["conclusions"], written["beside"])):
+        rows = [[_plain(cell) for cell in row.values()] for row in found]
+        parts.append(markdown(list(found[0]), rows))
     for failure in written["failures"]:
         last = failure["error"].strip().splitlines()[-1]
         parts.append(f"FAILED: {failure['group']}, {failure['side']}: {failure['name']}: {last}")

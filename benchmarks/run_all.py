@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import OURS, PACKAGES
-from benchmarks.goals import comparison
 from benchmarks.machine import machine
 from benchmarks.options import PYTHONS, add_options, parse
 from benchmarks.report import conclusions, write_json
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     others = [cores for entry in entries for cores in entry["others_cores"]["all"]]
     described["others_cores"] = statistics.mean(others)
     write_json({**described, **sides}, out / "machine.json")
-    tables = [comparison(written), *(conclusions(one) for one in written.values())]
+    tables = [conclusions(one) for one in written.values()]
     tables.append(_cost_model(out))
     shown = _summary(described, sides, "\n\n".join(filter(None, tables)), quick=options.quick)
     (out / "comparison.md").write_text(shown)

@@ -7,7 +7,9 @@ running Python anew. A time runs from the signal until what the table names has 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -20,11 +22,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
-from benchmarks.faulty_cluster import DEADLINE, Cluster
+from benchmarks.cluster import DEADLINE, Cluster, commanded, until_at_work
 from benchmarks.machine import machine
 from benchmarks.report import markdown, shown, write_json
 
@@ -32,27 +33,11 @@ __all__ = ["main"]
 
 PLACES = 1 << 18
 PER_KILL = 8
+LOGGED = (1 << 10, 1 << 18)  # Places of float32.
 KILL_WITHIN = 0.003  # Seconds; about as long as that many functions take.
 _log = logging.getLogger("benchmarks")
+NAMES = ("workers", "servers", "chief", "members", "kills", "log")
 Row = dict[str, Any]
-
-
-@contextlib.contextmanager
-def commanded(cluster: Cluster) -> Iterator[tuple[Any, Any]]:
-    """Start servers and workers, and yield the strategy and coordinator of their chief."""
-    import ndistribute as nd
-
-    with mock.patch.dict(os.environ, cluster.environ), cluster:
-        cluster.start_all("ps")
-        cluster.start_all("worker")
-        resolver = nd.SimpleClusterResolver(cluster.addresses, task_type="chief", task_id=0)
-        with (
-            nd.ParameterServerStrategy(resolver, timeout_seconds=DEADLINE) as strategy,
-            nd.ClusterCoordinator(strategy) as coordinator,
-        ):
-            for index in range(len(cluster.addresses["worker"])):
-                until_at_work(coordinator, index)
-            yield strategy, coordinator
 
 
 def lost_workers(environ: dict[str, str], repetitions: int) -> list[Row]:
@@ -152,42 +137,101 @@ def lost_members(environ: dict[str, str], repetitions: int) -> Row:
 
 
 def random_kills(environ: dict[str, str], kills: int, rng: random.Random) -> Row:
-    """Kill workers at random moments while they make unique changes, and count those."""
+    """Kill workers and servers at random moments while they make unique changes; count those."""
     count = kills * PER_KILL
     began = time.monotonic()
-    cluster = Cluster(2, 2, environ)
-    with tempfile.NamedTemporaryFile() as runs, commanded(cluster) as (strategy, coordinator):
-        (first, mark_first), (second, mark_second) = (marked(strategy, count) for _ in range(2))
+    killed = {"worker": 0, "ps": 0}
+    with tempfile.NamedTemporaryFile() as runs, tempfile.TemporaryDirectory() as folder:
         path = runs.name
+        cluster = Cluster(2, 2, {**environ, **_logging_to(folder, "log")})
+        with commanded(cluster) as (strategy, coordinator):
+            (first, mark_first), (second, mark_second) = (marked(strategy, count) for _ in range(2))
 
-        def mark_both(number: int) -> None:
-            with open(path, "ab", buffering=0) as file:
-                file.write(b".")
-            mark_first(number)
-            first.numpy()  # What was changed goes out before it is read.
-            mark_second(number)
+            def mark_both(number: int) -> None:
+                with open(path, "ab", buffering=0) as file:
+                    file.write(b".")
+                mark_first(number)
+                first.numpy()  # What was changed goes out before it is read.
+                mark_second(number)
 
-        for start in range(0, count, PER_KILL):
-            for number in range(start, start + PER_KILL):
-                coordinator.schedule(mark_both, args=(number,))
-            threading.Event().wait(rng.uniform(0, KILL_WITHIN))
-            victim = rng.randrange(2)
-            cluster.kill("worker", victim)
-            cluster.start("worker", victim)
-            # Else most would die before they have begun anything.
-            until_at_work(coordinator, victim)
-        coordinator.join(timeout=DEADLINE)
-        found = np.stack([first.numpy(), second.numpy()])
-        again = os.path.getsize(path) - count
+            for start in range(0, count, PER_KILL):
+                for number in range(start, start + PER_KILL):
+                    coordinator.schedule(mark_both, args=(number,))
+                threading.Event().wait(rng.uniform(0, KILL_WITHIN))
+                job, victim = rng.choice(["worker", "ps"]), rng.randrange(2)
+                cluster.kill(job, victim)
+                cluster.start(job, victim)
+                killed[job] += 1
+                # Else most would die before they have begun anything.
+                if job == "worker":
+                    until_at_work(coordinator, victim)
+                else:
+                    (first, second)[victim].numpy()
+            coordinator.join(timeout=DEADLINE)
+            found = np.stack([first.numpy(), second.numpy()])
+            again = os.path.getsize(path) - count
+            known = strategy.lost_updates
     return {
-        "kills": kills,
+        "killed": killed,
         "updates": found.size,
         "functions": count,
         "run_again": again,
         "lost": int(np.sum(found == 0)),
+        "known_lost": known,
         "twice": int(np.sum(found > 1)),
         "seconds": time.monotonic() - began,
     }
+
+
+def log_costs(environ: dict[str, str], repetitions: int, seconds: float) -> list[Row]:
+    """Measure updates a second with a log and without, of one client and of 4."""
+    rates: dict[tuple[int, int, str], list[float]] = {}
+    for _ in range(repetitions):
+        for durability in ("snapshot", "log"):
+            with tempfile.TemporaryDirectory() as folder:
+                cluster = Cluster(1, 1, {**environ, **_logging_to(folder, durability)})
+                with commanded(cluster):
+                    for places, clients in itertools.product(LOGGED, (1, 4)):
+                        found = updates_per_second(cluster, places, clients, seconds)
+                        rates.setdefault((places, clients, durability), []).append(found)
+    return [
+        {
+            "bytes": places * 4,
+            "clients": clients,
+            "durability": durability,
+            "updates_per_second": statistics.median(found),
+            "ms": 1e3 * clients / statistics.median(found),
+            "all": found,
+        }
+        for (places, clients, durability), found in sorted(rates.items())
+    ]
+
+
+def updates_per_second(cluster: Cluster, places: int, clients: int, seconds: float) -> float:
+    """Return how many updates, of a variable each, are acknowledged to clients all together."""
+    import ndistribute as nd
+
+    ones = np.ones(places, np.float32)
+    resolver = nd.SimpleClusterResolver(cluster.addresses, task_type="evaluator", task_id=0)
+
+    def work(strategy: Any) -> int:
+        with strategy.scope():
+            variable = nd.Variable(np.zeros_like(ones))
+        end, count = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            variable.assign_add(ones)
+            count += 1
+        return count
+
+    with contextlib.ExitStack() as stack:
+        # One each, for the updates of a connection are made, and synced, one after the other.
+        made = [stack.enter_context(nd.ParameterServerStrategy(resolver)) for _ in range(clients)]
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(clients))
+        return sum(pool.map(work, made)) / seconds
+
+
+def _logging_to(folder: str, durability: str) -> dict[str, str]:
+    return {"NDISTRIBUTE_SNAPSHOT_DIR": folder, "NDISTRIBUTE_DURABILITY": durability}
 
 
 def row(fault: str, until: str, seconds: Sequence[float]) -> Row:
@@ -244,17 +288,6 @@ def hanging(coordinator: Any, path: Path) -> tuple[Any, int]:
     return value, int(path.read_text())
 
 
-def until_at_work(coordinator: Any, worker: int) -> float:
-    """Keep workers busy until a certain one has run something, and return when it did."""
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        done = coordinator.fetch([coordinator.schedule(_who) for _ in range(4)])
-        times = [when for index, when in done if index == worker]
-        if times:
-            return min(times)
-    raise TimeoutError(f"worker {worker} did not come")
-
-
 def wait_until(condition: Callable[[], Any]) -> None:
     """Wait for what no event tells of."""
     deadline = time.monotonic() + DEADLINE
@@ -262,13 +295,6 @@ def wait_until(condition: Callable[[], Any]) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"it has not come about in {DEADLINE:g} s")
         threading.Event().wait(timeout=0.0005)
-
-
-def _who() -> tuple[int, float]:
-    import ndistribute as nd
-
-    time.sleep(0.001)  # So that no worker takes all.
-    return nd.cluster.worker_index(), time.monotonic()
 
 
 def _hang_once(path: str) -> None:
@@ -302,11 +328,19 @@ def tables(written: Row) -> str:
         markdown(["", "until", "times", "median s", "max s", "updates lost"], found),
     ]
     lines += [
-        f"\n{kills['kills']} random kills of workers, {kills['updates']} updates in "
-        f"{kills['functions']} functions, {kills['run_again']} of them run again: "
-        f"{kills['lost']} updates lost, {kills['twice']} made twice{note}"
+        f"\nRandom kills with a log: {kills['killed']['worker']} of workers and "
+        f"{kills['killed']['ps']} of servers, {kills['updates']} updates in {kills['functions']} "
+        f"functions, {kills['run_again']} of them run again: {kills['lost']} updates lost, "
+        f"{kills['twice']} made twice{note}"
         for kills in written["kills"]
     ]
+    costs = [
+        [str(one["bytes"]), str(one["clients"]), one["durability"], *map(shown, figures)]
+        for one in written["log"]
+        for figures in [(one["updates_per_second"], one["ms"])]
+    ]
+    if costs:
+        lines += ["", markdown(["bytes", "clients", "durability", "updates/s", "ms"], costs)]
     return "\n".join(lines)
 
 
@@ -317,14 +351,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
     parser.add_argument("--repetitions", type=int, help="of each fault; 10, quick 1")
-    parser.add_argument("--kills", type=int, help="of workers at random; 100, quick 2")
+    parser.add_argument("--kills", type=int, help="at random; 100, quick 4")
     parser.add_argument("--seed", type=int, default=0, help="of what is random")
     parser.add_argument("--heartbeat", type=float, default=2.0, help="timeout in seconds")
     parser.add_argument("--snapshot-seconds", type=float, default=1.0, help="between snapshots")
-    parser.add_argument("--only", choices=["workers", "servers", "chief", "members", "kills"])
+    parser.add_argument("--only", choices=NAMES)
     options = parser.parse_args(arguments)
     repetitions = options.repetitions or (1 if options.quick else 10)
-    kills = options.kills or (2 if options.quick else 100)
+    kills = options.kills or (4 if options.quick else 100)
     heartbeat = min(options.heartbeat, 0.5) if options.quick else options.heartbeat
     between = min(options.snapshot_seconds, 0.2) if options.quick else options.snapshot_seconds
     environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(heartbeat)}
@@ -337,6 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "chief": lambda: [lost_chiefs(environ, repetitions)],
         "members": lambda: [lost_members(environ, repetitions)],
         "kills": lambda: [random_kills(environ, kills, rng)],
+        "log": lambda: log_costs(environ, min(repetitions, 3), 0.1 if options.quick else 3.0),
     }
     measured = {
         name: make() if options.only in (None, name) else [] for name, make in measure.items()
@@ -349,6 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "snapshot_seconds": between,
         "machine": described,
         "kills": measured.pop("kills"),
+        "log": measured.pop("log"),
         "faults": [one for rows in measured.values() for one in rows],
     }
     print(tables(written))

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import mlp
+from benchmarks.cluster import Cluster
 from benchmarks.machine import machine
 from benchmarks.report import markdown, shown, write_json
-from benchmarks.workers import ROOT, pinned
+from benchmarks.workers import pinned
 
-__all__ = ["main"]
+__all__ = ["main", "train"]
 
 WORKERS, BATCH = 2, 32
 # Asynchronous, at most so many steps ahead of the slowest, and all steps together.
@@ -32,20 +30,15 @@ PACES: dict[str, dict[str, int]] = {
     "max_staleness=0": {"max_staleness": 0},
     "synchronous": {"replicas_to_aggregate": WORKERS},
 }
-_SECONDS = 300.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a job for each pace, or be a task of one."""
+    """Run a job for each pace."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="write the counts there, as JSON")
     parser.add_argument("--plot", action="store_true", help="draw a PNG as well (matplotlib)")
     parser.add_argument("--steps", type=int, default=1000, help="of each worker; 1000")
-    parser.add_argument("--pace", choices=PACES, help="be a task of a job of this pace")
     options = parser.parse_args(arguments)
-    if options.pace:
-        _serve_or_train(PACES[options.pace], options.steps)
-        return
     written = {**machine(), "steps": options.steps, "workers": WORKERS, "batch": BATCH}
     written["paces"] = {name: _job(name, options.steps) for name in PACES}
     if options.out:
@@ -60,20 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _job(pace: str, steps: int) -> dict[str, Any]:
     """Return what the workers of a job counted, all together."""
-    launcher = [sys.executable, "-m", "ndistribute", "run", "--workers", str(WORKERS), "--ps", "1"]
-    command = [*launcher, "-m", "benchmarks.staleness", "--pace", pace, "--steps", str(steps)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | pinned(1),
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    said = [json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines()]
+    environ = {**pinned(1), "BENCHMARK_PACE": pace, "BENCHMARK_STEPS": str(steps)}
+    with Cluster(WORKERS, 1, environ, chief=False) as cluster:
+        cluster.start_all("ps")
+        cluster.start_all("worker", "staleness")
+        said = [cluster.answer("worker", index) for index in range(WORKERS)]
     counts: collections.Counter[int] = collections.Counter()
     for one in said:
         counts.update({int(staleness): count for staleness, count in one["staleness"].items()})
@@ -84,14 +68,11 @@ def _job(pace: str, steps: int) -> dict[str, Any]:
     }
 
 
-def _serve_or_train(pace: dict[str, int], steps: int) -> None:
+def train(answer: Callable[..., None]) -> None:
+    """Train as a worker of a job, and answer what was counted."""
     import ndistribute as nd
 
-    resolver = nd.TFConfigClusterResolver()
-    if resolver.task_type == "ps":
-        nd.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
-        return
-    with nd.ParameterServerStrategy(resolver, **pace) as strategy:
+    with nd.ParameterServerStrategy(**PACES[os.environ["BENCHMARK_PACE"]]) as strategy:
         with strategy.scope():
             variables = [nd.Variable(array) for array in mlp.initial_weights()]
             optimizer = nd.optimizers.SGD(mlp.RATE)
@@ -104,10 +85,9 @@ def _serve_or_train(pace: dict[str, int], steps: int) -> None:
 
         strategy.run(step)
         start = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(int(os.environ["BENCHMARK_STEPS"])):
             strategy.run(step)
-        seconds = time.perf_counter() - start
-        print(json.dumps({"staleness": strategy.staleness(), "seconds": seconds}), flush=True)
+        answer(staleness=strategy.staleness(), seconds=time.perf_counter() - start)
 
 
 def _rows(paces: dict[str, dict[str, Any]]) -> list[list[str]]:

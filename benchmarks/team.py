@@ -1,7 +1,8 @@
-"""Several worker processes that do one contender's work together, asked as if they were one.
+"""One worker process or several that do a contender's work together, asked as if they were one.
 
-They are started as the workers of a job: with `TF_CONFIG` and, for ours, a listening socket that
-they inherit, or by `mpiexec`. Requests and answers go over a socket of our own, because `mpiexec`
+Several are started as the workers of a job: with `TF_CONFIG` and, for ours, a listening socket that
+they inherit, or by `mpiexec`. One that does not answer in time is killed, and its last words are
+shown. Requests and answers go over a socket of our own, because `mpiexec`
 keeps standard input and output to itself.
 """
 
@@ -19,11 +20,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
-from benchmarks.case import OURS
+from benchmarks.case import OURS, Contender
 from benchmarks.workers import (
-    ANSWER_SECONDS,
     END_SECONDS,
     ROOT,
     WorkerError,
@@ -33,7 +34,10 @@ from benchmarks.workers import (
     read_line,
 )
 
-__all__ = ["Team"]
+__all__ = ["Team", "Workers"]
+
+# Importing TensorFlow takes ten seconds on a busy machine, tracing a step about as long.
+ANSWER_SECONDS = 180.0
 
 START_SECONDS = 30.0
 LISTENING = "NDISTRIBUTE_LISTEN_FD"
@@ -45,9 +49,10 @@ class Team:
     Args:
         python: the interpreter.
         size: how many processes.
-        wire: ``"inherited"`` for processes that meet by `TF_CONFIG` and inherit their listening
-            socket, ``"tcp"`` for those that listen themselves, ``"mpi"`` for those of `mpiexec`,
-            ``"servers-2"`` for those that keep their variables on two parameter servers.
+        wire: empty for one process alone; ``"inherited"`` for processes that meet by `TF_CONFIG`
+            and inherit their listening socket, ``"tcp"`` for those that listen
+            themselves, ``"mpi"`` for those of `mpiexec`, ``"servers-2"`` for those that keep their
+            variables on two parameter servers.
         cores: all of them run on so many.
         blas_threads: what the environment pins, for each.
     """
@@ -147,6 +152,64 @@ class Team:
     def _last_words(self) -> str:
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")[-2000:]
+
+
+class Workers:
+    """The teams of a run, started when they are first needed.
+
+    Args:
+        pythons: the interpreter of each side.
+        cores: how many cores each team may use.
+    """
+
+    def __init__(self, pythons: dict[str, str], cores: int) -> None:
+        self._pythons = pythons
+        self._cores = cores
+        self._started: dict[tuple[Any, ...], Team] = {}
+
+    def of(self, contender: Contender) -> Team:
+        """Return the team that does this contender's work."""
+        key = self._key(contender)
+        if key not in self._started:
+            self._started[key] = self._start(contender)
+        return self._started[key]
+
+    def alone(self, side: str) -> Team:
+        """Return a worker of a side that does nobody's work."""
+        if (side,) not in self._started:
+            self._started[side,] = Team(self._pythons[side], 1, "", self._cores, self._cores)
+        return self._started[side,]
+
+    def discard(self, contender: Contender) -> None:
+        """End what failed; the next contender that needs it gets a fresh one."""
+        failed = self._started.pop(self._key(contender), None)
+        if failed is not None:
+            failed.kill()
+            failed.close()
+
+    def _key(self, one: Contender) -> tuple[Any, ...]:
+        return (one.side, self._threads(one), one.process, one.team, one.wire)
+
+    def _threads(self, one: Contender) -> int:
+        return one.blas_threads or max(1, self._cores // one.team)
+
+    def _start(self, one: Contender) -> Team:
+        python = self._pythons[one.side]
+        return Team(python, one.team, one.wire, self._cores, self._threads(one))
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for worker in self._started.values():
+            if error is not None:
+                worker.kill()
+            worker.close()
 
 
 def _together(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -266,4 +329,15 @@ def _started(
     return _STARTS[wire](python, size, environ, errors)
 
 
-_STARTS = {"inherited": _by_inheritance, "tcp": _by_tf_config, "mpi": _by_mpiexec}
+def _alone(
+    python: str, size: int, environ: dict[str, str], errors: IO[bytes]
+) -> list[subprocess.Popen[bytes]]:
+    return [_start([python], environ | {"BENCHMARK_RANK": "0"}, errors)]
+
+
+_STARTS = {
+    "": _alone,
+    "inherited": _by_inheritance,
+    "tcp": _by_tf_config,
+    "mpi": _by_mpiexec,
+}

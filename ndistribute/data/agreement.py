@@ -8,12 +8,12 @@ workers come in the same order whatever is prepared ahead.
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ndistribute.data.element_specs import pack_spec, unpack_spec
 from ndistribute.data.elements import Element
 from ndistribute.data.places import WorkerGroup
 from ndistribute.data.steps import COMPLETE_IT, Position
@@ -83,17 +83,14 @@ def agree(workers: WorkerGroup, report: Report) -> Outcome:
 def share_template(workers: WorkerGroup, template: Element | None) -> Element:
     """Return a batch of no rows, where this worker has none as the first one that has one.
 
-    Every worker was authenticated when it joined, and all run the same program: pickles between
-    them carry the classes of nested structures.
-
     Raises:
-        ValueError: no worker has one, as their elements are no batches.
+        ValueError: no worker has one, as their elements are no batches; or it can not be told.
     """
-    blob = b"" if template is None else pickle.dumps(template)
+    blob = b"" if template is None else pack_spec(template)
     known = next(filter(None, _all_gather_bytes(workers, blob)), None)
     if known is None:
         raise ValueError(f"a worker has run out of input that others still have. {COMPLETE_IT}")
-    return pickle.loads(known) if template is None else template  # noqa: S301
+    return unpack_spec(known) if template is None else template
 
 
 def exchange_notes(workers: WorkerGroup, note: Mapping[str, Any]) -> list[dict[str, Any]]:

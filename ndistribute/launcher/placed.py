@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import pickle
-import secrets
 import select
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import IO, Any, TypedDict
 
+from ndistribute.cluster.seconds import seconds_of
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.launcher import reaper
 from ndistribute.launcher.launch import job_environment, task_environment
@@ -40,7 +40,7 @@ Work = Callable[..., Any] | str | os.PathLike[str]
 _FOLLOW_SECONDS = 0.25
 _CHUNK_BYTES = 1 << 20
 _KEPT_LINES = 400
-_CALL = f"import sys; from {__name__} import main; sys.exit(main(int(sys.argv[1])))"
+_CALL = f"import sys; from {__name__} import main; sys.exit(main(*map(int, sys.argv[1:])))"
 # How long the rest has to end by itself once the work is done, and the others have to report what
 # failed when one only says that it lost another.
 _ENDING_SECONDS, _REPORT_SECONDS = 10.0, 3.0
@@ -84,12 +84,8 @@ class PlacedTask:
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind((host, 0))
         self._host = f"[{host}]" if ":" in host else host
-        self._mark = secrets.token_hex(16)
         # The engine may drop this object, or end this process, without a call: the task ends then.
-        self._held.callback(_start_reaper(self._mark))
         weakref.finalize(self, self._held.close)
-        self._saving = 0.0
-        self._ended = False
         self._process: subprocess.Popen[bytes]
         self._result: IO[bytes]
 
@@ -112,31 +108,35 @@ class PlacedTask:
             environ: what is added to this process's environment.
             saving: how long a server has for its last snapshot; 0 if it writes none.
         """
-        self._saving, self._ended = saving, False
         port = self._port.fileno()
-        with tempfile.TemporaryFile() as stdin:
+        with tempfile.TemporaryFile() as call:
             self._result = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
-            result = self._result.fileno()
-            command = work if isinstance(work, list) else ["-c", _CALL, str(result)]
+            files = [call.fileno(), self._result.fileno()]
+            command = work if isinstance(work, list) else ["-c", _CALL, *map(str, files)]
             if isinstance(work, bytes):
-                stdin.write(work)
-                stdin.seek(0)
+                call.write(work)
+                call.seek(0)
+            grace = str(max(saving, reaper.GRACE_SECONDS))
+            reaping = [sys.executable, "-I", "-S", reaper.__file__, grace, sys.executable, *command]
             settings = {
                 # What this process can import, the task can.
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 **environ,
                 "NDISTRIBUTE_LISTEN_FD": str(port),
-                reaper.MARK: self._mark + (reaper.SAVING if saving else ""),
             }
             self._process = subprocess.Popen(
-                [sys.executable, *command],
-                stdin=stdin,
+                # Ray kills the children of an actor that it ends, but not theirs: the shell stands
+                # between, so that the reaper lives on and ends the task with all that it started.
+                ["/bin/sh", "-c", '"$@"; exit $?', "sh", *reaping],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **settings},
-                pass_fds=[result, port],
+                pass_fds=[*files, port],
                 start_new_session=True,
             )
+        if self._process.stdin is not None:
+            self._held.callback(self._process.stdin.close)
 
     def follow(self) -> tuple[bytes, int | None, bytes]:
         """Return what the task has written, its exit code, and the pickle that `main` has left.
@@ -150,10 +150,6 @@ class PlacedTask:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_FOLLOW_SECONDS)
         code = process.poll()
-        if code is not None and not self._ended:
-            reaper.end_processes(self._mark)  # What it left behind may hold its output open.
-            self._ended = True
-            return chunk, None, b""
         if chunk or code is None:
             return chunk, None, b""
         output.close()
@@ -162,24 +158,11 @@ class PlacedTask:
             return b"", code if code >= 0 else 128 - code, file.read()
 
     def stop(self) -> None:
-        """End the task with all that it started."""
-        reaper.end_processes(self._mark, self._saving or reaper.GRACE_SECONDS)
-
-
-def _start_reaper(mark: str) -> Callable[[], None]:
-    """Start what ends the processes that carry a mark once this process is gone, or calls this."""
-    watch = [sys.executable, "-I", "-S", reaper.__file__, "watch", mark, str(_SAVING_SECONDS)]
-    # By way of a shell that ends: Ray kills the children of an actor that it ends, but not theirs.
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *watch],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={name: value for name, value in os.environ.items() if name != reaper.MARK},
-        start_new_session=True,
-    )
-    process.wait()
-    return process.stdin.close if process.stdin else process.kill
+        """Ask for the end of the task with all that it started; `follow` tells when it has come."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # It has ended already.
+                self._process.stdin.write(b".")
+                self._process.stdin.flush()
 
 
 def tasks_of(num_workers: int, num_ps: int, options: JobOptions) -> list[tuple[str, int]]:
@@ -346,11 +329,14 @@ class _Attempt:
         try:
             if self._stopping.wait(delay):
                 return task
-            saving = _SAVING_SECONDS if saves else 0.0
+            name = "NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS"
+            saving = seconds_of(environ, name, _SAVING_SECONDS) if saves else 0.0
             self._call(task.handle, "start", self._work, environ, saving)
+            stopped = False
             while task.code is None:
-                if self._stopping.is_set():
+                if self._stopping.is_set() and not stopped:
                     self._call(task.handle, "stop")
+                    stopped = True
                 chunk, task.code, task.result = self._call(task.handle, "follow")
                 self._show(task, task.lines.feed(chunk))
             self._show(task, task.lines.close())
@@ -389,9 +375,10 @@ def _loaded(task: _Task) -> Any:
     return pickle.loads(task.result) if task.result else None  # noqa: S301
 
 
-def main(result_fd: int) -> int:
-    """Call the function that standard input holds, and leave a pickle of what it returns."""
-    function, args, dumps = pickle.load(sys.stdin.buffer)  # noqa: S301 (written by `PlacedTask`)
+def main(call_fd: int, result_fd: int) -> int:
+    """Call the function that one open file holds, and leave a pickle of its result in another."""
+    with open(call_fd, "rb") as file:
+        function, args, dumps = pickle.load(file)  # noqa: S301 (written by `PlacedTask`)
     code = 0
     try:
         result = dumps(function(*args))

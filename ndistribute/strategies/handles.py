@@ -8,6 +8,7 @@ coordinator's own.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import threading
 import weakref
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ndistribute.cluster import ClusterResolver, SimpleClusterResolver
+from ndistribute.cluster import ClusterSpec, SimpleClusterResolver
 from ndistribute.cluster import task as this_task
 from ndistribute.coordinator.worker import keep
 
@@ -46,7 +47,7 @@ class Handle:
 
 
 class _Process:
-    """The strategies that this process made, and how many on each cluster."""
+    """The strategies that this process made, and how many on each cluster; none in a fork."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -55,10 +56,11 @@ class _Process:
 
 
 _process = _Process()
+os.register_at_fork(after_in_child=_process.__init__)  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def new_namespace(resolver: ClusterResolver, restore: bool) -> Iterator[str]:
+def new_namespace(cluster: ClusterSpec, restore: bool) -> Iterator[str]:
     """Give what stands before a new strategy's names on the servers of a cluster.
 
     The first strategy of each process has an empty one, so that workers share their variables, and
@@ -66,19 +68,19 @@ def new_namespace(resolver: ClusterResolver, restore: bool) -> Iterator[str]:
     could not be made, as an error in the ``with`` block tells, does not count.
 
     Args:
-        resolver: of the cluster.
+        cluster: all tasks.
         restore: whether the strategy goes on with the variables of the one before.
     """
-    cluster = str(resolver.cluster_spec().as_dict())
+    key = str(cluster.as_dict())
     with _process.lock:
-        fresh = not restore or not _process.counts[cluster]
-        _process.counts[cluster] += fresh
-        count = _process.counts[cluster]
+        fresh = not restore or not _process.counts[key]
+        _process.counts[key] += fresh
+        count = _process.counts[key]
     try:
         yield "" if count == 1 else f"strategy_{count}/"
     except BaseException:
         with _process.lock:
-            _process.counts[cluster] -= fresh
+            _process.counts[key] -= fresh
         raise
 
 

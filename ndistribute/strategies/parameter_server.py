@@ -122,7 +122,8 @@ class ParameterServerStrategy(Strategy):
         durability: ``"snapshot"``; or ``"log"``: the servers put each update into a log in their
             snapshot folder before they acknowledge it, so that none is lost with a server.
         restore: go on with the variables of the strategy that this process made before on the same
-            cluster; else a second strategy starts with variables of its own.
+            cluster, and what optimizers kept that have the same names; else a second strategy
+            starts with variables of its own.
 
     Raises:
         DistributeError: `durability` is ``"log"``, and a server was given no directory.
@@ -153,6 +154,7 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         self._resolver = resolve() if cluster_resolver is None else cluster_resolver
         self._role = role_of(self._resolver)
+        self._cluster = None if self._resolver is None else self._resolver.cluster_spec() or None
         self._process = os.getpid()
         self._timeout = TIMEOUT_SECONDS if timeout_seconds is None else float(timeout_seconds)
         if self._timeout <= 0:
@@ -160,14 +162,15 @@ class ParameterServerStrategy(Strategy):
         self._partitioner = variable_partitioner
         self._staleness: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._servers: Servers | None = None
-        self._copies: Copies | None = None
         self.handles: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
         """The variables of this process by their names on the servers."""
         super().__init__(resolve_devices(devices))
         self._names: set[str] = set()
         self._asked: Counter[str] = Counter()
         self._placed = 0
+        self._servers = Servers(self.connect())
+        self._copies = Copies(self._servers)
+        weakref.finalize(self, self._servers.close)
         with contextlib.nullcontext("") if _handle else self._new_namespace(restore) as namespace:
             self._handle = _handle or new_handle(
                 self,
@@ -206,24 +209,19 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def servers(self) -> Servers:
-        """Return the parameter servers; connections are made when they are needed first.
+        """Return the parameter servers.
 
         Raises:
             RuntimeError: this process is a fork of the one that made the strategy.
         """
         self._check_process()
-        with self._lock:
-            if self._servers is None:
-                self._servers = Servers(self.connect())
-                self._copies = Copies(self._servers)
-                weakref.finalize(self, self._servers.close)
-            return self._servers
+        return self._servers
 
     @property
     def copies(self) -> Copies:
-        """Return what this process holds of the variables."""
-        servers = self.servers
-        return self._copies or Copies(servers)
+        """Return what this process holds of the variables; see `servers`."""
+        self._check_process()
+        return self._copies
 
     @property
     def namespace(self) -> str:
@@ -237,10 +235,10 @@ class ParameterServerStrategy(Strategy):
 
     def connect(self) -> list[ServerClient]:
         """Return a client of each server; called once."""
-        if self._is_alone or self._resolver is None:
+        if self._cluster is None:
             caller = LocalServer().connect(self._role.task)
             return [ServerClient(caller, "the server in this process", self._timeout)]
-        cluster = self._resolver.cluster_spec()
+        cluster = self._cluster
         every = [a for job in sorted(cluster.jobs) for a in cluster.job_tasks(job) if a is not None]
         credentials = credentials_of(every)
         clients = []
@@ -258,18 +256,14 @@ class ParameterServerStrategy(Strategy):
             clients.append(ServerClient(client, title, self._timeout))
         return clients
 
-    @property
-    def _is_alone(self) -> bool:
-        return self._resolver is None or not self._resolver.cluster_spec()
-
     def _new_namespace(self, restore: bool) -> contextlib.AbstractContextManager[str]:
-        if self._resolver is None or self._is_alone:
+        if self._cluster is None:
             return contextlib.nullcontext("")
-        return new_namespace(self._resolver, restore)
+        return new_namespace(self._cluster, restore)
 
     def _greet(self, durability: Literal["snapshot", "log"]) -> None:
         """Wait until all servers are up."""
-        if not self._is_alone:
+        if self._cluster is not None:
             try:
                 self.servers.greet(durability)
             except BaseException:
@@ -282,7 +276,7 @@ class ParameterServerStrategy(Strategy):
             )
 
     def _check_process(self) -> None:
-        if os.getpid() != self._process and not self._is_alone:
+        if os.getpid() != self._process and self._cluster is not None:
             raise RuntimeError(
                 f"this process is a fork of process {self._process}, which made {self!r}: its "
                 "connections to servers are that process's. Make a strategy here, or start "
@@ -363,8 +357,7 @@ class ParameterServerStrategy(Strategy):
         >>> ParameterServerStrategy().lost_updates
         0
         """
-        servers = self._servers
-        return 0 if servers is None else servers.lost_updates
+        return self._servers.lost_updates
 
     def save_snapshots(self) -> None:
         """Let every server write its variables to its disk, and wait until that is done.
@@ -427,14 +420,12 @@ class ParameterServerStrategy(Strategy):
         """
         if os.getpid() != self._process:
             return  # All of it is the parent's, and its threads are not here.
-        servers, copies = self._servers, self._copies
-        if servers is not None and copies is not None and self._is_alone and not self._closed:
+        if self._cluster is None and not self._closed:
             variables = [v for v in self.handles.values() if isinstance(v, RemoteVariable)]
-            copies.pull(variable.local_copy for variable in variables)
+            self._copies.pull(variable.local_copy for variable in variables)
         super().close()
-        if servers is not None and copies is not None:
-            copies.stay()
-            servers.close()
+        self._copies.stay()
+        self._servers.close()
         self._forgotten()
 
     experimental_distribute_dataset = distribute_dataset
@@ -442,8 +433,7 @@ class ParameterServerStrategy(Strategy):
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
         self._check_process()
         with self._turn.taken(self):
-            if self._copies is not None:
-                self._copies.begin_step()
+            self._copies.begin_step()
             return super()._run_on_all(step)
 
     def _make_on_read(self, array: Array, policy: VariablePolicy) -> Variable:

@@ -112,6 +112,7 @@ class Connection:
         self._heard = self._used = time.monotonic()
         try:
             self.silence_seconds = silence or silence_seconds()
+            self.beat_within = max(0.01, min(self.silence_seconds, self.peer.silence))
             _configure(sock, self._unix, self.silence_seconds)
             detector.watch(self)
         except BaseException:
@@ -128,6 +129,12 @@ class Connection:
     def is_open(self) -> bool:
         """Return True as far as is known: a loss shows at the next beat, or the next use."""
         return self._lost is None
+
+    @property
+    def is_broken(self) -> bool:
+        """Return True once the connection has ended without a good-bye."""
+        lost = self._lost
+        return lost is not None and not lost.clean
 
     def send(self, record: Any, call: int = 0, deadline: float = float("inf")) -> None:
         """Send a record in a frame of its own, whole.
@@ -194,7 +201,17 @@ class Connection:
             self._free_due, self._inbox_held = True, False
 
     def abort(self, reason: str, *, clean: bool = False) -> None:
-        """Cut the connection, from any thread; who waits on it learns the reason."""
+        """Cut the connection, from any thread; who waits on it learns the reason.
+
+        Args:
+            reason: why.
+            clean: whether the other end is told that this one leaves, if it can be without waiting.
+        """
+        if clean and self._lost is None and self._writing.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                if not self._unsent:
+                    self._sock.sendmsg([_HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)])
+            self._writing.release()
         if self._lost is None:
             lost = ConnectionLostError(reason)
             lost.clean = clean

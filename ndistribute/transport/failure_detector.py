@@ -28,7 +28,8 @@ _log = logging.getLogger("ndistribute")
 class Watched(Protocol):
     """What the detector needs of a connection."""
 
-    silence_seconds: float
+    beat_within: float
+    """The shorter of the silences, in seconds, after which the ends count each other as lost."""
 
     def tick(self, now: float, excused: bool) -> None:
         """Send a heartbeat, see whether the other end is gone, and cut it after a long silence.
@@ -81,7 +82,7 @@ class FailureDetector:
                 thread.start()
                 self._thread = thread
             self._watched.add(connection)
-            if connection.silence_seconds / _BEATS < self._pause:
+            if connection.beat_within / _BEATS < self._pause:
                 self._changed.set()
 
     def forget(self, connection: Watched) -> None:
@@ -107,7 +108,7 @@ class FailureDetector:
                 if not watched:
                     self._thread = None
                     return
-                shortest = min(connection.silence_seconds for connection in watched)
+                shortest = min(connection.beat_within for connection in watched)
                 self._pause = min(shortest / _BEATS, _LONGEST_PAUSE_SECONDS)
             now = time.monotonic()
             excused = now - before > shortest / 2

@@ -64,6 +64,8 @@ class Hello(Record, frozen=True):
         instance: a random name of this life of a server; another one after a restart.
         job: the identity of the job.
         version: of the package.
+        silence: after how many seconds of silence it counts the other end as lost, so that this
+            beats often enough.
         details: what else the purpose needs.
     """
 
@@ -73,6 +75,7 @@ class Hello(Record, frozen=True):
     instance: str = ""
     job: str = ""
     version: str = ""
+    silence: float = 60.0
     details: dict[str, str | int] = msgspec.field(default_factory=dict)
 
 

@@ -29,7 +29,7 @@ from ndistribute.errors import (
 from ndistribute.transport.address import is_of_this_user, split_address, unix_name
 from ndistribute.transport.codec import Decoder, MalformedError, Record
 from ndistribute.transport.connection import Connection, ConnectionLostError
-from ndistribute.transport.failure_detector import silence_seconds
+from ndistribute.transport.failure_detector import detector, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen, listen_unix
 from ndistribute.transport.secret import Credentials
@@ -250,11 +250,13 @@ class Client:
         self._numbers = itertools.count(1)
         self._connecting = threading.Lock()
         self._turn = threading.Condition()
-        self._receiving: set[Connection] = set()
+        self._receiving: dict[Connection, int] = {}  # By which thread.
         self._pending: dict[int, Call] = {}
         self._connection: Connection | None = None
+        self._restoring = False
         self._closing = threading.Event()
         self._process = os.getpid()
+        self.beat_within = silence_seconds()
 
     @property
     def is_unix(self) -> bool:
@@ -283,28 +285,50 @@ class Client:
         seconds = self._timeout if timeout is None else timeout
         return Call(self, request, time.monotonic() + seconds)
 
+    def tick(self, now: float, excused: bool) -> None:
+        """Connect again if the connection broke while nobody asks; see `FailureDetector`.
+
+        Else a server would take this process for dead, which does nothing but wait for others.
+        """
+        connection = self._connection
+        if connection is not None and connection.is_broken and not self._restoring:
+            self._restoring = True
+            name = f"{self.name} connects again"
+            threading.Thread(target=self._restore, name=name, daemon=True).start()
+
+    def _restore(self) -> None:
+        try:
+            self._connected(time.monotonic() + _HANDSHAKE_SECONDS)
+        except AuthenticationError as error:  # So will it be the next time.
+            _log.warning("%s does not look for %s again: %s", self.name, self.title, error)
+            return
+        except ConnectionLostError as error:
+            _log.info("%s has not reached %s again: %s", self.name, self.title, error)
+        self._restoring = False
+
     def close(self) -> None:
         """Say good-bye to the server; a second call does nothing."""
         self._closing.set()
         if os.getpid() != self._process:
             return  # The connection is the parent's.
+        detector.forget(self)
         connection = self._connection  # Whoever connects at this moment closes what comes of it.
         if connection is not None:
             connection.close()
 
     def _receive(self, call: Call) -> None:
         """Wait for a reply: receive it, or let the thread that receives deliver it."""
-        connection = call.connection
-        with self._turn:
-            while connection in self._receiving and not call.settled:
-                left = call.deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._turn.wait(timeout=left)
-            if call.settled:
-                return
-            self._receiving.add(connection)
+        connection, me = call.connection, threading.get_ident()
         try:
+            with self._turn:
+                while connection in self._receiving and not call.settled:
+                    left = call.deadline - time.monotonic()
+                    if left <= 0:
+                        raise TimeoutError
+                    self._turn.wait(timeout=left)
+                if call.settled:
+                    return
+                self._receiving[connection] = me
             number, reply = connection.receive(call.deadline)
             found = self._pending.get(number)
             if found is not None:  # Else whoever asked waits no more.
@@ -314,9 +338,10 @@ class Client:
                 connection.abort("the thread that received was interrupted.")
             raise
         finally:
-            with self._turn:
-                self._receiving.discard(connection)
-                self._turn.notify_all()
+            with self._turn:  # An interrupt may come anywhere, and others wait for this thread.
+                if self._receiving.get(connection) == me:
+                    del self._receiving[connection]
+                    self._turn.notify_all()
 
     def _connected(self, deadline: float) -> Connection:
         connection = self._connection
@@ -347,7 +372,9 @@ class Client:
             )
             self.instance = fresh.peer.instance
             self._connection = fresh
+            detector.watch(self)
             if self._closing.is_set():
+                detector.forget(self)
                 fresh.close()
             return fresh
         finally:
@@ -549,7 +576,7 @@ class RpcServer:
                 call, request = connection.receive()
             except ConnectionLostError as error:
                 if not error.clean:
-                    _log.info("the connection of %s ended: %s", peer.name, error)
+                    _log.warning("the connection of %s ended: %s", peer.name, error)
                 return not error.clean
             except MalformedError as error:
                 _log.warning("%s sent what no client sends: %s", peer.name, error)

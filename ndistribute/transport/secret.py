@@ -21,6 +21,7 @@ import msgspec
 
 from ndistribute.errors import AuthenticationError
 from ndistribute.transport.address import is_loopback, split_address
+from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.handshake import Hello
 from ndistribute.transport.tls import TlsFiles, tls_files
 from ndistribute.version import __version__
@@ -49,7 +50,9 @@ class Credentials:
 
     def signed(self, hello: Hello) -> Hello:
         """Return a hello with the job's identity and the package's version."""
-        return msgspec.structs.replace(hello, job=self.job, version=__version__)
+        return msgspec.structs.replace(
+            hello, job=self.job, version=__version__, silence=silence_seconds()
+        )
 
 
 def credentials_of(

@@ -33,6 +33,26 @@ def test_every_fault_is_measured_and_so_is_the_cost_of_the_checks(tmp_path: Path
     assert {row["wire"] for row in written["cost"]} == {"shared", "ring"}
 
 
+@pytest.mark.timeout(120)
+def test_calls_are_counted_and_what_servers_take_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "f.json"
+    for command in ("overhead --calls", f"server_limits --quick --out {out}"):
+        done = subprocess.run(
+            [sys.executable, "-m", *f"benchmarks.{command}".split()],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "| threads " in done.stdout
+    rows = {row[""]: row for row in json.loads(out.read_text())["rows"]}
+    # Each worker is one more connection of a server, and one more thread there.
+    few, more = (rows[f"{n} workers, 2 servers: a server"] for n in (2, 4))
+    assert [more[what] - few[what] for what in ("sockets", "threads")] == [2, 2]
+
+
 def test_what_a_killed_server_loses_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "f.json"
     done = subprocess.run(

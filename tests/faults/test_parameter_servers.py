@@ -18,6 +18,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.coordinator import queue
+from ndistribute.coordinator.server import CUT_SECONDS
 from tests.coordinator import errands
 from tests.faults.commands import DEADLINE, commanded, taking_part
 from tests.faults.loops import Shared
@@ -75,6 +76,7 @@ def test_every_update_is_made_once_whenever_workers_are_killed(
 
             results = []
             for _ in range(KILLS):
+                coordinator.join(timeout=DEADLINE)  # So that nothing is hit four times.
                 begun: list[int] = []
                 while not begun:  # Whoever has begun something since its start may be the victim.
                     more = range(len(results), len(results) + PER_KILL)
@@ -276,3 +278,19 @@ def test_who_does_not_know_the_secret_is_told_so_at_once(zygote: Zygote, secret:
         with pytest.raises(nd.AuthenticationError), taking_part(tasks, "chief"):
             pass
         assert time.monotonic() - began < 5
+
+
+def test_a_server_that_was_stopped_while_nobody_asks_it_goes_on(zygote: Zygote) -> None:
+    """It took an idle chief for dead, whose connection had been cut, and ended."""
+    with Tasks(zygote, workers=1, servers=1, **IMPATIENT) as tasks:
+        tasks.start_all()
+        with commanded(tasks) as (strategy, coordinator):
+            marks, mark = marked(strategy, 10)
+            tasks.stop("ps", 0)
+            threading.Event().wait(1.5)  # Thrice the silence that is borne.
+            tasks.send("ps", 0, signal.SIGCONT)
+            with pytest.raises(TimeoutError):
+                tasks.code("ps", 0, timeout=CUT_SECONDS + 2)
+            coordinator.schedule(mark, args=(1,))
+            coordinator.join(timeout=DEADLINE)
+            assert marks.numpy().tolist() == [0, 1] + 8 * [0]

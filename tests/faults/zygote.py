@@ -72,6 +72,8 @@ def _start(nd: Any, environ: dict[str, str]) -> int:
         else:
             nd.Server(config["cluster"], task["type"], task["index"]).join()
         status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
     except BaseException:
         traceback.print_exc()
         status = 1

@@ -139,7 +139,7 @@ def reached():
 
 if job == "ps":
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    from ndistribute.cluster.serving.server import Server
+    from ndistribute.coordinator.server import Server
     with Server(cluster, job, index):
         signal.sigwait([signal.SIGUSR1])
 else:
@@ -148,7 +148,6 @@ else:
         with open(os.path.join(os.path.dirname(__file__), "ps0")) as file:
             os.kill(int(file.readlines()[-1]), signum)
 """)
-    pytest.importorskip("grpc")
     done = run(*cluster(1, 1, "--max-restarts", "1", path))
     assert done.returncode == 0, done.stderr
     assert len(lives(tmp_path, "ps0")) == 2

@@ -15,7 +15,6 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.models.optimizers import SGD, Adagrad, Adam, Optimizer
-from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.closure import closure
 from tests.kinds import DEADLINE, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
@@ -395,34 +394,6 @@ def test_a_closure_may_make_more_changes_than_one_message_takes() -> None:
                 for number in numbers:
                     number.assign_add(1.0)
         assert [float(number) for number in numbers] == [2500.0, 2500.0]
-
-
-def test_an_interrupt_is_not_held_up_by_a_server_that_is_away() -> None:
-    asked, ended = threading.Event(), threading.Event()
-
-    class Away:
-        title = "ps:1"
-
-        def save_snapshot(self) -> None:
-            asked.set()
-            assert ended.wait(timeout=DEADLINE)
-
-        def close(self) -> None:
-            ended.set()
-
-    class Here(Away):
-        def save_snapshot(self) -> None:
-            assert asked.wait(timeout=DEADLINE)
-            raise KeyboardInterrupt
-
-        def close(self) -> None:
-            assert not ended.is_set()
-
-    links: list[Any] = [Here(), Away()]
-    servers = Servers(links)
-    with pytest.raises(KeyboardInterrupt):
-        servers.save_snapshots()
-    servers.close()
 
 
 def test_a_push_after_the_end_fails_at_once() -> None:

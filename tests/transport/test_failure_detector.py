@@ -101,7 +101,7 @@ def test_what_is_no_time_is_an_error_where_a_server_or_a_connection_is_made(text
 class Watched:
     """What the detector calls, in place of a connection."""
 
-    silence_seconds = 0.08
+    beat_within = 0.08
 
     def __init__(self, own: FailureDetector, last: bool = False) -> None:
         self.ticks = 0

@@ -160,6 +160,21 @@ def test_a_handle_is_the_same_variable() -> None:
         assert own is strategy
 
 
+def test_what_is_deleted_is_gone_from_all_servers() -> None:
+    with holders(2) as held, worker_of(held) as strategy:
+        kept, gone = variable(strategy, [1.0]), variable(strategy, np.zeros((4, 2)))
+        optimizer = nd.optimizers.Adam(0.1)
+        optimizer.apply_gradients([(np.ones((4, 2)), gone)])
+        strategy.delete([gone, *optimizer.variables])
+        strategy.delete([gone])
+        assert [list(one.store.variables.cells) for one in held] == [[kept.server_name], []]
+        with pytest.raises(nd.DistributeError, match="no variable"):
+            gone.numpy()
+        assert kept.numpy().tolist() == [1.0]
+        with pytest.raises(ValueError, match="does not lie on servers"):
+            strategy.delete([nd.Variable(1.0)])
+
+
 def test_a_variable_of_a_closed_strategy_keeps_what_was_read() -> None:
     with nd.ParameterServerStrategy() as strategy:
         v = variable(strategy, 2.0)

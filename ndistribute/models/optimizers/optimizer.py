@@ -38,7 +38,7 @@ class Optimizer:
         global_clipnorm: all gradients together are scaled down to at most this norm.
         clipvalue: each element is cut to ``[-clipvalue, clipvalue]``.
         name: under which parameter servers know it, the same on all workers; None: the class in
-            lower case, and a number from the second one on.
+            lower case, and a number from the second one on, in the scope of each strategy anew.
 
     Raises:
         ValueError: a number is not above 0, or more than one clipping is asked for.
@@ -62,13 +62,14 @@ class Optimizer:
         if not callable(learning_rate) and not learning_rate >= 0:
             raise ValueError(f"learning_rate must be 0 or more, got {learning_rate}.")
         self.learning_rate = learning_rate
-        self.name = unique_name(type(self).__name__.lower()) if name is None else name
+        self._served_by = on_servers.serving_strategy()
+        label = type(self).__name__.lower()
+        self.name = unique_name(label, self._served_by) if name is None else name
         self._clipping = Clipping(clipnorm, global_clipnorm, clipvalue)
         self._slots: dict[int, tuple[Variable, ...]] = {}
         self._variables: list[Variable] = []
         self._iterations: Variable | None = None
         self._early = EarlyGradients()
-        self._served_by = on_servers.serving_strategy()
 
     def initial_slot(self, name: str) -> float:
         """Return the value with which a slot starts."""

@@ -1,0 +1,330 @@
+"""`Server`: tasks of a cluster that listen, know each other, and end when their work is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ndistribute.cluster.spec import ClusterSpec
+from ndistribute.coordinator.server import Server
+from ndistribute.errors import (
+    AuthenticationError,
+    CheckpointCorruptError,
+    DistributeError,
+    WorkerLostError,
+)
+from ndistribute.parameter_server.messages import (
+    Add,
+    Create,
+    NewVariable,
+    Read,
+    Reply,
+    SaveSnapshot,
+    Status,
+    Transaction,
+)
+from ndistribute.transport.rpc import Client
+from ndistribute.transport.secret import credentials_of
+from tests.faults.tasks import Tasks, Zygote, free_addresses
+
+ENVIRON = {
+    "NDISTRIBUTE_SECRET": secrets.token_hex(16),
+    "NDISTRIBUTE_JOB_ID": "this one",
+    "NDISTRIBUTE_HEARTBEAT_SECONDS": "2",
+}
+KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes".split()
+ANYWHERE = {"ps": ["127.0.0.1:0"]}
+ONE_WORKER = {**ANYWHERE, "worker": ["127.0.0.1:1"]}
+
+
+@contextlib.contextmanager
+def reach(
+    server: Server, name: str = "worker:0", environ=ENVIRON, audience: str = ""
+) -> Iterator[Client]:
+    """Yield a client that the server has seen."""
+    with contextlib.closing(client_of(server.target, name, environ, audience)) as client:
+        client.call(Status())
+        yield client
+
+
+def client_of(address: str, name="worker:0", environ=ENVIRON, audience: str = "") -> Client:
+    return Client(
+        address,
+        credentials_of([address], environ),
+        name=name,
+        purpose="ps",
+        replies=Reply,
+        audience=audience,
+        timeout=20.0,
+    )
+
+
+def serving(cluster: Any = None, **environ: str) -> Server:
+    return Server(cluster or ANYWHERE, "ps", 0, environ={**ENVIRON, **environ})
+
+
+def create(client: Client, value: Any) -> None:
+    client.call(Create((NewVariable("w", value.shape, value.dtype.name, initial=value),)))
+
+
+def read(client: Client) -> Any:
+    return client.call(Read(("w",)), take=lambda reply: reply.values[0].array.copy())
+
+
+def add(client: Client, number: int) -> int:
+    """Add one to ``w`` under a number, and return the total."""
+    order = Transaction(client.name, number, number, (Add("w", np.ones(3)),))
+    total: int = client.call(order).total
+    return total
+
+
+@contextlib.contextmanager
+def joined(server: Server) -> Iterator[Future[bool]]:
+    """Join a server in a thread, and yield what will hold what `join` gives."""
+    with server, ThreadPoolExecutor(1) as pool:
+        try:
+            yield pool.submit(server.join)
+        finally:
+            server.stop()
+
+
+def test_a_local_server_holds_variables():
+    with Server.create_local_server(environ=ENVIRON) as server, reach(server) as client:
+        value = np.arange(600_000.0).reshape(2, -1)
+        create(client, value)
+        np.testing.assert_array_equal(read(client), value)
+
+
+def test_join_returns_once_the_server_is_stopped():
+    with serving() as server:
+        assert not server.join(timeout=0.05)
+        waiting = threading.Thread(target=server.join)
+        waiting.start()
+        server.stop()
+        waiting.join(timeout=5)
+        assert not waiting.is_alive()
+        server.stop()
+
+
+def test_many_starts_and_stops_leave_nothing_and_the_port_is_free_at_once():
+    def held() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    cluster = free_addresses({"ps": 1})
+    before = held()
+    for _ in range(10):
+        with serving(cluster) as server, reach(server):
+            assert server.target == cluster["ps"][0]
+    deadline = time.monotonic() + 5
+    while held() > before and time.monotonic() < deadline:
+        threading.Event().wait(timeout=0.01)
+    assert held() <= before
+
+
+def test_a_port_in_use_is_named_and_nothing_is_left_behind():
+    with serving() as server:
+        port = server.target.rpartition(":")[2]
+        with pytest.raises(OSError, match=rf"port {port}.*Another program has this port"):
+            serving({"ps": [f"127.0.0.1:{port}"]})
+
+
+def test_a_socket_that_a_launcher_left_open_makes_way():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        environ = {"NDISTRIBUTE_LISTEN_FD": str(listener.fileno())}
+        with serving({"ps": [address]}, **environ) as server, reach(server) as client:
+            assert client.call(Status()).total == 0
+
+
+def test_a_server_listens_at_its_own_address_alone():
+    with serving() as server:
+        port = int(server.target.rpartition(":")[2])
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("environ", "audience", "message"),
+    [
+        ({"NDISTRIBUTE_SECRET": "f" * 32}, "", "another secret"),
+        ({"NDISTRIBUTE_JOB_ID": "that one"}, "", "job that one, ps:0 to job this one"),
+        ({}, "ps:1", "looks for ps:1, and this is ps:0"),
+    ],
+)
+def test_who_means_another_server_is_told_apart(environ, audience, message):
+    """Of two jobs with one secret, clients of one trained with a stale server of the other."""
+    with (
+        serving() as server,
+        pytest.raises(AuthenticationError, match=message),
+        reach(server, environ={**ENVIRON, **environ}, audience=audience),
+    ):
+        pass
+
+
+def test_a_worker_says_that_it_holds_nothing():
+    cluster = ClusterSpec({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:0"]})
+    with (
+        Server(cluster, "worker", 0, environ=ENVIRON) as server,
+        pytest.raises(AuthenticationError, match="nothing here answers connections for 'ps'"),
+        reach(server),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("job", "index", "message"),
+    [(None, 0, "job_name"), ("ps", None, "task_index"), ("ps", 2, "No task"), ("x", 0, "No such")],
+)
+def test_a_task_must_be_one_of_the_cluster(job, index, message):
+    cluster = {"ps": ["localhost:0", "localhost:0"], "worker": ["localhost:0"]}
+    with pytest.raises(ValueError, match=message):
+        Server(cluster, job, index, start=False, environ=ENVIRON)
+
+
+def test_beyond_this_host_a_secret_is_needed():
+    with pytest.raises(AuthenticationError, match="NDISTRIBUTE_SECRET"):
+        Server({"ps": ["localhost:0"], "worker": ["node1:2222"]}, "ps", 0, environ={})
+
+
+@pytest.mark.parametrize("name", ["SNAPSHOT", "RETURN", "START"])
+def test_seconds_that_are_none_are_refused(name):
+    with pytest.raises(ValueError, match=rf"NDISTRIBUTE_{name}_SECONDS.*'soon'"):
+        serving(**{f"NDISTRIBUTE_{name}_SECONDS": "soon"})
+
+
+def test_with_certificates_of_one_authority_both_speak_tls_and_nobody_else(tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("the openssl program, which makes the certificates, is not here")
+
+    def openssl(*words: str) -> None:
+        done = {"cwd": tmp_path, "check": True, "capture_output": True, "timeout": 30}
+        subprocess.run(["openssl", *words], **done)  # noqa: PLW1510 (it stands in `done`)
+
+    openssl("req", "-x509", *KEY, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
+    openssl("req", *KEY, "-keyout", "key.pem", "-out", "request", "-subj", "/CN=worker")
+    openssl(*"x509 -req -in request -CA ca.pem -CAkey ca.key -CAcreateserial -out cert.pem".split())
+    files = {"CERT": "cert.pem", "KEY": "key.pem", "CA": "ca.pem"}
+    environ = {f"NDISTRIBUTE_TLS_{name}": f"{tmp_path / file}" for name, file in files.items()}
+    environ["NDISTRIBUTE_UNIX_SOCKETS"] = "0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NDISTRIBUTE_UNIX_SOCKETS", "0")
+        with serving(**environ) as server:
+            with reach(server, environ={**ENVIRON, **environ}) as client:
+                create(client, np.zeros(1_000_000))
+                assert read(client).shape == (1_000_000,)
+            with pytest.raises(AuthenticationError, match="TLS"), reach(server):
+                pass
+
+
+def test_when_the_chief_leaves_its_servers_end_well():
+    server = serving({**ONE_WORKER, "chief": ["127.0.0.1:2"]})
+    with joined(server) as outcome, reach(server, "worker:0"):
+        with reach(server, "chief:0"):
+            pass
+        assert outcome.result(timeout=10) is True
+
+
+def test_servers_end_once_all_workers_have_left_whoever_else_is_there():
+    workers = ["127.0.0.1:1", "127.0.0.1:2"]
+    server = serving({**ANYWHERE, "worker": workers, "evaluator": ["127.0.0.1:3"]})
+    with joined(server) as outcome, reach(server, "evaluator:0"):
+        with reach(server, "worker:1"), reach(server, "worker:0"):
+            assert not server.join(timeout=0.2)
+        assert outcome.result(timeout=10) is True
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_worker_that_dies_is_waited_for_and_no_longer_than_said(returns):
+    server = serving(ONE_WORKER, NDISTRIBUTE_RETURN_SECONDS="20" if returns else "0.2")
+    with joined(server) as outcome, reach(server, "worker:0") as client:
+        client._closing.set()  # It does not connect again.
+        client._connection.abort("it is killed")
+        if not returns:
+            with pytest.raises(WorkerLostError, match="worker:0 died and did not come back"):
+                outcome.result(timeout=10)
+            return
+        with pytest.raises(TimeoutError):
+            outcome.result(timeout=0.5)
+        with reach(server, "worker:0"):
+            pass
+        assert outcome.result(timeout=10) is True
+
+
+def test_if_nobody_comes_at_all_a_server_ends_with_an_error():
+    """A server that was started after its chief had left waited for ever."""
+    cluster = {**ONE_WORKER, "chief": ["127.0.0.1:2"]}
+    server = serving(cluster, NDISTRIBUTE_START_SECONDS="0.2")
+    with server, pytest.raises(WorkerLostError, match=r"chief:0 did not come within 0.2 s"):
+        server.join(timeout=10)
+
+
+def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tmp_path):
+    """SIGTERM writes what no snapshot holds yet, and is told from other ends by the status."""
+    settings = {**ENVIRON, "NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path / "kept")}
+    with (
+        contextlib.closing(Zygote()) as zygote,
+        Tasks(zygote, workers=0, chief=False, **settings) as tasks,
+        contextlib.closing(client_of(tasks.cluster["ps"][0], audience="ps:0")) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        tasks.start("ps", 0)
+        create(client, np.zeros(3))
+        assert [add(client, number) for number in (1, 2)] == [1, 2]
+        assert client.call(SaveSnapshot()).total == 2
+        tasks.stop("ps", 0)
+        stopped = pool.submit(add, client, 3)
+        with pytest.raises(TimeoutError):
+            stopped.result(timeout=0.3)
+        tasks.send("ps", 0, signal.SIGCONT)
+        assert stopped.result(timeout=10) == 3
+        tasks.kill("ps", 0)
+        late = pool.submit(client.call, Status())  # Asked while nobody is there.
+        tasks.start("ps", 0)
+        status = late.result(timeout=20)
+        assert (status.total, status.began) == (2, 2)  # One of three transactions is lost.
+        assert add(client, 4) == 3
+        tasks.send("ps", 0, signal.SIGTERM)
+        assert tasks.code("ps", 0) == 128 + signal.SIGTERM
+        tasks.start("ps", 0)
+        assert client.call(Status()).began == 3
+        np.testing.assert_array_equal(read(client), np.full(3, 3.0))
+        modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "kept").rglob("*")]
+        assert set(modes) <= {0o600, 0o700}
+        assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_last_snapshot_that_can_not_be_written_is_an_error_that_names_the_place(
+    tmp_path, monkeypatch
+):
+    """Such a server ended with status 0, and what it had learned was gone."""
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    server = Server(ANYWHERE, environ=ENVIRON, snapshot_directory=tmp_path)
+    with reach(server) as client:
+        create(client, np.zeros(3))
+    monkeypatch.setattr("ndistribute.tensor_files.write", full)
+    with pytest.raises(DistributeError, match=rf"last snapshot to {tmp_path}"):
+        server.stop()
+    server.stop()
+
+
+def test_a_server_whose_snapshots_are_broken_does_not_start(tmp_path):
+    (tmp_path / "ps-0.000001").mkdir()
+    (tmp_path / "ps-0.000001" / "data.json").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointCorruptError):
+        Server(ANYWHERE, environ=ENVIRON, snapshot_directory=tmp_path)

@@ -1,0 +1,291 @@
+"""`ParameterServerStrategy` with servers and workers that are processes: what is sent and shared,
+and what becomes of it when processes are killed, stopped and forked."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.transport.codec import encode, nbytes_of
+from ndistribute.transport.connection import Connection
+from tests.faults.loops import Shared
+from tests.faults.tasks import ROOT, Tasks, Zygote, wait_until
+from tests.kinds import DEADLINE, in_thread, wait_until_in
+
+LARGE = np.random.default_rng(3).normal(size=(400, 400))
+Job = Callable[..., Tasks]
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def job(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """Return what starts the servers of a cluster of which this process is a task."""
+    with contextlib.ExitStack() as stack:
+
+        def start(**options: Any) -> Tasks:
+            tasks = stack.enter_context(Tasks(zygote, **{"chief": False, **options}))
+            monkeypatch.setenv("NDISTRIBUTE_SECRET", tasks.environ["NDISTRIBUTE_SECRET"])
+            tasks.start_all("ps")
+            return tasks
+
+        yield start
+
+
+def strategy_of(tasks: Tasks, job: str = "worker", **options: Any) -> nd.ParameterServerStrategy:
+    options = {"devices": ["cpu:0"], "timeout_seconds": DEADLINE, **options}
+    return nd.ParameterServerStrategy(tasks.resolver(job), **options)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How long each record was that this process sent."""
+    lengths: list[int] = []
+    send = Connection.send
+
+    def count(connection: Connection, record: Any, *args: Any) -> None:
+        control, buffers = encode(record)
+        lengths.append(len(control) + sum(map(nbytes_of, buffers)))
+        send(connection, record, *args)
+
+    monkeypatch.setattr(Connection, "send", count)
+    return lengths
+
+
+def test_no_value_is_sent_that_the_servers_have(job: Job, sent: list[int]) -> None:
+    tasks = job(servers=2)
+    cut = nd.partitioners.FixedShardsPartitioner(2)
+    for partitioner in (None, cut):
+        with strategy_of(tasks, variable_partitioner=partitioner) as first:
+            with first.scope():
+                variable = nd.Variable(LARGE)
+            del sent[:]
+            second = strategy_of(tasks, variable_partitioner=partitioner, restore=True)
+            with second, second.scope():
+                same = nd.Variable(np.zeros_like(LARGE))
+                assert sum(sent) < 10_000
+                assert np.array_equal(same, LARGE)
+                optimizer = nd.optimizers.Adam(0.1)
+                del sent[:]
+                optimizer.apply_gradients([(LARGE, same)])
+                assert LARGE.nbytes < sum(sent) < LARGE.nbytes + 10_000
+            assert not np.array_equal(variable, LARGE)
+
+
+def test_strategies_of_one_process_share_when_told_and_those_of_workers_do(job: Job) -> None:
+    tasks = job(workers=2)
+    tasks.start("worker", 1, TASK_RUNS="train")
+    with strategy_of(tasks) as first:
+        shared = Shared(first)
+        wait_until(lambda: int(shared.steps[1]) >= 3)
+        shared.stop.assign(1)
+        assert tasks.code("worker", 1) == 0
+        weights = shared.weights.numpy()
+        assert weights[0] <= -3
+        with strategy_of(tasks) as second:
+            other = Shared(second)
+            assert other.weights.numpy().tolist() == [0, 0, 0]
+            with second.scope():
+                optimizer = nd.optimizers.Adam(1.0)
+            for _ in range(3):
+                optimizer.apply_gradients([(np.ones(3), other.weights)])
+            trained = other.weights.numpy()
+        assert np.array_equal(shared.weights, weights)
+        with first.scope():
+            assert nd.optimizers.SGD(1.0, name="descent").iterations == -weights[0]
+    with strategy_of(tasks, restore=True) as again:
+        assert np.array_equal(Shared(again).weights, trained)
+        with again.scope():
+            optimizer = nd.optimizers.Adam(1.0)
+        assert optimizer.iterations == 3
+    with strategy_of(tasks) as fresh, fresh.scope():
+        assert nd.optimizers.Adam(1.0).iterations == 0
+
+
+def test_a_strategy_that_could_not_be_made_is_not_the_first_one(job: Job) -> None:
+    tasks = job(servers=1)
+    tasks.kill("ps", 0)
+    with pytest.raises(nd.WorkerLostError):
+        strategy_of(tasks, timeout_seconds=0.2)
+    tasks.start("ps", 0)
+    with strategy_of(tasks) as strategy:
+        assert strategy.namespace == ""
+
+
+def test_no_acknowledged_update_is_lost_with_a_log(job: Job, tmp_path: Path) -> None:
+    tasks = job(NDISTRIBUTE_SNAPSHOT_DIR=str(tmp_path))
+    acknowledged, over = [0], threading.Event()
+    with strategy_of(tasks, durability="log") as strategy:
+        with strategy.scope():
+            count, table = nd.Variable(0.0), nd.Variable(np.zeros((10, 1000)))
+
+        def train() -> None:
+            while not over.is_set():
+                count.assign_add(1.0)
+                table.scatter_add([acknowledged[0] % 10], np.ones((1, 1000)))
+                acknowledged[0] += 1
+
+        with in_thread(train) as training:
+            try:
+                for kill in range(4):
+                    wait_until(lambda seen=acknowledged[0]: acknowledged[0] > seen + 10)
+                    tasks.kill("ps", 0)
+                    tasks.start("ps", 0)
+                    if kill == 1:
+                        strategy.save_snapshots()
+                wait_until(lambda seen=acknowledged[0]: acknowledged[0] > seen + 10)
+            finally:
+                over.set()
+            training.result(DEADLINE)
+        assert float(count) == acknowledged[0]
+        assert np.array_equal(table.numpy().sum(0), np.full(1000, float(count)))
+        assert strategy.lost_updates == 0
+
+
+def test_a_log_needs_a_directory_and_servers(job: Job) -> None:
+    with pytest.raises(nd.DistributeError, match="directory"):
+        strategy_of(job(), durability="log")
+    with pytest.raises(ValueError, match="has no cluster"):
+        nd.ParameterServerStrategy(durability="log")
+
+
+def test_a_fork_has_no_part_in_what_its_parent_trains(job: Job) -> None:
+    """Nothing that it tries reaches the servers, however it ends, but by a strategy of its own."""
+    with forking(job()) as parent:
+        said = json.loads(parent.communicate(timeout=60)[0])
+    assert parent.returncode == 0
+    assert said["codes"] == [0] * 6
+    assert said["acknowledged"] > 30
+    assert said["found"] == [said["acknowledged"]] * 4
+
+
+def test_a_fork_does_not_hide_that_its_parent_died(job: Job) -> None:
+    tasks = job(workers=1, NDISTRIBUTE_RETURN_SECONDS="0.1")
+    with forking(tasks, "leave") as parent:
+        child = int(parent.stdout.readline())
+        try:
+            parent.kill()
+            parent.wait(timeout=DEADLINE)
+            assert tasks.code("ps", 0) == 1
+            assert "worker:0 died and did not come back" in tasks.said()
+            os.kill(child, 0)  # It lives.
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def forking(tasks: Tasks, *arguments: str) -> Iterator[Any]:
+    """Run the worker of a cluster that forks; see `forks.py`."""
+    config = {"cluster": tasks.cluster, "task": {"type": "worker", "index": 0}}
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.strategies.forks", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **tasks.environ, "TF_CONFIG": json.dumps(config)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_worker_drops_strategies_that_the_chief_has_dropped(job: Job) -> None:
+    pytest.importorskip("cloudpickle")
+    tasks = job(chief=True, workers=1)
+    tasks.start("worker", 0)
+
+    def strategies() -> int:
+        gc.collect()
+        kind = nd.ParameterServerStrategy
+        return sum(isinstance(one, kind) and not one._closed for one in gc.get_objects())
+
+    def add(variable: nd.Variable) -> float:
+        return float(variable.assign_add(1.0))
+
+    made, variables = [], []
+    for _ in range(3):
+        made.append(strategy_of(tasks, "chief"))
+        with made[-1].scope():
+            variables.append(nd.Variable(0.0))
+    with made[0], nd.cluster.ClusterCoordinator(made[0]) as coordinator:
+        for variable in variables * 2:  # What is sent again meets the same strategy.
+            coordinator.schedule(add, (variable,)).fetch(DEADLINE)
+        del variable
+        coordinator.join(DEADLINE)
+        assert coordinator.schedule(strategies).fetch(DEADLINE) == 3
+        made[2].close()
+        assert coordinator.schedule(strategies).fetch(DEADLINE) == 2
+        del made[1:], variables[1:]
+        gc.collect()
+        assert coordinator.schedule(strategies).fetch(DEADLINE) == 1
+        assert coordinator.schedule(add, (variables[0],)).fetch(DEADLINE) == 3.0
+
+
+def test_a_strategy_goes_nowhere_but_to_workers(job: Job) -> None:
+    with strategy_of(job()) as strategy:
+        make, (handle,) = strategy.__reduce__()
+        assert make(handle) is strategy
+        del strategy
+    gc.collect()
+    with pytest.raises(RuntimeError, match="no worker of its cluster"):
+        make(handle)
+
+
+def test_an_interrupt_is_not_held_up_by_a_server_that_is_away(job: Job) -> None:
+    tasks = job(servers=2)
+    main = threading.main_thread().ident
+    interrupts: list[float] = []
+
+    def interrupt(*_: object) -> None:
+        interrupts.append(time.monotonic())
+        if len(interrupts) == 1:
+            raise KeyboardInterrupt
+
+    def interrupt_main() -> None:
+        wait_until_in("_wait", [main])
+        while not interrupts:
+            signal.pthread_kill(main, signal.SIGINT)
+            threading.Event().wait(0.05)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with strategy_of(tasks) as strategy:
+            with strategy.scope():
+                variables, optimizer = [nd.Variable(0.0), nd.Variable(0.0)], nd.optimizers.SGD(1.0)
+            optimizer.apply_gradients([(1.0, variable) for variable in variables])
+            tasks.stop("ps", 1)
+            with in_thread(interrupt_main):
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.apply_gradients([(1.0, variable) for variable in variables])
+                assert time.monotonic() - interrupts[0] < DEADLINE / 4
+            tasks.send("ps", 1, signal.SIGCONT)
+            optimizer.apply_gradients([(1.0, variable) for variable in variables])
+            # The update that was interrupted was made or not, on each server whole.
+            assert {float(variable) for variable in variables} <= {-2.0, -3.0}
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_server_and_coordinator_stand_in_the_cluster_module() -> None:
+    assert nd.cluster.Server is nd.Server
+    assert nd.cluster.ClusterCoordinator is nd.ClusterCoordinator
