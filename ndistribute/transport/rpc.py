@@ -334,7 +334,8 @@ class Client:
             if found is not None:  # Else whoever asked waits no more.
                 found.reply = reply
         except BaseException as error:
-            if not isinstance(error, TimeoutError):  # What came for another may have got lost.
+            # What came for another thread may have got lost.
+            if self._receiving.get(connection) == me and not isinstance(error, TimeoutError):
                 connection.abort("the thread that received was interrupted.")
             raise
         finally:
