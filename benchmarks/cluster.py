@@ -21,7 +21,7 @@ from benchmarks.workers import END_SECONDS, ROOT, WorkerError, free_addresses, r
 
 __all__ = ["DEADLINE", "Cluster", "commanded", "until_at_work"]
 
-DEADLINE = 120.0
+DEADLINE = 240.0
 
 
 class Cluster:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 from ndistribute.transport.address import split_address
+from ndistribute.transport.failure_detector import SILENCE_SECONDS, silence_seconds
 from ndistribute.transport.handshake import Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
 from ndistribute.transport.secret import Credentials, credentials_of
@@ -34,7 +35,6 @@ __all__ = [
     "membership_from_rank_0",
 ]
 
-HEARTBEAT_SECONDS = 10.0
 _RETRY_SECONDS = 0.05
 _ATTEMPT_SECONDS = 10.0
 
@@ -57,7 +57,7 @@ class Membership:
     listener: socket.socket
     credentials: Credentials
     host: str
-    heartbeat_seconds: float = HEARTBEAT_SECONDS
+    heartbeat_seconds: float = SILENCE_SECONDS
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ def membership_from_addresses(
     # The port comes last: nothing is left open where a setting is wrong.
     environ = os.environ if environ is None else environ
     credentials = credentials_of(addresses, environ)
-    heartbeat = _heartbeat_seconds(environ)
+    heartbeat = silence_seconds(environ)
     return Membership(
         rank,
         tuple(addresses),
@@ -115,7 +115,7 @@ def membership_from_exchange(
         listener,
         Credentials(everyone[0]["secret"].encode(), "started by MPI", tls_files(environ)),
         host,
-        _heartbeat_seconds(environ),
+        silence_seconds(environ),
     )
 
 
@@ -140,7 +140,7 @@ def membership_from_rank_0(
     """
     environ = os.environ if environ is None else environ
     credentials = credentials_of([first], environ)
-    heartbeat = _heartbeat_seconds(environ)
+    heartbeat = silence_seconds(environ)
     deadline = time.monotonic() + timeout
     if rank == 0:
         listener, addresses = _collect(first, size, credentials, deadline)
@@ -278,14 +278,3 @@ def _outward_address() -> str:
             f"this host's name {socket.gethostname()!r} has no address: add it to /etc/hosts, or "
             "start the job with TF_CONFIG, which names the addresses."
         ) from error
-
-
-def _heartbeat_seconds(environ: Mapping[str, str]) -> float:
-    text = environ.get("NDISTRIBUTE_HEARTBEAT_SECONDS", "")
-    try:
-        seconds = float(text or HEARTBEAT_SECONDS)
-    except ValueError:
-        seconds = -1.0
-    if seconds <= 0:
-        raise ValueError(f"NDISTRIBUTE_HEARTBEAT_SECONDS must be a number above 0, got {text!r}.")
-    return seconds

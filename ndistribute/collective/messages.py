@@ -1,16 +1,15 @@
-"""What processes tell each other beside their data: heartbeats, failures, questions, good-byes.
+"""What processes tell each other beside their data: failures, questions, good-byes.
 
-A message is a type, a length and that many bytes. It is read from a socket that has been
-authenticated; lengths are checked all the same, because a peer may be broken.
+A message is a length and the control bytes of a record; one of length zero is a heartbeat. It is
+read from a socket that has been authenticated; lengths are checked all the same, because a peer may
+be broken.
 """
 
 from __future__ import annotations
 
-import enum
-import json
 import struct
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ndistribute.errors import (
     CollectiveMismatchError,
@@ -18,110 +17,161 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
+from ndistribute.transport.codec import Decoder, MalformedError, Record, encode
 
 __all__ = [
-    "Kind",
+    "HEARTBEAT",
+    "Abort",
+    "Ask",
+    "Exchange",
+    "Failure",
+    "GoodBye",
+    "Message",
+    "Reached",
     "Reader",
+    "Skipped",
     "describe_error",
-    "encode_json",
-    "encode_message",
+    "pack",
     "raise_again",
     "restore_error",
+    "sendable",
 ]
 
 MOST_BYTES = 16 * 1024 * 1024
 _MOST_CHARACTERS = 4000
-_HEAD = struct.Struct(">BI")
+_LENGTH = struct.Struct(">I")
+HEARTBEAT = _LENGTH.pack(0)
 
 
-class Kind(enum.IntEnum):
-    """Name the messages."""
+class Failure(Record, frozen=True):
+    """An error, as the other processes raise it."""
 
-    HEARTBEAT = 1
-    ABORT = 2
-    ASK = 3
-    EXCHANGE = 4
-    GOODBYE = 5
-    SKIPPED = 6
-    REACHED = 7
+    kind: str
+    text: str
+    rank: int | None = None
+    op: str | None = None
+    sequence: int | None = None
 
 
-def encode_message(kind: Kind, payload: bytes = b"") -> bytes:
+class Abort(Record, frozen=True):
+    """Break the group of a generation off."""
+
+    generation: int
+    error: Failure
+
+
+class Ask(Record, frozen=True):
+    """Ask whether the other process has made, or skipped, the call at a place."""
+
+    generation: int
+    place: tuple[int, int]
+
+
+class Reached(Ask, frozen=True):
+    """Answer that this process has made the call."""
+
+
+class Skipped(Ask, frozen=True):
+    """Answer that this process has left the step without the call."""
+
+
+class Exchange(Record, frozen=True):
+    """Pass what an exchange takes of this process."""
+
+    key: str
+    blob: bytes
+
+
+class GoodBye(Record, frozen=True):
+    """Leave the job: why, whether by a failure, and the last call that was surely made."""
+
+    reason: str
+    failed: bool
+    made: tuple[int, int]
+
+
+Message = Abort | Ask | Reached | Skipped | Exchange | GoodBye
+_messages: Decoder[Message] = Decoder(Message)
+
+
+def pack(message: Message) -> bytes:
     """Return the bytes of a message.
 
-    >>> len(encode_message(Kind.HEARTBEAT))
-    5
+    >>> len(pack(Ask(0, (1, 2))))
+    13
     """
+    payload, _ = encode(message)
     if len(payload) > MOST_BYTES:
         raise ValueError(f"a control message has at most {MOST_BYTES} bytes, got {len(payload)}.")
-    return _HEAD.pack(kind, len(payload)) + payload
-
-
-def encode_json(kind: Kind, **fields: Any) -> bytes:
-    """Return a message whose payload is a JSON object."""
-    return encode_message(kind, json.dumps(fields).encode())
+    return _LENGTH.pack(len(payload)) + payload
 
 
 class Reader:
     """Cut a stream of bytes into messages.
 
-    >>> list(Reader().feed(encode_message(Kind.ASK, b"{}") + b"rest"))
-    [(<Kind.ASK: 3>, b'{}')]
+    >>> list(Reader().feed(HEARTBEAT + pack(Ask(0, (1, 2))) + bytes(2)))
+    [Ask(generation=0, place=(1, 2))]
     """
 
     def __init__(self) -> None:
         self._held = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
+    def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages that are complete now.
 
         Raises:
-            ValueError: these bytes are no message.
+            MalformedError: these bytes are no message.
         """
         self._held += data
-        while len(self._held) >= _HEAD.size:
-            kind, length = _HEAD.unpack_from(self._held)
-            if length > MOST_BYTES:
-                raise ValueError(f"a control message announces {length} bytes.")
-            if len(self._held) < _HEAD.size + length:
+        while len(self._held) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._held)[0]
+            if end > MOST_BYTES + _LENGTH.size:
+                raise MalformedError(f"a control message announces {end} bytes.")
+            if len(self._held) < end:
                 return
-            payload = bytes(self._held[_HEAD.size : _HEAD.size + length])
-            del self._held[: _HEAD.size + length]
-            yield Kind(kind), payload
+            payload = bytes(self._held[_LENGTH.size : end])
+            del self._held[:end]
+            if payload:
+                yield _messages.decode(payload)
 
 
-def describe_error(error: BaseException, worker: int) -> dict[str, Any]:
+def describe_error(error: BaseException, worker: int) -> Failure:
     """Return what the other processes are told of a failure on one of them."""
     if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError | WorkerLostError):
-        return {
-            "type": type(error).__name__,
-            "text": str(error)[:_MOST_CHARACTERS],
-            "rank": None if error.rank is None else int(error.rank),
-            "op": None if error.op is None else str(error.op),
-            "sequence": None if error.sequence is None else int(error.sequence),
-        }
+        return Failure(
+            type(error).__name__,
+            sendable(str(error)),
+            None if error.rank is None else int(error.rank),
+            None if error.op is None else sendable(str(error.op)),
+            None if error.sequence is None else int(error.sequence),
+        )
     try:
         told = str(error)
     except Exception as failure:  # The class is the user's, and this must not fail.
         told = f"(its text can not be had: {type(failure).__name__})"
     text = f"worker {worker} failed: {type(error).__name__}: {told}"
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
-    shown = "; ".join([text, *notes])[:_MOST_CHARACTERS]
-    return {"type": "WorkerLostError", "text": shown, "rank": worker}
+    return Failure("WorkerLostError", sendable("; ".join([text, *notes])), worker)
 
 
-def restore_error(fields: dict[str, Any]) -> DistributeError:
+def restore_error(failure: Failure) -> DistributeError:
     """Return the exception that a process raises for a failure that it was told of."""
     kinds: dict[str, type[DistributeError]] = {
         kind.__name__: kind
         for kind in (CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError)
     }
-    return kinds.get(fields.get("type", ""), WorkerLostError)(
-        str(fields.get("text", "another worker failed")),
-        rank=fields.get("rank"),
-        op=fields.get("op"),
-        sequence=fields.get("sequence"),
+    return kinds.get(failure.kind, WorkerLostError)(
+        failure.text, rank=failure.rank, op=failure.op, sequence=failure.sequence
     )
+
+
+def sendable(text: str) -> str:
+    """Return a text that can be sent: not too long, and without halves of characters.
+
+    >>> sendable("a file's name: " + chr(0xDCFF))
+    "a file's name: ?"
+    """
+    return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
 def raise_again(cause: DistributeError) -> NoReturn:

@@ -6,22 +6,25 @@ fails or leaves is known to all others at once, and everyone who waits in a coll
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ndistribute.collective.backend import Call
 from ndistribute.collective.exchanges import Exchanges
 from ndistribute.collective.membership import Membership
 from ndistribute.collective.mesh import Mesh
 from ndistribute.collective.messages import (
-    Kind,
+    Abort,
+    Ask,
+    Exchange,
+    GoodBye,
+    Message,
+    Reached,
+    Skipped,
     describe_error,
-    encode_json,
-    encode_message,
+    pack,
     raise_again,
     restore_error,
 )
@@ -136,17 +139,16 @@ class Peers:
             cause: what happened.
             seen: whether the cause is already on its way to this process's own code.
         """
-        fields = describe_error(cause, self.rank)
-        error = restore_error(fields)
+        failure = describe_error(cause, self.rank)
+        error = restore_error(failure)
         error.__cause__ = cause
         generation = self._break(error, seen=seen)
         if generation is not None:
-            self._watch.post_all(encode_json(Kind.ABORT, generation=generation, error=fields))
+            self._watch.post_all(pack(Abort(generation, failure)))
 
     def ask(self, call: Call) -> None:
         """Ask all other processes whether they have made or skipped a call of the current step."""
-        place = self.where.place_of(call)
-        self._watch.post_all(encode_json(Kind.ASK, generation=self.generation, place=place))
+        self._watch.post_all(pack(Ask(self.generation, self.where.place_of(call))))
 
     def given_up(self, call: Call, rank: int) -> DistributeError:
         """Return the error for a wait for a process that has gone."""
@@ -206,8 +208,7 @@ class Peers:
             self._part()
 
     def _part(self) -> None:
-        farewell = encode_json(Kind.GOODBYE, **self.where.farewell())
-        self._watch.close(farewell, _FAREWELL_SECONDS)
+        self._watch.close(pack(self.where.farewell()), _FAREWELL_SECONDS)
         self._mesh.close()
         for sock in self._data.values():
             sock.close()
@@ -223,7 +224,7 @@ class Peers:
                 self.check()
             self._refuse_gone(call, missing)
 
-        self._watch.post_all(encode_message(Kind.EXCHANGE, key.encode() + b"\n" + blob))
+        self._watch.post_all(pack(Exchange(key, blob)))
         return self._exchanges.meet(key, blob, timeout, refuse, keep=while_broken)
 
     def _refuse_gone(self, call: Call, ranks: Sequence[int]) -> None:
@@ -235,42 +236,38 @@ class Peers:
                     f"{call.kind}: {self.name_of(rank)} was lost: start the job again.", rank=rank
                 )
 
-    def _on_message(self, rank: int, kind: Kind, payload: bytes) -> None:
+    def _on_message(self, rank: int, message: Message) -> None:
         """Take a message in, on the watching thread."""
-        if kind is Kind.EXCHANGE:
-            key, _, blob = payload.partition(b"\n")
-            self._exchanges.put(key.decode(), rank, blob)
-        if kind in (Kind.EXCHANGE, Kind.HEARTBEAT):
-            return
-        fields: dict[str, Any] = json.loads(payload)
-        if kind is Kind.GOODBYE:
-            self._take_leave(rank, fields)
-        elif kind is Kind.ABORT:
-            self._break(restore_error(fields["error"]), generation=fields["generation"])
+        if isinstance(message, Exchange):
+            self._exchanges.put(message.key, rank, message.blob)
+        elif isinstance(message, GoodBye):
+            self._take_leave(rank, message)
+        elif isinstance(message, Abort):
+            self._break(restore_error(message.error), generation=message.generation)
         else:
-            self._compare_places(rank, kind, fields)
+            self._compare_places(rank, message)
 
-    def _compare_places(self, rank: int, kind: Kind, fields: dict[str, Any]) -> None:
+    def _compare_places(self, rank: int, message: Ask) -> None:
         with self._changed:
-            if fields["generation"] != self.generation:
+            if message.generation != self.generation:
                 return
-            place = tuple(fields["place"])
-            if kind is Kind.SKIPPED:
+            place = message.place
+            if isinstance(message, Skipped):
                 self.where.note_skipped(rank, place)
-            elif kind is Kind.REACHED:
+            elif isinstance(message, Reached):
                 self.where.note_reached(rank, place)
             elif self.where.has_reached(place):
-                self._watch.post(rank, encode_json(Kind.REACHED, **fields))
+                self._watch.post(rank, pack(Reached(self.generation, place)))
             elif self.where.has_skipped(place):
-                self._watch.post(rank, encode_json(Kind.SKIPPED, **fields))
+                self._watch.post(rank, pack(Skipped(self.generation, place)))
 
-    def _take_leave(self, rank: int, fields: dict[str, Any]) -> None:
+    def _take_leave(self, rank: int, message: GoodBye) -> None:
         self._watch.forget(rank)
         with self._changed:
-            self.where.note_departed(rank, fields["reason"], tuple(fields["made"]))
+            self.where.note_departed(rank, message.reason, message.made)
             self._changed.notify_all()
-        if fields["failed"]:
-            self._break(WorkerLostError(f"{self.name_of(rank)} {fields['reason']}", rank=rank))
+        if message.failed:
+            self._break(WorkerLostError(f"{self.name_of(rank)} {message.reason}", rank=rank))
 
     def _on_silence(self, rank: int, why: str) -> None:
         """Take in that a process was lost, on the watching thread."""

@@ -1,7 +1,8 @@
 """The thread that listens to the other processes of a group, and tells them that this one lives.
 
-It alone reads and writes control connections, and it keeps time; what a message means is for its
-owner to say. Nobody who posts a message ever waits for the network.
+It alone reads and writes control connections; what a message means is for its owner to say. The
+process's failure detector keeps the time of heartbeats. Nobody who posts a message ever waits for
+the network.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from ndistribute.collective.messages import Kind, Reader, encode_message
+from ndistribute.collective.messages import HEARTBEAT, Message, Reader
+from ndistribute.transport.failure_detector import detector
 
 __all__ = ["Watch"]
 
 _CHUNK = 64 * 1024
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_HEARTBEAT = encode_message(Kind.HEARTBEAT)
-_BEATS = 20  # in the time after which a silent process counts as lost
 
 
 class _Line:
@@ -61,7 +61,7 @@ class Watch:
         rank: which process this is.
         connections: by rank of the other process, not blocking.
         silence_seconds: after how long a silence a process counts as lost.
-        on_message: called with rank, kind and payload, on this thread.
+        on_message: called with rank and message, on this thread.
         on_silence: called with a rank and a reason when a process was lost, on this thread.
     """
 
@@ -70,12 +70,11 @@ class Watch:
         rank: int,
         connections: Mapping[int, socket.socket],
         silence_seconds: float,
-        on_message: Callable[[int, Kind, bytes], None],
+        on_message: Callable[[int, Message], None],
         on_silence: Callable[[int, str], None],
     ) -> None:
         self._lines = {other: _Line(other, sock) for other, sock in connections.items()}
-        self._silence = silence_seconds
-        self._interval = min(1.0, silence_seconds / _BEATS)
+        self.beat_within = silence_seconds
         self._on_message = on_message
         self._on_silence = on_silence
         self._ending = threading.Event()
@@ -95,6 +94,15 @@ class Watch:
     def start(self) -> None:
         """Begin; from now on the owner is called."""
         self._thread.start()
+        detector.watch(self)
+
+    def tick(self, now: float, excused: bool) -> None:
+        """Say that this process lives, and let the thread look for those that do not say so."""
+        for line in list(self._lines.values()):
+            if excused:
+                line.heard = now
+            line.posted.append(HEARTBEAT)
+        self._wake()
 
     def post(self, rank: int, message: bytes) -> None:
         """Send a message as soon as the connection takes it."""
@@ -122,6 +130,7 @@ class Watch:
             farewell: the message.
             timeout: how long the others may take to close their ends, in seconds.
         """
+        detector.forget(self)
         self.post_all(farewell)
         self._end_by = time.monotonic() + timeout
         self._ending.set()
@@ -148,22 +157,17 @@ class Watch:
             self._wake_writer.close()
 
     def _serve(self) -> None:
-        tick = time.monotonic()
         while not self._finished():
-            for key, mask in self._selector.select(timeout=self._pause(tick)):
+            for key, mask in self._selector.select(0.05 if self._ending.is_set() else None):
                 if key.data is None:
                     self._swallow_wakes()
                 elif mask & selectors.EVENT_READ:
                     self._read(key.data)
             self._write()
             now = time.monotonic()
-            if now - tick >= self._interval:
-                self._beat(now, now - tick)
-                tick = now
-
-    def _pause(self, tick: float) -> float:
-        pause = max(0.0, tick + self._interval - time.monotonic())
-        return min(pause, 0.05) if self._ending.is_set() else pause
+            for line in list(self._lines.values()):
+                if now - line.heard > self.beat_within:
+                    self._lose(line, f"nothing was heard of it for {now - line.heard:.1f} s")
 
     def _finished(self) -> bool:
         """Say whether it is time to end: everyone has our farewell, or they take too long."""
@@ -192,8 +196,8 @@ class Watch:
             return
         line.heard = time.monotonic()
         try:
-            for kind, payload in line.reader.feed(data):
-                self._on_message(line.rank, kind, payload)
+            for message in line.reader.feed(data):
+                self._on_message(line.rank, message)
         except Exception as error:  # Whatever it is, this thread has others to listen to.
             self._lose(line, f"it sent what no worker sends ({error!r})")
 
@@ -204,18 +208,6 @@ class Watch:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
             if self._selector.get_key(line.sock).events != wanted:
                 self._selector.modify(line.sock, wanted, line)
-
-    def _beat(self, now: float, since_last: float) -> None:
-        """Say that this process lives, and look for those that do not say so."""
-        stopped = since_last > self._silence / 2
-        for line in list(self._lines.values()):
-            if stopped:
-                line.heard = now  # It was this process that did not run, or hardly.
-            if not self._ending.is_set():
-                self.post(line.rank, _HEARTBEAT)
-            # It may have been silent for an interval before it was heard last.
-            if now - line.heard > self._silence - self._interval:
-                self._lose(line, f"nothing was heard of it for {now - line.heard:.1f} s")
 
     def _lose(self, line: _Line, why: str) -> None:
         if not line.forgotten and not self._ending.is_set():

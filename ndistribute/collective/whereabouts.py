@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from ndistribute.collective.backend import Call
+from ndistribute.collective.messages import GoodBye, sendable
 from ndistribute.errors import CollectiveMismatchError, DistributeError, WorkerLostError
 
 __all__ = ["Place", "Whereabouts"]
@@ -92,13 +92,13 @@ class Whereabouts:
         self._last_made[rank] = made
         self.departed[rank] = reason
 
-    def farewell(self) -> dict[str, Any]:
+    def farewell(self) -> GoodBye:
         """Return what the others are told when this process leaves the job."""
         failure = getattr(sys, "last_value", None)
         # In an interactive session the last error did not end anything.
         failed = isinstance(failure, BaseException) and not hasattr(sys, "ps1")
         reason = f"ended with {type(failure).__name__}: {failure}" if failed else "has finished"
-        return {"reason": reason[:_REASON_CHARACTERS], "failed": failed, "made": self.made}
+        return GoodBye(sendable(reason[:_REASON_CHARACTERS]), failed, self.made)
 
     def gone(self, call: Call) -> frozenset[int]:
         """Return who will not come to a call of the current step, if its data is not here now."""

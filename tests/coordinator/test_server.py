@@ -210,8 +210,8 @@ def test_with_certificates_of_one_authority_both_speak_tls_and_nobody_else(tmp_p
         pytest.skip("the openssl program, which makes the certificates, is not here")
 
     def openssl(*words: str) -> None:
-        done = {"cwd": tmp_path, "check": True, "capture_output": True, "timeout": 30}
-        subprocess.run(["openssl", *words], **done)  # noqa: PLW1510 (it stands in `done`)
+        command = ["openssl", *words]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=30)
 
     openssl("req", "-x509", *KEY, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
     openssl("req", *KEY, "-keyout", "key.pem", "-out", "request", "-subj", "/CN=worker")
@@ -261,14 +261,6 @@ def test_a_worker_that_dies_is_waited_for_and_no_longer_than_said(returns):
         with reach(server, "worker:0"):
             pass
         assert outcome.result(timeout=10) is True
-
-
-def test_if_nobody_comes_at_all_a_server_ends_with_an_error():
-    """A server that was started after its chief had left waited for ever."""
-    cluster = {**ONE_WORKER, "chief": ["127.0.0.1:2"]}
-    server = serving(cluster, NDISTRIBUTE_START_SECONDS="0.2")
-    with server, pytest.raises(WorkerLostError, match=r"chief:0 did not come within 0.2 s"):
-        server.join(timeout=10)
 
 
 def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tmp_path):

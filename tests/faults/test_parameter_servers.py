@@ -17,18 +17,13 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.coordinator import queue
 from ndistribute.coordinator.server import CUT_SECONDS
 from tests.coordinator import errands
 from tests.faults.commands import DEADLINE, commanded, taking_part
 from tests.faults.loops import Shared
 from tests.faults.tasks import Tasks, Zygote, wait_until
 
-KILLS = int(os.environ.get("FAULTS_KILLS", "100"))
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
-PER_KILL = 8
-WORKERS = 3
-MOST = 1 << 15
 IMPATIENT = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "0.5"}
 
 
@@ -47,55 +42,6 @@ def marked(strategy: Any, count: int) -> tuple[nd.Variable, Callable[[int], int]
         return nd.cluster.worker_index()
 
     return marks, mark
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_every_update_is_made_once_whenever_workers_are_killed(
-    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queue, "ATTEMPTS", KILLS + 1)  # Any number of kills may hit one function.
-    rng = random.Random(SEED)
-    log = tmp_path / "log"
-    log.touch()
-    with Tasks(zygote, workers=WORKERS, servers=2) as tasks:
-        tasks.start_all()
-        with commanded(tasks) as (strategy, coordinator):
-            (first, mark_first), (second, mark_second) = (marked(strategy, MOST) for _ in range(2))
-            with strategy.scope():
-                total = nd.Variable(np.int64(0))
-
-            def add(number: int) -> int:
-                with log.open("a") as file:
-                    file.write(f"{os.getpid()}\n")
-                mark_first(number)
-                first.numpy()  # What was changed goes out before it is read.
-                mark_second(number)
-                total.assign_add(1 << (number % 8))
-                return number
-
-            results = []
-            for _ in range(KILLS):
-                coordinator.join(timeout=DEADLINE)  # So that nothing is hit four times.
-                begun: list[int] = []
-                while not begun:  # Whoever has begun something since its start may be the victim.
-                    more = range(len(results), len(results) + PER_KILL)
-                    results += [coordinator.schedule(add, args=(number,)) for number in more]
-                    some_time(rng, 0.004)
-                    pids = set(map(int, log.read_text().split()))
-                    begun = [one for one in range(WORKERS) if tasks.pid("worker", one) in pids]
-                victim = rng.choice(begun)
-                tasks.kill("worker", victim)
-                tasks.start("worker", victim)
-            coordinator.join(timeout=DEADLINE)
-            count = len(results)
-            assert coordinator.fetch(results) == list(range(count))
-            for marks in (first, second):
-                np.testing.assert_array_equal(marks.numpy(), np.arange(MOST) < count)
-            assert int(total) == sum(1 << (number % 8) for number in range(count))
-            assert strategy.lost_updates == 0
-            again = len(log.read_text().split()) - count
-            assert again > KILLS // 5  # So many fell in the middle of a function.
 
 
 @pytest.mark.slow

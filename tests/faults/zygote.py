@@ -2,7 +2,8 @@
 
 It reads one JSON object a line, an environment, starts a task with it and answers with its pid; an
 end is told as a pid and a status. When its input ends, so do all tasks. It makes no thread. What a
-task does is a function of `loops.py`, named by TASK_RUNS, or else it serves.
+task does is a function of `loops.py`, named by TASK_RUNS, or else it serves; TASK_LIMITS are set
+before, and TASK_USER is whose process it becomes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import selectors
 import signal
 import sys
@@ -22,7 +24,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Serve until the input ends."""
-    for name in ("cloudpickle", "ndistribute.coordinator.worker"):
+    for name in ("cloudpickle", "encodings.idna", "ndistribute.coordinator.worker"):
         importlib.import_module(name)
     nd = importlib.import_module("ndistribute")
     told, tell = os.pipe()
@@ -65,6 +67,10 @@ def _start(nd: Any, environ: dict[str, str]) -> int:
         os.dup2(os.open(environ["TASK_LOG"], os.O_WRONLY | os.O_APPEND), 2)
         os.dup2(2, 1)
         os.environ.update(environ)
+        for name, value in json.loads(environ.get("TASK_LIMITS", "{}")).items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+        if "TASK_USER" in environ:
+            os.setuid(int(environ["TASK_USER"]))
         config = json.loads(environ["TF_CONFIG"])
         task = config["task"]
         if "TASK_RUNS" in environ:

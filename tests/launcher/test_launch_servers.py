@@ -127,30 +127,43 @@ else:
 
 def test_a_server_of_the_package_gets_its_port_again(script, tmp_path):
     path = script("""
-def reached():
-    while True:
-        try:
-            with socket.create_connection(place("ps", 0), timeout=10) as peer:
-                if peer.recv(1):
-                    return
-        except OSError:
-            pass
-        threading.Event().wait(timeout=0.01)
-
+import ndistribute as nd
 if job == "ps":
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    from ndistribute.coordinator.server import Server
-    with Server(cluster, job, index):
-        signal.sigwait([signal.SIGUSR1])
+    nd.Server(cluster, job, index).join()
 else:
-    for signum in (signal.SIGKILL, signal.SIGUSR1):
-        reached()
+    with nd.ParameterServerStrategy():  # It is up.
         with open(os.path.join(os.path.dirname(__file__), "ps0")) as file:
-            os.kill(int(file.readlines()[-1]), signum)
+            os.kill(int(file.read()), signal.SIGKILL)
+    with nd.ParameterServerStrategy():
+        pass
 """)
     done = run(*cluster(1, 1, "--max-restarts", "1", path))
     assert done.returncode == 0, done.stderr
     assert len(lives(tmp_path, "ps0")) == 2
+
+
+def test_a_function_that_kills_its_workers_ends_with_an_error_however_often_they_restart(
+    script, tmp_path
+):
+    """It was run for ever, as long as the launcher started workers again."""
+    path = script("""
+import ndistribute as nd
+if job == "chief":
+    def suicide():
+        os.kill(os.getpid(), signal.SIGKILL)
+    with nd.ParameterServerStrategy() as strategy, nd.ClusterCoordinator(strategy) as coordinator:
+        coordinator.schedule(suicide)
+        try:
+            coordinator.join(timeout=60)
+        except nd.WorkerLostError as error:
+            print(error)
+else:
+    nd.Server(cluster, job, index).join()
+""")
+    done = run(*cluster(2, 1, "--chief", "--max-restarts", "6", path))
+    assert done.returncode == 0, done.stderr
+    assert "closure 1 (suicide) was run 4 times, and each time its worker was lost" in done.stdout
+    assert done.stderr.count("ended (signal 9); starting it again") == 4
 
 
 def test_once_the_restarts_are_used_up_the_job_has_failed(script, tmp_path):

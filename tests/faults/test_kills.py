@@ -1,0 +1,140 @@
+"""Workers and servers that keep a log are killed at random: no acknowledged update is lost.
+
+FAULTS_KILLS says how many are killed in each test, FAULTS_SEED which, and when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.coordinator import queue
+from tests.faults.commands import DEADLINE, commanded, taking_part
+from tests.faults.loops import counted
+from tests.faults.tasks import Tasks, Zygote, wait_until
+
+KILLS = int(os.environ.get("FAULTS_KILLS", "10"))
+SEED = int(os.environ.get("FAULTS_SEED", "0")) or random.SystemRandom().getrandbits(32)
+PER_KILL = 8
+WORKERS = 2
+MOST = 1 << 15
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 + 3 * KILLS)]
+
+
+def logged(folder: Path) -> dict[str, str]:
+    """Return what servers need to be told to keep a log."""
+    return {
+        "NDISTRIBUTE_SNAPSHOT_DIR": str(folder / "kept"),
+        "NDISTRIBUTE_SNAPSHOT_SECONDS": "0.2",
+        "NDISTRIBUTE_DURABILITY": "log",
+    }
+
+
+def victim(rng: random.Random) -> tuple[str, int]:
+    """Wait for some moment, and return whom to kill then."""
+    threading.Event().wait(rng.uniform(0, 0.05))
+    return rng.choice([("ps", 0), ("ps", 1), *(("worker", n) for n in range(WORKERS))])
+
+
+def test_every_update_that_a_worker_knows_of_is_there_once(zygote: Zygote, tmp_path: Path) -> None:
+    """A server that was killed lost what it had acknowledged since its last snapshot."""
+    print(f"FAULTS_SEED={SEED}")
+    rng = random.Random(SEED)
+    with Tasks(zygote, workers=WORKERS, servers=2, chief=False, **logged(tmp_path)) as tasks:
+        tasks.start_all("ps")
+        lives: list[int] = []  # Which worker each was.
+        killed = set()
+
+        def begin(worker: int) -> None:
+            options = {"file": str(tmp_path / f"life-{len(lives)}"), "place": len(lives)}
+            tasks.start("worker", worker, TASK_RUNS="count", TASK_OPTIONS=json.dumps(options))
+            lives.append(worker)
+
+        def acknowledged(life: int) -> list[int]:
+            path = tmp_path / f"life-{life}"
+            noted = path.read_bytes() if path.exists() else b""
+            return [noted.count(b"0"), noted.count(b"1")]
+
+        for worker in range(WORKERS):
+            begin(worker)
+        for _ in range(KILLS):
+            job, index = victim(rng)
+            tasks.kill(job, index)
+            if job == "ps":
+                tasks.start("ps", index)
+                continue
+            life = max(life for life, worker in enumerate(lives) if worker == index)
+            killed.add(life)
+            begin(index)
+        alive = [life for life in range(len(lives)) if life not in killed]
+        wait_until(lambda: all(min(acknowledged(life)) > 5 for life in alive), DEADLINE)
+        with taking_part(tasks) as observer:
+            counts = counted(observer)
+            with observer.scope():
+                nd.Variable(np.int64(0)).assign(1)
+            assert [tasks.code("worker", worker) for worker in range(WORKERS)] == [0] * WORKERS
+            there = [variable.numpy() for variable in counts]
+        total = lost = twice = 0
+        for life in range(len(lives)):
+            # Of a killed one's last update nobody knows whether it heard of it.
+            unknown = int(life in killed)
+            for which, noted in enumerate(acknowledged(life)):
+                total += noted
+                lost += max(0, noted - int(there[which][life]))
+                twice += max(0, int(there[which][life]) - noted - unknown)
+        print(f"{KILLS} kills, {total} acknowledged, {lost} lost, {twice} twice")
+        assert (lost, twice) == (0, 0)
+
+
+def test_every_function_changes_everything_once_whoever_is_killed(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a function whose worker or server was killed half way, some updates were made twice."""
+    print(f"FAULTS_SEED={SEED}")
+    monkeypatch.setattr(queue, "ATTEMPTS", KILLS + 1)  # Any number of kills may hit one function.
+    rng = random.Random(SEED)
+    log = tmp_path / "log"
+    log.touch()
+    with Tasks(zygote, workers=WORKERS, servers=2, **logged(tmp_path)) as tasks:
+        tasks.start_all()
+        with commanded(tasks, durability="log") as (strategy, coordinator):
+            with strategy.scope():
+                first, second = (nd.Variable(np.zeros(MOST, np.int8)) for _ in range(2))
+                total = nd.Variable(np.int64(0))
+
+            def add(number: int) -> int:
+                with log.open("a") as file:
+                    file.write(f"{os.getpid()}\n")
+                first.scatter_add([number], np.ones(1, np.int8))
+                first.numpy()  # What was changed goes out before it is read.
+                second.scatter_add([number], np.ones(1, np.int8))
+                total.assign_add(1 << (number % 8))
+                return number
+
+            results: list[Any] = []
+            for _ in range(KILLS):
+                more = range(len(results), len(results) + PER_KILL)
+                results += [coordinator.schedule(add, args=(number,)) for number in more]
+                job, index = victim(rng)
+                tasks.kill(job, index)
+                assert tasks.code(job, index) == -signal.SIGKILL
+                tasks.start(job, index)
+            coordinator.join(timeout=DEADLINE)
+            count = len(results)
+            assert coordinator.fetch(results) == list(range(count))
+            for marks in (first, second):
+                np.testing.assert_array_equal(marks.numpy(), np.arange(MOST) < count)
+            assert int(total) == sum(1 << (number % 8) for number in range(count))
+            assert strategy.lost_updates == 0
+            again = len(log.read_text().split()) - count
+            print(f"{KILLS} kills, {count} functions, {again} were run again, 0 lost, 0 twice")
