@@ -101,9 +101,8 @@ class ServerClient:
         A server counts what it changes, and its snapshots hold the count: a life that began with
         less than is known of the one before has lost the difference. There may be more.
         """
-        with self._lock:  # By age: of an earlier life another process may tell late.
-            lives = [life for _, life in sorted(self._lives.items())]
-        pairs = itertools.pairwise(lives)
+        # By age: of an earlier life another process may tell late.
+        pairs = itertools.pairwise([life for _, life in sorted(self._lives.items())])
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
     def start(self, request: Record) -> Pending:
