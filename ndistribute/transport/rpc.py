@@ -578,10 +578,10 @@ class RpcServer:
                 call, request = connection.receive()
             except ConnectionLostError as error:
                 if not error.clean:
-                    _log.warning("the connection of %s ended: %s", peer.name, error)
+                    _log.warning("the connection of %s ended: %s", peer.name, f"{error}")
                 return not error.clean
             except MalformedError as error:
-                _log.warning("%s sent what no client sends: %s", peer.name, error)
+                _log.warning("%s sent what no client sends: %s", peer.name, f"{error}")
                 return True
             try:
                 reply = service.handle(peer, call, request)
