@@ -51,6 +51,7 @@ _SHARED_FROM_BYTES = 65536
 _BUFFERS_AT_ONCE = 512  # The system takes no more than 1024.
 _SOCKET_BYTES = 4 << 20
 _REUSED_BYTES = 1 << 16  # Memory for smaller arrays the allocator keeps by itself.
+_KEPT_BYTES = 256 << 20  # Lengths that never come again must not use up the host's memory.
 _IDLE_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 3600.0  # A number of milliseconds that the system takes.
@@ -210,7 +211,8 @@ class Connection:
         if clean and self._lost is None and self._writing.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 if not self._unsent:
-                    self._sock.sendmsg([_HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)])
+                    goodbye = _HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)
+                    self._sock.sendmsg([goodbye], (), _QUIET)
             self._writing.release()
         if self._lost is None:
             lost = ConnectionLostError(reason)
@@ -283,8 +285,15 @@ class Connection:
                 self._reading.release()
         if excused:
             self._heard = now
-        elif now - self._heard > self.silence_seconds:
+        elif now - self._heard > self.silence_seconds and not self._has_input():
             self.abort(f"nothing was heard of it for {now - self._heard:.1f} s.")
+
+    def _has_input(self) -> bool:
+        """Return True if something has come that the thread that receives has not read yet."""
+        poll = select.poll()
+        with contextlib.suppress(ValueError):  # It was closed just now.
+            poll.register(self._sock.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def _heartbeat(self, now: float) -> bytes:
         """Return a heartbeat, which also says what became of shared memory meanwhile."""
@@ -564,21 +573,27 @@ class _Arrays:
 
     def __init__(self) -> None:
         self._held: dict[int, list[Array]] = {}  # By length.
+        self._total = 0
 
     def take(self, nbytes: int) -> memoryview:
         """Return memory of a length, which stays as it is as long as a view of it is held."""
         if nbytes < _REUSED_BYTES:
             return np.empty(nbytes, np.uint8).data
-        held = self._held.setdefault(nbytes, [])
+        held = self._held.get(nbytes, [])
         for index in range(len(held)):
             if _references(held, index) == _NO_VIEWS:
                 return held[index].data
-        held.append(np.empty(nbytes, np.uint8))
-        return held[-1].data
+        memory = np.empty(nbytes, np.uint8)
+        if self._total + nbytes > max(_KEPT_BYTES, 2 * nbytes):
+            self.forget()
+        self._total += nbytes
+        self._held.setdefault(nbytes, []).append(memory)
+        return memory.data
 
     def forget(self) -> None:
         """Give back what nobody holds."""
         self._held.clear()
+        self._total = 0
 
 
 def _references(arrays: Sequence[object], index: int) -> int:

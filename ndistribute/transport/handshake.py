@@ -134,7 +134,10 @@ def authenticate(
         return sock, accepted
     except OSError as error:
         sock.close()
-        raise _explained(error, peer) from error
+        explained = _explained(error, peer)
+        if explained is error:
+            raise
+        raise explained from error
     except BaseException:
         sock.close()
         raise
@@ -157,7 +160,9 @@ def _drive(
                 wanted = next(steps)
                 continue
             if instead is not None:
-                answers = select.select([sock], [], [], _LOOK_SECONDS)[0]
+                poll = select.poll()
+                poll.register(sock, select.POLLIN)
+                answers = poll.poll(_LOOK_SECONDS * 1000)
                 better = instead()
                 if better is not None:
                     return better
@@ -181,9 +186,9 @@ def _limit(sock: socket.socket, deadline: float) -> None:
     sock.settimeout(left)
 
 
-def _explained(error: BaseException, peer: str) -> BaseException:
+def _explained(error: OSError, peer: str) -> Exception:
     """Return what went wrong with a peer in words that say what to do."""
-    if isinstance(error, AuthenticationError) or not isinstance(error, OSError):
+    if isinstance(error, AuthenticationError):
         return error
     if isinstance(error, TimeoutError):
         return CollectiveTimeoutError(

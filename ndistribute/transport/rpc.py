@@ -186,9 +186,9 @@ class Call:
         self._number = next(self._client._numbers)
         try:
             self._connection = self._client._connected(self.deadline)
+            self._problem = None  # From here on the thread that receives may set it again.
             self._client._pending[self._number] = self
             self._connection.send(self._request, self._number, self.deadline)
-            self._problem = None
         except (ConnectionLostError, CollectiveTimeoutError) as error:
             self._problem = error
         except TimeoutError as error:
@@ -578,10 +578,10 @@ class RpcServer:
                 call, request = connection.receive()
             except ConnectionLostError as error:
                 if not error.clean:
-                    _log.warning("the connection of %s ended: %s", peer.name, f"{error}")
+                    _log.warning("the connection of %s ended: %s", peer.name, str(error))
                 return not error.clean
             except MalformedError as error:
-                _log.warning("%s sent what no client sends: %s", peer.name, f"{error}")
+                _log.warning("%s sent what no client sends: %s", peer.name, str(error))
                 return True
             try:
                 reply = service.handle(peer, call, request)
@@ -592,5 +592,6 @@ class RpcServer:
                 _log.exception("a request of %s failed", peer.name)
                 connection.release()
                 here = peer.send(Failed(f"{type(error).__name__}: {error}"), call)
+            reply = None  # It may hold what is to be given back while nothing is asked.
             if not here:
                 return True

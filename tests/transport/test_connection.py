@@ -491,6 +491,26 @@ def test_memory_of_long_messages_is_given_back_when_it_lies_idle(kind, monkeypat
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_lengths_that_never_come_again_do_not_use_up_memory(kind, monkeypatch):
+    monkeypatch.setattr(module, "_KEPT_BYTES", 4 * MEGABYTES)
+    tracemalloc.start()
+    try:
+        with pair(kind, keep_arrays=True) as (one, other):
+            kept = []
+            for number in range(40):
+                record = note(500_000 + 1000 * number)
+                found = exchanged(one, other, record)
+                assert same(found, record)
+                kept = [*kept[-2:], (found, record)]
+                other.send(Note())
+                one.receive(soon())
+            assert all(same(found, record) for found, record in kept)
+            assert tracemalloc.get_traced_memory()[0] < 12 * MEGABYTES
+    finally:
+        tracemalloc.stop()
+
+
 def test_who_does_not_read_is_not_taken_for_who_does_not_hear():
     """Heartbeats wait behind messages that were not read yet: their sender lives all the same."""
     with pair(silence=0.4) as (one, other):

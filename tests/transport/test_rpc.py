@@ -121,7 +121,6 @@ def test_a_server_that_raises_tells_why_and_serves_on(job, caplog):
 def test_a_server_that_is_killed_and_started_again_is_only_slow(transport):
     environ = {"NDISTRIBUTE_UNIX_SOCKETS": transport}
     with contextlib.ExitStack() as stack:
-        port, lives = 0, set()
         child = stack.enter_context(Child(environ))
         port = int(child.run(SERVE.format(0)))
         client = stack.enter_context(contextlib.closing(client_of(f"127.0.0.1:{port}")))
