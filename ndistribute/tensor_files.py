@@ -29,7 +29,7 @@ import safetensors.numpy
 
 from ndistribute.errors import CheckpointCorruptError, DistributeError, MissingDependencyError
 
-__all__ = ["Saved", "claim", "newest", "write"]
+__all__ = ["Saved", "claim", "newest", "sync", "write"]
 
 Array = npt.NDArray[Any]
 
@@ -114,10 +114,10 @@ def write(
         (temporary / _SUMS).write_bytes(_checksums(temporary))
         for file in temporary.iterdir():
             file.chmod(0o600)
-            _sync(file)
-        _sync(temporary)
+            sync(file)
+        sync(temporary)
         temporary.rename(path)
-        _sync(directory)
+        sync(directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -285,10 +285,10 @@ def _make_directory(directory: Path) -> None:
     new = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in new:
-        _sync(path.parent)
+        sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Bring a file or folder to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:

@@ -30,21 +30,15 @@ def plan_aggregate(
     client: str,
     change: Aggregate,
 ) -> Planned:
-    """Return a function that adds a set of gradients, and makes the step that it completes.
+    """Return a function that adds a client's gradients, and makes the step that they complete.
 
-    Args:
-        variables: what there is.
-        aggregates: by name.
-        pending: those that changes planned together make; a new one for each transaction.
-        client: whose set it is.
-        change: what is asked for.
+    `pending` has the aggregates that other changes of the same transaction will make.
 
     Raises:
         Refused: it can not be made; nothing has changed.
     """
     if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
         raise Refused(
-            "mismatch",
             f"aggregate {change.name!r} needs a count from 1 and a step from 0, got {change.count} "
             f"and {change.at_step}.",
         )
@@ -74,21 +68,13 @@ def plan_aggregate(
 
 @dataclass
 class Sum:
-    """Sum the gradients of one variable for one step, 16-bit floats in float32.
+    """Sum the gradients of one variable for one step, 16-bit floats in float32."""
 
-    Args:
-        kind: what is common to the gradients, in words.
-        dtype: of the gradients, and of their mean.
-        count: how many are in the sum.
-        total: the sum of dense gradients; while there is none, memory to use again.
-        rows: gradients that are rows; their sum is what counts.
-    """
-
-    kind: str = ""
-    dtype: str = ""
+    kind: str = ""  # What is common to the gradients, in words.
+    dtype: str = ""  # Of the gradients, and of their mean.
     count: int = 0
-    total: Array | None = None
-    rows: list[Rows] = field(default_factory=list)
+    total: Array | None = None  # Of dense gradients; while there is none, memory to use again.
+    rows: list[Rows] = field(default_factory=list)  # Their sum is what counts.
 
     def begin(self, gradient: Gradient) -> None:
         """Begin a step whose first gradient is this one, which is yet to be added."""
@@ -132,13 +118,7 @@ class Sum:
 class Aggregation:
     """Sum the sets of a step, and know who takes part.
 
-    Args:
-        step: for which sets are taken.
-        givers: the clients that gave one.
-        sums: of the gradients, by variable; those of the step before, until somebody gives a set.
-        members: the clients that are there and gave a set or waited, now or in an earlier step.
-        peak: how many members there were at most at a time, since there was none.
-        last_to_leave: one that was a member.
+    Members are the clients that are there and gave a set or waited, now or in an earlier step.
 
     >>> aggregate = Aggregation()
     >>> aggregate.add("worker:0", ["w"], [Dense(np.array([1.0, 3.0]))], at_step=0)
@@ -147,23 +127,18 @@ class Aggregation:
     """
 
     step: int = 0
-    givers: set[str] = field(default_factory=set)
-    sums: dict[str, Sum] = field(default_factory=dict)
+    givers: set[str] = field(default_factory=set)  # The clients that gave a set for the step.
+    sums: dict[str, Sum] = field(default_factory=dict)  # Of the step before, until there is a set.
     members: set[str] = field(default_factory=set)
-    peak: int = 0
+    peak: int = 0  # How many members there were at most at a time, since there was none.
     last_to_leave: str = ""
 
     def check(self, names: Sequence[str], gradients: Sequence[Gradient], at_step: int) -> None:
-        """Check that a set can be added to what is there.
-
-        Raises:
-            Refused: it is not like the step's first.
-        """
+        """Refuse a set that is not like the step's first."""
         if at_step != self.step or not self.givers:
             return
         if tuple(self.sums) != tuple(names):
             raise Refused(
-                "mismatch",
                 f"a set of gradients for step {self.step} is of {', '.join(names)}, the first one "
                 f"was of {', '.join(self.sums)}. All must be of the same variables.",
             )
@@ -171,7 +146,6 @@ class Aggregation:
             first, this = self.sums[name].kind, _kind_of(gradient)
             if this != first:
                 raise Refused(
-                    "mismatch",
                     f"the first gradient of {name!r} for step {self.step} was {first}, got {this}. "
                     "All clients must give the same.",
                 )

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from ndistribute.errors import DistributeError, WorkerLostError
+from ndistribute.parameter_server import messages
 from ndistribute.parameter_server.closure import (
     Changes,
     Closure,
@@ -23,42 +24,12 @@ from ndistribute.parameter_server.closure import (
     WriteBuffer,
     current_closure,
 )
-from ndistribute.parameter_server.messages import (
-    AwaitClock,
-    AwaitStep,
-    Change,
-    Changed,
-    Create,
-    Created,
-    Delete,
-    Deleted,
-    Failure,
-    KeepLog,
-    NewVariable,
-    Outcome,
-    Read,
-    ReadRows,
-    Released,
-    Report,
-    RowsOf,
-    Saved,
-    SaveSnapshot,
-    Status,
-    Step,
-    Totals,
-    Transaction,
-    Values,
-)
+from ndistribute.parameter_server.messages import NewVariable, Report, Transaction
 from ndistribute.transport.codec import Array, Record
 
 __all__ = ["Caller", "Copy", "Pending", "ServerClient", "Servers"]
 
-R = TypeVar("R")
-T = TypeVar("T")
-
-_SMALL_BYTES = (
-    1 << 14
-)  # An initial value of so few bytes is sent without asking whether it is wanted.
+_SMALL_BYTES = 1 << 14  # An initial value of so few bytes is sent without asking if it is wanted.
 _log = logging.getLogger("ndistribute")
 
 
@@ -80,8 +51,12 @@ class Copy(Protocol):
 class Pending(Protocol):
     """A call that is under way."""
 
+    @property
+    def instance(self) -> str:
+        """Return which life of the server the request went to."""
+
     def result(self) -> Any:
-        """Wait for the reply, and return what was taken from it."""
+        """Wait for the reply, and return it; its arrays are the caller's own."""
 
     def cancel(self) -> None:
         """Wait no more."""
@@ -93,8 +68,8 @@ class Caller(Protocol):
     name: str
     instance: str
 
-    def start(self, request: Record, timeout: float | None, take: Callable[[Any], Any]) -> Pending:
-        """Send a request; `take` is called with the reply while its arrays are valid."""
+    def start(self, request: Record, timeout: float | None) -> Pending:
+        """Send a request."""
 
     def close(self) -> None:
         """Say good-bye to the server."""
@@ -111,12 +86,12 @@ class ServerClient:
 
     def __init__(self, caller: Caller, title: str, timeout: float) -> None:
         self.title = title
+        self.close = caller.close
         self._caller = caller
         self._timeout = timeout
         self._lock = threading.Lock()
         self._last = 0
         self._open: set[int] = set()
-        self._life = ""
         self._lives: dict[str, Report] = {}
 
     @property
@@ -126,14 +101,16 @@ class ServerClient:
         A server counts what it changes, and its snapshots hold the count: a life that began with
         less than is known of the one before has lost the difference. There may be more.
         """
-        with self._lock:
-            # By age: what another process knows of an earlier life may be heard of late.
-            lives = [life for _, life in sorted(self._lives.items()) if life.began >= 0]
-        pairs = itertools.pairwise(lives)
+        # By age: of an earlier life another process may tell late.
+        pairs = itertools.pairwise([life for _, life in sorted(self._lives.items())])
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
-    def request(self, request: Record, kind: type[R]) -> R:
-        """Return the reply to a request, whose arrays are not looked at.
+    def start(self, request: Record) -> Pending:
+        """Send a request; `finish` has the reply."""
+        return self._caller.start(request, self._timeout)
+
+    def finish(self, call: Pending, kind: type[Any]) -> Any:
+        """Return the reply to a request, which is to be of a kind.
 
         Raises:
             ValueError: what was asked for does not fit what the server holds.
@@ -141,18 +118,15 @@ class ServerClient:
             CollectiveTimeoutError: the answer did not come in time.
             DistributeError: the server refused.
         """
-        found: R = self.start(request, lambda reply: self.expected(kind, reply)).result()
-        return found
-
-    def start(self, request: Record, take: Callable[[Any], Any]) -> Pending:
-        """Send a request; `take` is called with the reply, which may be a `Failure`."""
-        return self._caller.start(request, self._timeout, take)
-
-    def expected(self, kind: type[R], reply: Any) -> R:
-        """Return a reply of the kind that is expected, or raise what it means instead."""
+        reply = call.result()
+        if isinstance(reply, messages.Changed):
+            with self._lock:
+                known = self._lives.get(call.instance)  # What else it began with, `meet` asks.
+                if known is not None and reply.total > known.total:
+                    self._lives[known.life] = msgspec.structs.replace(known, total=reply.total)
         if isinstance(reply, kind):
             return reply
-        if not isinstance(reply, Failure):
+        if not isinstance(reply, messages.Failure):
             raise DistributeError(f"{self.title} answered {reply!r}, not a {kind.__name__}.")
         errors: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
         hint = ""
@@ -163,88 +137,45 @@ class ServerClient:
             )
         raise errors.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}{hint}")
 
-    def transact(self, changes: Sequence[Change], running: Closure | None) -> Pending:
-        """Begin to make changes, all or none: of a closure, or under this process's next number."""
+    def number(self, changes: Sequence[messages.Change], running: Closure | None) -> Transaction:
+        """Return changes as a transaction: of a closure, or this process's next, until `over`."""
         if running is not None:
             sequence = running.sequence(self.title)
-            order = Transaction(running.series, sequence, running.low_water, tuple(changes))
-            return self.start(order, lambda reply: self._made(reply, running))
+            return Transaction(running.series, sequence, running.low_water, tuple(changes))
         with self._lock:
             self._last += 1
-            sequence = self._last
-            self._open.add(sequence)
-            low_water = min(self._open)
-        order = Transaction(self._caller.name, sequence, low_water, tuple(changes))
-        try:
-            pending = self.start(order, lambda reply: self._made(reply, None))
-        except BaseException:
-            self._open.discard(sequence)
-            raise
-        return _Numbered(pending, lambda: self._open.discard(sequence))
+            self._open.add(self._last)
+            return Transaction(self._caller.name, self._last, min(self._open), tuple(changes))
+
+    def over(self, transaction: Transaction, running: Closure | None) -> None:
+        """Know that a transaction is not sent again, and let its closure tell what it met."""
+        if running is None:
+            self._open.discard(transaction.sequence)
+        elif known := self._lives.get(self._caller.instance):
+            running.reports[self.title] = known
 
     def meet(self) -> None:
-        """Learn that the server is another life than before, and what that began with."""
-        life = self._caller.instance
-        if life in (self._life, ""):
-            return
-        began = self.request(Status(), Totals)
-        with self._lock:
-            before, self._life = self._life, life
-        self.learn(Report(self.title, life, began.began, began.total), quiet=not before)
+        """Learn what the server began with if it is another life than those that are known."""
+        if self._caller.instance and self._caller.instance not in self._lives:
+            call = self.start(messages.Status())
+            totals = self.finish(call, messages.Totals)
+            self.learn(Report(self.title, call.instance, totals.began, totals.total))
 
-    def learn(self, report: Report, *, quiet: bool = False) -> None:
+    def learn(self, report: Report) -> None:
         """Take what this process, or another one, knows of a life of the server."""
-        before = self.lost_updates
         with self._lock:
-            known = self._lives.get(report.life, report)
-            news = (known is report or known.began < 0 <= report.began) and bool(self._lives)
-            began = max(known.began, report.began)
+            known, before = self._lives.get(report.life, report), self.lost_updates
+            is_news = bool(self._lives) and report.life not in self._lives
             total = max(known.total, report.total)
-            self._lives[report.life] = Report(self.title, report.life, began, total)
-        if not news or quiet:
-            return
-        lost = self.lost_updates - before
-        what = (
-            f"with what its first {began} updates made: at least {lost} are lost"
-            if lost
-            else "of no update is known that it is lost"
-        )
-        _log.warning("%s was started again, %s.", self.title, what)
-
-    def close(self) -> None:
-        """Say good-bye to the server."""
-        self._caller.close()
-
-    def _made(self, reply: Any, running: Closure | None) -> tuple[Outcome, ...]:
-        changed = self.expected(Changed, reply)
-        life = self._caller.instance
-        with self._lock:
-            known = self._lives.get(life)
-            if known is None:
-                known = Report(self.title, life, -1, 0)  # What it began with, `meet` asks.
-            if changed.total > known.total:
-                known = msgspec.structs.replace(known, total=changed.total)
-            self._lives[life] = known
-        if running is not None and known.began >= 0:
-            running.reports[self.title] = known
-        return changed.outcomes
-
-
-class _Numbered:
-    """A transaction under way, whose number is open until its end is known."""
-
-    def __init__(self, pending: Pending, over: Callable[[], None]) -> None:
-        self._pending, self._over = pending, over
-
-    def result(self) -> Any:
-        try:
-            return self._pending.result()
-        finally:
-            self._over()
-
-    def cancel(self) -> None:
-        self._pending.cancel()
-        self._over()
+            self._lives[report.life] = msgspec.structs.replace(report, total=total)
+            lost = self.lost_updates - before
+        if is_news:
+            what = (
+                f"with what its first {report.began} updates made: at least {lost} are lost"
+                if lost
+                else "of no update is known that it is lost"
+            )
+            _log.warning("%s was started again, %s.", self.title, what)
 
 
 class Servers:
@@ -280,46 +211,39 @@ class Servers:
             ValueError: there is one of another shape or dtype.
         """
         asked = {server: [_described(*item) for item in some] for server, some in initial.items()}
-        made = self._ask({s: (Create(tuple(some)), Created) for s, some in asked.items()})
+        made = self._ask(
+            messages.Created, {i: messages.Create(tuple(some)) for i, some in asked.items()}
+        )
         wanted = {}
         for server, some in initial.items():
-            states = [variable.state for variable in made[server].variables]
-            sent = [
+            states = made[server].states
+            sent = tuple(
                 msgspec.structs.replace(new, initial=array)
                 for new, (_, array), state in zip(asked[server], some, states, strict=True)
                 if state == "wanted"
-            ]
+            )
             if sent:
-                wanted[server] = (Create(tuple(sent)), Created)
-        self._ask(wanted)
+                wanted[server] = messages.Create(sent)
+        self._ask(messages.Created, wanted)
 
     def delete(self, names: Mapping[int, Sequence[str]]) -> None:
         """Delete variables, as far as they exist."""
-        self._ask({i: (Delete(tuple(some)), Deleted) for i, some in names.items()})
+        asked = {server: messages.Delete(tuple(some)) for server, some in names.items()}
+        self._ask(messages.Deleted, asked)
 
     def pull(self, copies: Mapping[int, Sequence[Copy]]) -> None:
-        """Bring copies up to date.
-
-        Args:
-            copies: of which server, which.
-        """
+        """Bring copies up to date; the mapping is by server."""
         self._buffer.flush_before(copy.server_name for some in copies.values() for copy in some)
-
-        def begin(server: int, client: ServerClient) -> Pending:
-            some = copies[server]
-            request = Read(
+        asked = {
+            server: messages.Read(
                 tuple(copy.server_name for copy in some), tuple(copy.version for copy in some)
             )
-
-            def take(reply: Any) -> None:
-                values = client.expected(Values, reply).values
-                for copy, value in zip(some, values, strict=True):
-                    if value.array is not None:
-                        copy.receive(value.array, value.version)
-
-            return client.start(request, take)
-
-        self._each(copies, begin)
+            for server, some in copies.items()
+        }
+        for server, reply in self._ask(messages.Values, asked).items():
+            for copy, value in zip(copies[server], reply.values, strict=True):
+                if value.array is not None:
+                    copy.receive(value.array, value.version)
 
     def read_rows(
         self, asked: Mapping[int, Sequence[tuple[Copy, Array]]]
@@ -331,25 +255,22 @@ class Servers:
                 may repeat.
         """
         self._buffer.flush_before(copy.server_name for some in asked.values() for copy, _ in some)
-
-        def begin(server: int, client: ServerClient) -> Pending:
-            some = asked[server]
-            items = tuple(RowsOf(copy.server_name, rows) for copy, rows in some)
-
-            def take(reply: Any) -> list[Array]:
-                found = []
-                for (copy, _), value in zip(
-                    some, client.expected(Values, reply).values, strict=True
-                ):
-                    if value.array is None:
-                        raise DistributeError(f"{client.title} answered a read without rows.")
-                    copy.saw(value.version)
-                    found.append(value.array)
-                return found
-
-            return client.start(ReadRows(items), take)
-
-        return self._each(asked, begin)
+        requests = {
+            server: messages.ReadRows(
+                tuple(messages.RowsOf(copy.server_name, rows) for copy, rows in some)
+            )
+            for server, some in asked.items()
+        }
+        found: dict[int, list[Array]] = {}
+        for server, reply in self._ask(messages.Values, requests).items():
+            found[server] = []
+            for (copy, _), value in zip(asked[server], reply.values, strict=True):
+                if value.array is None:
+                    title = self._clients[server].title
+                    raise DistributeError(f"{title} answered a read without rows.")
+                copy.saw(value.version)
+                found[server].append(value.array)
+        return found
 
     def change(self, changes: Changes, then: Then | None = None) -> None:
         """Make changes: on each server all or none, in a closure at its end.
@@ -375,30 +296,24 @@ class Servers:
         Raises:
             DistributeError: a server has no directory for a log.
         """
-        logged = durability == "log"
-        asked: tuple[Record, type[Any]] = (KeepLog(), Saved) if logged else (Status(), Totals)
-        self._ask(dict.fromkeys(range(len(self)), asked))
+        if durability == "log":
+            self._ask(messages.Saved, dict.fromkeys(range(len(self)), messages.KeepLog()))
+        else:
+            self._ask(messages.Totals, dict.fromkeys(range(len(self)), messages.Status()))
 
     def await_step(self, steps: Mapping[int, tuple[str, int]], count: int) -> dict[int, int]:
         """Wait until aggregates have come to a step, and return at which each is.
 
         Args:
-            steps: on which server, the name of which aggregate, and the step.
+            steps: the name of an aggregate and the step, by server.
             count: how many sets of gradients make a step.
         """
-        asked = {i: (AwaitStep(name, step, count), Step) for i, (name, step) in steps.items()}
-        return {i: reply.value for i, reply in self._ask(asked).items()}
+        asked = {i: messages.AwaitStep(name, step, count) for i, (name, step) in steps.items()}
+        return {i: reply.value for i, reply in self._ask(messages.Step, asked).items()}
 
     def await_clock(self, group: str, clock: int, slack: int, count: int) -> None:
-        """Wait until nobody of a group is too far behind.
-
-        Args:
-            group: its name.
-            clock: this process's step, from 0.
-            slack: how many steps others may be behind.
-            count: how many members the group has.
-        """
-        self._ask({0: (AwaitClock(group, clock, slack, count), Released)})
+        """Wait until nobody of a group is more than `slack` steps behind; see `AwaitClock`."""
+        self._ask(messages.Released, {0: messages.AwaitClock(group, clock, slack, count)})
 
     def learn(self, reports: Iterable[Report]) -> None:
         """Take what another process knows of the servers."""
@@ -413,7 +328,7 @@ class Servers:
         Raises:
             DistributeError: a server was given no directory for it.
         """
-        self._ask({i: (SaveSnapshot(), Saved) for i in range(len(self))})
+        self._ask(messages.Saved, dict.fromkeys(range(len(self)), messages.SaveSnapshot()))
 
     def close(self) -> None:
         """Say good-bye to the servers; a second call does nothing."""
@@ -421,38 +336,37 @@ class Servers:
             client.close()
 
     def _change(self, changes: Changes, running: Closure | None) -> Outcomes:
-        return self._each(changes, lambda i, client: client.transact(changes[i], running))
-
-    def _ask(self, asked: Mapping[int, tuple[Record, type[Any]]]) -> dict[int, Any]:
-        def begin(server: int, client: ServerClient) -> Pending:
-            request, kind = asked[server]
-            return client.start(request, lambda reply: client.expected(kind, reply))
-
-        return self._each(asked, begin)
-
-    def _each(
-        self, servers: Iterable[int], begin: Callable[[int, ServerClient], Pending]
-    ) -> dict[int, Any]:
-        """Make a call to each of several servers, all at once; raise an error after all ended."""
-        pending: dict[int, Pending] = {}
-        results, errors = {}, []
+        orders: dict[int, Transaction] = {}
         try:
-            for server in servers:
-                pending[server] = begin(server, self._clients[server])
+            for server, some in changes.items():
+                orders[server] = self._clients[server].number(some, running)
+            replies = self._ask(messages.Changed, orders)
+            return {server: reply.outcomes for server, reply in replies.items()}
+        finally:
+            for server, order in orders.items():
+                self._clients[server].over(order, running)
+
+    def _ask(self, kind: type[Any], requests: Mapping[int, Record]) -> dict[int, Any]:
+        """Return the replies of servers, asked all at once; raise an error after all ended."""
+        pending: dict[int, Pending] = {}
+        replies, errors = {}, []
+        try:
+            for server, request in requests.items():
+                pending[server] = self._clients[server].start(request)
             for server, call in list(pending.items()):
                 try:
-                    results[server] = call.result()
+                    replies[server] = self._clients[server].finish(call, kind)
                 except Exception as error:
                     errors.append(error)
                 del pending[server]
         finally:
             for call in pending.values():
                 call.cancel()
-        for server in results:
+        for server in replies:
             self._clients[server].meet()
         if errors:
             raise errors[0]
-        return results
+        return replies
 
 
 def _described(name: str, array: Array) -> NewVariable:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
@@ -44,11 +43,11 @@ class _Client:
         self._server = server
         self._closed = False
 
-    def start(self, request: Any, timeout: float | None, take: Callable[[Any], Any]) -> _Call:
+    def start(self, request: Any, timeout: float | None) -> _Call:
         """Let the store handle a request."""
         if self._closed:
             raise WorkerLostError(f"{self.name} was closed.")
-        call = _Call(self.name, timeout, take)
+        call = _Call(self, timeout)
         with self._server.lock:
             _deliver(self._server.store.handle(self.name, call, request))
         return call
@@ -64,24 +63,25 @@ class _Client:
 class _Call:
     """A request that may have to wait for what other threads do."""
 
-    def __init__(self, name: str, timeout: float | None, take: Callable[[Any], Any]) -> None:
-        self._name, self._timeout, self._take = name, timeout, take
+    def __init__(self, client: _Client, timeout: float | None) -> None:
+        self.instance = client.instance
+        self._name, self._timeout = client.name, timeout
         self._arrived = threading.Event()
         self._reply: Any = None
 
     def deliver(self, reply: Any) -> None:
-        """Take the reply; its arrays never change."""
+        """Take the reply."""
         self._reply = reply
         self._arrived.set()
 
     def result(self) -> Any:
-        """Return what is taken from the reply, once it is here."""
+        """Return the reply once it is here."""
         if not self._arrived.wait(timeout=self._timeout):
             raise CollectiveTimeoutError(
                 f"{self._name}: the server in this process did not answer within "
                 f"{self._timeout:g} s."
             )
-        return self._take(self._reply)
+        return self._reply
 
     def cancel(self) -> None:
         """Wait no more."""

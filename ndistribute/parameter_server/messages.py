@@ -64,24 +64,13 @@ class Scatter(Record, frozen=True):
 
 
 class Apply(Record, frozen=True):
-    """Change variables by their gradients as an optimizer does; the outcome is `Done`.
-
-    Args:
-        names: the variables; the outcome holds their versions.
-        gradients: one for each.
-        slots: for each variable the names of those that the rule keeps beside it, of the same
-            shape and dtype, in the order of the rule's `slot_names`.
-        counter: the name of a variable of one int64: it rises by one, to the number of this step.
-        rule: a name of `update_rules.RULES`.
-        learning_rate: of this step.
-        hyperparameters: of the rule; those left out have their defaults.
-    """
+    """Change variables by their gradients as an optimizer does; the outcome is `Done`."""
 
     names: tuple[str, ...]
     gradients: tuple[Gradient, ...]
-    slots: tuple[tuple[str, ...], ...]
-    counter: str
-    rule: str
+    slots: tuple[tuple[str, ...], ...]  # Of each variable, in the order of the rule's `slot_names`.
+    counter: str  # A variable of one int64, which rises by one, to the number of this step.
+    rule: str  # A name of `update_rules.RULES`.
     learning_rate: float
     hyperparameters: dict[str, float] = msgspec.field(default_factory=dict)
 
@@ -89,36 +78,24 @@ class Apply(Record, frozen=True):
 class Aggregate(Record, frozen=True):
     """Add a set of gradients to those of a step; the outcome is `Accumulated`.
 
-    The set that is the last one needed applies the mean of all, and the step rises by one.
-
-    Args:
-        name: of the aggregate, made on first use at step 0.
-        at_step: the aggregate's step that the gradients were computed for. A set for a lower step
-            than the aggregate's is dropped. A set for a higher step, which a server restored from
-            an older snapshot gets, moves the aggregate there, without the sets that it had.
-        count: how many sets are needed; a client's second set for a step is dropped.
-        apply: the gradients and what is done with their mean; in the last set it counts.
+    The last of `count` sets applies the mean of all, and the step rises by one. A client's second
+    set for a step is dropped, and so is one for a lower step. A set for a higher step, which a
+    server restored from an older snapshot gets, moves the aggregate there, without its sets.
     """
 
-    name: str
+    name: str  # Of the aggregate, which is made on first use at step 0.
     at_step: int
     count: int
-    apply: Apply
+    apply: Apply  # Its hyperparameters count in the last set.
 
 
 Change = Assign | Add | Subtract | Scatter | Apply | Aggregate
 
 
 class NewVariable(Record, frozen=True):
-    """Describe a variable to be made unless it exists.
+    """Describe a variable to be made unless it exists, with a fill or an initial value.
 
-    Args:
-        name: on its server.
-        shape: of the value.
-        dtype: its name, such as ``"float32"``.
-        fill: the value that every element starts with.
-        initial: the value that the variable starts with. With neither, a variable that does not
-            exist is not made, and the reply says that its value is wanted.
+    With neither, one that does not exist is not made, and the reply says that its value is wanted.
     """
 
     name: str
@@ -138,16 +115,10 @@ class Create(Record, frozen=True):
 
 
 class Read(Record, frozen=True):
-    """Get variables as they are at one moment; answered by `Values`.
-
-    Args:
-        names: of the variables.
-        known: for each the version that the client holds, 0 for none: only a newer value is sent.
-            Empty: all values are sent.
-    """
+    """Get variables as they are at one moment; answered by `Values`."""
 
     names: tuple[str, ...]
-    known: tuple[int, ...] = ()
+    known: tuple[int, ...] = ()  # The versions that the client holds: only newer values are sent.
 
 
 class RowsOf(Record, frozen=True):
@@ -164,19 +135,11 @@ class ReadRows(Record, frozen=True):
 
 
 class Transaction(Record, frozen=True):
-    """Make changes, all of them or none, nothing between them, and once; answered by `Changed`.
+    """Make changes, all of them or none, nothing between them, and once; answered by `Changed`."""
 
-    Args:
-        client: who numbers its transactions: a client's id, or a name of a coordinator's. It is
-            never used again after a restart, so something random is in it.
-        sequence: the number of this transaction, used for no other one of this client.
-        low_water: no transaction of a lower number is sent (again) from now on.
-        changes: in the order in which they are made.
-    """
-
-    client: str
+    client: str  # Who numbers it; something random is in it, so that no later life has it.
     sequence: int
-    low_water: int
+    low_water: int  # No transaction of a lower number is sent (again) from now on.
     changes: tuple[Change, ...]
 
 
@@ -205,13 +168,7 @@ class AwaitClock(Record, frozen=True):
     It is answered once `count` members came, and all that are there have reached `clock - slack`.
     Members that left count no more; one that comes again has its place. One that comes with a lower
     clock than all others have is counted from theirs, so it does not make them wait for what they
-    did before.
-
-    Args:
-        group: the name of the group of clocks.
-        clock: the step, counted from 0.
-        slack: how many steps this client may be ahead of the last.
-        count: how many members there are. A client's name up to a ``#`` says which one it is.
+    did before. A client's name up to a ``#`` says which member it is.
     """
 
     group: str
@@ -232,18 +189,9 @@ class KeepLog(Record, frozen=True):
     """Acknowledge updates from now on once they are in a log on the disk; answered by `Saved`."""
 
 
-Request = (
-    Create
-    | Read
-    | ReadRows
-    | Transaction
-    | Delete
-    | AwaitStep
-    | AwaitClock
-    | Status
-    | SaveSnapshot
-    | KeepLog
-)
+Logged = Create | Delete | Transaction
+"""What changes variables, so a log of it can be replayed."""
+Request = Logged | Read | ReadRows | AwaitStep | AwaitClock | Status | SaveSnapshot | KeepLog
 
 FailureKind = Literal[
     "unknown",  # There is nothing of that name.
@@ -261,20 +209,13 @@ class Failure(Record, frozen=True):
     message: str
 
 
-class CreatedVariable(Record, frozen=True):
-    """Say what became of a variable that was to be made, and its version.
-
-    `wanted`: it does not exist, and the request held neither a value nor a fill; version 0.
-    """
-
-    state: Literal["made", "found", "wanted"]
-    version: int
+State = Literal["made", "found", "wanted"]
 
 
 class Created(Record, frozen=True):
-    """Hold what became of each variable of a `Create`, in order."""
+    """Say which variables of a `Create` were made or found, in order, and which want a value."""
 
-    variables: tuple[CreatedVariable, ...]
+    states: tuple[State, ...]
 
 
 class Value(Record, frozen=True):
@@ -307,20 +248,11 @@ Outcome = Done | Accumulated
 
 
 class Changed(Record, frozen=True):
-    """Hold the outcome of each change of a transaction, in order.
-
-    Args:
-        outcomes: one for each change.
-        total: how many transactions the server had made with this one, those of earlier lives that
-            its snapshots hold included. A client that knew a higher number meets a server that was
-            restored from before, and knows what it lost.
-        repeated: whether the transaction had been made before, so nothing was done now. The
-            outcomes are those of this moment then.
-    """
+    """Hold the outcome of each change of a transaction, and `Totals.total` with this one."""
 
     outcomes: tuple[Outcome, ...]
     total: int
-    repeated: bool = False
+    repeated: bool = False  # It was made before; the outcomes are those of this moment.
 
 
 class Deleted(Record, frozen=True):
@@ -342,15 +274,13 @@ class Released(Record, frozen=True):
 
 
 class Totals(Record, frozen=True):
-    """Hold how many transactions a server made.
+    """Hold how many transactions a server made in all its lives, as far as it could restore them.
 
-    Args:
-        total: in all its lives, as far as snapshots and logs have them.
-        began: how many of them this life began with.
+    A client that knew a higher total meets a server that was restored from before that.
     """
 
     total: int
-    began: int
+    began: int  # How many of them this life began with.
 
 
 class Saved(Record, frozen=True):
@@ -363,16 +293,9 @@ Reply = Failure | Created | Values | Changed | Deleted | Step | Released | Total
 
 
 class Report(Record, frozen=True):
-    """What one process knows of a life of a server, for another process to know.
+    """Tell another process what this one knows of a life of a server; see `Totals`."""
 
-    Args:
-        server: its name, such as ``"ps:0"``.
-        life: the random id of that life.
-        began: how many transactions it began with, from snapshots and logs.
-        total: how many it had made at least, those included.
-    """
-
-    server: str
-    life: str
+    server: str  # Such as ``"ps:0"``.
+    life: str  # Its random id.
     began: int
-    total: int
+    total: int  # At least so many.

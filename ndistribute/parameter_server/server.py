@@ -16,19 +16,10 @@ from typing import Any, Literal
 
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
-from ndistribute.parameter_server.messages import (
-    Failure,
-    KeepLog,
-    Read,
-    ReadRows,
-    Reply,
-    Request,
-    Saved,
-    SaveSnapshot,
-    Status,
-)
+from ndistribute.parameter_server import messages
+from ndistribute.parameter_server.messages import Failure, Logged, Reply, Request, Saved
 from ndistribute.parameter_server.snapshot import UpdateLog, read_log, restore, take
-from ndistribute.parameter_server.store import Answers, Logged, Store
+from ndistribute.parameter_server.store import Answers, Store
 from ndistribute.parameter_server.variables import Refused
 from ndistribute.transport.codec import MalformedError
 from ndistribute.transport.rpc import Peer
@@ -125,12 +116,13 @@ class StoreService:
 
     def handle(self, peer: Peer, call: int, request: Request) -> Reply | None:
         """Do what a request asks, and return the reply unless that comes later."""
-        reads = isinstance(request, Read | ReadRows | Status)
+        reads = isinstance(request, messages.Read | messages.ReadRows | messages.Status)
         with self._lock:
-            if isinstance(request, KeepLog) and self._writer is not None:
+            if isinstance(request, messages.KeepLog) and self._writer is not None:
                 self._keep_log()
-                request = SaveSnapshot()  # What is there already has to be on the disk as well.
-            if isinstance(request, SaveSnapshot) and self._writer is not None:
+                # What is there already has to be on the disk as well.
+                request = messages.SaveSnapshot()
+            if isinstance(request, messages.SaveSnapshot) and self._writer is not None:
                 self._asked[peer.name] = (peer, call)
                 self._wake.notify_all()
                 return None
@@ -190,17 +182,13 @@ class StoreService:
             self._store.log = self._append
 
     def _append(self, request: Logged) -> None:
-        """Append what is about to be changed to the log.
-
-        Raises:
-            Refused: it can not be written.
-        """
+        """Append what is about to be changed to the log, or refuse it."""
         log = self._logs[-1]
         try:
             log.append(request)
         except OSError as error:
             raise Refused(
-                "full", f"{self._task} can not write {log.path}: {error}; nothing was changed."
+                f"{self._task} can not write {log.path}: {error}; nothing was changed.", "full"
             ) from error
         if log.written > _LOG_BYTES:
             self._due = True
@@ -292,11 +280,7 @@ class StoreService:
         return Saved(total)
 
     def _resume(self, directory: Path) -> None:
-        """Go on from the newest snapshot, and the logs since.
-
-        Raises:
-            CheckpointCorruptError: they can not be used, or logs are missing.
-        """
+        """Go on from the newest snapshot, and the logs since."""
         saved = tensor_files.newest(directory, self._stem)
         paths = self._log_paths(directory)
         if saved is None and not paths:

@@ -18,9 +18,11 @@ from typing import Any
 
 import msgspec
 
+from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server.aggregation import Aggregation
-from ndistribute.parameter_server.store import Applied, ClockGroup, Logged, Store
+from ndistribute.parameter_server.messages import Logged
+from ndistribute.parameter_server.store import Applied, ClockGroup, Store
 from ndistribute.parameter_server.variables import Cell
 from ndistribute.transport.codec import Array, Buffer, Decoder, encode, nbytes_of
 
@@ -128,7 +130,7 @@ class UpdateLog:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
         try:
-            _sync_directory(path.parent)
+            tensor_files.sync(path.parent)
         except OSError:
             os.close(self._file)
             path.unlink(missing_ok=True)
@@ -248,11 +250,3 @@ def _write(file: int, buffer: Buffer) -> None:
     view = memoryview(buffer).cast("B")
     while view:
         view = view[os.write(file, view) :]
-
-
-def _sync_directory(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -12,45 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ndistribute.parameter_server import messages
 from ndistribute.parameter_server.aggregation import Aggregation, plan_aggregate
-from ndistribute.parameter_server.messages import (
-    Accumulated,
-    Aggregate,
-    Apply,
-    AwaitClock,
-    AwaitStep,
-    Change,
-    Changed,
-    Create,
-    Created,
-    Delete,
-    Deleted,
-    Done,
-    Failure,
-    KeepLog,
-    Outcome,
-    Read,
-    ReadRows,
-    Released,
-    Reply,
-    Request,
-    SaveSnapshot,
-    Status,
-    Step,
-    Totals,
-    Transaction,
-    Values,
-)
+from ndistribute.parameter_server.messages import Aggregate, AwaitClock, AwaitStep, Failure, Reply
 from ndistribute.parameter_server.updates import plan
 from ndistribute.parameter_server.variables import Refused, Variables
 
-__all__ = ["MAX_CLIENTS", "Applied", "Clock", "ClockGroup", "Logged", "Store"]
+__all__ = ["MAX_CLIENTS", "Applied", "Clock", "ClockGroup", "Store"]
 
 MAX_CLIENTS = 1 << 16
 MAX_APPLIED = 1 << 20
 
-Logged = Create | Delete | Transaction
-"""What changes variables, so a log of it can be replayed."""
 Answers = list[tuple[Any, Reply]]
 """Calls as `Store.handle` was given them, each with its reply."""
 
@@ -107,13 +79,15 @@ class ClockGroup:
         self.present[member] = Clock(client, clock, ahead)
         self.came.add(member)
 
-    def reached(self, client: str, request: AwaitClock) -> Released | None:
+    def reached(self, client: str, request: AwaitClock) -> messages.Released | None:
         """Return the reply to a wait once it is over."""
         clock = self.present.get(_member(client))
         if clock is None or len(self.came) < request.count:
             return None
         slowest = min(held.value for held in self.present.values())
-        return Released(len(self.present)) if slowest >= clock.value - request.slack else None
+        if slowest < clock.value - request.slack:
+            return None
+        return messages.Released(len(self.present))
 
     def leave(self, client: str) -> None:
         """Count on a client no more."""
@@ -147,7 +121,7 @@ class Store:
         total: how many transactions were made, in earlier lives as well.
         began: how many of them in earlier lives.
 
-    >>> from ndistribute.parameter_server.messages import NewVariable
+    >>> from ndistribute.parameter_server.messages import Create, NewVariable, Read
     >>> store = Store()
     >>> _ = store.handle("worker", 1, Create((NewVariable("w", (2,), "float32", fill=1.0),)))
     >>> store.handle("worker", 2, Read(("w",)))
@@ -155,7 +129,7 @@ class Store:
     """
 
     def __init__(self, floor: int = 0) -> None:
-        self.log: Callable[[Logged], None] = lambda request: None
+        self.log: Callable[[messages.Logged], None] = lambda request: None
         self.total = 0
         self.began = 0
         self.variables = Variables(floor)
@@ -171,16 +145,13 @@ class Store:
         clocks = (clock for group in self.clocks.values() for clock in group.present.values())
         return frozenset(members.union(clock.client for clock in clocks))
 
-    def handle(self, client: str, call: Any, request: Request) -> Answers:
-        """Do what a request asks.
+    def handle(self, client: str, call: Any, request: messages.Request) -> Answers:
+        """Return the replies that are known now: to this call, unless it waits, and to others.
 
         Args:
             client: who calls; after a restart it calls itself otherwise.
             call: what the reply is returned with.
             request: what is asked.
-
-        Returns:
-            The replies that are known now: to this call, unless it waits, and to calls that waited.
         """
         try:
             if isinstance(request, AwaitStep | AwaitClock):
@@ -192,7 +163,7 @@ class Store:
             why = f"this server has not enough memory for a {type(request).__name__}: {error}"
             return [(call, Failure("full", why))]
         answers: Answers = [(call, reply)]
-        if self._waits and isinstance(request, Transaction):
+        if self._waits and isinstance(request, messages.Transaction):
             answers += self._serve()
         return answers
 
@@ -206,51 +177,51 @@ class Store:
             group.leave(client)
         return self._serve()
 
-    def _reply(self, request: Request) -> Reply:
+    def _reply(self, request: messages.Request) -> Reply:
         match request:
-            case Transaction():
+            case messages.Transaction():
                 return self._transact(request)
-            case Read(names, known):
+            case messages.Read(names, known):
                 if known and len(known) != len(names):
-                    raise Refused("mismatch", f"{len(names)} names, {len(known)} known versions.")
+                    raise Refused(f"{len(names)} names, {len(known)} known versions.")
                 known = known or (0,) * len(names)
-                return Values(tuple(map(self.variables.read, names, known)))
-            case ReadRows(items):
-                return Values(tuple(map(self.variables.read_rows, items)))
-            case Create(wanted):
-                made, replies = self.variables.plan(wanted)
+                return messages.Values(tuple(map(self.variables.read, names, known)))
+            case messages.ReadRows(items):
+                return messages.Values(tuple(map(self.variables.read_rows, items)))
+            case messages.Create(wanted):
+                made, reply = self.variables.plan(wanted)
                 if made:
                     self.log(request)
                     self.variables.cells.update(made)
-                return Created(replies)
-            case Delete(names):
+                return reply
+            case messages.Delete(names):
                 if not self.variables.cells.keys().isdisjoint(names):
                     self.log(request)
-                return Deleted(self.variables.delete(names))
-            case Status():
-                return Totals(self.total, self.began)
-            case SaveSnapshot() | KeepLog():
+                return messages.Deleted(self.variables.delete(names))
+            case messages.Status():
+                return messages.Totals(self.total, self.began)
+            case messages.SaveSnapshot() | messages.KeepLog():
                 raise Refused(
-                    "unknown",
                     "this server writes nothing to a disk: start it with a snapshot directory.",
+                    "unknown",
                 )
-        raise Refused("mismatch", f"a server can not answer a {type(request).__name__}.")
+        raise Refused(f"a server can not answer a {type(request).__name__}.")
 
-    def _transact(self, request: Transaction) -> Changed:
+    def _transact(self, request: messages.Transaction) -> messages.Changed:
         if request.low_water > request.sequence:
             raise Refused(
-                "mismatch",
                 f"transaction {request.sequence} of {request.client!r} is below its low water, "
                 f"{request.low_water}.",
             )
         applied = self.applied.get(request.client) or Applied()
         if request.sequence in applied:
-            return Changed(tuple(map(self._outcome_now, request.changes)), self.total, True)
+            outcomes = tuple(map(self._outcome_now, request.changes))
+            return messages.Changed(outcomes, self.total, repeated=True)
         if len(applied.done) >= MAX_APPLIED:
             raise Refused(
-                "full",
                 f"the server remembers {MAX_APPLIED} transactions of {request.client!r} above "
                 f"{applied.low_water}, which never ended there.",
+                "full",
             )
         pending: dict[str, Aggregation] = {}
         planned = [
@@ -269,27 +240,23 @@ class Store:
         self.applied[request.client] = applied  # The last is the one that was here last.
         if len(self.applied) > MAX_CLIENTS:
             del self.applied[next(iter(self.applied))]
-        return Changed(outcomes, self.total)
+        return messages.Changed(outcomes, self.total)
 
-    def _outcome_now(self, change: Change) -> Outcome:
+    def _outcome_now(self, change: messages.Change) -> messages.Outcome:
         """Return the outcome of a change that was made before, as far as it can be known."""
         if isinstance(change, Aggregate):
             held = self.aggregates.get(change.name)
-            return Accumulated(True, held.step if held is not None else 0)
-        names = change.names if isinstance(change, Apply) else (change.name,)
+            return messages.Accumulated(True, held.step if held is not None else 0)
+        names = change.names if isinstance(change, messages.Apply) else (change.name,)
         cells = map(self.variables.cells.get, names)
-        return Done(tuple(cell.version if cell is not None else 0 for cell in cells))
+        return messages.Done(tuple(cell.version if cell is not None else 0 for cell in cells))
 
     def _wait(self, client: str, call: Any, request: AwaitStep | AwaitClock) -> Answers:
-        """Let a call wait in the place of an earlier one, and return all replies that this gives.
-
-        Raises:
-            Refused: the numbers make no sense.
-        """
+        """Let a call wait in the place of an earlier one; return all replies that this gives."""
         name = request.name if isinstance(request, AwaitStep) else request.group
         place = _Place(type(request).__name__, name, client)
         if request.count < 1:
-            raise Refused("mismatch", f"nobody can wait at {name!r} for {request.count}.")
+            raise Refused(f"nobody can wait at {name!r} for {request.count}.")
         if isinstance(request, AwaitClock):
             self._check_clock(client, request)
             self.clocks.setdefault(name, ClockGroup()).arrive(client, request.clock)
@@ -306,7 +273,6 @@ class Store:
     def _check_clock(self, client: str, request: AwaitClock) -> None:
         if request.clock < 0 or request.slack < 0:
             raise Refused(
-                "mismatch",
                 f"clock {request.group!r} takes steps and a slack from 0, got {request.clock} and "
                 f"{request.slack}.",
             )
@@ -314,7 +280,6 @@ class Store:
             same = isinstance(other, AwaitClock) and other.group == request.group
             if same and place.client != client and other.count != request.count:
                 raise Refused(
-                    "mismatch",
                     f"{client!r} waits at {request.group!r} for {request.count}, {place.client!r} "
                     f"for {other.count}; all must say the same.",
                 )
@@ -333,12 +298,12 @@ class Store:
                 answers.append((call, reply))
         return answers
 
-    def _step(self, client: str, request: AwaitStep) -> Step | Failure | None:
+    def _step(self, client: str, request: AwaitStep) -> messages.Step | Failure | None:
         held = self.aggregates.get(request.name)
         if held is None:
-            return Step(0)
+            return messages.Step(0)
         if held.step >= request.step or client not in held.givers or request.step > held.step + 1:
-            return Step(held.step)
+            return messages.Step(held.step)
         missing = held.what_is_missing(request.name, request.count)
         return Failure("left", missing) if missing is not None else None
 

@@ -7,50 +7,36 @@ a transaction are planned first, all of them, and none is made unless all can be
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from ndistribute.parameter_server.messages import (
-    Add,
-    Apply,
-    Assign,
-    Dense,
-    Done,
-    Gradient,
-    Outcome,
-    Rows,
-    Scatter,
-    Subtract,
-)
+from ndistribute.parameter_server import messages
+from ndistribute.parameter_server.messages import Apply, Dense, Done, Gradient, Rows
 from ndistribute.parameter_server.variables import Cell, Refused, Variables, check_indices, owned
 from ndistribute.transport.codec import Array
 from ndistribute.update_rules import Rule, rule_named
 
 __all__ = ["OptimizerStep", "Planned", "plan", "summed"]
 
-Planned = Callable[[], Outcome]
+Simple = messages.Assign | messages.Add | messages.Subtract | messages.Scatter
+Planned = Callable[[], messages.Outcome]
 
 # A block of the gradient, the variable and two slots fit a core's second-level cache.
 _BLOCK_ELEMENTS = 32 * 1024
 
 
-def plan(variables: Variables, change: Assign | Add | Subtract | Scatter | Apply) -> Planned:
+def plan(variables: Variables, change: Simple | Apply) -> Planned:
     """Return a function that makes a change.
-
-    Args:
-        variables: what there is.
-        change: what is asked for.
 
     Raises:
         Refused: it can not be made; nothing has changed.
     """
     match change:
-        case Assign():
+        case messages.Assign():
             return _plan_assign(variables, change)
-        case Add() | Subtract():
+        case messages.Add() | messages.Subtract():
             return _plan_sum(variables, change)
-        case Scatter():
+        case messages.Scatter():
             return _plan_scatter(variables, change)
         case Apply():
             step = OptimizerStep(variables, change)
@@ -59,7 +45,7 @@ def plan(variables: Variables, change: Assign | Add | Subtract | Scatter | Apply
             return lambda: step.make(fitted)
 
 
-def _plan_assign(variables: Variables, change: Assign) -> Planned:
+def _plan_assign(variables: Variables, change: messages.Assign) -> Planned:
     cell = _fitting(variables, change.name, change.value)
     fresh: Array | None = None
     if variables.adopts and change.value.flags.writeable:
@@ -77,11 +63,11 @@ def _plan_assign(variables: Variables, change: Assign) -> Planned:
     return assign
 
 
-def _plan_sum(variables: Variables, change: Add | Subtract) -> Planned:
+def _plan_sum(variables: Variables, change: messages.Add | messages.Subtract) -> Planned:
     cell = _fitting(variables, change.name, change.value)
     _check_numeric(cell.array, change.name, type(change).__name__.lower())
     cell.open()
-    combine = np.add if isinstance(change, Add) else np.subtract
+    combine = np.add if isinstance(change, messages.Add) else np.subtract
 
     def add() -> Done:
         combine(cell.array, change.value, out=cell.array)
@@ -90,7 +76,7 @@ def _plan_sum(variables: Variables, change: Add | Subtract) -> Planned:
     return add
 
 
-def _plan_scatter(variables: Variables, change: Scatter) -> Planned:
+def _plan_scatter(variables: Variables, change: messages.Scatter) -> Planned:
     cell, indices, values = variables.cell(change.name), change.indices, change.values
     _check_rows(indices, values, cell.array.shape, change.name)
     if values.dtype != cell.array.dtype:
@@ -114,21 +100,8 @@ def _changed(cell: Cell) -> Done:
     return Done((cell.version,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A variable and what the rule keeps beside it."""
-
-    name: str
-    cell: Cell
-    slots: tuple[Cell, ...]
-
-
 class OptimizerStep:
     """Change variables by an optimizer's rule, after everything was checked.
-
-    Args:
-        variables: what there is.
-        change: what is asked for.
 
     Raises:
         Refused: it can not be made; nothing has changed.
@@ -138,31 +111,31 @@ class OptimizerStep:
         try:
             self._rule = rule_named(change.rule, change.hyperparameters)
         except ValueError as error:
-            raise Refused("mismatch", str(error)) from error
+            raise Refused(str(error)) from error
         _check_names(change)
         self._counter = variables.cell(change.counter)
         if (self._counter.array.shape, self._counter.array.dtype) != ((), np.dtype(np.int64)):
-            raise Refused("mismatch", f"counter {change.counter!r} must be one int64.")
+            raise Refused(f"counter {change.counter!r} must be one int64.")
         self._learning_rate = change.learning_rate
-        self._targets = []
+        self._targets: list[tuple[Cell, ...]] = []  # Each variable, and its slots.
         for name, gradient, slots in zip(change.names, change.gradients, change.slots, strict=True):
             cell = variables.cell(name)
             _check_gradient(name, cell.array, gradient)
             cells = tuple(variables.cell(slot) for slot in slots)
             _check_slots(self._rule, name, cell, slots, cells)
-            self._targets.append(_Target(name, cell, cells))
+            self._targets.append((cell, *cells))
 
     def open(self) -> None:
         """Make sure that no reader holds what will be written."""
         self._counter.open()
         for target in self._targets:
-            for written in (target.cell, *target.slots):
+            for written in target:
                 written.open()
 
     def fitted(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return gradients like those that were checked, in the form that the rule takes."""
         return [
-            _fitted(self._rule, target.cell.array, gradient)
+            _fitted(self._rule, target[0].array, gradient)
             for target, gradient in zip(self._targets, gradients, strict=True)
         ]
 
@@ -173,11 +146,10 @@ class OptimizerStep:
         # Somebody may have written anything into the counter.
         rate = self._rule.rate(max(1, int(self._counter.array)), self._learning_rate)
         for target, gradient in zip(self._targets, fitted, strict=True):
-            arrays = [target.cell.array, *(slot.array for slot in target.slots)]
-            _update(self._rule, arrays, gradient, rate)
-            for written in (target.cell, *target.slots):
+            _update(self._rule, [cell.array for cell in target], gradient, rate)
+            for written in target:
                 written.version += 1
-        return Done(tuple(target.cell.version for target in self._targets))
+        return Done(tuple(target[0].version for target in self._targets))
 
 
 def summed(rows: Rows) -> Rows:
@@ -226,14 +198,13 @@ def _update(rule: Rule, arrays: list[Array], gradient: Gradient, rate: float) ->
 
 def _fitting(variables: Variables, name: str, value: Array) -> Cell:
     cell = variables.cell(name)
-    if value.shape != cell.array.shape or value.dtype != cell.array.dtype:
+    if (value.shape, value.dtype) != (cell.array.shape, cell.array.dtype):
         raise _mismatch(name, cell.array, value)
     return cell
 
 
 def _mismatch(name: str, held: Array, value: Array) -> Refused:
     return Refused(
-        "mismatch",
         f"variable {name!r} has shape {held.shape} and dtype {held.dtype}, got {value.shape} and "
         f"{value.dtype}. Nothing has changed.",
     )
@@ -242,14 +213,13 @@ def _mismatch(name: str, held: Array, value: Array) -> Refused:
 def _check_numeric(array: Array, name: str, how: str) -> None:
     """Check that an operation is defined for the dtype: it must not fail once it writes."""
     if array.dtype.kind == "b":
-        raise Refused("mismatch", f"variable {name!r} of {array.dtype} can not {how}.")
+        raise Refused(f"variable {name!r} of {array.dtype} can not {how}.")
 
 
 def _check_rows(indices: Array, values: Array, shape: tuple[int, ...], name: str) -> None:
     check_indices(indices, shape, name)
     if values.shape != (len(indices), *shape[1:]):
         raise Refused(
-            "mismatch",
             f"{len(indices)} row(s) of {name!r}, which has shape {shape}, need values of shape "
             f"{(len(indices), *shape[1:])}, got {values.shape}.",
         )
@@ -261,10 +231,9 @@ def _check_names(change: Apply) -> None:
     written = [*change.names, *slots, change.counter]
     if len(set(written)) != len(written):
         twice = sorted({name for name in written if written.count(name) > 1})
-        raise Refused("mismatch", f"an optimizer's step names {', '.join(twice)} twice.")
+        raise Refused(f"an optimizer's step names {', '.join(twice)} twice.")
     if not len(change.names) == len(change.gradients) == len(change.slots):
         raise Refused(
-            "mismatch",
             f"an optimizer's step has {len(change.names)} variable(s), {len(change.gradients)} "
             f"gradient(s) and slots for {len(change.slots)}.",
         )
@@ -273,17 +242,13 @@ def _check_names(change: Apply) -> None:
 def _check_gradient(name: str, array: Array, gradient: Gradient) -> None:
     dtype, shape, values = array.dtype, array.shape, gradient.values
     if not _is_float(dtype) or not _is_float(values.dtype):
-        raise Refused(
-            "mismatch", f"a gradient of {values.dtype} can not train {name!r} of {dtype}."
-        )
+        raise Refused(f"a gradient of {values.dtype} can not train {name!r} of {dtype}.")
     if not np.can_cast(values.dtype, dtype, "same_kind"):
-        raise Refused("mismatch", f"a gradient of {values.dtype} does not fit {name!r} of {dtype}.")
+        raise Refused(f"a gradient of {values.dtype} does not fit {name!r} of {dtype}.")
     if isinstance(gradient, Rows):
         _check_rows(gradient.indices, values, shape, name)
     elif values.shape != shape:
-        raise Refused(
-            "mismatch", f"the gradient of {name!r} has shape {values.shape}, the variable {shape}."
-        )
+        raise Refused(f"the gradient of {name!r} has shape {values.shape}, the variable {shape}.")
 
 
 def _check_slots(
@@ -291,13 +256,11 @@ def _check_slots(
 ) -> None:
     if len(cells) != len(rule.slot_names):
         raise Refused(
-            "mismatch",
             f"{len(cells)} slot(s) are named for {name!r}, the rule needs {len(rule.slot_names)}.",
         )
     for slot, held in zip(slots, cells, strict=True):
         if (held.array.shape, held.array.dtype) != (cell.array.shape, cell.array.dtype):
             raise Refused(
-                "mismatch",
                 f"slot {slot!r} has shape {held.array.shape} and dtype {held.array.dtype}, its "
                 f"variable {name!r} {cell.array.shape} and {cell.array.dtype}.",
             )

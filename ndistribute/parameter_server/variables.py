@@ -11,27 +11,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ndistribute.parameter_server.messages import (
-    CreatedVariable,
-    FailureKind,
-    NewVariable,
-    RowsOf,
-    Value,
-)
+from ndistribute.parameter_server import messages
+from ndistribute.parameter_server.messages import Created, NewVariable, Value
 from ndistribute.transport.codec import DTYPES, Array
 
 __all__ = ["Cell", "Refused", "Variables", "check_indices", "owned"]
 
 
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
-    """Stop handling a request; nothing has changed.
+    """Stop handling a request; the client gets a `Failure`, and nothing has changed."""
 
-    Args:
-        kind: of the failure that the client gets.
-        message: what does not fit.
-    """
-
-    def __init__(self, kind: FailureKind, message: str) -> None:
+    def __init__(self, message: str, kind: messages.FailureKind = "mismatch") -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -98,9 +88,9 @@ class Variables:
         adopts: whether arrays of requests that can be written to are nobody else's.
 
     >>> variables = Variables()
-    >>> made, replies = variables.plan([NewVariable("w", (2,), "float32", fill=1.0)])
+    >>> made, reply = variables.plan([NewVariable("w", (2,), "float32", fill=1.0)])
     >>> variables.cells.update(made)
-    >>> replies[0].state, variables.read("w").array
+    >>> reply.states[0], variables.read("w").array
     ('made', array([1., 1.], dtype=float32))
     """
 
@@ -110,38 +100,32 @@ class Variables:
         self.cells: dict[str, Cell] = {}
 
     def cell(self, name: str) -> Cell:
-        """Return a variable.
-
-        Raises:
-            Refused: there is none of that name.
-        """
+        """Return a variable, or refuse if there is none of that name."""
         cell = self.cells.get(name)
         if cell is None:
-            raise Refused("unknown", f"there is no variable {name!r} on this server; create it.")
+            raise Refused(f"there is no variable {name!r} on this server; create it.", "unknown")
         return cell
 
-    def plan(
-        self, wanted: Sequence[NewVariable]
-    ) -> tuple[dict[str, Cell], tuple[CreatedVariable, ...]]:
+    def plan(self, wanted: Sequence[NewVariable]) -> tuple[dict[str, Cell], Created]:
         """Return the variables that have to be made, and what to answer once they are in `cells`.
 
         Raises:
             Refused: one exists with another shape or dtype, or can not be made.
         """
         made: dict[str, Cell] = {}
-        replies = []
+        states: list[messages.State] = []
         for new in wanted:
             held = self.cells.get(new.name) or made.get(new.name)
             dtype = _dtype_of(new)
             if held is not None:
                 _check_same(new, dtype, held.array)
-                replies.append(CreatedVariable("found", held.version))
+                states.append("found")
             elif new.initial is None and new.fill is None:
-                replies.append(CreatedVariable("wanted", 0))
+                states.append("wanted")
             else:
-                cell = made[new.name] = Cell(_initial(new, dtype), self.floor + 1)
-                replies.append(CreatedVariable("made", cell.version))
-        return made, tuple(replies)
+                made[new.name] = Cell(_initial(new, dtype), self.floor + 1)
+                states.append("made")
+        return made, Created(tuple(states))
 
     def delete(self, names: Sequence[str]) -> int:
         """Delete those variables that exist, and return how many they were."""
@@ -151,40 +135,26 @@ class Variables:
         return len(found)
 
     def read(self, name: str, known: int = 0) -> Value:
-        """Return a variable's version, and its value if that is newer than the known one.
-
-        Raises:
-            Refused: there is no such variable.
-        """
+        """Return a variable's version, and its value if that is newer than the known one."""
         cell = self.cell(name)
         return Value(cell.version, cell.lend() if cell.version > known else None)
 
-    def read_rows(self, item: RowsOf) -> Value:
-        """Return a copy of rows of a variable.
-
-        Raises:
-            Refused: there is no such variable, or it has no such rows.
-        """
+    def read_rows(self, item: messages.RowsOf) -> Value:
+        """Return a copy of rows of a variable."""
         cell = self.cell(item.name)
         check_indices(item.indices, cell.array.shape, item.name)
         return Value(cell.version, cell.array[item.indices])
 
 
 def check_indices(indices: Array, shape: tuple[int, ...], name: str) -> None:
-    """Check that indices are those of rows of an array.
-
-    Raises:
-        Refused: they are not.
-    """
+    """Refuse indices that are not those of rows of an array."""
     if not shape or indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise Refused(
-            "mismatch",
             f"{name!r} has shape {shape}; rows of it need integer indices of one dimension, got "
             f"{indices.dtype} of shape {indices.shape}.",
         )
     if len(indices) and not (indices.min() >= 0 and indices.max() < shape[0]):
         raise Refused(
-            "mismatch",
             f"{name!r} has {shape[0]} row(s), so an index must be 0 to {shape[0] - 1}; got "
             f"{indices.min()} to {indices.max()}.",
         )
@@ -196,37 +166,28 @@ def owned(array: Array) -> Array:
 
 
 def _dtype_of(new: NewVariable) -> np.dtype[np.generic]:
-    """Return the dtype of a variable to be made, in this machine's byte order.
-
-    Raises:
-        Refused: no variable can have it.
-    """
+    """Return the dtype of a variable to be made, in this machine's byte order."""
     try:
         dtype = np.dtype(new.dtype).newbyteorder("=")
     except TypeError as error:  # NumPy knows bfloat16 once a package that defines it is imported.
         raise Refused(
-            "mismatch", f"variable {new.name!r}: this server has no dtype {new.dtype!r}: {error}"
+            f"variable {new.name!r}: this server has no dtype {new.dtype!r}: {error}"
         ) from error
     if dtype.name not in DTYPES:
-        raise Refused("mismatch", f"variable {new.name!r} can not have dtype {dtype}.")
+        raise Refused(f"variable {new.name!r} can not have dtype {dtype}.")
     return dtype
 
 
 def _check_same(new: NewVariable, dtype: np.dtype[np.generic], array: Array) -> None:
     if (array.shape, array.dtype) != (new.shape, dtype):
         raise Refused(
-            "mismatch",
             f"variable {new.name!r} is here with shape {array.shape} and dtype {array.dtype}; "
             f"it can not be made with {new.shape} and {dtype}.",
         )
 
 
 def _initial(new: NewVariable, dtype: np.dtype[np.generic]) -> Array:
-    """Return the value that a variable starts with.
-
-    Raises:
-        Refused: it is not of the shape and dtype announced, or there is no memory for it.
-    """
+    """Return the value that a variable starts with."""
     if new.initial is not None:
         initial = owned(new.initial)
         _check_same(new, dtype, initial)
@@ -236,7 +197,6 @@ def _initial(new: NewVariable, dtype: np.dtype[np.generic]) -> Array:
             return np.full(new.shape, new.fill, dtype)
     except (ValueError, ArithmeticError) as error:
         raise Refused(
-            "mismatch",
             f"variable {new.name!r} of shape {new.shape} and dtype {dtype} can not be filled with "
             f"{new.fill}: {error}",
         ) from error

@@ -17,8 +17,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from ndistribute.errors import (
     AuthenticationError,
@@ -35,8 +35,6 @@ from ndistribute.transport.listener import Listener, listen, listen_unix
 from ndistribute.transport.secret import Credentials
 
 __all__ = ["Client", "Peer", "RpcServer", "Service", "connect"]
-
-T = TypeVar("T")
 
 _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds before connecting again; the last one repeats.
 _HANDSHAKE_SECONDS = 10.0
@@ -131,25 +129,22 @@ class Failed(Record, frozen=True):
 class Call:
     """A call under way; `Client.start` makes it."""
 
-    def __init__(
-        self, client: Client, request: Record, deadline: float, take: Callable[[Any], Any]
-    ) -> None:
-        self._client, self._request, self._take = client, request, take
+    def __init__(self, client: Client, request: Record, deadline: float) -> None:
+        self._client, self._request = client, request
         self._begun, self.deadline = time.monotonic(), deadline
+        self.reply: Any = None
+        """What came for it, once it is here."""
         self._number = 0
         self._connection: Connection | None = None
         self._problem: Exception | None = None
         self._told = False
-        self._here = False
-        self._value: Any = None
-        self._error: BaseException | None = None
         self._send()
 
     def result(self) -> Any:
-        """Return what was taken from the reply; see `Client.call`."""
+        """Return the reply; see `Client.call`."""
         pauses = iter(_PAUSES)
         try:
-            while not self._here:
+            while self.reply is None:
                 if self._problem is not None:
                     self._again(self._problem, next(pauses, _PAUSES[-1]))
                     continue
@@ -161,31 +156,18 @@ class Call:
                     raise self._client._late(self._begun) from error
         finally:
             self.cancel()
-        if self._error is not None:
-            raise self._error
-        return self._value
+        if isinstance(self.reply, Failed):
+            raise DistributeError(f"{self._client.title} failed: {self.reply.message}")
+        return self.reply
 
     def cancel(self) -> None:
         """Wait no more: a reply that comes is dropped."""
         self._client._pending.pop(self._number, None)
 
-    def deliver(self, reply: Any) -> None:
-        """Take the reply, on the thread that received it."""
-        try:
-            if isinstance(reply, Failed):
-                raise DistributeError(f"{self._client.title} failed: {reply.message}")
-            self._value = self._take(reply)
-        except Exception as error:
-            self._error = error
-        except BaseException:  # It is this thread that is interrupted, not the one that asked.
-            self._problem = ConnectionLostError("the thread that received was interrupted.")
-            raise
-        self._here = True
-
     @property
     def settled(self) -> bool:
-        """Return True once the reply has been taken, or the request has to be sent again."""
-        return self._here or self._problem is not None
+        """Return True once the reply is here, or the request has to be sent again."""
+        return self.reply is not None or self._problem is not None
 
     @property
     def connection(self) -> Connection:
@@ -193,6 +175,11 @@ class Call:
         if self._connection is None:
             raise ConnectionLostError("the request was never sent.")
         return self._connection
+
+    @property
+    def instance(self) -> str:
+        """Return which life of the server the request went to."""
+        return self.connection.peer.instance
 
     def _send(self) -> None:
         self.cancel()
@@ -277,19 +264,12 @@ class Client:
         connection = self._connection
         return connection is not None and connection.is_unix
 
-    def call(
-        self,
-        request: Record,
-        timeout: float | None = None,
-        take: Callable[[Any], T] = lambda reply: reply,
-    ) -> T:
-        """Return what the server replies.
+    def call(self, request: Record, timeout: float | None = None) -> Any:
+        """Return what the server replies; its arrays are the caller's own.
 
         Args:
             request: a record that may be sent again.
             timeout: seconds that it may take.
-            take: called with the reply while its arrays are valid, which they are no longer once
-                this returns; its result is returned.
 
         Raises:
             AuthenticationError: client and server do not belong to one job.
@@ -298,13 +278,12 @@ class Client:
             WorkerLostError: the server was not reached in time.
             ValueError: the request is too long.
         """
-        result: T = self.start(request, timeout, take).result()
-        return result
+        return self.start(request, timeout).result()
 
-    def start(self, request: Record, timeout: float | None, take: Callable[[Any], Any]) -> Call:
+    def start(self, request: Record, timeout: float | None = None) -> Call:
         """Send a request; the result of the call returned is what `call` returns."""
         seconds = self._timeout if timeout is None else timeout
-        return Call(self, request, time.monotonic() + seconds, take)
+        return Call(self, request, time.monotonic() + seconds)
 
     def tick(self, now: float, excused: bool) -> None:
         """Connect again if the connection broke while nobody asks; see `FailureDetector`.
@@ -351,10 +330,14 @@ class Client:
                     return
                 self._receiving[connection] = me
             number, reply = connection.receive(call.deadline)
-            found = self._pending.pop(number, None)
+            found = self._pending.get(number)
             if found is not None:  # Else whoever asked waits no more.
-                found.deliver(reply)
-            connection.release()
+                found.reply = reply
+        except BaseException as error:
+            # What came for another thread may have got lost.
+            if self._receiving.get(connection) == me and not isinstance(error, TimeoutError):
+                connection.abort("the thread that received was interrupted.")
+            raise
         finally:
             with self._turn:  # An interrupt may come anywhere, and others wait for this thread.
                 if self._receiving.get(connection) == me:

@@ -82,7 +82,7 @@ def create(client: Client, value: Any) -> None:
 
 
 def read(client: Client) -> Any:
-    return client.call(Read(("w",)), take=lambda reply: reply.values[0].array.copy())
+    return client.call(Read(("w",))).values[0].array
 
 
 def add(client: Client, number: int) -> int:

@@ -27,9 +27,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     kinds: list[str] = []
     start = ServerClient.start
 
-    def note(client: ServerClient, request: Any, take: Any) -> Any:
+    def note(client: ServerClient, request: Any) -> Any:
         kinds.append(type(request).__name__)
-        return start(client, request, take)
+        return start(client, request)
 
     monkeypatch.setattr(ServerClient, "start", note)
     return kinds

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.closure import closure
 from ndistribute.parameter_server.messages import Read, ReadRows, Transaction
 from ndistribute.variables.partitioners import FixedShardsPartitioner
@@ -37,9 +38,9 @@ def note_requests(client):
     """Let a client remember what its server is asked."""
     client.asked, start = [], client.start
 
-    def asking(request, take):
+    def asking(request):
         client.asked.append(request)
-        return start(request, take)
+        return start(request)
 
     client.start = asking
 
@@ -274,8 +275,7 @@ def test_another_process_writes_between_two_reads():
         v.numpy()
         part = v.variables[1]
         changes = part.changes_of(Write("assign_add", np.ones(part.shape)))
-        for server, some in changes.items():
-            clients[server].transact(some, None).result()
+        Servers(clients).change(changes)
         expected = np.concatenate([TABLE[:234], TABLE[234:467] + 1, TABLE[467:]])
         assert np.array_equal(v, expected)
         assert np.array_equal(v[200:300], expected[200:300])
