@@ -4,7 +4,7 @@ It has no name that could be left behind, and the system frees it with the last 
 it. It can not shrink, so that whoever reads it is never killed for it; its memory is taken when it
 is made, so that its owner is not either. A `MessageBuffer` carries the long parts of messages:
 through a socket the system copies them in and out in small pieces, for which both ends wait in
-turn.
+turn. `ReusedMemory` is what other messages are received into.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from ndistribute.transport.codec import Array, Buffer, MalformedError
 
-__all__ = ["ALIGNMENT", "MessageBuffer", "map_memory", "padded"]
+__all__ = ["ALIGNMENT", "MessageBuffer", "ReusedMemory", "map_memory", "padded"]
 
 ALIGNMENT = 64
 _LEAST_BYTES = 1 << 20  # A buffer grows by doubling from here.
 _MOST_BYTES = 128 << 20  # Longer messages go through the socket, so that no buffer takes more.
+_REUSED_BYTES = 1 << 16  # Memory for smaller arrays the allocator keeps by itself.
+_KEPT_BYTES = 256 << 20  # Lengths that never come again must not use up the host's memory.
 
 
 def padded(nbytes: int) -> int:
@@ -119,3 +122,39 @@ class MessageBuffer:
 
     def __bool__(self) -> bool:
         return self._file >= 0
+
+
+class ReusedMemory:
+    """Memory for received arrays, used again once nobody holds them: new memory is slow."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Array]] = {}  # By length.
+        self._total = 0
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return memory of a length, which stays as it is as long as a view of it is held."""
+        if nbytes < _REUSED_BYTES:
+            return np.empty(nbytes, np.uint8).data
+        held = self._held.get(nbytes, [])
+        for index in range(len(held)):
+            if _references(held, index) == _NO_VIEWS:
+                return held[index].data
+        memory = np.empty(nbytes, np.uint8)
+        if self._total + nbytes > max(_KEPT_BYTES, 2 * nbytes):
+            self.forget()
+        self._total += nbytes
+        self._held.setdefault(nbytes, []).append(memory)
+        return memory.data
+
+    def forget(self) -> None:
+        """Give back what nobody holds."""
+        self._held.clear()
+        self._total = 0
+
+
+def _references(arrays: Sequence[object], index: int) -> int:
+    return sys.getrefcount(arrays[index])
+
+
+# What the count is where only a list holds an array, in this version of Python.
+_NO_VIEWS = _references([np.empty(0)], 0)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from ndistribute.transport import connection as module
+from ndistribute.transport import shared_memory
 from ndistribute.transport.codec import MalformedError, encode
 from ndistribute.transport.connection import Connection, ConnectionLostError
 from ndistribute.transport.shared_memory import make_memory
@@ -493,7 +494,7 @@ def test_memory_of_long_messages_is_given_back_when_it_lies_idle(kind, monkeypat
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 def test_lengths_that_never_come_again_do_not_use_up_memory(kind, monkeypatch):
-    monkeypatch.setattr(module, "_KEPT_BYTES", 4 * MEGABYTES)
+    monkeypatch.setattr(shared_memory, "_KEPT_BYTES", 4 * MEGABYTES)
     tracemalloc.start()
     try:
         with pair(kind, keep_arrays=True) as (one, other):
