@@ -124,7 +124,7 @@ def test_a_server_that_is_killed_and_started_again_is_only_slow(transport):
         child = stack.enter_context(Child(environ))
         port = int(child.run(SERVE.format(0)))
         client = stack.enter_context(contextlib.closing(client_of(f"127.0.0.1:{port}")))
-        done = threading.Event()
+        done, lives = threading.Event(), set()
         asked = [0, 0, 0]
 
         def ask(thread: int) -> None:
