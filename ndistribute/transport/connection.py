@@ -45,6 +45,7 @@ _HEADER = struct.Struct("<HBBIQIIQ")
 _MAGIC = 0x444E
 _DATA, _HEARTBEAT, _GOODBYE = 1, 2, 3
 _SEALED, _SHARED, _FREE, _UNMAP = 1, 2, 4, 8
+_FAREWELL = _HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)
 _MAC_BYTES = 32
 _READ_BYTES = 65536
 _SHARED_FROM_BYTES = 65536
@@ -135,13 +136,17 @@ class Connection:
         lost = self._lost
         return lost is not None and not lost.clean
 
-    def send(self, record: Any, call: int = 0, deadline: float = float("inf")) -> None:
+    def send(
+        self, record: Any, call: int = 0, deadline: float = float("inf"), releases: bool = False
+    ) -> None:
         """Send a record in a frame of its own, whole.
 
         Args:
             record: a `Record`; its arrays may change again once this returns.
             call: a number that the other end gives back with its answer.
             deadline: on the clock of `time.monotonic`; past it the connection is cut.
+            releases: whether the arrays that were received last, which may be in this record, are
+                read once it is sent.
 
         Raises:
             ConnectionLostError: the connection ended.
@@ -160,6 +165,8 @@ class Connection:
             if self._lost is not None:
                 raise self._again(self._lost)
             try:
+                if releases:  # With the lock: no heartbeat must tell it before.
+                    self.release()
                 self._send(call, control, buffers, lengths, body, deadline)
             except BaseException as error:  # Half a frame may be out.
                 self._raise_broken(error)
@@ -176,8 +183,7 @@ class Connection:
             TimeoutError: nothing came in time; the connection goes on.
         """
         with self._reading:
-            if self._inbox_held:
-                self._free_due, self._inbox_held = True, False
+            self.release()
             while True:
                 if self._lost is not None:
                     raise self._again(self._lost)
@@ -209,8 +215,7 @@ class Connection:
         if clean and self._lost is None and self._writing.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 if not self._unsent:
-                    goodbye = _HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)
-                    self._sock.sendmsg([goodbye], (), _QUIET)
+                    self._sock.sendmsg([_FAREWELL], (), _QUIET)
             self._writing.release()
         if self._lost is None:
             lost = ConnectionLostError(reason)
@@ -247,7 +252,7 @@ class Connection:
     def _say_goodbye(self, deadline: float) -> None:
         if self._writing.acquire(timeout=_FAREWELL_SECONDS):
             try:
-                self._write([_HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)], deadline)
+                self._write([_FAREWELL], deadline)
                 self._sock.shutdown(socket.SHUT_WR)
             finally:
                 self._writing.release()
@@ -439,8 +444,6 @@ class Connection:
             lost = ConnectionLostError("it said good-bye.")
             lost.clean = True
             raise lost
-        if flags & _FREE:
-            self._outbox_busy = False
         start = _HEADER.size + 8 * count
         head = self._take(start + nbytes + (_MAC_BYTES if self._sealed else 0), deadline)
         if self._sealed:
@@ -457,6 +460,8 @@ class Connection:
                 self._read_whole(view, deadline)
                 buffers.append(view[:length])
         self._used = time.monotonic()
+        if flags & _FREE:  # Not before: what has come until here may lie in this end's own memory.
+            self._outbox_busy = False
         return call, self._kinds.decode(head[start : start + nbytes], buffers)
 
     def _check_mac(self, head: memoryview, end: int) -> None:

@@ -327,14 +327,19 @@ class Peer:
         self.name = connection.peer.name
         self._connection = connection
 
-    def send(self, record: Record, call: int = 0) -> bool:
+    def send(self, record: Record, call: int = 0, *, releases: bool = False) -> bool:
         """Send a record, from any thread; return False if the other end is gone.
+
+        Args:
+            record: what is sent.
+            call: which request it answers.
+            releases: see `Connection.send`.
 
         Raises:
             ValueError: the record can not be sent, or is too long.
         """
         try:
-            self._connection.send(record, call)
+            self._connection.send(record, call, releases=releases)
             return True
         except (ConnectionLostError, TimeoutError):
             return False
@@ -507,8 +512,9 @@ class RpcServer:
             try:
                 reply = service.handle(peer, call, request)
                 del request
-                connection.release()
-                here = reply is None or peer.send(reply, call)
+                if reply is None:
+                    connection.release()
+                here = reply is None or peer.send(reply, call, releases=True)
             except Exception as error:
                 _log.exception("a request of %s failed", peer.name)
                 connection.release()
