@@ -61,7 +61,6 @@ def connect(
     *,
     deadline: float,
     sealed: bool = False,
-    keep_arrays: bool = False,
     unix: bool | None = None,
 ) -> Connection:
     """Return an authenticated connection to a process: by a Unix socket if it is on this host.
@@ -73,7 +72,6 @@ def connect(
         kinds: reads what it sends.
         deadline: on the clock of `time.monotonic`.
         sealed: whether frames carry a MAC; both ends must agree.
-        keep_arrays: see `Connection`.
         unix: whether to try a Unix socket; None: as `NDISTRIBUTE_UNIX_SOCKETS` says.
 
     Raises:
@@ -100,7 +98,7 @@ def connect(
             tls=tls,
             instead=instead,
         )
-        return Connection(sock, accepted, kinds, sealed=sealed, keep_arrays=keep_arrays)
+        return Connection(sock, accepted, kinds, sealed=sealed)
     except OSError as error:
         if isinstance(error, AuthenticationError | ConnectionLostError):
             raise
@@ -369,7 +367,6 @@ class Client:
                 self._hello,
                 self._kinds,
                 deadline=deadline,
-                keep_arrays=True,
             )
             self.instance = fresh.peer.instance
             self._connection = fresh
@@ -429,15 +426,12 @@ class Service(Protocol):
     Attributes:
         requests: the union of the kinds of records that it reads.
         sealed: whether frames carry a MAC, because something in them is unpickled.
-        keep_arrays: whether arrays of requests stay valid after `handle`.
     """
 
     @property
     def requests(self) -> Any: ...
     @property
     def sealed(self) -> bool: ...
-    @property
-    def keep_arrays(self) -> bool: ...
 
     def connected(self, peer: Peer) -> None:
         """Know that a client is here."""
@@ -544,7 +538,6 @@ class RpcServer:
                 accepted,
                 self._kinds[hello.purpose],
                 sealed=service.sealed,
-                keep_arrays=service.keep_arrays,
                 silence=self._silence,
             )
             with self._lock:
@@ -586,11 +579,9 @@ class RpcServer:
             try:
                 reply = service.handle(peer, call, request)
                 del request
-                connection.release()
                 here = reply is None or peer.send(reply, call)
             except Exception as error:
                 _log.exception("a request of %s failed", peer.name)
-                connection.release()
                 here = peer.send(Failed(f"{type(error).__name__}: {error}"), call)
             reply = None  # It may hold what is to be given back while nothing is asked.
             if not here:
