@@ -20,7 +20,6 @@ import select
 import socket
 import ssl
 import struct
-import sys
 import threading
 import time
 import weakref
@@ -33,7 +32,8 @@ from ndistribute.errors import DistributeError
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
 from ndistribute.transport.failure_detector import detector, silence_seconds
 from ndistribute.transport.handshake import Accepted
-from ndistribute.transport.shared_memory import Ring, padded
+from ndistribute.transport.shared_memory import ReusedMemory, Ring, padded
+from ndistribute.transport.tls import NonBlockingTls
 
 __all__ = ["BODY_LIMIT_BYTES", "Connection", "ConnectionLostError"]
 
@@ -50,8 +50,6 @@ _SHARED_FROM_BYTES = 65536
 _SPINS, _PAUSE_SECONDS = 100, 50e-6  # Before, and between, looks at a ring that does not move.
 _BUFFERS_AT_ONCE = 512  # The system takes no more than 1024.
 _SOCKET_BYTES = 4 << 20
-_REUSED_BYTES = 1 << 16  # Memory for smaller arrays the allocator keeps by itself.
-_KEPT_BYTES = 256 << 20  # Lengths that never come again must not use up the host's memory.
 _IDLE_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 3600.0  # A number of milliseconds that the system takes.
@@ -90,7 +88,7 @@ class Connection:
         silence: float | None = None,
     ) -> None:
         self.peer = accepted.hello
-        self._sock: Any = _Tls(sock) if isinstance(sock, ssl.SSLSocket) else sock
+        self._sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._unix = sock.family == socket.AF_UNIX
         self._kinds = kinds
         self._accepted = accepted
@@ -102,7 +100,7 @@ class Connection:
         self._unsent = b""  # The rest of a heartbeat that the system did not take whole.
         self._input = memoryview(bytearray(_READ_BYTES))
         self._start = self._end = 0
-        self._arrays = _Arrays()
+        self._arrays = ReusedMemory()
         self._files: list[int] = []
         self._outgoing: Ring | None = None
         self._incoming: Ring | None = None
@@ -550,74 +548,6 @@ class Connection:
         with contextlib.suppress(OSError):
             os.close(self._sock.detach())
         self._forget_memory()
-
-
-class _Arrays:
-    """Memory for received arrays, used again once nobody holds them: new memory is slow."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, list[Array]] = {}  # By length.
-        self._total = 0
-
-    def take(self, nbytes: int) -> memoryview:
-        """Return memory of a length, which stays as it is as long as a view of it is held."""
-        if nbytes < _REUSED_BYTES:
-            return np.empty(nbytes, np.uint8).data
-        held = self._held.get(nbytes, [])
-        for index in range(len(held)):
-            if _references(held, index) == _NO_VIEWS:
-                return held[index].data
-        memory = np.empty(nbytes, np.uint8)
-        if self._total + nbytes > max(_KEPT_BYTES, 2 * nbytes):
-            self.forget()
-        self._total += nbytes
-        self._held.setdefault(nbytes, []).append(memory)
-        return memory.data
-
-    def forget(self) -> None:
-        """Give back what nobody holds."""
-        self._held.clear()
-        self._total = 0
-
-
-def _references(arrays: Sequence[object], index: int) -> int:
-    return sys.getrefcount(arrays[index])
-
-
-# What the count is where only a list holds an array, in this version of Python.
-_NO_VIEWS = _references([np.empty(0)], 0)
-
-
-class _Tls:
-    """Make a TLS socket look like a plain one that does not block.
-
-    OpenSSL wants one thread at a time in a connection, so a lock is held in each operation, and
-    none while waiting.
-    """
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._tls = sock
-        self._lock = threading.Lock()
-        self.fileno, self.close, self.detach = sock.fileno, sock.close, sock.detach
-
-    def sendmsg(self, buffers: Sequence[Buffer], beside: object = None, flags: int = 0) -> int:
-        try:
-            with self._lock:
-                return self._tls.send(buffers[0])
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
-
-    def recv_into(self, view: memoryview) -> int:
-        try:
-            with self._lock:
-                return self._tls.recv_into(view)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
-        except ssl.SSLZeroReturnError:
-            return 0
-
-    def shutdown(self, how: int) -> None:
-        socket.socket.shutdown(self._tls, how)  # SSLSocket's own would end reading as well.
 
 
 def _configure(sock: socket.socket, unix: bool, silence: float) -> None:

@@ -4,7 +4,8 @@ It has no name that could be left behind, and the system frees it with the last 
 it. It can not shrink, so that who uses it is never killed for it; its memory is taken when it is
 made, so that its owner is not either. A `Ring` carries long messages: through a socket the system
 copies them in small pieces, for which both ends wait in turn; here both copy at the same time, and
-what one has written is still in the processor's cache when the other one reads it.
+what one has written is still in the processor's cache when the other one reads it. `ReusedMemory`
+is what messages are received into.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import sys
+from collections.abc import Sequence
 
 import numpy as np
 
 from ndistribute.transport.codec import Array, MalformedError
 
-__all__ = ["ALIGNMENT", "Ring", "padded"]
+__all__ = ["ALIGNMENT", "ReusedMemory", "Ring", "padded"]
 
 ALIGNMENT = 64
 _CAPACITY = 4 << 20
 _CHUNK_BYTES = 1 << 20  # Copied at once: the other end need not wait for more.
+_REUSED_BYTES = 1 << 16  # Memory for smaller arrays the allocator keeps by itself.
+_KEPT_BYTES = 256 << 20  # Lengths that never come again must not use up the host's memory.
 _HEAD_BYTES = 128  # The two counters, each on a cache line of its own.
 
 
@@ -117,3 +122,39 @@ def _checked(file: int, nbytes: int) -> int:
     if not sealed or os.fstat(file).st_size != nbytes:
         raise MalformedError(f"memory came that is not {nbytes} bytes which its owner must keep.")
     return file
+
+
+class ReusedMemory:
+    """Memory for received arrays, used again once nobody holds them: new memory is slow."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Array]] = {}  # By length.
+        self._total = 0
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return memory of a length, which stays as it is as long as a view of it is held."""
+        if nbytes < _REUSED_BYTES:
+            return np.empty(nbytes, np.uint8).data
+        held = self._held.get(nbytes, [])
+        for index in range(len(held)):
+            if _references(held, index) == _NO_VIEWS:
+                return held[index].data
+        memory = np.empty(nbytes, np.uint8)
+        if self._total + nbytes > max(_KEPT_BYTES, 2 * nbytes):
+            self.forget()
+        self._total += nbytes
+        self._held.setdefault(nbytes, []).append(memory)
+        return memory.data
+
+    def forget(self) -> None:
+        """Give back what nobody holds."""
+        self._held.clear()
+        self._total = 0
+
+
+def _references(arrays: Sequence[object], index: int) -> int:
+    return sys.getrefcount(arrays[index])
+
+
+# What the count is where only a list holds an array, in this version of Python.
+_NO_VIEWS = _references([np.empty(0)], 0)

@@ -6,13 +6,16 @@ by the secret, with or without it.
 
 from __future__ import annotations
 
+import socket
 import ssl
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ndistribute.errors import AuthenticationError
+from ndistribute.transport.codec import Buffer
 
-__all__ = ["TlsFiles", "tls_context", "tls_files"]
+__all__ = ["NonBlockingTls", "TlsFiles", "tls_context", "tls_files"]
 
 _VARIABLES = ("NDISTRIBUTE_TLS_CERT", "NDISTRIBUTE_TLS_KEY", "NDISTRIBUTE_TLS_CA")
 
@@ -92,3 +95,35 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
 
 def _no_passphrase() -> str:
     raise ValueError("the private key asks for a passphrase, and nobody is there to type it")
+
+
+class NonBlockingTls:
+    """Make a TLS socket look like a plain one that does not block.
+
+    OpenSSL wants one thread at a time in a connection, so a lock is held in each operation, and
+    none while waiting.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._tls = sock
+        self._lock = threading.Lock()
+        self.fileno, self.close, self.detach = sock.fileno, sock.close, sock.detach
+
+    def sendmsg(self, buffers: Sequence[Buffer], beside: object = None, flags: int = 0) -> int:
+        try:
+            with self._lock:
+                return self._tls.send(buffers[0])
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def recv_into(self, view: memoryview) -> int:
+        try:
+            with self._lock:
+                return self._tls.recv_into(view)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+        except ssl.SSLZeroReturnError:
+            return 0
+
+    def shutdown(self, how: int) -> None:
+        socket.socket.shutdown(self._tls, how)  # SSLSocket's own would end reading as well.

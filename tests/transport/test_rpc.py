@@ -124,8 +124,7 @@ def test_a_server_that_is_killed_and_started_again_is_only_slow(transport):
         child = stack.enter_context(Child(environ))
         port = int(child.run(SERVE.format(0)))
         client = stack.enter_context(contextlib.closing(client_of(f"127.0.0.1:{port}")))
-        done, lives = threading.Event(), set()
-        asked = [0, 0, 0]
+        done, asked, lives = threading.Event(), [0] * 3, set()
 
         def ask(thread: int) -> None:
             while not done.is_set():
@@ -135,17 +134,17 @@ def test_a_server_that_is_killed_and_started_again_is_only_slow(transport):
 
         with ThreadPoolExecutor(3) as pool:
             asking = [pool.submit(ask, thread) for thread in range(3)]
-            for _ in range(3):
-                wait_until(lambda: client.instance not in {"", *lives}, 30)
-                lives.add(client.instance)
-                child.signal(signal.SIGKILL)
-                child.close()
-                child = stack.enter_context(Child(environ))
-                assert int(child.run(SERVE.format(port))) == port
-            wait_until(lambda: client.instance not in lives, 30)
-            before = list(asked)
-            wait_until(lambda: all(np.greater(asked, before)), 30)
-            done.set()
+            try:
+                for life in range(1, 4):
+                    wait_until(lambda life=life: min(asked) > 20 * life, 30)
+                    lives.add(client.instance)
+                    assert len(lives) == life
+                    child.close()  # By SIGKILL.
+                    child = stack.enter_context(Child(environ))
+                    assert int(child.run(SERVE.format(port))) == port
+                wait_until(lambda: min(asked) > 100, 30)
+            finally:
+                done.set()
             assert [future.result(30) for future in asking] == [None] * 3
 
 
