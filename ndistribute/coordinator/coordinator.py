@@ -467,7 +467,6 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
             _outcomes,
             deadline=time.monotonic() + _CONNECT_SECONDS,
             sealed=True,
-            keep_arrays=True,
         )
 
     return {

@@ -219,7 +219,7 @@ class _Attended:
 
     def __init__(self, service: Service, attendance: _Attendance) -> None:
         self.requests = service.requests
-        self.sealed, self.keep_arrays = service.sealed, service.keep_arrays
+        self.sealed = service.sealed
         self.handle = service.handle
         self._service = service
         self._attendance = attendance

@@ -143,7 +143,6 @@ class WorkerService:
 
     requests = Run | Forget
     sealed = True
-    keep_arrays = True
 
     def __init__(self, name: str, result_bytes: int = RESULT_BYTES) -> None:
         self._name = name

@@ -61,7 +61,6 @@ class StoreService:
 
     requests = Request
     sealed = False
-    keep_arrays = False
 
     def __init__(
         self,

@@ -39,7 +39,6 @@ def connect(
     *,
     deadline: float,
     sealed: bool = False,
-    keep_arrays: bool = False,
     unix: bool | None = None,
 ) -> Connection:
     """Return an authenticated connection to a process: by a Unix socket if it is on this host.
@@ -51,7 +50,6 @@ def connect(
         kinds: reads what it sends.
         deadline: on the clock of `time.monotonic`.
         sealed: whether frames carry a MAC; both ends must agree.
-        keep_arrays: see `Connection`.
         unix: whether to try a Unix socket; None: as `NDISTRIBUTE_UNIX_SOCKETS` says.
 
     Raises:
@@ -78,7 +76,7 @@ def connect(
             tls=tls,
             instead=instead,
         )
-        return Connection(sock, accepted, kinds, sealed=sealed, keep_arrays=keep_arrays)
+        return Connection(sock, accepted, kinds, sealed=sealed)
     except OSError as error:
         if isinstance(error, AuthenticationError | ConnectionLostError):
             raise

@@ -5,10 +5,9 @@ A frame is a header, a control record and raw buffers:
     magic, kind, flags, number of buffers, call, bytes of control, bytes of all buffers
     the length of each buffer; the control record; a MAC on sealed connections; the buffers, aligned
 
-Sizes are checked before anything is allocated. On a Unix socket long buffers lie in shared memory
-instead, whose descriptor travels with the first frame that needs it; a flag in a frame or a
-heartbeat of the other direction says that they were read, and another one that the memory is to be
-unmapped. Any thread may send; one at a time receives.
+Sizes are checked before anything is allocated. On a Unix socket long buffers go through a ring in
+shared memory instead, whose descriptor travels with the first frame that needs it. Any thread may
+send; one at a time receives. Received arrays are the receiver's.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ndistribute.errors import DistributeError
-from ndistribute.transport.codec import Buffer, Decoder, MalformedError, encode, nbytes_of
+from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
 from ndistribute.transport.failure_detector import detector, silence_seconds
 from ndistribute.transport.handshake import Accepted
-from ndistribute.transport.shared_memory import MessageBuffer, ReusedMemory, map_memory, padded
+from ndistribute.transport.shared_memory import ReusedMemory, Ring, padded
 from ndistribute.transport.tls import NonBlockingTls
 
 __all__ = ["BODY_LIMIT_BYTES", "Connection", "ConnectionLostError"]
@@ -44,11 +43,11 @@ _MOST_BUFFERS = 1 << 20
 _HEADER = struct.Struct("<HBBIQIIQ")
 _MAGIC = 0x444E
 _DATA, _HEARTBEAT, _GOODBYE = 1, 2, 3
-_SEALED, _SHARED, _FREE, _UNMAP = 1, 2, 4, 8
-_FAREWELL = _HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)
+_SEALED, _SHARED = 1, 2
 _MAC_BYTES = 32
 _READ_BYTES = 65536
 _SHARED_FROM_BYTES = 65536
+_SPINS, _PAUSE_SECONDS = 100, 50e-6  # Before, and between, looks at a ring that does not move.
 _BUFFERS_AT_ONCE = 512  # The system takes no more than 1024.
 _SOCKET_BYTES = 4 << 20
 _IDLE_SECONDS = 10.0
@@ -76,8 +75,6 @@ class Connection:
         kinds: reads the records that come.
         sealed: whether every frame carries a MAC over its header and control record: it must, where
             something in the record will be unpickled.
-        keep_arrays: whether received arrays are the receiver's; else those that came through shared
-            memory are read where they lie, and are valid until the next `receive` or `release`.
         silence: after how many seconds without a word the other end counts as lost.
     """
 
@@ -88,7 +85,6 @@ class Connection:
         kinds: Decoder[Any],
         *,
         sealed: bool = False,
-        keep_arrays: bool = False,
         silence: float | None = None,
     ) -> None:
         self.peer = accepted.hello
@@ -96,7 +92,7 @@ class Connection:
         self._unix = sock.family == socket.AF_UNIX
         self._kinds = kinds
         self._accepted = accepted
-        self._sealed, self._keep_arrays = sealed, keep_arrays
+        self._sealed = sealed
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._lost: ConnectionLostError | None = None
         self._closed = False
@@ -106,9 +102,8 @@ class Connection:
         self._start = self._end = 0
         self._arrays = ReusedMemory()
         self._files: list[int] = []
-        self._outbox, self._outbox_busy = MessageBuffer(), False
-        self._inbox = memoryview(b"")
-        self._inbox_held = self._free_due = False
+        self._outgoing: Ring | None = None
+        self._incoming: Ring | None = None
         self._heard = self._used = time.monotonic()
         try:
             self.silence_seconds = silence or silence_seconds()
@@ -136,17 +131,13 @@ class Connection:
         lost = self._lost
         return lost is not None and not lost.clean
 
-    def send(
-        self, record: Any, call: int = 0, deadline: float = float("inf"), releases: bool = False
-    ) -> None:
+    def send(self, record: Any, call: int = 0, deadline: float = float("inf")) -> None:
         """Send a record in a frame of its own, whole.
 
         Args:
             record: a `Record`; its arrays may change again once this returns.
             call: a number that the other end gives back with its answer.
             deadline: on the clock of `time.monotonic`; past it the connection is cut.
-            releases: whether the arrays that were received last, which may be in this record, are
-                read once it is sent.
 
         Raises:
             ConnectionLostError: the connection ended.
@@ -165,8 +156,6 @@ class Connection:
             if self._lost is not None:
                 raise self._again(self._lost)
             try:
-                if releases:  # With the lock: no heartbeat must tell it before.
-                    self.release()
                 self._send(call, control, buffers, lengths, body, deadline)
             except BaseException as error:  # Half a frame may be out.
                 self._raise_broken(error)
@@ -183,7 +172,6 @@ class Connection:
             TimeoutError: nothing came in time; the connection goes on.
         """
         with self._reading:
-            self.release()
             while True:
                 if self._lost is not None:
                     raise self._again(self._lost)
@@ -200,11 +188,6 @@ class Connection:
                     return found
                 self._give_back(self._heard)
 
-    def release(self) -> None:
-        """Let the sender use its memory again: the arrays that were received last are read."""
-        if self._inbox_held:
-            self._free_due, self._inbox_held = True, False
-
     def abort(self, reason: str, *, clean: bool = False) -> None:
         """Cut the connection, from any thread; who waits on it learns the reason.
 
@@ -215,7 +198,8 @@ class Connection:
         if clean and self._lost is None and self._writing.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 if not self._unsent:
-                    self._sock.sendmsg([_FAREWELL], (), _QUIET)
+                    goodbye = _HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)
+                    self._sock.sendmsg([goodbye], (), _QUIET)
             self._writing.release()
         if self._lost is None:
             lost = ConnectionLostError(reason)
@@ -252,7 +236,7 @@ class Connection:
     def _say_goodbye(self, deadline: float) -> None:
         if self._writing.acquire(timeout=_FAREWELL_SECONDS):
             try:
-                self._write([_FAREWELL], deadline)
+                self._write([_HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)], deadline)
                 self._sock.shutdown(socket.SHUT_WR)
             finally:
                 self._writing.release()
@@ -274,7 +258,7 @@ class Connection:
         if self._writing.acquire(blocking=False):
             try:
                 if not self._unsent:
-                    self._unsent = self._heartbeat(now)
+                    self._unsent = _HEADER.pack(_MAGIC, _HEARTBEAT, 0, 0, 0, 0, 0, 0)
                 # What does not go out now goes before the next frame, unchanged: TLS insists on it.
                 self._unsent = self._unsent[self._sock.sendmsg([self._unsent], (), _QUIET) :]
             except OSError:
@@ -298,15 +282,6 @@ class Connection:
             poll.register(self._sock.fileno(), select.POLLIN)
         return bool(poll.poll(0))
 
-    def _heartbeat(self, now: float) -> bytes:
-        """Return a heartbeat, which also says what became of shared memory meanwhile."""
-        flags = _FREE if self._free_due else 0
-        self._free_due = False
-        if self._outbox and not self._outbox_busy and now - self._used > _IDLE_SECONDS:
-            self._outbox.close()
-            flags |= _UNMAP
-        return _HEADER.pack(_MAGIC, _HEARTBEAT, flags, 0, 0, 0, 0, 0)
-
     def _listen(self, now: float) -> None:
         """Take in what has come while nobody receives; called with the reading lock."""
         try:
@@ -323,19 +298,12 @@ class Connection:
 
     def _skip_heartbeats(self) -> None:
         while self._end - self._start >= _HEADER.size:
-            magic, kind, flags, *_ = _HEADER.unpack_from(self._input, self._start)
+            magic, kind, *_ = _HEADER.unpack_from(self._input, self._start)
             if (magic, kind) != (_MAGIC, _HEARTBEAT):
                 return
-            self._take_heartbeat(flags)
-
-    def _take_heartbeat(self, flags: int) -> None:
-        self._start += _HEADER.size
-        if self._start == self._end:
-            self._start = self._end = 0
-        if flags & _FREE:
-            self._outbox_busy = False
-        if flags & _UNMAP:
-            self._inbox = memoryview(b"")
+            self._start += _HEADER.size
+            if self._start == self._end:
+                self._start = self._end = 0
 
     def _give_back(self, now: float) -> None:
         """Give back memory for long messages that lies idle; called with the reading lock."""
@@ -351,14 +319,14 @@ class Connection:
         body: int,
         deadline: float,
     ) -> None:
-        flags, file = _SEALED if self._sealed else 0, None
-        if self._unix and body > _SHARED_FROM_BYTES and not self._outbox_busy:
-            file = self._outbox.lay(buffers)
-            if file is not None:
-                flags, self._outbox_busy = flags | _SHARED, True
+        flags, file = _SEALED if self._sealed else 0, -1
+        if self._unix and body > _SHARED_FROM_BYTES:
+            if self._outgoing is None:
+                with contextlib.suppress(OSError, AttributeError):  # No memory, or another system.
+                    self._outgoing = Ring()
+                    file = self._outgoing.file
+            flags |= _SHARED if self._outgoing is not None else 0
         self._used = time.monotonic()
-        if self._free_due:
-            flags, self._free_due = flags | _FREE, False
         head = _HEADER.pack(_MAGIC, _DATA, flags, len(buffers), call, len(control), 0, body)
         if lengths:
             head += struct.pack(f"<{len(lengths)}Q", *lengths)
@@ -373,14 +341,17 @@ class Connection:
                 if padding := -length % 64:
                     parts.append(_PADDING[:padding])
         self._write(parts, deadline, file)
+        if self._outgoing is not None and flags & _SHARED:
+            for buffer in buffers:
+                self._pass(self._outgoing.write, np.frombuffer(buffer, np.uint8), deadline)
 
-    def _write(self, parts: Sequence[Buffer], deadline: float, file: int | None = None) -> None:
+    def _write(self, parts: Sequence[Buffer], deadline: float, file: int = -1) -> None:
         """Write buffers one after the other, and with the first bytes a descriptor, if given."""
         if self._unsent:
             parts, self._unsent = [self._unsent, *parts], b""
         left = [memoryview(part).cast("B") for part in parts]
         beside = []
-        if file is not None and file >= 0:
+        if file >= 0:
             beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file))]
         first = 0
         while first < len(left):
@@ -438,7 +409,7 @@ class Connection:
                 f"a frame of {nbytes} + {body} bytes in {count} parts is too long."
             )
         if kind == _HEARTBEAT:
-            self._take_heartbeat(flags)
+            self._skip_heartbeats()
             return None
         if kind == _GOODBYE:
             lost = ConnectionLostError("it said good-bye.")
@@ -451,17 +422,16 @@ class Connection:
         lengths = struct.unpack_from(f"<{count}Q", head, _HEADER.size)
         if sum(map(padded, lengths)) != body:
             raise MalformedError(f"{count} parts do not make {body} bytes.")
-        if flags & _SHARED:
-            buffers = self._shared_buffers(lengths, body)
-        else:
-            buffers = []
-            for length in lengths:
-                view = self._arrays.take(padded(length))
+        ring = self._ring() if flags & _SHARED else None
+        buffers = []
+        for length in lengths:
+            view = self._arrays.take(padded(length))
+            if ring is None:
                 self._read_whole(view, deadline)
-                buffers.append(view[:length])
+            else:
+                self._pass(ring.read, np.frombuffer(view, np.uint8)[:length], deadline)
+            buffers.append(view[:length])
         self._used = time.monotonic()
-        if flags & _FREE:  # Not before: what has come until here may lie in this end's own memory.
-            self._outbox_busy = False
         return call, self._kinds.decode(head[start : start + nbytes], buffers)
 
     def _check_mac(self, head: memoryview, end: int) -> None:
@@ -493,33 +463,40 @@ class Connection:
         while here < len(view):
             here += self._read_into(view[here:], deadline)
 
-    def _shared_buffers(self, lengths: Sequence[int], nbytes: int) -> list[memoryview]:
-        """Return the buffers of a frame that lie in shared memory, or copies of them."""
+    def _ring(self) -> Ring:
+        """Return the ring through which the other end sends, made of the descriptor that came."""
         if self._files:
-            self._inbox = map_memory(self._files[-1])
+            self._incoming = Ring(self._files[-1])
             self._drop_files()
-        if nbytes > len(self._inbox):
-            raise MalformedError(f"{nbytes} bytes lie in memory of {len(self._inbox)}.")
-        buffers, at = [], 0
-        for length in lengths:
-            view = self._inbox[at : at + length]
-            if self._keep_arrays:
-                copy = self._arrays.take(padded(length))[:length]
-                np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(view, np.uint8))
-                view = copy
-            buffers.append(view)
-            at += padded(length)
-        self._inbox_held, self._free_due = not self._keep_arrays, self._keep_arrays
-        return buffers
+        if self._incoming is None:
+            raise MalformedError("a message is said to lie in memory that did not come.")
+        return self._incoming
+
+    def _pass(self, move: Callable[[Array], int], data: Array, deadline: float) -> None:
+        """Move bytes into a ring, or out of it, until all have gone."""
+        start = idle = 0
+        since = time.monotonic()
+        while start < len(data):
+            moved = move(data[start:])
+            if moved:
+                start, idle = start + moved, 0
+                self._heard = since = time.monotonic()
+                continue
+            idle += 1
+            if idle > _SPINS:
+                self._wait(0, min(deadline, since + self.silence_seconds))
+                time.sleep(_PAUSE_SECONDS)
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Wait until the socket is ready, or cut."""
+        """Wait until the socket is ready, or cut; for no event: look whether it is cut."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the other end did not answer in time")
         poll = select.poll()
         poll.register(self._sock.fileno(), event)
-        poll.poll(int(min(left, _LONGEST_WAIT_SECONDS) * 1000) + 1)
+        found = poll.poll(int(min(left, _LONGEST_WAIT_SECONDS) * 1000) + 1 if event else 0)
+        if found and found[0][1] & select.POLLHUP and not event:
+            raise ConnectionLostError(_CLOSED)
         if self._lost is not None:
             raise self._again(self._lost)
 
@@ -538,8 +515,10 @@ class Connection:
             os.close(self._files.pop())
 
     def _forget_memory(self) -> None:
-        self._outbox.close()
-        self._inbox = memoryview(b"")
+        for ring in (self._outgoing, self._incoming):
+            if ring is not None:
+                ring.close()
+        self._outgoing = self._incoming = None
         self._drop_files()
 
     def _raise_broken(self, error: BaseException) -> NoReturn:

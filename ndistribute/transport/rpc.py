@@ -290,7 +290,6 @@ class Client:
                 self._hello,
                 self._kinds,
                 deadline=deadline,
-                keep_arrays=True,
             )
             self.instance = fresh.peer.instance
             self._connection = fresh
@@ -327,19 +326,14 @@ class Peer:
         self.name = connection.peer.name
         self._connection = connection
 
-    def send(self, record: Record, call: int = 0, *, releases: bool = False) -> bool:
+    def send(self, record: Record, call: int = 0) -> bool:
         """Send a record, from any thread; return False if the other end is gone.
-
-        Args:
-            record: what is sent.
-            call: which request it answers.
-            releases: see `Connection.send`.
 
         Raises:
             ValueError: the record can not be sent, or is too long.
         """
         try:
-            self._connection.send(record, call, releases=releases)
+            self._connection.send(record, call)
             return True
         except (ConnectionLostError, TimeoutError):
             return False
@@ -355,15 +349,12 @@ class Service(Protocol):
     Attributes:
         requests: the union of the kinds of records that it reads.
         sealed: whether frames carry a MAC, because something in them is unpickled.
-        keep_arrays: whether arrays of requests stay valid after `handle`.
     """
 
     @property
     def requests(self) -> Any: ...
     @property
     def sealed(self) -> bool: ...
-    @property
-    def keep_arrays(self) -> bool: ...
 
     def connected(self, peer: Peer) -> None:
         """Know that a client is here."""
@@ -470,7 +461,6 @@ class RpcServer:
                 accepted,
                 self._kinds[hello.purpose],
                 sealed=service.sealed,
-                keep_arrays=service.keep_arrays,
                 silence=self._silence,
             )
             with self._lock:
@@ -512,12 +502,9 @@ class RpcServer:
             try:
                 reply = service.handle(peer, call, request)
                 del request
-                if reply is None:
-                    connection.release()
-                here = reply is None or peer.send(reply, call, releases=True)
+                here = reply is None or peer.send(reply, call)
             except Exception as error:
                 _log.exception("a request of %s failed", peer.name)
-                connection.release()
                 here = peer.send(Failed(f"{type(error).__name__}: {error}"), call)
             reply = None  # It may hold what is to be given back while nothing is asked.
             if not here:

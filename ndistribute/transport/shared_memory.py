@@ -1,10 +1,11 @@
-"""Memory of one process that others of its host map: an anonymous file, passed by its descriptor.
+"""Memory of one process that another one of its host maps: an anonymous file, passed by descriptor.
 
 It has no name that could be left behind, and the system frees it with the last process that maps
-it. It can not shrink, so that whoever reads it is never killed for it; its memory is taken when it
-is made, so that its owner is not either. A `MessageBuffer` carries the long parts of messages:
-through a socket the system copies them in and out in small pieces, for which both ends wait in
-turn. `ReusedMemory` is what other messages are received into.
+it. It can not shrink, so that who uses it is never killed for it; its memory is taken when it is
+made, so that its owner is not either. A `Ring` carries long messages: through a socket the system
+copies them in small pieces, for which both ends wait in turn; here both copy at the same time, and
+what one has written is still in the processor's cache when the other one reads it. `ReusedMemory`
+is what messages are received into.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ndistribute.transport.codec import Array, Buffer, MalformedError
+from ndistribute.transport.codec import Array, MalformedError
 
-__all__ = ["ALIGNMENT", "MessageBuffer", "ReusedMemory", "map_memory", "padded"]
+__all__ = ["ALIGNMENT", "ReusedMemory", "Ring", "padded"]
 
 ALIGNMENT = 64
-_LEAST_BYTES = 1 << 20  # A buffer grows by doubling from here.
-_MOST_BYTES = 128 << 20  # Longer messages go through the socket, so that no buffer takes more.
+_CAPACITY = 4 << 20
+_CHUNK_BYTES = 1 << 20  # Copied at once: the other end need not wait for more.
 _REUSED_BYTES = 1 << 16  # Memory for smaller arrays the allocator keeps by itself.
 _KEPT_BYTES = 256 << 20  # Lengths that never come again must not use up the host's memory.
+_HEAD_BYTES = 128  # The two counters, each on a cache line of its own.
 
 
 def padded(nbytes: int) -> int:
@@ -37,91 +39,89 @@ def padded(nbytes: int) -> int:
     return nbytes + -nbytes % ALIGNMENT
 
 
-def make_memory(name: str, nbytes: int) -> tuple[int, Array]:
-    """Return a descriptor of new shared memory, which the caller closes, and its bytes.
+class Ring:
+    """Pass a stream of bytes from one process to another; each end belongs to one thread at a time.
+
+    Args:
+        file: a descriptor of the memory, which another process made; None: make it.
 
     Raises:
+        MalformedError: the file is something else, or its owner could make it shorter.
         OSError: the system has no memory of this kind, or not so much.
+
+    >>> here = Ring()
+    >>> there = Ring(here.file)
+    >>> there.read(np.empty(3, np.uint8)), here.write(np.arange(3, dtype=np.uint8))
+    (0, 3)
+    >>> got = np.empty(3, np.uint8)
+    >>> there.read(got), got.tolist()
+    (3, [0, 1, 2])
+    >>> here.close(), there.close()
+    (None, None)
     """
-    file = os.memfd_create(f"ndistribute-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+    def __init__(self, file: int | None = None) -> None:
+        size = _HEAD_BYTES + _CAPACITY
+        self.file = -1 if file is not None else _make_file(size)
+        try:
+            memory = mmap.mmap(self.file if file is None else _checked(file, size), size)
+        except BaseException:
+            self.close()
+            raise
+        # How many bytes were written and read in all; each is written by one end alone.
+        self._counts = memoryview(memory)[:_HEAD_BYTES].cast("Q")
+        self._data: Array = np.frombuffer(memory, np.uint8, offset=_HEAD_BYTES)
+
+    def write(self, data: Array) -> int:
+        """Copy from the beginning of some bytes what there is room for; return how much it is."""
+        written, room = self._counts[0], _CAPACITY - self._held()
+        return self._copy(data, written, room, 0)
+
+    def read(self, data: Array) -> int:
+        """Copy what is there to the beginning of some bytes; return how much it is."""
+        return self._copy(data, self._counts[8], self._held(), 8)
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes with the last object that uses it."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
+
+    def _held(self) -> int:
+        held = self._counts[0] - self._counts[8]
+        if not 0 <= held <= _CAPACITY:
+            raise MalformedError(f"{held} bytes can not lie in memory of {_CAPACITY}.")
+        return held
+
+    def _copy(self, data: Array, position: int, most: int, counter: int) -> int:
+        start = position % _CAPACITY
+        count = min(len(data), most, _CHUNK_BYTES, _CAPACITY - start)
+        if count:
+            place, part = self._data[start : start + count], data[:count]
+            np.copyto(*((place, part) if counter == 0 else (part, place)))
+            self._counts[counter] = position + count  # After the copy: the other end looks at it.
+        return count
+
+
+def _make_file(nbytes: int) -> int:
+    file = os.memfd_create("ndistribute-messages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(file, 0, nbytes)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        return file, np.frombuffer(mmap.mmap(file, nbytes), np.uint8)
+        return file
     except BaseException:
         os.close(file)
         raise
 
 
-def map_memory(file: int) -> memoryview:
-    """Return the bytes of another process's memory, to be read.
-
-    Args:
-        file: its descriptor; it may be closed afterwards.
-
-    Raises:
-        MalformedError: it is something else, or its owner could make it shorter.
-    """
+def _checked(file: int, nbytes: int) -> int:
     try:
-        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            return memoryview(mmap.mmap(file, os.fstat(file).st_size, prot=mmap.PROT_READ))
-    except (OSError, ValueError) as error:
+        sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError as error:
         raise MalformedError(f"a file came that is no shared memory: {error}.") from error
-    raise MalformedError("memory came that its owner can make shorter.")
-
-
-class MessageBuffer:
-    """Lay the parts of messages in shared memory, each message in the place of the one before.
-
-    The user knows when the reader is done with one, and lays no other before.
-
-    >>> buffer = MessageBuffer()
-    >>> file = buffer.lay([b"to ", b"read"])
-    >>> memory = map_memory(file)
-    >>> bytes(memory[:3]), bytes(memory[64:68]), buffer.lay([b"again"])
-    (b'to ', b'read', -1)
-    >>> buffer.close()
-    """
-
-    def __init__(self) -> None:
-        self._file = -1
-        self._memory: Array = np.empty(0, np.uint8)
-
-    def lay(self, parts: Sequence[Buffer]) -> int | None:
-        """Lay a message, its parts aligned.
-
-        Returns:
-            A descriptor that the reader has to be given, which stays this object's; -1 where it
-            has it already; None where the message does not fit, or there is no such memory.
-        """
-        views = [np.frombuffer(part, np.uint8) for part in parts]
-        nbytes = sum(padded(len(view)) for view in views)
-        if nbytes > _MOST_BYTES:
-            return None
-        file = -1
-        if nbytes > len(self._memory):
-            self.close()
-            size = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-            try:
-                file, self._memory = make_memory("messages", size)
-            except (AttributeError, OSError):  # Another system than Linux, or no memory.
-                return None
-            self._file = file
-        start = 0
-        for view in views:
-            np.copyto(self._memory[start : start + len(view)], view)
-            start += padded(len(view))
-        return file
-
-    def close(self) -> None:
-        """Give the memory back; a reader keeps what it has mapped."""
-        file, self._file = self._file, -1
-        self._memory = np.empty(0, np.uint8)
-        if file >= 0:
-            os.close(file)
-
-    def __bool__(self) -> bool:
-        return self._file >= 0
+    if not sealed or os.fstat(file).st_size != nbytes:
+        raise MalformedError(f"memory came that is not {nbytes} bytes which its owner must keep.")
+    return file
 
 
 class ReusedMemory:
