@@ -67,7 +67,7 @@ class Caller:
             Hello(name=name, purpose="coordinator", audience="worker:0"),
             Decoder(Outcome),
             deadline=time.monotonic() + SECONDS,
-            **{"sealed": True, "keep_arrays": True, **options},
+            **{"sealed": True, **options},
         )
 
     def close(self) -> None:

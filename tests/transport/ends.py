@@ -190,7 +190,6 @@ class Echo:
 
     requests = Note
     sealed = False
-    keep_arrays = False
 
     def __init__(self) -> None:
         self.here: list[str] = []

@@ -281,7 +281,6 @@ class Runs:
 
     requests = Job
     sealed = True
-    keep_arrays = True
 
     def __init__(self) -> None:
         self.read: list[bytes] = []
