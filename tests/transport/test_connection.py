@@ -165,22 +165,6 @@ def _raised(call: Callable[[], object]) -> Exception | None:
     return None
 
 
-def test_memory_is_not_used_again_while_an_answer_is_still_read_from_it():
-    with pair("unix") as (one, other):
-        exchanged(other, one, note(MEGABYTES))  # So the long answer can not go the same way.
-        request = exchanged(one, other, note(40 * MEGABYTES))
-        expected = note(40 * MEGABYTES)
-
-        def overwrite() -> None:
-            wait_until(lambda: not one._outbox_busy)
-            one.send(Note("", (np.zeros(40 * MEGABYTES, np.uint8),)))
-
-        answered, _, _ = at_once(
-            lambda: one.receive(soon()), lambda: other.send(request, releases=True), overwrite
-        )
-        assert same(answered[1], expected)
-
-
 def test_a_descriptor_that_comes_while_nobody_receives_is_kept():
     with pair("unix") as (one, other):
         for size in (MEGABYTES, 4 * MEGABYTES):
