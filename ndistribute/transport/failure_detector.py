@@ -66,7 +66,8 @@ class FailureDetector:
     """Beat on connections, and cut those that are silent, on one thread while there are any."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Collected garbage may be closed, and so forgotten, in the middle of `watch`.
+        self._lock = threading.RLock()
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._changed = threading.Event()
         self._pause = 0.0
