@@ -391,7 +391,11 @@ class Listener:
         if self._strangers.pop(stranger.sock, None) is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(stranger.sock)
-        self._refusals.add(stranger.peer, stranger.leaving or reason)
+        why = stranger.leaving or reason
+        if isinstance(why, ConnectionError):  # It left by itself: for a Unix socket, say.
+            _log.debug("a connection from %s ended: %s", stranger.peer, f"{why}")
+        else:
+            self._refusals.add(stranger.peer, why)
         stranger.sock.close()
 
     def _expire(self) -> None:
