@@ -47,7 +47,7 @@ _SEALED, _SHARED = 1, 2
 _MAC_BYTES = 32
 _READ_BYTES = 65536
 _SHARED_FROM_BYTES = 65536
-_SPINS, _PAUSE_SECONDS = 100, 50e-6  # Before, and between, looks at a ring that does not move.
+_SPINS, _PAUSE_SECONDS = 1000, 50e-6  # Before, and between, looks at a ring that does not move.
 _BUFFERS_AT_ONCE = 512  # The system takes no more than 1024.
 _SOCKET_BYTES = 4 << 20
 _IDLE_SECONDS = 10.0
@@ -483,6 +483,7 @@ class Connection:
                 self._heard = since = time.monotonic()
                 continue
             idle += 1
+            os.sched_yield()
             if idle > _SPINS:
                 self._wait(0, min(deadline, since + self.silence_seconds))
                 time.sleep(_PAUSE_SECONDS)

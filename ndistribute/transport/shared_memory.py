@@ -24,7 +24,7 @@ __all__ = ["ALIGNMENT", "ReusedMemory", "Ring", "padded"]
 
 ALIGNMENT = 64
 _CAPACITY = 4 << 20
-_CHUNK_BYTES = 1 << 20  # Copied at once: the other end need not wait for more.
+_CHUNK_BYTES = 256 << 10  # Copied at once: the other end need not wait for more.
 _REUSED_BYTES = 1 << 16  # Memory for smaller arrays the allocator keeps by itself.
 _KEPT_BYTES = 256 << 20  # Lengths that never come again must not use up the host's memory.
 _HEAD_BYTES = 128  # The two counters, each on a cache line of its own.
