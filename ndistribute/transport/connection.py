@@ -32,7 +32,7 @@ from ndistribute.errors import DistributeError
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
 from ndistribute.transport.failure_detector import detector, silence_seconds
 from ndistribute.transport.handshake import Accepted
-from ndistribute.transport.shared_memory import ReusedMemory, Ring, padded
+from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, padded
 from ndistribute.transport.tls import NonBlockingTls
 
 __all__ = ["BODY_LIMIT_BYTES", "Connection", "ConnectionLostError"]
@@ -54,7 +54,7 @@ _IDLE_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 3600.0  # A number of milliseconds that the system takes.
 _QUIET = socket.MSG_NOSIGNAL  # A program may have set SIGPIPE back.
-_PADDING = bytes(64)
+_PADDING = bytes(ALIGNMENT)
 _CLOSED = "it closed the connection, as a process that ends does."
 _CLOSED_HERE = "this process closed it."
 _FILE_ROOM = socket.CMSG_SPACE(struct.calcsize("i"))
@@ -338,7 +338,7 @@ class Connection:
         if not flags & _SHARED:
             for buffer, length in zip(buffers, lengths, strict=True):
                 parts.append(buffer)
-                if padding := -length % 64:
+                if padding := padded(length) - length:
                     parts.append(_PADDING[:padding])
         self._write(parts, deadline, file)
         if self._outgoing is not None and flags & _SHARED:

@@ -124,7 +124,7 @@ class Call:
         client, now = self._client, time.monotonic()
         if now - self._begun > _SILENT_SECONDS and not self._told:
             self._told = True
-            _log.warning("%s waits for %s: %s", client.name, client.title, problem)
+            _log.warning("%s waits for %s: %s", client.name, client.title, str(problem))
         pause = min(pause, self.deadline - now)
         if pause <= 0 or client._closing.wait(timeout=pause):
             raise client._gone(self._begun, problem) from problem
@@ -221,10 +221,10 @@ class Client:
         try:
             self._connected(time.monotonic() + HANDSHAKE_SECONDS)
         except AuthenticationError as error:  # So will it be the next time.
-            _log.warning("%s does not look for %s again: %s", self.name, self.title, error)
+            _log.warning("%s does not look for %s again: %s", self.name, self.title, str(error))
             return
         except ConnectionLostError as error:
-            _log.info("%s has not reached %s again: %s", self.name, self.title, error)
+            _log.info("%s has not reached %s again: %s", self.name, self.title, str(error))
         self._restoring = False
 
     def close(self) -> None:
