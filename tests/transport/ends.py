@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -117,8 +118,14 @@ def pair(
 def knock_near(name: bytes) -> socket.socket:
     """Return a socket that is connected to the Unix socket of that name."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # With a timeout of Python's, connecting fails at once while the listener's backlog is full.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SECONDS), 0))
+    try:
+        sock.connect(name)
+    except OSError:
+        sock.close()
+        raise
     sock.settimeout(SECONDS)
-    sock.connect(name)
     return sock
 
 
