@@ -22,9 +22,9 @@ from pathlib import Path
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 from ndistribute.transport.address import split_address
 from ndistribute.transport.failure_detector import SILENCE_SECONDS, silence_seconds
-from ndistribute.transport.handshake import Hello, authenticate
+from ndistribute.transport.handshake import Credentials, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
-from ndistribute.transport.secret import Credentials, credentials_of
+from ndistribute.transport.secret import credentials_of
 from ndistribute.transport.tls import tls_files
 
 __all__ = [
@@ -214,13 +214,8 @@ def _report(
                 details: dict[str, str | int] = {"rank": rank, "size": size}
                 details["address"] = _address_of(own)
                 hello = Hello(name=f"worker {rank}", purpose="addresses", details=details)
-                sock, _ = authenticate(
-                    sock,
-                    credentials.secret,
-                    credentials.signed(hello),
-                    deadline=min(deadline, time.monotonic() + _ATTEMPT_SECONDS),
-                    tls=credentials.tls,
-                )
+                until = min(deadline, time.monotonic() + _ATTEMPT_SECONDS)
+                sock, _ = authenticate(sock, credentials, hello, deadline=until)
                 with sock:
                     sock.settimeout(max(0.001, deadline - time.monotonic()))
                     text = b"".join(iter(lambda: sock.recv(65536), b""))  # noqa: B023

@@ -227,14 +227,8 @@ class Mesh:
             split_address(membership.addresses[rank]),
             timeout=max(0.001, deadline - time.monotonic()),
         )
-        credentials = membership.credentials
-        sock, accepted = authenticate(
-            sock,
-            credentials.secret,
-            credentials.signed(self._hello(purpose, generation)),
-            deadline=deadline,
-            tls=credentials.tls,
-        )
+        hello = self._hello(purpose, generation)
+        sock, accepted = authenticate(sock, membership.credentials, hello, deadline=deadline)
         try:
             fields: dict[str, Any] = accepted.hello.details
             if (fields.get("rank"), fields.get("size")) != (rank, self.size):

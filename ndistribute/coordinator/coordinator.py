@@ -29,8 +29,7 @@ from ndistribute.coordinator.queue import Closure, ClosureQueue
 from ndistribute.coordinator.remote_value import PerWorkerDataset, RemoteValue, dump_arguments
 from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, WorkerService
 from ndistribute.transport.codec import Decoder, MalformedError
-from ndistribute.transport.connecting import connect
-from ndistribute.transport.connection import Connection, ConnectionLostError
+from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.handshake import Hello
 from ndistribute.transport.secret import credentials_of
 

@@ -1,7 +1,7 @@
-"""Addresses of processes, as ``host:port`` or ``[v6]:port``.
+"""Addresses of processes, as ``host:port`` or ``[v6]:port``, and who is at a socket's other end.
 
-Pure text: no name is looked up, so that whether an address stays on this host does not depend on
-what a name server answers.
+No name is looked up, so that whether an address stays on this host does not depend on what a name
+server answers.
 """
 
 from __future__ import annotations
@@ -13,21 +13,12 @@ import re
 import socket
 import struct
 
-__all__ = ["is_loopback", "is_of_this_user", "name_of_peer", "split_address", "unix_name"]
-
 _PEER = struct.Struct("3i")  # Process, user, group.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return the host and the port of an address.
-
-    Args:
-        address: ``host:port``, where an IPv6 host stands in brackets, or ``grpc://host:port``,
-            which is read as the same. Port 0 means any free port.
-
-    Returns:
-        The host, without brackets, and the port.
+    """Return the host, without brackets, and the port of an address; ``grpc://`` is passed over.
 
     Raises:
         ValueError: when it is not such an address.
@@ -36,10 +27,9 @@ def split_address(address: str) -> tuple[str, int]:
     (('localhost', 12345), ('::1', 80))
     """
     host, colon, port = address.removeprefix("grpc://").rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if bracketed:
+    if bracketed := host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    well_formed = _is_version_6(host) if bracketed else bool(_NAME.fullmatch(host))
+    well_formed = getattr(_ip(host), "version", 0) == 6 if bracketed else _NAME.fullmatch(host)
     if not (colon and well_formed and re.fullmatch("[0-9]{1,5}", port) and int(port) < 65536):
         raise ValueError(
             f"{address!r} is not an address: write host:port, for example 'localhost:12345', "
@@ -49,23 +39,13 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether a host is this one whatever a name server says.
-
-    Args:
-        host: a name or an IP address, as ``split_address`` returns it.
-
-    Returns:
-        True for ``localhost``, ``127.0.0.0/8`` and ``::1``.
+    """Return True for ``localhost``, ``127.0.0.0/8`` and ``::1``.
 
     >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("node1")
     (True, True, False)
     """
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    ip = _ip(host)
+    return host.lower() == "localhost" if ip is None else ip.is_loopback
 
 
 def unix_name(address: str) -> bytes:
@@ -83,11 +63,7 @@ def unix_name(address: str) -> bytes:
 
 
 def name_of_peer(sock: socket.socket) -> str:
-    """Return the address of a connection's other end, for messages about it.
-
-    Args:
-        sock: a socket that was connected once.
-    """
+    """Return the address of a connection's other end, for messages about it."""
     try:
         name = sock.getpeername()
     except OSError:
@@ -103,8 +79,8 @@ def is_of_this_user(sock: socket.socket) -> bool:
     return bool(_PEER.unpack(peer)[1] == os.geteuid())
 
 
-def _is_version_6(host: str) -> bool:
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).version == 6
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None

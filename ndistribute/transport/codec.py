@@ -1,9 +1,8 @@
 """Records and tensors as the parts of a frame: a short control record, and the tensors' raw bytes.
 
-A record is a frozen `msgspec` structure. Its type annotations are its schema: what comes is read by
-them and by nothing else, so no message can make an object that they do not name. An array in a
-record becomes a buffer beside it, of which the record holds the number, the dtype and the shape; a
-dtype is one of a list, and a shape has to fit the bytes that came.
+A record is a frozen `msgspec` structure whose annotations are its schema: what comes is read by
+them alone, so no message can make an object that they do not name. An array in a record becomes a
+buffer beside it, of which the record holds the number, the dtype and the shape.
 """
 
 from __future__ import annotations
@@ -17,17 +16,6 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
-__all__ = [
-    "DTYPES",
-    "Array",
-    "Buffer",
-    "Decoder",
-    "MalformedError",
-    "Record",
-    "encode",
-    "nbytes_of",
-]
 
 Array = npt.NDArray[Any]
 Buffer = bytes | bytearray | memoryview
@@ -61,11 +49,7 @@ _buffers = _Buffers()
 
 
 def encode(record: Record) -> tuple[bytes, list[Buffer]]:
-    """Return a record's control bytes and the data of its arrays, which is not copied.
-
-    Args:
-        record: an array in it is copied only where it is not contiguous or of another byte order;
-            so do not change it before the buffers are sent.
+    """Return a record's control bytes, and its arrays' data: copied only where not contiguous.
 
     Raises:
         ValueError: an array has a dtype that does not travel, or too many dimensions.
@@ -85,11 +69,7 @@ def encode(record: Record) -> tuple[bytes, list[Buffer]]:
 
 
 class Decoder(Generic[T]):
-    """Read records of known kinds.
-
-    Args:
-        kinds: a record class, or a union of some.
-    """
+    """Read records of a class, or of a union of some."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
@@ -112,11 +92,7 @@ class Decoder(Generic[T]):
 
 
 def nbytes_of(buffer: Buffer) -> int:
-    """Return how many bytes a buffer has.
-
-    >>> nbytes_of(memoryview(np.zeros(3)))
-    24
-    """
+    """Return how many bytes a buffer has."""
     return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
 
 

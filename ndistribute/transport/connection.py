@@ -12,31 +12,31 @@ send; one at a time receives. Received arrays are the receiver's.
 
 from __future__ import annotations
 
-import array
 import contextlib
+import functools
 import hmac
 import os
 import select
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
-from ndistribute.errors import DistributeError
+from ndistribute.errors import AuthenticationError, DistributeError
+from ndistribute.transport.address import is_of_this_user, split_address, unix_name
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
-from ndistribute.transport.failure_detector import detector, silence_seconds
-from ndistribute.transport.handshake import Accepted
-from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, padded
+from ndistribute.transport.failure_detector import detector, not_for_forks, silence_seconds
+from ndistribute.transport.handshake import Accepted, Credentials, Hello, authenticate
+from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
 from ndistribute.transport.tls import NonBlockingTls
 
-__all__ = ["BODY_LIMIT_BYTES", "Connection", "ConnectionLostError"]
-
+HANDSHAKE_SECONDS = 10.0
 BODY_LIMIT_BYTES = 16 << 30
 CONTROL_LIMIT_BYTES = 1 << 30
 _MOST_BUFFERS = 1 << 20
@@ -44,6 +44,9 @@ _HEADER = struct.Struct("<HBBIQIIQ")
 _MAGIC = 0x444E
 _DATA, _HEARTBEAT, _GOODBYE = 1, 2, 3
 _SEALED, _SHARED = 1, 2
+_HEARTBEAT_FRAME, _GOODBYE_FRAME = (
+    _HEADER.pack(_MAGIC, kind, 0, 0, 0, 0, 0, 0) for kind in (_HEARTBEAT, _GOODBYE)
+)
 _MAC_BYTES = 32
 _READ_BYTES = 65536
 _SHARED_FROM_BYTES = 65536
@@ -57,13 +60,69 @@ _QUIET = socket.MSG_NOSIGNAL  # A program may have set SIGPIPE back.
 _PADDING = bytes(ALIGNMENT)
 _CLOSED = "it closed the connection, as a process that ends does."
 _CLOSED_HERE = "this process closed it."
-_FILE_ROOM = socket.CMSG_SPACE(struct.calcsize("i"))
+_FILE_ROOM = socket.CMSG_LEN(struct.calcsize("i"))  # For one descriptor: the system drops others.
 
 
 class ConnectionLostError(DistributeError, ConnectionError):
     """Say that a connection ended; `clean` tells whether the other end said good-bye."""
 
-    clean = False
+    def __init__(self, reason: str, clean: bool = False) -> None:
+        super().__init__(reason)
+        self.clean = clean
+
+
+def unix_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Return True if processes of one host are to meet at Unix sockets."""
+    environ = os.environ if environ is None else environ
+    return environ.get("NDISTRIBUTE_UNIX_SOCKETS", "1") != "0"
+
+
+def connect(
+    address: str,
+    credentials: Credentials,
+    hello: Hello,
+    kinds: Decoder[Any],
+    *,
+    deadline: float,
+    sealed: bool = False,
+    unix: bool | None = None,
+) -> Connection:
+    """Return an authenticated connection to a process: by a Unix socket if it is on this host.
+
+    Whether to look for one, `NDISTRIBUTE_UNIX_SOCKETS` says where `unix` does not. For the other
+    arguments see `Connection`.
+
+    Raises:
+        AuthenticationError: it belongs to another job, or to none.
+        ConnectionLostError: nobody answers there.
+    """
+    deadline = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
+    by_unix = functools.partial(_unix_socket, address, deadline)
+    wanted = unix_wanted() if unix is None else unix
+    try:
+        instead, sock = None, by_unix() if wanted else None
+        if sock is None:
+            patience = max(0.001, deadline - time.monotonic())
+            sock = socket.create_connection(split_address(address), timeout=patience)
+            # A launcher keeps addresses open for processes that are still being started.
+            instead = by_unix if wanted else None
+        sock, accepted = authenticate(sock, credentials, hello, deadline=deadline, instead=instead)
+        return Connection(sock, accepted, kinds, sealed=sealed)
+    except OSError as error:
+        if isinstance(error, AuthenticationError | ConnectionLostError):
+            raise
+        raise ConnectionLostError(f"{error}") from error
+
+
+def _unix_socket(address: str, deadline: float) -> socket.socket | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.suppress(OSError):
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.connect(unix_name(address))
+        if is_of_this_user(sock):  # Anybody may take a name; nobody else's process learns a proof.
+            return sock
+    sock.close()
+    return None
 
 
 class Connection:
@@ -88,37 +147,39 @@ class Connection:
         silence: float | None = None,
     ) -> None:
         self.peer = accepted.hello
+        self.is_unix = sock.family == socket.AF_UNIX
         self._sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
-        self._unix = sock.family == socket.AF_UNIX
         self._kinds = kinds
         self._accepted = accepted
         self._sealed = sealed
         self._writing, self._reading = threading.Lock(), threading.Lock()
-        self._lost: ConnectionLostError | None = None
+        self._lost: tuple[str, bool] | None = None  # Why, and whether with a good-bye.
         self._closed = False
         self._sent_sealed = self._read_sealed = 0
         self._unsent = b""  # The rest of a heartbeat that the system did not take whole.
         self._input = memoryview(bytearray(_READ_BYTES))
         self._start = self._end = 0
         self._arrays = ReusedMemory()
-        self._files: list[int] = []
+        self._file = -1  # A descriptor that came, and is not used yet.
         self._outgoing: Ring | None = None
         self._incoming: Ring | None = None
         self._heard = self._used = time.monotonic()
         try:
             self.silence_seconds = silence or silence_seconds()
             self.beat_within = max(0.01, min(self.silence_seconds, self.peer.silence))
-            _configure(sock, self._unix, self.silence_seconds)
+            sock.setblocking(False)
+            if self.is_unix:
+                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # As far as the host lets it.
+                    sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+            else:
+                milliseconds = int(self.silence_seconds * 1000)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
             detector.watch(self)
         except BaseException:
             sock.close()
             raise
-        _open.add(self)
-
-    @property
-    def is_unix(self) -> bool:
-        """Return True if the other end is on this host, behind a Unix socket."""
-        return self._unix
+        not_for_forks.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -128,8 +189,7 @@ class Connection:
     @property
     def is_broken(self) -> bool:
         """Return True once the connection has ended without a good-bye."""
-        lost = self._lost
-        return lost is not None and not lost.clean
+        return self._lost is not None and not self._lost[1]
 
     def send(self, record: Any, call: int = 0, deadline: float = float("inf")) -> None:
         """Send a record in a frame of its own, whole.
@@ -152,19 +212,33 @@ class Connection:
                 f"a message of {len(control)} + {body} bytes: the limits are "
                 f"{CONTROL_LIMIT_BYTES} and {BODY_LIMIT_BYTES}."
             )
+        ring, file = None, -1
         with self._writing:
             if self._lost is not None:
-                raise self._again(self._lost)
+                raise ConnectionLostError(*self._lost)
             try:
-                self._send(call, control, buffers, lengths, body, deadline)
+                if self.is_unix and body > _SHARED_FROM_BYTES:
+                    file = self._make_ring()
+                    ring = self._outgoing
+                head = self._head(call, control, lengths, body, shared=ring is not None)
+                parts: list[Buffer] = [head]
+                if ring is None:
+                    for buffer, length in zip(buffers, lengths, strict=True):
+                        parts.append(buffer)
+                        if padding := padded(length) - length:
+                            parts.append(_PADDING[:padding])
+                self._write(parts, deadline, file)
+                if ring is not None:
+                    for buffer in buffers:
+                        self._pass(ring, np.frombuffer(buffer, np.uint8), deadline)
             except BaseException as error:  # Half a frame may be out.
                 self._raise_broken(error)
+            finally:
+                if file >= 0:
+                    os.close(file)
 
     def receive(self, deadline: float = float("inf")) -> tuple[int, Any]:
         """Return the next record, and the number of the call that it belongs to.
-
-        Args:
-            deadline: on the clock of `time.monotonic`.
 
         Raises:
             ConnectionLostError: the connection ended.
@@ -174,10 +248,10 @@ class Connection:
         with self._reading:
             while True:
                 if self._lost is not None:
-                    raise self._again(self._lost)
+                    raise ConnectionLostError(*self._lost)
                 begun = False
                 try:
-                    self._fill(_HEADER.size, deadline)
+                    self._read_header(deadline)
                     begun = True
                     found = self._read_frame(deadline)
                 except BaseException as error:
@@ -191,20 +265,14 @@ class Connection:
     def abort(self, reason: str, *, clean: bool = False) -> None:
         """Cut the connection, from any thread; who waits on it learns the reason.
 
-        Args:
-            reason: why.
-            clean: whether the other end is told that this one leaves, if it can be without waiting.
+        If `clean`, the other end is told that this one leaves, if it can be without waiting.
         """
         if clean and self._lost is None and self._writing.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 if not self._unsent:
-                    goodbye = _HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)
-                    self._sock.sendmsg([goodbye], (), _QUIET)
+                    self._sock.sendmsg([_GOODBYE_FRAME], (), _QUIET)
             self._writing.release()
-        if self._lost is None:
-            lost = ConnectionLostError(reason)
-            lost.clean = clean
-            self._lost = lost
+        self._lost = self._lost or (reason, clean)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -229,14 +297,14 @@ class Connection:
             held = [lock for lock in locks if lock.acquire(timeout=_FAREWELL_SECONDS)]
             self._sock.close()
             self._forget_memory()
-            _open.discard(self)
+            not_for_forks.discard(self)
             for lock in held:
                 lock.release()
 
     def _say_goodbye(self, deadline: float) -> None:
         if self._writing.acquire(timeout=_FAREWELL_SECONDS):
             try:
-                self._write([_HEADER.pack(_MAGIC, _GOODBYE, 0, 0, 0, 0, 0, 0)], deadline)
+                self._write([_GOODBYE_FRAME], deadline)
                 self._sock.shutdown(socket.SHUT_WR)
             finally:
                 self._writing.release()
@@ -257,9 +325,8 @@ class Connection:
         """
         if self._writing.acquire(blocking=False):
             try:
-                if not self._unsent:
-                    self._unsent = _HEADER.pack(_MAGIC, _HEARTBEAT, 0, 0, 0, 0, 0, 0)
                 # What does not go out now goes before the next frame, unchanged: TLS insists on it.
+                self._unsent = self._unsent or _HEARTBEAT_FRAME
                 self._unsent = self._unsent[self._sock.sendmsg([self._unsent], (), _QUIET) :]
             except OSError:
                 pass  # It does not read, or is gone: what it sent last, and its silence, tell that.
@@ -272,15 +339,22 @@ class Connection:
                 self._reading.release()
         if excused:
             self._heard = now
-        elif now - self._heard > self.silence_seconds and not self._has_input():
-            self.abort(f"nothing was heard of it for {now - self._heard:.1f} s.")
+        elif now - self._heard > self.silence_seconds:
+            with contextlib.suppress(ValueError):  # It was closed just now.
+                if not self._poll(select.POLLIN, 0):  # Else a thread is about to read.
+                    self.abort(f"nothing was heard of it for {now - self._heard:.1f} s.")
 
-    def _has_input(self) -> bool:
-        """Return True if something has come that the thread that receives has not read yet."""
-        poll = select.poll()
-        with contextlib.suppress(ValueError):  # It was closed just now.
-            poll.register(self._sock.fileno(), select.POLLIN)
-        return bool(poll.poll(0))
+    def let_go(self) -> None:
+        """Close a forked child's copy of the socket; the parent's connection goes on."""
+        fork = (
+            "this process is a fork of the one that made the connection: make strategies, servers "
+            "and coordinators in the process that uses them."
+        )
+        self._lost, self._closed = (fork, False), True
+        self._writing, self._reading = threading.Lock(), threading.Lock()  # Who held them is gone.
+        with contextlib.suppress(OSError):
+            os.close(self._sock.detach())
+        self._forget_memory()
 
     def _listen(self, now: float) -> None:
         """Take in what has come while nobody receives; called with the reading lock."""
@@ -310,40 +384,28 @@ class Connection:
         if now - self._used > _IDLE_SECONDS:
             self._arrays.forget()
 
-    def _send(
-        self,
-        call: int,
-        control: bytes,
-        buffers: list[Buffer],
-        lengths: list[int],
-        body: int,
-        deadline: float,
-    ) -> None:
-        flags, file = _SEALED if self._sealed else 0, -1
-        if self._unix and body > _SHARED_FROM_BYTES:
-            if self._outgoing is None:
-                with contextlib.suppress(OSError, AttributeError):  # No memory, or another system.
-                    self._outgoing = Ring()
-                    file = self._outgoing.file
-            flags |= _SHARED if self._outgoing is not None else 0
-        self._used = time.monotonic()
-        head = _HEADER.pack(_MAGIC, _DATA, flags, len(buffers), call, len(control), 0, body)
+    def _make_ring(self) -> int:
+        """Have a ring to send through; return its descriptor if the other end has not got it."""
+        file = -1
+        if self._outgoing is None:
+            with contextlib.suppress(OSError, AttributeError):  # No memory, or another system.
+                file = make_file()
+                self._outgoing = Ring(file, writes=True)
+        return file
+
+    def _head(
+        self, call: int, control: bytes, lengths: list[int], body: int, shared: bool
+    ) -> bytes:
+        flags = (_SEALED if self._sealed else 0) | (_SHARED if shared else 0)
+        head = _HEADER.pack(_MAGIC, _DATA, flags, len(lengths), call, len(control), 0, body)
         if lengths:
             head += struct.pack(f"<{len(lengths)}Q", *lengths)
         head += control
         if self._sealed:
             self._sent_sealed += 1
             head += _mac(self._accepted.sending_key, self._sent_sealed, head)
-        parts: list[Buffer] = [head]
-        if not flags & _SHARED:
-            for buffer, length in zip(buffers, lengths, strict=True):
-                parts.append(buffer)
-                if padding := padded(length) - length:
-                    parts.append(_PADDING[:padding])
-        self._write(parts, deadline, file)
-        if self._outgoing is not None and flags & _SHARED:
-            for buffer in buffers:
-                self._pass(self._outgoing.write, np.frombuffer(buffer, np.uint8), deadline)
+        self._used = time.monotonic()
+        return head
 
     def _write(self, parts: Sequence[Buffer], deadline: float, file: int = -1) -> None:
         """Write buffers one after the other, and with the first bytes a descriptor, if given."""
@@ -367,35 +429,13 @@ class Connection:
             if sent:
                 left[first] = left[first][sent:]
 
-    def _fill(self, nbytes: int, deadline: float) -> None:
-        """Have at least so many bytes in the input buffer, which has room for them."""
-        while self._end - self._start < nbytes:
-            held = self._end - self._start
+    def _read_header(self, deadline: float) -> None:
+        """Have a whole header in the input buffer."""
+        while (held := self._end - self._start) < _HEADER.size:
             if self._start:
                 self._input[:held] = bytes(self._input[self._start : self._end])
                 self._start, self._end = 0, held
             self._end += self._read_into(self._input[held:], deadline)
-
-    def _read_into(self, view: memoryview, deadline: float) -> int:
-        """Wait for some bytes, and return how many there are."""
-        while True:
-            try:
-                return self._read_some(view)
-            except BlockingIOError:
-                self._wait(select.POLLIN, deadline)
-
-    def _read_some(self, view: memoryview) -> int:
-        """Receive the bytes that are here, and a descriptor that comes with them."""
-        if self._unix:
-            count, beside, *_ = self._sock.recvmsg_into([view], _FILE_ROOM, socket.MSG_CMSG_CLOEXEC)
-            if beside:
-                self._take_files(beside)
-        else:
-            count = self._sock.recv_into(view)
-        if not count:
-            raise ConnectionLostError(_CLOSED)
-        self._heard = time.monotonic()
-        return int(count)
 
     def _read_frame(self, deadline: float) -> tuple[int, Any] | None:
         """Return the frame whose header is here; None for a heartbeat."""
@@ -412,11 +452,10 @@ class Connection:
             self._skip_heartbeats()
             return None
         if kind == _GOODBYE:
-            lost = ConnectionLostError("it said good-bye.")
-            lost.clean = True
-            raise lost
+            raise ConnectionLostError("it said good-bye.", clean=True)
         start = _HEADER.size + 8 * count
-        head = self._take(start + nbytes + (_MAC_BYTES if self._sealed else 0), deadline)
+        head = memoryview(bytearray(start + nbytes + (_MAC_BYTES if self._sealed else 0)))
+        self._read_whole(head, deadline)
         if self._sealed:
             self._check_mac(head, start + nbytes)
         lengths = struct.unpack_from(f"<{count}Q", head, _HEADER.size)
@@ -429,7 +468,7 @@ class Connection:
             if ring is None:
                 self._read_whole(view, deadline)
             else:
-                self._pass(ring.read, np.frombuffer(view, np.uint8)[:length], deadline)
+                self._pass(ring, np.frombuffer(view, np.uint8)[:length], deadline)
             buffers.append(view[:length])
         self._used = time.monotonic()
         return call, self._kinds.decode(head[start : start + nbytes], buffers)
@@ -443,41 +482,48 @@ class Connection:
                 "NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
             )
 
-    def _take(self, nbytes: int, deadline: float) -> memoryview:
-        """Return so many bytes, and be done with them in the input buffer."""
-        if nbytes <= len(self._input):
-            self._fill(nbytes, deadline)
-            taken = bytes(self._input[self._start : self._start + nbytes])
-            self._start += nbytes
-            if self._start == self._end:
-                self._start = self._end = 0
-            return memoryview(taken)
-        whole = memoryview(bytearray(nbytes))
-        self._read_whole(whole, deadline)
-        return whole
+    def _ring(self) -> Ring:
+        """Return the ring through which the other end sends, made of the descriptor that came."""
+        if self._file >= 0:
+            self._incoming = Ring(self._file, writes=False)
+            self._take_file(-1)
+        if self._incoming is None:
+            raise MalformedError("a message is said to lie in memory that did not come.")
+        return self._incoming
 
     def _read_whole(self, view: memoryview, deadline: float) -> None:
         here = min(len(view), self._end - self._start)
         view[:here] = self._input[self._start : self._start + here]
         self._start += here
+        if self._start == self._end:
+            self._start = self._end = 0
         while here < len(view):
             here += self._read_into(view[here:], deadline)
 
-    def _ring(self) -> Ring:
-        """Return the ring through which the other end sends, made of the descriptor that came."""
-        if self._files:
-            self._incoming = Ring(self._files[-1])
-            self._drop_files()
-        if self._incoming is None:
-            raise MalformedError("a message is said to lie in memory that did not come.")
-        return self._incoming
+    def _read_into(self, view: memoryview, deadline: float) -> int:
+        """Wait for some bytes, and return how many there are."""
+        while True:
+            try:
+                return self._read_some(view)
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
 
-    def _pass(self, move: Callable[[Array], int], data: Array, deadline: float) -> None:
+    def _read_some(self, view: memoryview) -> int:
+        """Receive the bytes that are here, and a descriptor that comes with them."""
+        count, beside, *_ = self._sock.recvmsg_into([view], _FILE_ROOM, socket.MSG_CMSG_CLOEXEC)
+        for _, _, file in beside:
+            self._take_file(int.from_bytes(file, sys.byteorder))
+        if not count:
+            raise ConnectionLostError(_CLOSED)
+        self._heard = time.monotonic()
+        return int(count)
+
+    def _pass(self, ring: Ring, data: Array, deadline: float) -> None:
         """Move bytes into a ring, or out of it, until all have gone."""
         start = idle = 0
         since = time.monotonic()
         while start < len(data):
-            moved = move(data[start:])
+            moved = ring.move(data[start:])
             if moved:
                 start, idle = start + moved, 0
                 self._heard = since = time.monotonic()
@@ -493,34 +539,28 @@ class Connection:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the other end did not answer in time")
-        poll = select.poll()
-        poll.register(self._sock.fileno(), event)
-        found = poll.poll(int(min(left, _LONGEST_WAIT_SECONDS) * 1000) + 1 if event else 0)
-        if found and found[0][1] & select.POLLHUP and not event:
+        found = self._poll(event, min(left, _LONGEST_WAIT_SECONDS) if event else 0)
+        if found & select.POLLHUP and not event:
             raise ConnectionLostError(_CLOSED)
         if self._lost is not None:
-            raise self._again(self._lost)
+            raise ConnectionLostError(*self._lost)
 
-    def _take_files(self, beside: Sequence[tuple[int, int, bytes]]) -> None:
-        for level, kind, data in beside:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                files = array.array("i", data[: len(data) - len(data) % 4])
-                self._files.extend(files)
-        if len(self._files) > 1:
-            for file in self._files[:-1]:
-                os.close(file)
-            del self._files[:-1]
+    def _poll(self, event: int, seconds: float) -> int:
+        """Return which events the socket has, none if it has none in time."""
+        poll = select.poll()
+        poll.register(self._sock.fileno(), event)
+        found = poll.poll(seconds * 1000)
+        return found[0][1] if found else 0
 
-    def _drop_files(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
+    def _take_file(self, file: int) -> None:
+        """Keep a descriptor in place of the one that is kept."""
+        file, self._file = self._file, file
+        if file >= 0:
+            os.close(file)
 
     def _forget_memory(self) -> None:
-        for ring in (self._outgoing, self._incoming):
-            if ring is not None:
-                ring.close()
         self._outgoing = self._incoming = None
-        self._drop_files()
+        self._take_file(-1)
 
     def _raise_broken(self, error: BaseException) -> NoReturn:
         """Cut the connection after an error in the middle of a frame, and raise what it means."""
@@ -529,49 +569,8 @@ class Connection:
         self.abort(why, clean=clean)
         if isinstance(error, TimeoutError) or not isinstance(error, OSError):
             raise error
-        raise self._again(self._lost or ConnectionLostError(str(error))) from error
-
-    @staticmethod
-    def _again(lost: ConnectionLostError) -> ConnectionLostError:
-        """Return a copy of an error: one that is raised twice collects tracebacks."""
-        copy = ConnectionLostError(str(lost))
-        copy.clean = lost.clean
-        return copy
-
-    def let_go(self) -> None:
-        """Close a forked child's copy of the socket; the parent's connection goes on."""
-        self._lost = ConnectionLostError(
-            "this process is a fork of the one that made the connection: make strategies, servers "
-            "and coordinators in the process that uses them."
-        )
-        self._closed = True
-        self._writing, self._reading = threading.Lock(), threading.Lock()  # Who held them is gone.
-        with contextlib.suppress(OSError):
-            os.close(self._sock.detach())
-        self._forget_memory()
-
-
-def _configure(sock: socket.socket, unix: bool, silence: float) -> None:
-    sock.setblocking(False)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF) if unix else ():
-        sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)  # As far as the host lets it.
-    if not unix:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
+        raise ConnectionLostError(*(self._lost or (why, clean))) from error
 
 
 def _mac(key: bytes, number: int, head: bytes | memoryview) -> bytes:
     return hmac.digest(key, number.to_bytes(8, "little") + head, "sha256")
-
-
-_open: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-
-def _let_go_of_all() -> None:
-    """Close a fork's copies: they would hide from the other ends that the process has died."""
-    for connection in list(_open):
-        connection.let_go()
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_of_all)

@@ -1,10 +1,9 @@
 """How a process learns that another one has failed, and shows the others that it lives.
 
 A closed connection is death, and is known at once. A host that vanished is known once the system
-gives up sending (TCP_USER_TIMEOUT). A process that is stopped, or stuck, keeps its connections: it
-is known by its silence, after a longer time, for one that computes without letting its other
-threads run is silent too. One thread a process beats on all its connections and listens for the
-others' beats.
+gives up sending (TCP_USER_TIMEOUT). A process that is stopped, or stuck, is known by its silence,
+after a longer time, for one that computes without letting its other threads run is silent too. One
+thread a process beats on all its connections and listens for the others' beats.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Protocol
-
-__all__ = ["SILENCE_SECONDS", "FailureDetector", "detector", "silence_seconds"]
+from typing import Any, Protocol
 
 SILENCE_SECONDS = 60.0
 _BEATS = 8  # In the time after which a silent process counts as lost.
@@ -34,10 +31,7 @@ class Watched(Protocol):
     def tick(self, now: float, excused: bool) -> None:
         """Send a heartbeat, see whether the other end is gone, and cut it after a long silence.
 
-        Args:
-            now: the time.
-            excused: whether this process itself did not run for long, so that the other end can
-                not be blamed for a silence.
+        It is excused where this process itself did not run for long.
         """
 
 
@@ -45,10 +39,7 @@ def silence_seconds(environ: Mapping[str, str] | None = None) -> float:
     """Return after how many seconds of silence a process counts as lost.
 
     Raises:
-        ValueError: `NDISTRIBUTE_HEARTBEAT_SECONDS` is no number above 0.
-
-    >>> silence_seconds({}), silence_seconds({"NDISTRIBUTE_HEARTBEAT_SECONDS": "5"})
-    (60.0, 5.0)
+        ValueError: `NDISTRIBUTE_HEARTBEAT_SECONDS` is no number of at least 0.01.
     """
     text = (os.environ if environ is None else environ).get("NDISTRIBUTE_HEARTBEAT_SECONDS", "")
     try:
@@ -77,9 +68,8 @@ class FailureDetector:
         """Watch a connection until `forget`."""
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(
-                    target=self._run, name="ndistribute heartbeat", daemon=True
-                )
+                name = "ndistribute heartbeat"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
                 thread.start()
                 self._thread = thread
             self._watched.add(connection)
@@ -127,9 +117,15 @@ class FailureDetector:
 detector = FailureDetector()
 """The detector of this process."""
 
+not_for_forks: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What a forked child closes its copies of, by their `let_go`: they would keep addresses and
+connections of its parent open when that has ended."""
+
 
 def _start_over() -> None:
-    """Give a forked child a detector of its own: the connections are its parent's."""
+    for one in list(not_for_forks):
+        one.let_go()
+    not_for_forks.clear()
     detector.__init__()  # type: ignore[misc]
 
 

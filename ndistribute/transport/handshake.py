@@ -37,12 +37,12 @@ import msgspec
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 from ndistribute.transport.address import name_of_peer
 from ndistribute.transport.codec import Decoder, MalformedError, Record, encode
+from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.tls import TlsFiles, tls_context
-
-__all__ = ["Accepted", "Hello", "Steps", "accept", "authenticate", "join"]
+from ndistribute.version import __version__
 
 MAXIMUM_HELLO_BYTES = 4096
-_LOOK_SECONDS = 0.05
+WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _MAGIC = b"NDST"
 _PROTOCOL = 2
 _GREETING = struct.Struct("!4sHc32s")
@@ -51,32 +51,44 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 _CLIENT, _SERVER = b"C", b"S"
 _ACCEPTED, _WRONG_SECRET, _REFUSED = b"+", b"-", b"!"
 _TLS_RECORDS, _TLS_MAJOR = (0x15, 0x16), 0x03  # How an alert and a hello of TLS begin.
-_USE_TLS = "it uses TLS. Set NDISTRIBUTE_TLS_CERT, _KEY and _CA for all processes, or for none"
 
 
 class Hello(Record, frozen=True):
-    """What one end of a connection says of itself.
-
-    Args:
-        name: the process, such as ``"worker:1#a1b2c3"``; the part behind # differs at each start.
-        purpose: what the connection is for; it chooses the service that answers.
-        audience: which task the client expects, such as ``"ps:0"``; empty for any.
-        instance: a random name of this life of a server; another one after a restart.
-        job: the identity of the job.
-        version: of the package.
-        silence: after how many seconds of silence it counts the other end as lost, so that this
-            beats often enough.
-        details: what else the purpose needs.
-    """
+    """What one end of a connection says of itself."""
 
     name: str = ""
+    """The process, such as ``"worker:1#a1b2c3"``; the part behind # differs at each start."""
     purpose: str = ""
+    """What the connection is for; it chooses the service that answers."""
     audience: str = ""
+    """Which task the client expects, such as ``"ps:0"``; empty for any."""
     instance: str = ""
+    """A random name of this life of a server; another one after a restart."""
     job: str = ""
     version: str = ""
     silence: float = 60.0
+    """After how many seconds it counts the other end as lost, so that this beats often enough."""
     details: dict[str, str | int] = msgspec.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a process of a job shows to the others.
+
+    Args:
+        secret: what all of them know, and nobody else.
+        job: the identity of the job, so that two jobs of one user never mix.
+        tls: the files of this process's certificate, where the job uses TLS.
+    """
+
+    secret: bytes
+    job: str
+    tls: TlsFiles | None = None
+
+    def signed(self, hello: Hello) -> Hello:
+        """Return a hello with the job's identity and the package's version."""
+        own = {"job": self.job, "version": __version__, "silence": silence_seconds()}
+        return msgspec.structs.replace(hello, **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,32 +101,56 @@ class Accepted:
 
 
 Steps = Generator[bytes | int, bytes, Accepted]
-"""A handshake: yields bytes to send or a number of bytes to receive."""
 Check = Callable[[Hello], str]
 """Returns why a peer is refused that knows the secret; empty if it is welcome."""
 
 _hello = Decoder[Hello](Hello)
 
 
+class Exchange:
+    """Run one side of a handshake on a socket, as far as it goes without waiting."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._wanted, self._received = next(steps), b""
+
+    def advance(self, sock: socket.socket) -> Accepted:
+        """Go on to the end; what the socket raises where it would wait is passed on."""
+        try:
+            while True:
+                wanted = self._wanted
+                if isinstance(wanted, bytes):
+                    sock.sendall(wanted)  # Short: it always fits the socket's empty buffer.
+                    self._wanted = next(self._steps)
+                elif len(self._received) < wanted:
+                    part = sock.recv(wanted - len(self._received))
+                    if not part:
+                        raise ConnectionResetError("it closed the connection during the handshake")
+                    self._received += part
+                else:
+                    received, self._received = self._received, b""
+                    self._wanted = self._steps.send(received)
+        except StopIteration as done:
+            accepted: Accepted = done.value
+            return accepted
+
+
 def authenticate(
     sock: socket.socket,
-    secret: bytes,
+    credentials: Credentials,
     hello: Hello,
     *,
     deadline: float,
-    tls: TlsFiles | None = None,
     instead: Callable[[], socket.socket | None] | None = None,
 ) -> tuple[socket.socket, Accepted]:
-    """Run the connecting side of a handshake on a socket.
+    """Run the connecting side of a handshake; go on with the socket returned, which blocks.
 
     Args:
-        sock: connected. It is used up: go on with the returned one; it is closed on failure.
-        secret: the job's secret (see `find_secret`).
+        sock: connected; it is closed on failure.
+        credentials: the job's secret and identity, and this process's certificate.
         hello: what the peer is told once it has proved itself.
         deadline: when to give up, on the clock of `time.monotonic`.
-        tls: this process's certificate, where the job uses TLS.
-        instead: asked for a better socket until the peer answers, and once more then: a launcher
-            keeps addresses open for processes that are still being started.
+        instead: asked for a better socket once the peer answers.
 
     Raises:
         AuthenticationError: the peer has another secret, job, version or CA, or refuses this end.
@@ -123,73 +159,41 @@ def authenticate(
     """
     peer = name_of_peer(sock)
     try:
-        _limit(sock, deadline)
-        if tls is not None:
-            sock = tls_context(tls, server=False).wrap_socket(sock)
-        accepted = _drive(sock, join(secret, hello, peer), deadline, instead)
-        if isinstance(accepted, socket.socket):
-            sock.close()
-            return authenticate(accepted, secret, hello, deadline=deadline)
-        sock.settimeout(None)
-        return sock, accepted
-    except OSError as error:
+        sock, exchange = _begin(sock, credentials, hello, peer)
+        while True:
+            try:
+                accepted = exchange.advance(sock)
+                sock.setblocking(True)
+                return sock, accepted
+            except WOULD_BLOCK as error:
+                poll, out = select.poll(), isinstance(error, ssl.SSLWantWriteError)
+                poll.register(sock, select.POLLOUT if out else select.POLLIN)
+                if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                    raise TimeoutError from error
+            better = None if instead is None else instead()
+            if better is not None:
+                sock.close()
+                sock, exchange = _begin(better, credentials, hello, peer)
+            instead = None
+    except BaseException as error:
         sock.close()
-        explained = _explained(error, peer)
-        if explained is error:
-            raise
-        raise explained from error
-    except BaseException:
-        sock.close()
+        if isinstance(error, OSError) and not isinstance(error, AuthenticationError):
+            raise _explained(error, peer) from error
         raise
 
 
-def _drive(
-    sock: socket.socket,
-    steps: Steps,
-    deadline: float,
-    instead: Callable[[], socket.socket | None] | None,
-) -> Accepted | socket.socket:
-    """Run a handshake on a socket; return its outcome, or the socket to use instead."""
-    received = b""
-    wanted = next(steps)
-    try:
-        while True:
-            _limit(sock, deadline)
-            if isinstance(wanted, bytes):
-                sock.sendall(wanted)
-                wanted = next(steps)
-                continue
-            if instead is not None:
-                poll = select.poll()
-                poll.register(sock, select.POLLIN)
-                answers = poll.poll(_LOOK_SECONDS * 1000)
-                better = instead()
-                if better is not None:
-                    return better
-                instead = None if answers else instead
-                continue
-            part = sock.recv(wanted - len(received))
-            if not part:
-                raise ConnectionResetError
-            received += part
-            if len(received) == wanted:
-                wanted, received = steps.send(received), b""
-    except StopIteration as done:
-        accepted: Accepted = done.value
-        return accepted
-
-
-def _limit(sock: socket.socket, deadline: float) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    sock.settimeout(left)
+def _begin(
+    sock: socket.socket, credentials: Credentials, hello: Hello, peer: str
+) -> tuple[socket.socket, Exchange]:
+    sock.setblocking(False)
+    if credentials.tls is not None and sock.family != socket.AF_UNIX:
+        context = tls_context(credentials.tls, server=False)
+        sock = context.wrap_socket(sock, do_handshake_on_connect=False)
+    return sock, Exchange(join(credentials.secret, credentials.signed(hello), peer))
 
 
 def _explained(error: OSError, peer: str) -> Exception:
     """Return what went wrong with a peer in words that say what to do."""
-    if isinstance(error, AuthenticationError):
-        return error
     if isinstance(error, TimeoutError):
         return CollectiveTimeoutError(
             f"The peer {peer} did not finish the handshake in time. It may have stopped, or be no "
@@ -214,82 +218,98 @@ def tls_error(peer: str, error: ssl.SSLError) -> AuthenticationError:
 
 
 def join(secret: bytes, hello: Hello, peer: str) -> Steps:
-    """Return the connecting side of a handshake.
-
-    Args:
-        secret: the job's secret.
-        hello: what the server is told.
-        peer: how errors name the server.
-    """
+    """Return the connecting side of a handshake with a server that errors name `peer`."""
     mine = _greeting(_CLIENT)
     yield mine
-    theirs = yield from _receive_greeting(peer, _SERVER)
-    key, transcript = _key(secret), mine + theirs
-    yield _mac(key, b"client proof", transcript)
-    payload, transcript = yield from _receive(key, b"server hello", transcript, peer)
-    server = _decoded(payload, peer)
-    own = _packed(hello)
-    yield _framed(key, b"client hello", transcript, _ACCEPTED, own)
-    transcript += own
-    _, transcript = yield from _receive(key, b"server verdict", transcript, peer)
-    keys = (_mac(key, b"server frames", transcript), _mac(key, b"client frames", transcript))
-    return Accepted(server, *keys)
+    said = _Transcript(secret, mine + (yield from _receive_greeting(peer, _SERVER)), peer)
+    yield said.mac(b"client proof")
+    server = _decoded((yield from said.hear(b"server hello")), peer)
+    yield said.say(b"client hello", _packed(hello))
+    yield from said.hear(b"server verdict")
+    return Accepted(server, said.mac(b"server frames"), said.mac(b"client frames"))
 
 
 def accept(secret: bytes, hello: Hello, check: Check, peer: str) -> Steps:
-    """Return the accepting side of a handshake.
-
-    Args:
-        secret: the job's secret.
-        hello: what a client is told that has proved itself; its job and version are the client's
-            as well, and a client's audience, where it has one, is its name.
-        check: says what else is wrong with a client.
-        peer: how errors name the client.
-    """
+    """Return the accepting side; the job and version of its hello are to be the client's too."""
     theirs = yield from _receive_greeting(peer, _CLIENT, answer=(mine := _greeting(_SERVER)))
-    key, transcript = _key(secret), theirs + mine
-    proof = yield _PROOF_BYTES
-    if not hmac.compare_digest(proof, _mac(key, b"client proof", transcript)):
+    said = _Transcript(secret, theirs + mine, peer)
+    if not hmac.compare_digest((yield _PROOF_BYTES), said.mac(b"client proof")):
         yield _WRONG_SECRET
-        raise _wrong_secret(peer)
-    own = _packed(hello)
-    yield _framed(key, b"server hello", transcript, _ACCEPTED, own)
-    payload, transcript = yield from _receive(key, b"client hello", transcript + own, peer)
-    client = _decoded(payload, peer)
-    reason = _mismatch(hello, client) or check(client) or _other_job(hello, client)
-    verdict, said = (
-        (_REFUSED, reason.encode()[:MAXIMUM_HELLO_BYTES]) if reason else (_ACCEPTED, b"")
-    )
-    yield _framed(key, b"server verdict", transcript, verdict, said)
-    if reason:
+        raise said.wrong_secret()
+    yield said.say(b"server hello", _packed(hello))
+    client = _decoded((yield from said.hear(b"client hello")), peer)
+    if reason := _mismatch(hello, client, check):
+        yield said.say(b"server verdict", reason.encode()[:MAXIMUM_HELLO_BYTES], _REFUSED)
         raise AuthenticationError(f"{client.name or peer} was refused: {reason}")
-    keys = (_mac(key, b"client frames", transcript), _mac(key, b"server frames", transcript))
-    return Accepted(client, *keys)
+    yield said.say(b"server verdict")
+    return Accepted(client, said.mac(b"client frames"), said.mac(b"server frames"))
 
 
-def _mismatch(server: Hello, client: Hello) -> str:
+class _Transcript:
+    """What both sides have said, and what only the secret makes of it."""
+
+    def __init__(self, secret: bytes, greetings: bytes, peer: str) -> None:
+        # HMAC takes a key that ends in zeros for the one without them; a digest has one length.
+        self._key = hashlib.sha256(secret).digest()
+        self._said = greetings
+        self._peer = peer
+
+    def mac(self, label: bytes) -> bytes:
+        """Return a proof, or a key; a label keeps one side's from serving as the other's."""
+        return hmac.digest(self._key, b"ndistribute " + label + b"\0" + self._said, "sha256")
+
+    def say(self, label: bytes, payload: bytes = b"", verdict: bytes = _ACCEPTED) -> bytes:
+        self._said += payload
+        return _FIRST.pack(verdict, len(payload)) + payload + self.mac(label + verdict)
+
+    def hear(self, label: bytes) -> Generator[bytes | int, bytes, bytes]:
+        """Return what the peer says, which is known to be its own."""
+        verdict = yield 1
+        if verdict == _WRONG_SECRET:
+            raise self.wrong_secret()
+        length = int.from_bytes((yield 2), "big")
+        if verdict not in (_ACCEPTED, _REFUSED) or length > MAXIMUM_HELLO_BYTES:
+            raise AuthenticationError(
+                f"The peer {self._peer} is no process of this job: it sent {verdict!r} and "
+                f"{length} bytes, and at most {MAXIMUM_HELLO_BYTES} were expected."
+            )
+        payload = (yield length) if length else b""
+        self._said += payload
+        if not hmac.compare_digest((yield _PROOF_BYTES), self.mac(label + verdict)):
+            raise self.wrong_secret()
+        if verdict == _REFUSED:
+            reason = payload.decode(errors="replace")
+            raise AuthenticationError(f"{self._peer} refused this process: {reason}")
+        return payload
+
+    def wrong_secret(self) -> AuthenticationError:
+        return AuthenticationError(
+            f"The peer {self._peer} has another secret than this process. Give all processes of "
+            "the job the same NDISTRIBUTE_SECRET (or NDISTRIBUTE_SECRET_FILE)."
+        )
+
+
+def _mismatch(server: Hello, client: Hello, check: Check) -> str:
     """Return why a client can not be one of this server's, empty if it can."""
+    name = server.name.partition("#")[0]
     if client.version != server.version:
         return (
             f"it runs version {client.version} of ndistribute, {server.name} runs "
             f"{server.version}. Install the same version for all processes of the job."
         )
-    if client.audience not in ("", server.name.partition("#")[0]):
+    if client.audience not in ("", name):
         return (
-            f"it looks for {client.audience}, and this is {server.name.partition('#')[0]}. Every "
-            "process needs the same cluster, and an index of its own."
+            f"it looks for {client.audience}, and this is {name}. Every process needs the same "
+            "cluster, and an index of its own."
         )
-    return ""
-
-
-def _other_job(server: Hello, client: Hello) -> str:
-    if client.job != server.job:
-        return (
+    reason = check(client)  # Before the job, which is made of the addresses: it may say which.
+    if not reason and client.job != server.job:
+        reason = (
             f"it belongs to job {client.job}, {server.name or 'this process'} to job {server.job}. "
             "Another job's process has the address: end that job, or choose other ports. Where "
             "you start the processes yourself, give all the same cluster and NDISTRIBUTE_JOB_ID."
         )
-    return ""
+    return reason
 
 
 def _greeting(role: bytes) -> bytes:
@@ -305,7 +325,7 @@ def _receive_greeting(
         if magic[0] in _TLS_RECORDS and magic[1] == _TLS_MAJOR:
             if answer:
                 yield answer  # To a peer's TLS this is an error, and so it learns.
-            hint = _USE_TLS
+            hint = "it uses TLS. Set NDISTRIBUTE_TLS_CERT, _KEY and _CA for all processes, or none"
         raise AuthenticationError(f"The peer {peer} is no process of this job: {hint}.")
     greeting = magic + (yield _GREETING.size - len(magic))
     if answer:
@@ -324,35 +344,6 @@ def _receive_greeting(
     return greeting
 
 
-def _receive(
-    key: bytes, label: bytes, transcript: bytes, peer: str
-) -> Generator[bytes | int, bytes, tuple[bytes, bytes]]:
-    """Return what the peer says, which is known to be its own, and the transcript with it."""
-    verdict = yield 1
-    if verdict == _WRONG_SECRET:
-        raise _wrong_secret(peer)
-    length = int.from_bytes((yield 2), "big")
-    if verdict not in (_ACCEPTED, _REFUSED) or length > MAXIMUM_HELLO_BYTES:
-        raise AuthenticationError(
-            f"The peer {peer} is no process of this job: it sent {verdict!r} and {length} bytes, "
-            f"and at most {MAXIMUM_HELLO_BYTES} were expected."
-        )
-    payload = (yield length) if length else b""
-    proof = yield _PROOF_BYTES
-    if not hmac.compare_digest(proof, _mac(key, label + verdict, transcript + payload)):
-        raise _wrong_secret(peer)
-    if verdict == _REFUSED:
-        raise AuthenticationError(
-            f"{peer} refused this process: {payload.decode(errors='replace')}"
-        )
-    return payload, transcript + payload
-
-
-def _framed(key: bytes, label: bytes, transcript: bytes, verdict: bytes, payload: bytes) -> bytes:
-    proof = _mac(key, label + verdict, transcript + payload)
-    return _FIRST.pack(verdict, len(payload)) + payload + proof
-
-
 def _packed(hello: Hello) -> bytes:
     payload, _ = encode(hello)
     if len(payload) > MAXIMUM_HELLO_BYTES:
@@ -363,24 +354,7 @@ def _packed(hello: Hello) -> bytes:
 def _decoded(payload: bytes, peer: str) -> Hello:
     try:
         return _hello.decode(payload)
-    except (MalformedError, msgspec.MsgspecError) as error:
+    except MalformedError as error:
         raise AuthenticationError(
             f"The peer {peer} runs another version of ndistribute: {error}"
         ) from error
-
-
-def _wrong_secret(peer: str) -> AuthenticationError:
-    return AuthenticationError(
-        f"The peer {peer} has another secret than this process. Give all processes of the job the "
-        "same NDISTRIBUTE_SECRET (or NDISTRIBUTE_SECRET_FILE)."
-    )
-
-
-def _key(secret: bytes) -> bytes:
-    # HMAC takes a key that ends in zeros for the one without them; a digest has one length.
-    return hashlib.sha256(secret).digest()
-
-
-def _mac(key: bytes, label: bytes, transcript: bytes) -> bytes:
-    """Return what only the secret yields; a label keeps one side's from serving as the other's."""
-    return hmac.digest(key, b"ndistribute " + label + b"\0" + transcript, "sha256")

@@ -26,14 +26,16 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 from ndistribute.transport.codec import Decoder, MalformedError, Record
-from ndistribute.transport.connecting import HANDSHAKE_SECONDS, connect, unix_wanted
-from ndistribute.transport.connection import Connection, ConnectionLostError
+from ndistribute.transport.connection import (
+    HANDSHAKE_SECONDS,
+    Connection,
+    ConnectionLostError,
+    connect,
+    unix_wanted,
+)
 from ndistribute.transport.failure_detector import detector, silence_seconds
-from ndistribute.transport.handshake import Accepted, Hello
+from ndistribute.transport.handshake import Accepted, Credentials, Hello
 from ndistribute.transport.listener import Listener, listen, listen_unix
-from ndistribute.transport.secret import Credentials
-
-__all__ = ["Client", "Peer", "RpcServer", "Service"]
 
 _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds before connecting again; the last one repeats.
 _SILENT_SECONDS = 5.0  # After so long a wait for a server its user wants to know of it.
@@ -54,9 +56,8 @@ class Call:
         self._client, self._request = client, request
         self._begun, self.deadline = time.monotonic(), deadline
         self.reply: Any = None
-        """What came for it, once it is here."""
+        self.connection: Connection  # On which the request went out.
         self._number = 0
-        self._connection: Connection | None = None
         self._problem: Exception | None = None
         self._told = False
         self._send()
@@ -91,13 +92,6 @@ class Call:
         return self.reply is not None or self._problem is not None
 
     @property
-    def connection(self) -> Connection:
-        """Return the connection on which the request went out."""
-        if self._connection is None:
-            raise ConnectionLostError("the request was never sent.")
-        return self._connection
-
-    @property
     def instance(self) -> str:
         """Return which life of the server the request went to."""
         return self.connection.peer.instance
@@ -106,10 +100,10 @@ class Call:
         self.cancel()
         self._number = next(self._client._numbers)
         try:
-            self._connection = self._client._connected(self.deadline)
+            self.connection = self._client._connected(self.deadline)
             self._problem = None  # From here on the thread that receives may set it again.
             self._client._pending[self._number] = self
-            self._connection.send(self._request, self._number, self.deadline)
+            self.connection.send(self._request, self._number, self.deadline)
         except (ConnectionLostError, CollectiveTimeoutError) as error:
             self._problem = error
         except TimeoutError as error:
@@ -322,25 +316,16 @@ class Peer:
     """The other end of a connection, as a service sees it."""
 
     def __init__(self, connection: Connection) -> None:
-        self.hello = connection.peer
         self.name = connection.peer.name
         self._connection = connection
 
     def send(self, record: Record, call: int = 0) -> bool:
-        """Send a record, from any thread; return False if the other end is gone.
-
-        Raises:
-            ValueError: the record can not be sent, or is too long.
-        """
+        """Send a record, from any thread; return False if the other end is gone."""
         try:
             self._connection.send(record, call)
             return True
         except (ConnectionLostError, TimeoutError):
             return False
-
-    def hang_up(self, reason: str) -> None:
-        """Cut the connection."""
-        self._connection.abort(reason)
 
 
 class Service(Protocol):
@@ -376,8 +361,6 @@ class RpcServer:
         services: what answers, by purpose.
         environ: where a launcher names the socket that it keeps for this process.
 
-    Raises:
-        OSError: this process can not listen there.
     """
 
     def __init__(
@@ -399,23 +382,23 @@ class RpcServer:
         self._threads: dict[threading.Thread, Connection | None] = {}
         self._closing = False
         self._silence = silence_seconds(environ)
-        hello = Hello(name=name, instance=self.instance)
-        plain = Credentials(credentials.secret, credentials.job)
-        with contextlib.ExitStack() as stack:
-            sock = stack.enter_context(listen(address, environ))
+        with contextlib.ExitStack() as on_error:
+            sock = on_error.enter_context(listen(address, environ))
             self.port: int = sock.getsockname()[1]
             own = f"{address.rpartition(':')[0]}:{self.port}"
             unix = listen_unix(own) if unix_wanted(environ) else None
-            for one, shown in ((unix, plain), (sock, credentials)):  # A client prefers the first.
-                if one is not None:
-                    stack.enter_context(one)
-                    listener = Listener([one], shown, hello, self._on_peer, check=self._refusal)
-                    stack.enter_context(listener)
-            self._listeners = stack.pop_all()
+            self._listener = Listener(
+                [sock] if unix is None else [on_error.enter_context(unix), sock],
+                credentials,
+                Hello(name=name, instance=self.instance),
+                self._on_peer,
+                check=self._refusal,
+            )
+            on_error.pop_all()
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening and end all connections; a second call does nothing."""
-        self._listeners.close()
+        self._listener.close()
         with self._lock:
             self._closing = True
             threads = dict(self._threads)
@@ -454,58 +437,49 @@ class RpcServer:
 
     def _serve(self, sock: socket.socket, accepted: Accepted) -> None:
         hello, thread = accepted.hello, threading.current_thread()
-        service = self._services[hello.purpose]
+        service, kinds = self._services[hello.purpose], self._kinds[hello.purpose]
         try:
             connection = Connection(
-                sock,
-                accepted,
-                self._kinds[hello.purpose],
-                sealed=service.sealed,
-                silence=self._silence,
+                sock, accepted, kinds, sealed=service.sealed, silence=self._silence
             )
             with self._lock:
                 self._threads[thread] = connection
                 if self._closing:
                     connection.abort("the server was stopped.", clean=True)
-            self._attend(service, connection)
+            peer, died = Peer(connection), True
+            with contextlib.closing(connection):
+                try:
+                    service.connected(peer)
+                    died = _converse(service, connection, peer)
+                finally:
+                    connection.abort("the conversation ended.")
+                    service.disconnected(peer, died and not self._closing)
         except Exception:
             _log.exception("the connection of %s failed", hello.name)
         finally:
             with self._lock:
                 del self._threads[thread]
 
-    def _attend(self, service: Service, connection: Connection) -> None:
-        peer, died = Peer(connection), True
-        try:
-            service.connected(peer)
-            died = self._converse(service, connection, peer)
-        finally:
-            connection.abort("the conversation ended.")
-            try:
-                service.disconnected(peer, died and not self._closing)
-            finally:
-                connection.close()
 
-    @staticmethod
-    def _converse(service: Service, connection: Connection, peer: Peer) -> bool:
-        """Answer requests until the connection ends; return True if it ended without good-bye."""
-        while True:
-            try:
-                call, request = connection.receive()
-            except ConnectionLostError as error:
-                if not error.clean:
-                    _log.warning("the connection of %s ended: %s", peer.name, str(error))
-                return not error.clean
-            except MalformedError as error:
-                _log.warning("%s sent what no client sends: %s", peer.name, str(error))
-                return True
-            try:
-                reply = service.handle(peer, call, request)
-                del request
-                here = reply is None or peer.send(reply, call)
-            except Exception as error:
-                _log.exception("a request of %s failed", peer.name)
-                here = peer.send(Failed(f"{type(error).__name__}: {error}"), call)
-            reply = None  # It may hold what is to be given back while nothing is asked.
-            if not here:
-                return True
+def _converse(service: Service, connection: Connection, peer: Peer) -> bool:
+    """Answer requests until the connection ends; return True if it ended without good-bye."""
+    while True:
+        try:
+            call, request = connection.receive()
+        except ConnectionLostError as error:
+            if not error.clean:
+                _log.warning("the connection of %s ended: %s", peer.name, str(error))
+            return not error.clean
+        except MalformedError as error:
+            _log.warning("%s sent what no client sends: %s", peer.name, str(error))
+            return True
+        try:
+            reply = service.handle(peer, call, request)
+            del request
+            here = reply is None or peer.send(reply, call)
+        except Exception as error:
+            _log.exception("a request of %s failed", peer.name)
+            here = peer.send(Failed(f"{type(error).__name__}: {error}"), call)
+        reply = None  # It may hold what is to be given back while nothing is asked.
+        if not here:
+            return True

@@ -30,8 +30,8 @@ from ndistribute.parameter_server.messages import (
 from ndistribute.transport.address import split_address, unix_name
 from ndistribute.transport.codec import Decoder, Record
 from ndistribute.transport.connection import Connection
-from ndistribute.transport.handshake import Accepted, Hello, authenticate
-from ndistribute.transport.secret import Credentials, credentials_of
+from ndistribute.transport.handshake import Accepted, Credentials, Hello, authenticate
+from ndistribute.transport.secret import credentials_of
 from tests.faults.commands import DEADLINE, commanded
 from tests.faults.tasks import Tasks, Zygote
 
@@ -104,10 +104,8 @@ class Stranger:
                 return
             purpose = "ps" if self._serves else "coordinator"
             hello = Hello(name="evaluator:9#n", purpose=purpose, audience=self._name)
-            hello = self._credentials.signed(hello)
             deadline = time.monotonic() + 20
-            secret = self._credentials.secret
-            _, accepted = authenticate(sock, secret, hello, deadline=deadline)
+            _, accepted = authenticate(sock, self._credentials, hello, deadline=deadline)
             records = TO_SERVERS if self._serves else TO_WORKERS
             frame = framed(self._rng.choice(records), accepted, sealed=not self._serves)
             self._write(sock, self._spoilt(frame))
@@ -152,7 +150,7 @@ def framed(record: Record, accepted: Accepted, *, sealed: bool) -> bytes:
     here, there = socket.socketpair()
     connection = Connection(here, accepted, Decoder(Reply | Outcome), sealed=sealed)
     with contextlib.closing(connection), there:
-        connection._unix = False  # Else long arrays would go by shared memory.
+        connection.is_unix = False  # Else long arrays would go by shared memory.
         connection.send(record, 1)
         return there.recv(1 << 16)
 

@@ -22,9 +22,8 @@ import numpy as np
 
 from ndistribute.transport.codec import Array, Decoder, Record
 from ndistribute.transport.connection import Connection
-from ndistribute.transport.handshake import Accepted, Hello, authenticate
+from ndistribute.transport.handshake import Accepted, Credentials, Hello, authenticate
 from ndistribute.transport.rpc import Client, RpcServer
-from ndistribute.transport.secret import Credentials
 from ndistribute.transport.tls import TlsFiles, tls_context
 
 SECONDS = 10.0
@@ -136,8 +135,7 @@ def shake(
     seconds: float = SECONDS,
 ) -> tuple[socket.socket, Accepted]:
     """Join at a listener."""
-    secret, tls = credentials.secret, credentials.tls
-    return authenticate(sock, secret, credentials.signed(hello), deadline=soon(seconds), tls=tls)
+    return authenticate(sock, credentials, hello, deadline=soon(seconds))
 
 
 def authority(folder: Path) -> TlsFiles:

@@ -22,8 +22,7 @@ import pytest
 from ndistribute.errors import DistributeError
 from ndistribute.transport.address import unix_name
 from ndistribute.transport.codec import Array, Decoder, MalformedError, Record
-from ndistribute.transport.connecting import connect
-from ndistribute.transport.connection import ConnectionLostError
+from ndistribute.transport.connection import ConnectionLostError, connect
 from ndistribute.transport.handshake import Hello
 from ndistribute.transport.rpc import RpcServer
 from tests.transport.ends import (

@@ -21,7 +21,7 @@ from ndistribute.transport import connection as module
 from ndistribute.transport import shared_memory
 from ndistribute.transport.codec import MalformedError, encode
 from ndistribute.transport.connection import Connection, ConnectionLostError
-from ndistribute.transport.shared_memory import Ring
+from ndistribute.transport.shared_memory import Ring, make_file
 from ndistribute.transport.tls import TlsFiles
 from tests.transport.ends import (
     Note,
@@ -319,26 +319,27 @@ def test_memory_that_its_owner_could_make_shorter_is_refused():
 
 
 def test_memory_that_is_missing_or_of_another_size_is_refused_and_no_descriptor_stays():
-    ring, before = Ring(), len(open_files())
-    os.ftruncate(ring.file, 2 * os.fstat(ring.file).st_size)
-    for fds in ([], [ring.file], [ring.file] * 5):
+    file, before = make_file(), len(open_files())
+    os.ftruncate(file, 2 * os.fstat(file).st_size)
+    for fds in ([], [file], [file] * 5):
         with half(unix=True) as (connection, sock):
             socket.send_fds(sock, [shared(0, MEGABYTES)], fds)
             with pytest.raises(MalformedError, match="memory"):
                 connection.receive(soon())
     assert len(open_files()) == before
-    ring.close()
+    os.close(file)
 
 
 def test_memory_that_claims_more_than_it_has_is_refused():
-    ring = Ring()
-    ring.write(np.zeros(64, np.uint8))
+    file = make_file()
+    ring = Ring(file, writes=True)
+    ring.move(np.zeros(64, np.uint8))
     ring._counts[0] = 1 << 40
     with half(unix=True) as (connection, sock):
-        socket.send_fds(sock, [shared(0, MEGABYTES)], [ring.file])
+        socket.send_fds(sock, [shared(0, MEGABYTES)], [file])
         with pytest.raises(MalformedError, match="can not lie in memory"):
             connection.receive(soon())
-    ring.close()
+    os.close(file)
 
 
 def test_good_bye_is_told_from_the_end_of_a_process(ends):

@@ -19,8 +19,8 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
+from ndistribute.transport.handshake import Credentials
 from ndistribute.transport.rpc import RpcServer
-from ndistribute.transport.secret import Credentials
 from tests.transport.ends import (
     CREDENTIALS,
     SECONDS,
