@@ -22,10 +22,9 @@ from pathlib import Path
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 from ndistribute.transport.address import split_address
 from ndistribute.transport.failure_detector import SILENCE_SECONDS, silence_seconds
-from ndistribute.transport.handshake import Credentials, Hello, authenticate
+from ndistribute.transport.handshake import Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
-from ndistribute.transport.secret import credentials_of
-from ndistribute.transport.tls import tls_files
+from ndistribute.transport.secret import Credentials, credentials_of, tls_files
 
 __all__ = [
     "Membership",

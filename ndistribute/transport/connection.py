@@ -30,11 +30,11 @@ import numpy as np
 
 from ndistribute.errors import AuthenticationError, DistributeError
 from ndistribute.transport.address import is_of_this_user, split_address, unix_name
-from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
+from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 from ndistribute.transport.failure_detector import detector, not_for_forks, silence_seconds
-from ndistribute.transport.handshake import Accepted, Credentials, Hello, authenticate
+from ndistribute.transport.handshake import Accepted, Hello, authenticate
+from ndistribute.transport.secret import Credentials
 from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
-from ndistribute.transport.tls import NonBlockingTls
 
 HANDSHAKE_SECONDS = 10.0
 BODY_LIMIT_BYTES = 16 << 30
@@ -85,27 +85,21 @@ def connect(
     *,
     deadline: float,
     sealed: bool = False,
-    unix: bool | None = None,
 ) -> Connection:
     """Return an authenticated connection to a process: by a Unix socket if it is on this host.
 
-    Whether to look for one, `NDISTRIBUTE_UNIX_SOCKETS` says where `unix` does not. For the other
-    arguments see `Connection`.
-
-    Raises:
-        AuthenticationError: it belongs to another job, or to none.
-        ConnectionLostError: nobody answers there.
+    If nobody answers there, that is a `ConnectionLostError`.
     """
     deadline = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
     by_unix = functools.partial(_unix_socket, address, deadline)
-    wanted = unix_wanted() if unix is None else unix
+    wanted = unix_wanted()
     try:
-        instead, sock = None, by_unix() if wanted else None
+        sock = by_unix() if wanted else None
+        # A launcher keeps addresses open for processes that are still being started.
+        instead = by_unix if wanted and sock is None else None
         if sock is None:
             patience = max(0.001, deadline - time.monotonic())
             sock = socket.create_connection(split_address(address), timeout=patience)
-            # A launcher keeps addresses open for processes that are still being started.
-            instead = by_unix if wanted else None
         sock, accepted = authenticate(sock, credentials, hello, deadline=deadline, instead=instead)
         return Connection(sock, accepted, kinds, sealed=sealed)
     except OSError as error:
@@ -126,15 +120,10 @@ def _unix_socket(address: str, deadline: float) -> socket.socket | None:
 
 
 class Connection:
-    """Send and receive records on an authenticated socket.
+    """Send and receive records on an authenticated socket, which it closes.
 
-    Args:
-        sock: connected and authenticated; the connection closes it.
-        accepted: the outcome of the handshake.
-        kinds: reads the records that come.
-        sealed: whether every frame carries a MAC over its header and control record: it must, where
-            something in the record will be unpickled.
-        silence: after how many seconds without a word the other end counts as lost.
+    If `sealed`, every frame carries a MAC over its header and control record: it must, where
+    something in the record will be unpickled.
     """
 
     def __init__(
@@ -148,7 +137,7 @@ class Connection:
     ) -> None:
         self.peer = accepted.hello
         self.is_unix = sock.family == socket.AF_UNIX
-        self._sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
+        self._sock: Any = _NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._kinds = kinds
         self._accepted = accepted
         self._sealed = sealed
@@ -192,20 +181,12 @@ class Connection:
         return self._lost is not None and not self._lost[1]
 
     def send(self, record: Any, call: int = 0, deadline: float = float("inf")) -> None:
-        """Send a record in a frame of its own, whole.
+        """Send a record, and the number of the call that it belongs to; it may change afterwards.
 
-        Args:
-            record: a `Record`; its arrays may change again once this returns.
-            call: a number that the other end gives back with its answer.
-            deadline: on the clock of `time.monotonic`; past it the connection is cut.
-
-        Raises:
-            ConnectionLostError: the connection ended.
-            TimeoutError: the other end does not read.
-            ValueError: the record can not be sent, or is too long.
+        If the other end has not read it by the deadline, the connection is cut.
         """
         control, buffers = encode(record)
-        lengths = [nbytes_of(buffer) for buffer in buffers]
+        lengths = list(map(len, buffers))
         body = sum(map(padded, lengths))
         if body > BODY_LIMIT_BYTES or len(control) > CONTROL_LIMIT_BYTES:
             raise ValueError(
@@ -240,10 +221,7 @@ class Connection:
     def receive(self, deadline: float = float("inf")) -> tuple[int, Any]:
         """Return the next record, and the number of the call that it belongs to.
 
-        Raises:
-            ConnectionLostError: the connection ended.
-            MalformedError: something else came than a frame of this package; it is cut then.
-            TimeoutError: nothing came in time; the connection goes on.
+        A `TimeoutError` leaves the connection whole, a `MalformedError` cuts it.
         """
         with self._reading:
             while True:
@@ -262,47 +240,55 @@ class Connection:
                     return found
                 self._give_back(self._heard)
 
-    def abort(self, reason: str, *, clean: bool = False) -> None:
+    def abort(self, reason: str, *, clean: bool = False, wait: float = 0.0) -> None:
         """Cut the connection, from any thread; who waits on it learns the reason.
 
-        If `clean`, the other end is told that this one leaves, if it can be without waiting.
+        If `clean`, the other end is told that this one leaves, as far as it reads in time.
         """
-        if clean and self._lost is None and self._writing.acquire(blocking=False):
+        try:
+            if clean and self._lost is None:
+                with contextlib.suppress(OSError):
+                    self._say_goodbye(time.monotonic() + wait)
+        finally:
+            self._lost = self._lost or (reason, clean)
             with contextlib.suppress(OSError):
-                if not self._unsent:
-                    self._sock.sendmsg([_GOODBYE_FRAME], (), _QUIET)
-            self._writing.release()
-        self._lost = self._lost or (reason, clean)
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Say good-bye, wait shortly until the other end has heard it, and close the socket.
-
-        A second call does nothing.
-        """
+        """Say good-bye, wait shortly until the other end has heard it, and close the socket."""
         if self._closed:
             return
         self._closed = True
         try:
             detector.forget(self)
-            if self._lost is None:
-                with contextlib.suppress(OSError):
-                    self._say_goodbye(time.monotonic() + _FAREWELL_SECONDS)
+            self.abort(_CLOSED_HERE, clean=True, wait=_FAREWELL_SECONDS)
         finally:
-            self.abort(_CLOSED_HERE, clean=True)
             # Whoever sends or receives has been woken: it must not use the descriptor's number
             # when that is another file's already.
             locks = [self._writing, self._reading]
             held = [lock for lock in locks if lock.acquire(timeout=_FAREWELL_SECONDS)]
-            self._sock.close()
-            self._forget_memory()
+            self._free()
             not_for_forks.discard(self)
             for lock in held:
                 lock.release()
 
+    def let_go(self) -> None:
+        """Close a forked child's copy of the socket; the parent's connection goes on."""
+        fork = (
+            "this process is a fork of the one that made the connection: make strategies, servers "
+            "and coordinators in the process that uses them."
+        )
+        self._lost, self._closed = (fork, False), True
+        self._writing, self._reading = threading.Lock(), threading.Lock()  # Who held them is gone.
+        self._free()
+
+    def _free(self) -> None:
+        self._sock.close()
+        self._outgoing = self._incoming = None
+        self._take_file(-1)
+
     def _say_goodbye(self, deadline: float) -> None:
-        if self._writing.acquire(timeout=_FAREWELL_SECONDS):
+        if self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
                 self._write([_GOODBYE_FRAME], deadline)
                 self._sock.shutdown(socket.SHUT_WR)
@@ -319,10 +305,7 @@ class Connection:
                 self._reading.release()
 
     def tick(self, now: float, excused: bool) -> None:
-        """Send a heartbeat, see whether the other end is gone, and cut it after a long silence.
-
-        Called by the failure detector; it waits for nothing.
-        """
+        """Do what the failure detector asks, without waiting."""
         if self._writing.acquire(blocking=False):
             try:
                 # What does not go out now goes before the next frame, unchanged: TLS insists on it.
@@ -344,24 +327,15 @@ class Connection:
                 if not self._poll(select.POLLIN, 0):  # Else a thread is about to read.
                     self.abort(f"nothing was heard of it for {now - self._heard:.1f} s.")
 
-    def let_go(self) -> None:
-        """Close a forked child's copy of the socket; the parent's connection goes on."""
-        fork = (
-            "this process is a fork of the one that made the connection: make strategies, servers "
-            "and coordinators in the process that uses them."
-        )
-        self._lost, self._closed = (fork, False), True
-        self._writing, self._reading = threading.Lock(), threading.Lock()  # Who held them is gone.
-        with contextlib.suppress(OSError):
-            os.close(self._sock.detach())
-        self._forget_memory()
-
     def _listen(self, now: float) -> None:
         """Take in what has come while nobody receives; called with the reading lock."""
         try:
             while self._end < len(self._input):
                 self._end += self._read_some(self._input[self._end :])
-                self._skip_heartbeats()
+                while self._input[self._start : self._end][: _HEADER.size] == _HEARTBEAT_FRAME:
+                    self._start += _HEADER.size
+                if self._start == self._end:
+                    self._start = self._end = 0
             self._heard = now  # Its heartbeats wait behind what this process has not read.
         except BlockingIOError:
             pass
@@ -369,15 +343,6 @@ class Connection:
             if self._start == self._end:  # Else a good-bye may be in what is to be read.
                 self.abort(f"{error}")
         self._give_back(now)
-
-    def _skip_heartbeats(self) -> None:
-        while self._end - self._start >= _HEADER.size:
-            magic, kind, *_ = _HEADER.unpack_from(self._input, self._start)
-            if (magic, kind) != (_MAGIC, _HEARTBEAT):
-                return
-            self._start += _HEADER.size
-            if self._start == self._end:
-                self._start = self._end = 0
 
     def _give_back(self, now: float) -> None:
         """Give back memory for long messages that lies idle; called with the reading lock."""
@@ -449,7 +414,7 @@ class Connection:
                 f"a frame of {nbytes} + {body} bytes in {count} parts is too long."
             )
         if kind == _HEARTBEAT:
-            self._skip_heartbeats()
+            self._start += _HEADER.size
             return None
         if kind == _GOODBYE:
             raise ConnectionLostError("it said good-bye.", clean=True)
@@ -495,8 +460,6 @@ class Connection:
         here = min(len(view), self._end - self._start)
         view[:here] = self._input[self._start : self._start + here]
         self._start += here
-        if self._start == self._end:
-            self._start = self._end = 0
         while here < len(view):
             here += self._read_into(view[here:], deadline)
 
@@ -558,10 +521,6 @@ class Connection:
         if file >= 0:
             os.close(file)
 
-    def _forget_memory(self) -> None:
-        self._outgoing = self._incoming = None
-        self._take_file(-1)
-
     def _raise_broken(self, error: BaseException) -> NoReturn:
         """Cut the connection after an error in the middle of a frame, and raise what it means."""
         clean = isinstance(error, ConnectionLostError) and error.clean
@@ -570,6 +529,37 @@ class Connection:
         if isinstance(error, TimeoutError) or not isinstance(error, OSError):
             raise error
         raise ConnectionLostError(*(self._lost or (why, clean))) from error
+
+
+class _NonBlockingTls:
+    """Make a TLS socket look like a plain one that does not block.
+
+    OpenSSL wants one thread at a time in a connection: a lock is held, but never while waiting.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._tls = sock
+        self._lock = threading.Lock()
+        self.fileno, self.close, self.detach = sock.fileno, sock.close, sock.detach
+
+    def sendmsg(self, buffers: Sequence[Buffer], *_: object) -> int:
+        try:
+            with self._lock:
+                return self._tls.send(buffers[0])
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def recvmsg_into(self, views: Sequence[memoryview], *_: object) -> tuple[int, tuple[()]]:
+        try:
+            with self._lock:
+                return self._tls.recv_into(views[0]), ()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+        except ssl.SSLZeroReturnError:
+            return 0, ()
+
+    def shutdown(self, how: int) -> None:
+        socket.socket.shutdown(self._tls, how)  # SSLSocket's own would end reading as well.
 
 
 def _mac(key: bytes, number: int, head: bytes | memoryview) -> bytes:

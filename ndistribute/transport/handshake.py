@@ -38,7 +38,7 @@ from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 from ndistribute.transport.address import name_of_peer
 from ndistribute.transport.codec import Decoder, MalformedError, Record, encode
 from ndistribute.transport.failure_detector import silence_seconds
-from ndistribute.transport.tls import TlsFiles, tls_context
+from ndistribute.transport.secret import Credentials, tls_context
 from ndistribute.version import __version__
 
 MAXIMUM_HELLO_BYTES = 4096
@@ -69,26 +69,6 @@ class Hello(Record, frozen=True):
     silence: float = 60.0
     """After how many seconds it counts the other end as lost, so that this beats often enough."""
     details: dict[str, str | int] = msgspec.field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """What a process of a job shows to the others.
-
-    Args:
-        secret: what all of them know, and nobody else.
-        job: the identity of the job, so that two jobs of one user never mix.
-        tls: the files of this process's certificate, where the job uses TLS.
-    """
-
-    secret: bytes
-    job: str
-    tls: TlsFiles | None = None
-
-    def signed(self, hello: Hello) -> Hello:
-        """Return a hello with the job's identity and the package's version."""
-        own = {"job": self.job, "version": __version__, "silence": silence_seconds()}
-        return msgspec.structs.replace(hello, **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +113,12 @@ class Exchange:
         except StopIteration as done:
             accepted: Accepted = done.value
             return accepted
+
+
+def signed(hello: Hello, job: str) -> Hello:
+    """Return a hello with the job's identity, the package's version and this process's silence."""
+    silence = silence_seconds()
+    return msgspec.structs.replace(hello, job=job, version=__version__, silence=silence)
 
 
 def authenticate(
@@ -189,7 +175,7 @@ def _begin(
     if credentials.tls is not None and sock.family != socket.AF_UNIX:
         context = tls_context(credentials.tls, server=False)
         sock = context.wrap_socket(sock, do_handshake_on_connect=False)
-    return sock, Exchange(join(credentials.secret, credentials.signed(hello), peer))
+    return sock, Exchange(join(credentials.secret, signed(hello, credentials.job), peer))
 
 
 def _explained(error: OSError, peer: str) -> Exception:

@@ -33,13 +33,13 @@ from ndistribute.transport.handshake import (
     WOULD_BLOCK,
     Accepted,
     Check,
-    Credentials,
     Exchange,
     Hello,
     accept,
+    signed,
     tls_error,
 )
-from ndistribute.transport.tls import tls_context
+from ndistribute.transport.secret import Credentials, tls_context
 
 MAXIMUM_STRANGERS = 128
 HANDSHAKE_SECONDS = 5.0
@@ -156,7 +156,7 @@ class Listener:
         tls = credentials.tls
         self._tls = None if tls is None else tls_context(tls, server=True)
         self._secret = credentials.secret
-        self._hello, self._check = credentials.signed(hello), check
+        self._hello, self._check = signed(hello, credentials.job), check
         self._on_peer = on_peer
         self._seconds = handshake_seconds
         # An eighth of the descriptors at most: the others are for the job.

@@ -34,8 +34,9 @@ from ndistribute.transport.connection import (
     unix_wanted,
 )
 from ndistribute.transport.failure_detector import detector, silence_seconds
-from ndistribute.transport.handshake import Accepted, Credentials, Hello
+from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen, listen_unix
+from ndistribute.transport.secret import Credentials
 
 _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds before connecting again; the last one repeats.
 _SILENT_SECONDS = 5.0  # After so long a wait for a server its user wants to know of it.
@@ -172,12 +173,6 @@ class Client:
         self._closing = threading.Event()
         self._process = os.getpid()
         self.beat_within = silence_seconds()
-
-    @property
-    def is_unix(self) -> bool:
-        """Return True if calls go through a Unix socket of this host."""
-        connection = self._connection
-        return connection is not None and connection.is_unix
 
     def call(self, request: Record, timeout: float | None = None) -> Any:
         """Return what the server replies; its arrays are the caller's own.

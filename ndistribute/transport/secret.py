@@ -12,20 +12,39 @@ import json
 import os
 import secrets
 import shlex
+import ssl
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ndistribute.errors import AuthenticationError
 from ndistribute.transport.address import is_loopback, split_address
-from ndistribute.transport.handshake import Credentials
-from ndistribute.transport.tls import tls_files
 
 _MINIMUM_LENGTH = 16
 _MAXIMUM_FILE_BYTES = 65536
 _MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_VARIABLES = ("NDISTRIBUTE_TLS_CERT", "NDISTRIBUTE_TLS_KEY", "NDISTRIBUTE_TLS_CA")
+
+
+class TlsFiles(NamedTuple):
+    """Name the PEM files of a process's certificate, its key without a passphrase, and the CA."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a process of a job shows to the others; jobs of one user never mix."""
+
+    secret: bytes
+    job: str
+    tls: TlsFiles | None = None
 
 
 def credentials_of(
@@ -155,3 +174,48 @@ def _create(path: Path) -> None:
             os.link(name, path)
     finally:
         os.unlink(name)
+
+
+def tls_files(environ: Mapping[str, str]) -> TlsFiles | None:
+    """Return the files that the environment names for TLS, None where it names none of them.
+
+    Raises:
+        ValueError: when only some are set.
+    """
+    values = TlsFiles(*[environ.get(name, "") for name in _VARIABLES])
+    missing = [name for name, value in zip(_VARIABLES, values, strict=True) if not value]
+    if missing and any(values):
+        raise ValueError(
+            f"TLS needs all of {', '.join(_VARIABLES)}, and {' and '.join(missing)} "
+            "is not set. Set all three, or none to go without TLS."
+        )
+    return None if missing else values
+
+
+def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
+    """Return settings with which each side shows its certificate and checks the other's.
+
+    Raises:
+        AuthenticationError: when a file cannot be read, or is not what it should be.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # Processes move among hosts, so certificates name none; the job's own CA is the test.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
+        context.load_verify_locations(files.ca)
+    except (OSError, ValueError) as error:
+        named = ", ".join(map("=".join, zip(_VARIABLES, files, strict=True)))
+        raise AuthenticationError(
+            f"Cannot use the TLS files {named}: {error}. They must be a certificate, its private "
+            "key, and the certificate of the authority that signed it, in PEM."
+        ) from error
+    if server:
+        context.num_tickets = 0  # A connection is made once, and never resumed.
+    return context
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the private key asks for a passphrase, and nobody is there to type it")

@@ -25,8 +25,9 @@ from ndistribute.errors import AuthenticationError
 from ndistribute.parameter_server.client import current_closure
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
-from ndistribute.transport.handshake import Credentials, Hello
+from ndistribute.transport.handshake import Hello
 from ndistribute.transport.rpc import RpcServer
+from ndistribute.transport.secret import Credentials
 from tests.coordinator.errands import Evil, double
 from tests.faults.tasks import wait_until
 

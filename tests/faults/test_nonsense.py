@@ -30,8 +30,8 @@ from ndistribute.parameter_server.messages import (
 from ndistribute.transport.address import split_address, unix_name
 from ndistribute.transport.codec import Decoder, Record
 from ndistribute.transport.connection import Connection
-from ndistribute.transport.handshake import Accepted, Credentials, Hello, authenticate
-from ndistribute.transport.secret import credentials_of
+from ndistribute.transport.handshake import Accepted, Hello, authenticate
+from ndistribute.transport.secret import Credentials, credentials_of
 from tests.faults.commands import DEADLINE, commanded
 from tests.faults.tasks import Tasks, Zygote
 

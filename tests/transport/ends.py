@@ -22,9 +22,9 @@ import numpy as np
 
 from ndistribute.transport.codec import Array, Decoder, Record
 from ndistribute.transport.connection import Connection
-from ndistribute.transport.handshake import Accepted, Credentials, Hello, authenticate
+from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.rpc import Client, RpcServer
-from ndistribute.transport.tls import TlsFiles, tls_context
+from ndistribute.transport.secret import Credentials, TlsFiles, tls_context
 
 SECONDS = 10.0
 CREDENTIALS = Credentials(b"a secret of the job", "a job")

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ import pytest
 from ndistribute.errors import DistributeError
 from ndistribute.transport.address import unix_name
 from ndistribute.transport.codec import Array, Decoder, MalformedError, Record
-from ndistribute.transport.connection import ConnectionLostError, connect
+from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.handshake import Hello
 from ndistribute.transport.rpc import RpcServer
 from tests.transport.ends import (
@@ -53,9 +54,8 @@ def calling(address: str) -> Iterator[Callable[[], int]]:
     done, slowest, counts = threading.Event(), [0.0], [0]
     problems: list[Exception] = []
 
-    def call(unix: bool) -> None:
+    def call(end: Connection) -> None:
         try:
-            end = connect(address, CREDENTIALS, HELLO, NOTES, deadline=soon(), unix=unix)
             while not done.is_set():
                 began = time.monotonic()
                 array = np.full(1 + counts[0] % 5000, 1.0)
@@ -67,7 +67,12 @@ def calling(address: str) -> Iterator[Callable[[], int]]:
         except Exception as error:
             problems.append(error)
 
-    threads = [threading.Thread(target=call, args=(unix,)) for unix in (True, False)]
+    ends = []
+    for unix in ("1", "0"):
+        with mock.patch.dict(os.environ, NDISTRIBUTE_UNIX_SOCKETS=unix):
+            ends.append(connect(address, CREDENTIALS, HELLO, NOTES, deadline=soon()))
+    assert [end.is_unix for end in ends] == [True, False]
+    threads = [threading.Thread(target=call, args=(end,)) for end in ends]
     for thread in threads:
         thread.start()
     try:
@@ -297,8 +302,8 @@ class Runs:
 def test_no_pickle_is_read_of_which_a_byte_was_changed(side, monkeypatch):
     """Whoever sits between two ends of a sealed connection can cut it, and nothing else."""
     runs, code = Runs(), pickle.dumps({"a": [1, 2, 3]})
-    environ = {"NDISTRIBUTE_UNIX_SOCKETS": "0"}
-    server = RpcServer("127.0.0.1:0", CREDENTIALS, "worker:0", {"run": runs}, environ=environ)
+    monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", "0")
+    server = RpcServer("127.0.0.1:0", CREDENTIALS, "worker:0", {"run": runs})
 
     def converse(position: int) -> tuple[list[int], bytes | Exception]:
         between = Between(f"127.0.0.1:{server.port}", side, position)
@@ -311,7 +316,6 @@ def test_no_pickle_is_read_of_which_a_byte_was_changed(side, monkeypatch):
                 kinds,
                 deadline=soon(5),
                 sealed=True,
-                unix=False,
             )
             started = list(between.passed)
             try:
@@ -368,5 +372,5 @@ def test_nobody_turns_to_a_socket_that_another_user_has_put_in_its_place():
         other.run("trap.listen()")
         with contextlib.closing(client_of(address)) as client:
             assert client.call(Note("here"), SECONDS).text == "here"
-            assert not client.is_unix
+            assert not client._connection.is_unix
         assert other.run("trap.accept()[0].recv(100)") == "b''"

@@ -21,8 +21,8 @@ from ndistribute.transport import connection as module
 from ndistribute.transport import shared_memory
 from ndistribute.transport.codec import MalformedError, encode
 from ndistribute.transport.connection import Connection, ConnectionLostError
+from ndistribute.transport.secret import TlsFiles
 from ndistribute.transport.shared_memory import Ring, make_file
-from ndistribute.transport.tls import TlsFiles
 from tests.transport.ends import (
     Note,
     at_once,

@@ -25,7 +25,7 @@ def job(request) -> Iterator[tuple[Echo, Child]]:
     with serving(environ=environ) as (echo, address), Child(environ) as child:
         child.run(f"client = client_of({address!r})")
         assert child.run(CALL) == "here"
-        assert child.run("client.is_unix") == str(request.param == "1")
+        assert child.run("client._connection.is_unix") == str(request.param == "1")
         yield echo, child
 
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import pytest
 
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
-from ndistribute.transport.handshake import Accepted, Credentials, Hello
+from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import LISTEN_FD, MAXIMUM_STRANGERS, Listener, listen
-from ndistribute.transport.tls import TlsFiles, tls_files
+from ndistribute.transport.secret import Credentials, TlsFiles, tls_files
 from tests.transport.ends import (
     CREDENTIALS,
     SECONDS,

@@ -19,8 +19,8 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
-from ndistribute.transport.handshake import Credentials
 from ndistribute.transport.rpc import RpcServer
+from ndistribute.transport.secret import Credentials
 from tests.transport.ends import (
     CREDENTIALS,
     SECONDS,
@@ -73,7 +73,7 @@ def test_calls_of_several_threads_get_their_own_replies(job, transport):
             assert total(client.call(Note(f"{thread}", (array,)), 20)) == array.sum()
 
     assert at_once(*[lambda thread=thread: ask(thread) for thread in range(6)]) == [None] * 6
-    assert client.is_unix == (transport == "1")
+    assert client._connection.is_unix == (transport == "1")
     assert echo.here == [client.name]
 
 
@@ -317,7 +317,9 @@ def test_a_fork_can_not_call_and_takes_nothing_from_its_parent(job):
 
 def _open_here(client) -> int:
     """Return how many descriptors the client and the service of this process have at least."""
-    return 2 + 2 + 1 + 2 * client.is_unix  # Connections, a listener's pair and socket, memory.
+    return (
+        2 + 2 + 1 + 2 * client._connection.is_unix
+    )  # Connections, a listener's pair and socket, memory.
 
 
 def test_a_death_is_seen_though_a_fork_lives_on(job, transport):
