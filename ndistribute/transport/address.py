@@ -20,9 +20,6 @@ _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 def split_address(address: str) -> tuple[str, int]:
     """Return the host, without brackets, and the port of an address; ``grpc://`` is passed over.
 
-    Raises:
-        ValueError: when it is not such an address.
-
     >>> split_address("localhost:12345"), split_address("[::1]:80")
     (('localhost', 12345), ('::1', 80))
     """

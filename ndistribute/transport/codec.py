@@ -38,21 +38,12 @@ class Record(
     """Be the base of everything that travels as a control record."""
 
 
-class _Buffers(threading.local):
-    """Hold the buffers of the record that this thread encodes or decodes."""
-
-    def __init__(self) -> None:
-        self.now: list[Any] = []
-
-
-_buffers = _Buffers()
+_buffers = threading.local()
+"""`now`: the buffers of the record that this thread encodes or decodes."""
 
 
 def encode(record: Record) -> tuple[bytes, list[Buffer]]:
     """Return a record's control bytes, and its arrays' data: copied only where not contiguous.
-
-    Raises:
-        ValueError: an array has a dtype that does not travel, or too many dimensions.
 
     >>> class Scale(Record):
     ...     by: Array
@@ -77,11 +68,7 @@ class Decoder(Generic[T]):
         )
 
     def decode(self, control: Buffer, buffers: Sequence[Buffer] = ()) -> T:
-        """Return the record that `encode` was given; its arrays are views of the buffers.
-
-        Raises:
-            MalformedError: the bytes are something else, or an array does not fit its buffer.
-        """
+        """Return the record that `encode` was given; its arrays are views of the buffers."""
         _buffers.now = list(buffers)
         try:
             return self._decoder.decode(control)

@@ -29,18 +29,11 @@ class Watched(Protocol):
     """The shorter of the silences, in seconds, after which the ends count each other as lost."""
 
     def tick(self, now: float, excused: bool) -> None:
-        """Send a heartbeat, see whether the other end is gone, and cut it after a long silence.
-
-        It is excused where this process itself did not run for long.
-        """
+        """Beat, and cut it after a long silence, unless this process itself did not run."""
 
 
 def silence_seconds(environ: Mapping[str, str] | None = None) -> float:
-    """Return after how many seconds of silence a process counts as lost.
-
-    Raises:
-        ValueError: `NDISTRIBUTE_HEARTBEAT_SECONDS` is no number of at least 0.01.
-    """
+    """Return after how many seconds of silence a process counts as lost."""
     text = (os.environ if environ is None else environ).get("NDISTRIBUTE_HEARTBEAT_SECONDS", "")
     try:
         seconds = float(text or SILENCE_SECONDS)
@@ -118,8 +111,7 @@ detector = FailureDetector()
 """The detector of this process."""
 
 not_for_forks: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What a forked child closes its copies of, by their `let_go`: they would keep addresses and
-connections of its parent open when that has ended."""
+"""What a forked child lets go, or it would be open still when the parent has ended."""
 
 
 def _start_over() -> None:

@@ -56,18 +56,13 @@ _TLS_RECORDS, _TLS_MAJOR = (0x15, 0x16), 0x03  # How an alert and a hello of TLS
 class Hello(Record, frozen=True):
     """What one end of a connection says of itself."""
 
-    name: str = ""
-    """The process, such as ``"worker:1#a1b2c3"``; the part behind # differs at each start."""
-    purpose: str = ""
-    """What the connection is for; it chooses the service that answers."""
-    audience: str = ""
-    """Which task the client expects, such as ``"ps:0"``; empty for any."""
-    instance: str = ""
-    """A random name of this life of a server; another one after a restart."""
+    name: str = ""  # Such as "worker:1#a1b2c3"; the part behind # differs at each start.
+    purpose: str = ""  # Chooses the service that answers.
+    audience: str = ""  # Which task the client expects, such as "ps:0"; empty for any.
+    instance: str = ""  # Which life of a server it is.
     job: str = ""
     version: str = ""
-    silence: float = 60.0
-    """After how many seconds it counts the other end as lost, so that this beats often enough."""
+    silence: float = 60.0  # Seconds after which it counts the other end as lost.
     details: dict[str, str | int] = msgspec.field(default_factory=dict)
 
 
@@ -131,17 +126,7 @@ def authenticate(
 ) -> tuple[socket.socket, Accepted]:
     """Run the connecting side of a handshake; go on with the socket returned, which blocks.
 
-    Args:
-        sock: connected; it is closed on failure.
-        credentials: the job's secret and identity, and this process's certificate.
-        hello: what the peer is told once it has proved itself.
-        deadline: when to give up, on the clock of `time.monotonic`.
-        instead: asked for a better socket once the peer answers.
-
-    Raises:
-        AuthenticationError: the peer has another secret, job, version or CA, or refuses this end.
-        CollectiveTimeoutError: the peer is too slow, or silent.
-        ConnectionError: the peer closes the connection before the end.
+    Once the peer answers, `instead` is asked for a better socket. On failure it is closed.
     """
     peer = name_of_peer(sock)
     try:

@@ -22,12 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ndistribute.transport.address import (
-    is_of_this_user,
-    name_of_peer,
-    split_address,
-    unix_name,
-)
+from ndistribute.transport.address import is_of_this_user, name_of_peer, split_address, unix_name
 from ndistribute.transport.failure_detector import not_for_forks
 from ndistribute.transport.handshake import (
     WOULD_BLOCK,
@@ -62,14 +57,7 @@ _log = logging.getLogger("ndistribute")
 
 
 def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.socket:
-    """Return a socket that listens at an address, and nowhere else; port 0 means any free port.
-
-    A launcher keeps one for each process (`NDISTRIBUTE_LISTEN_FD`), so that nobody takes the port.
-
-    Raises:
-        OSError: when this process cannot listen there; it says what to do.
-        ValueError: when it is not an address.
-    """
+    """Return a socket that listens at an address, and nowhere else; port 0 means any free port."""
     host, port = split_address(address)
     if number := (environ or {}).get(LISTEN_FD, ""):
         return _inherited(number, address, port)
@@ -84,7 +72,7 @@ def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.soc
 
 
 def _inherited(number: str, address: str, port: int) -> socket.socket:
-    """Return the socket that a launcher keeps for this process, listening."""
+    """Return the socket that a launcher keeps for this process, so that nobody takes its port."""
     try:
         # A duplicate: a second strategy of this process finds the original.
         listener = socket.socket(fileno=os.dup(int(number)))
@@ -131,16 +119,10 @@ class _Stranger:
 
 
 class Listener:
-    """Accept connections, and pass on those of peers that know the job's secret.
+    """Accept connections on sockets, and pass on those of peers that know the job's secret.
 
-    Args:
-        sockets: listening sockets, as `listen` and `listen_unix` make them; closed with this.
-        credentials: the job's secret and identity, and this process's certificate.
-        hello: what an authenticated peer is told.
-        on_peer: called with the socket and the outcome of the handshake of each authenticated peer,
-            on the listener's thread, so it must not wait. The socket is the callee's.
-        check: returns why an authenticated peer is refused all the same.
-        handshake_seconds: how long a connection may take to prove itself.
+    `on_peer` is called with the socket, which is the callee's, and the outcome of its handshake, on
+    the listener's thread, so it must not wait.
     """
 
     def __init__(
@@ -151,21 +133,18 @@ class Listener:
         on_peer: Callable[[socket.socket, Accepted], None],
         *,
         check: Check = lambda hello: "",
-        handshake_seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
-        tls = credentials.tls
-        self._tls = None if tls is None else tls_context(tls, server=True)
-        self._secret = credentials.secret
-        self._hello, self._check = signed(hello, credentials.job), check
+        self._tls = tls_context(credentials.tls, server=True) if credentials.tls else None
+        self._steps = functools.partial(
+            accept, credentials.secret, signed(hello, credentials.job), check
+        )
         self._on_peer = on_peer
-        self._seconds = handshake_seconds
         # An eighth of the descriptors at most: the others are for the job.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(4, min(MAXIMUM_STRANGERS, files // 8))
-        self._refusals = _RefusalLog()
+        self._logged, self._unlogged = -_SECONDS_BETWEEN_RECORDS, 0
         self._strangers: dict[socket.socket, _Stranger] = {}  # The oldest comes first.
         self._closing = False
-        self._pause = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._waker, woken = socket.socketpair()
         self._spare = self._waker.dup()  # Holds a descriptor for when there are none.
@@ -193,7 +172,8 @@ class Listener:
             self._waker.send(b"\0")
         if self._thread is not threading.current_thread():  # Else a callback closes it.
             self._thread.join(timeout=5.0)
-        self._refusals.close()
+        if self._unlogged:
+            _log.warning("refused connections (%d more since the last record)", self._unlogged)
 
     def __enter__(self) -> Self:
         return self
@@ -204,9 +184,6 @@ class Listener:
     def let_go(self) -> None:
         """Close a forked child's copies of the sockets; the parent's listener goes on."""
         self._closing = True
-        for sock in (*self._sockets, *self._strangers, self._waker, self._spare):
-            with contextlib.suppress(OSError):
-                os.close(sock.detach())
         self._end()
 
     def _run(self) -> None:
@@ -219,7 +196,7 @@ class Listener:
                 now = time.monotonic()
                 for stranger in list(self._strangers.values()):
                     if stranger.deadline <= now:
-                        reason = f"it did not finish the handshake in {self._seconds:g} s"
+                        reason = f"it did not finish the handshake in {HANDSHAKE_SECONDS:g} s"
                         self._drop(stranger, reason)
         except Exception:
             _log.exception("the listener failed: nobody else can connect")
@@ -235,7 +212,7 @@ class Listener:
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             if len(self._strangers) >= self._most and not self._drop_one():
-                self._pause.wait(timeout=_SAFE_SECONDS / 10)  # All have only just begun.
+                time.sleep(_SAFE_SECONDS / 10)  # All have only just begun.
                 return
             try:
                 sock, _ = listener.accept()
@@ -244,14 +221,10 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._make_room(listener, error)
-                else:
-                    self._refusals.add("somebody", error)
-                    self._pause.wait(timeout=_SAFE_SECONDS / 10)
+                self._make_room(listener, error)
                 return
             if sock.family == socket.AF_UNIX and not is_of_this_user(sock):
-                self._refusals.add("another user of this host", "only this user's processes may")
+                self._log_refusal("another user of this host", "only this user's processes may")
                 sock.close()
                 continue
             self._begin(sock)
@@ -263,18 +236,18 @@ class Listener:
             if self._tls is not None and sock.family != socket.AF_UNIX:
                 # Its first use shakes hands for TLS.
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            exchange = Exchange(accept(self._secret, self._hello, self._check, peer))
-            stranger = _Stranger(sock, peer, exchange, time.monotonic() + self._seconds)
+            exchange = Exchange(self._steps(peer))
+            stranger = _Stranger(sock, peer, exchange, time.monotonic() + HANDSHAKE_SECONDS)
             serve = functools.partial(self._serve, stranger)
             self._selector.register(sock, selectors.EVENT_READ, serve)
             self._strangers[sock] = stranger
         except OSError as error:  # The system's limit of watched files, or it is gone.
-            self._refusals.add(peer, error)
+            self._log_refusal(peer, error)
             sock.close()
 
     def _drop_one(self) -> bool:
         """Drop the stranger that is least likely to be a good peer; return False if all may be."""
-        latest = time.monotonic() + self._seconds - _SAFE_SECONDS
+        latest = time.monotonic() + HANDSHAKE_SECONDS - _SAFE_SECONDS
         strangers = self._strangers.values()
         old = [each for each in strangers if each.deadline < latest]
         leaving = [each for each in strangers if each.leaving is not None]
@@ -285,8 +258,10 @@ class Listener:
 
     def _make_room(self, listener: socket.socket, error: OSError) -> None:
         """Send the next one away when no descriptor is left, with one that was kept for this."""
-        self._refusals.add("somebody", f"{error}; raise `ulimit -n`")
-        for stranger in list(self._strangers.values()):
+        full = error.errno in (errno.EMFILE, errno.ENFILE)
+        self._log_refusal("somebody", f"{error}; raise `ulimit -n`" if full else error)
+        time.sleep(_SAFE_SECONDS / 10)
+        for stranger in list(self._strangers.values()) if full else ():
             self._drop(stranger, "this process has too many open files")
         self._spare.close()
         with contextlib.suppress(OSError):
@@ -339,27 +314,15 @@ class Listener:
         if isinstance(why, ConnectionError):  # It left by itself: for a Unix socket, say.
             _log.debug("a connection from %s ended: %s", stranger.peer, f"{why}")
         else:
-            self._refusals.add(stranger.peer, why)
+            self._log_refusal(stranger.peer, why)
         stranger.sock.close()
 
-
-class _RefusalLog:
-    """Log refused connections, at most one record a second."""
-
-    def __init__(self) -> None:
-        self._last = -_SECONDS_BETWEEN_RECORDS
-        self._unlogged = 0
-
-    def add(self, peer: str, reason: object) -> None:
+    def _log_refusal(self, peer: str, reason: object) -> None:
+        """Log a refused connection, or count it if one was logged less than a second ago."""
         now = time.monotonic()
-        if now - self._last < _SECONDS_BETWEEN_RECORDS:
+        if now - self._logged < _SECONDS_BETWEEN_RECORDS:
             self._unlogged += 1
             return
         before = f" ({self._unlogged} more since the last record)" if self._unlogged else ""
-        self._last, self._unlogged = now, 0
+        self._logged, self._unlogged = now, 0
         _log.warning("refused a connection from %s%s: %s", peer, before, reason)
-
-    def close(self) -> None:
-        """Log how many refusals were only counted."""
-        if self._unlogged:
-            _log.warning("refused connections (%d more since the last record)", self._unlogged)

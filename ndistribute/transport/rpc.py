@@ -9,6 +9,7 @@ reads a request, lets its service handle it, and answers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -16,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ndistribute.errors import (
@@ -57,28 +58,20 @@ class Call:
         self._client, self._request = client, request
         self._begun, self.deadline = time.monotonic(), deadline
         self.reply: Any = None
-        self.connection: Connection  # On which the request went out.
+        self.connection: Connection
         self._number = 0
-        self._problem: Exception | None = None
+        self._problem: Exception | None = None  # Why the request has to be sent again.
         self._told = False
-        self._send()
+        self._try(self._send)
 
     def result(self) -> Any:
         """Return the reply; see `Client.call`."""
         pauses = iter(_PAUSES)
-        try:
-            while self.reply is None:
-                if self._problem is not None:
-                    self._again(self._problem, next(pauses, _PAUSES[-1]))
-                    continue
-                try:
-                    self._client._receive(self)
-                except ConnectionLostError as error:
-                    self._problem = error
-                except TimeoutError as error:
-                    raise self._client._late(self._begun) from error
-        finally:
-            self.cancel()
+        while self.reply is None:
+            if self._problem is None:
+                self._try(functools.partial(self._client._receive, self))
+            else:
+                self._again(next(pauses, _PAUSES[-1]))
         if isinstance(self.reply, Failed):
             raise DistributeError(f"{self._client.title} failed: {self.reply.message}")
         return self.reply
@@ -97,33 +90,48 @@ class Call:
         """Return which life of the server the request went to."""
         return self.connection.peer.instance
 
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except ConnectionLostError as error:
+            self._problem = error
+        except BaseException as error:
+            self.cancel()
+            if not isinstance(error, TimeoutError):
+                raise
+            client, waited = self._client, time.monotonic() - self._begun
+            raise CollectiveTimeoutError(
+                f"{client.name}: {client.title} did not answer within {waited:.1f} s. It may be "
+                "stopped or busy; raise timeout_seconds if it needs longer."
+            ) from error
+
     def _send(self) -> None:
         self.cancel()
         self._number = next(self._client._numbers)
-        try:
-            self.connection = self._client._connected(self.deadline)
-            self._problem = None  # From here on the thread that receives may set it again.
-            self._client._pending[self._number] = self
-            self.connection.send(self._request, self._number, self.deadline)
-        except (ConnectionLostError, CollectiveTimeoutError) as error:
-            self._problem = error
-        except TimeoutError as error:
-            self.cancel()
-            raise self._client._late(self._begun) from error
-        except BaseException:
-            self.cancel()
-            raise
+        self.connection = self._client._connected(self.deadline)
+        self._problem = None  # From here on the thread that receives may set it again.
+        self._client._pending[self._number] = self
+        self.connection.send(self._request, self._number, self.deadline)
 
-    def _again(self, problem: Exception, pause: float) -> None:
+    def _again(self, pause: float) -> None:
         """Send the request once more, since the connection was lost."""
-        client, now = self._client, time.monotonic()
-        if now - self._begun > _SILENT_SECONDS and not self._told:
+        client, why, now = self._client, f"{self._problem}".rstrip("."), time.monotonic()
+        waited, left = now - self._begun, self.deadline - now
+        if waited > _SILENT_SECONDS and not self._told:
             self._told = True
-            _log.warning("%s waits for %s: %s", client.name, client.title, str(problem))
-        pause = min(pause, self.deadline - now)
-        if pause <= 0 or client._closing.wait(timeout=pause):
-            raise client._gone(self._begun, problem) from problem
-        self._send()
+            _log.warning("%s waits for %s: %s.", client.name, client.title, why)
+        if left > 0 and not client._closing.wait(timeout=min(pause, left)):
+            self._try(self._send)
+            return
+        self.cancel()
+        if client._closing.is_set():
+            message = f"{client.name} was closed while it asked {client.title}: {why}."
+        else:
+            message = (
+                f"{client.name}: {client.title} was not reached within {waited:.1f} s: {why}. Was "
+                "it started, with the same secret, and is the address reachable from here?"
+            )
+        raise WorkerLostError(message) from self._problem
 
 
 class Client:
@@ -131,16 +139,16 @@ class Client:
 
     A call is sent again when the connection was lost, so requests must be safe to repeat: a server
     that is killed and comes back on its address is to its clients no more than slow, up to the
-    deadline that each call has.
+    deadline that each call has. The server need not be up yet.
 
     Args:
-        address: ``host:port``; the server need not be up yet.
+        address: ``host:port``.
         credentials: the job's secret and identity, and this process's certificate.
         name: what this process is, such as ``"worker:1"``; something random is appended, since a
             process that is started again is another client.
         purpose: which service of the server answers.
-        audience: which server it should be, such as ``"ps:0"``; empty: any of the job.
         replies: the union of the kinds of replies.
+        audience: which server it should be, such as ``"ps:0"``; empty: any of the job.
         timeout: seconds that a call may take, unless it has its own.
     """
 
@@ -177,16 +185,11 @@ class Client:
     def call(self, request: Record, timeout: float | None = None) -> Any:
         """Return what the server replies; its arrays are the caller's own.
 
-        Args:
-            request: a record that may be sent again.
-            timeout: seconds that it may take.
-
         Raises:
             AuthenticationError: client and server do not belong to one job.
             CollectiveTimeoutError: the server is there, and did not answer in time.
             DistributeError: the server failed in handling the request.
             WorkerLostError: the server was not reached in time.
-            ValueError: the request is too long.
         """
         return self.start(request, timeout).result()
 
@@ -240,9 +243,9 @@ class Client:
                     return
                 self._receiving[connection] = me
             number, reply = connection.receive(call.deadline)
-            found = self._pending.get(number)
-            if found is not None:  # Else whoever asked waits no more.
-                found.reply = reply
+            asked = self._pending.pop(number, None)
+            if asked is not None:  # Else whoever asked waits no more.
+                asked.reply = reply
         except BaseException as error:
             # What came for another thread may have got lost.
             if self._receiving.get(connection) == me and not isinstance(error, TimeoutError):
@@ -273,38 +276,16 @@ class Client:
                 return connection
             if connection is not None:
                 connection.close()
-            fresh = connect(
-                self._address,
-                self._credentials,
-                self._hello,
-                self._kinds,
-                deadline=deadline,
-            )
-            self.instance = fresh.peer.instance
-            self._connection = fresh
+            who = self._address, self._credentials, self._hello, self._kinds
+            self._connection = connection = connect(*who, deadline=deadline)
+            self.instance = connection.peer.instance
             detector.watch(self)
             if self._closing.is_set():
                 detector.forget(self)
-                fresh.close()
-            return fresh
+                connection.close()
+            return connection
         finally:
             self._connecting.release()
-
-    def _late(self, start: float) -> DistributeError:
-        waited = time.monotonic() - start
-        return CollectiveTimeoutError(
-            f"{self.name}: {self.title} did not answer within {waited:.1f} s. It may be stopped or "
-            "busy; raise timeout_seconds if it needs longer."
-        )
-
-    def _gone(self, start: float, problem: Exception) -> DistributeError:
-        why = f"{problem}".rstrip(".")
-        if self._closing.is_set():
-            return WorkerLostError(f"{self.name} was closed while it asked {self.title}: {why}.")
-        return WorkerLostError(
-            f"{self.name}: {self.title} was not reached within {time.monotonic() - start:.1f} s: "
-            f"{why}. Was it started, with the same secret, and is the address reachable from here?"
-        )
 
 
 class Peer:
@@ -324,17 +305,15 @@ class Peer:
 
 
 class Service(Protocol):
-    """What answers the connections of one purpose.
-
-    Attributes:
-        requests: the union of the kinds of records that it reads.
-        sealed: whether frames carry a MAC, because something in them is unpickled.
-    """
+    """What answers the connections of one purpose."""
 
     @property
-    def requests(self) -> Any: ...
+    def requests(self) -> Any:
+        """The union of the kinds of records that it reads."""
+
     @property
-    def sealed(self) -> bool: ...
+    def sealed(self) -> bool:
+        """Whether frames carry a MAC, because something in them is unpickled."""
 
     def connected(self, peer: Peer) -> None:
         """Know that a client is here."""
@@ -349,13 +328,7 @@ class Service(Protocol):
 class RpcServer:
     """Serve the connections to one address, on a thread each; it is up when this returns.
 
-    Args:
-        address: ``host:port``; port 0 means any free port.
-        credentials: the job's secret and identity, and this process's certificate.
-        name: which task this is, such as ``"ps:0"``.
-        services: what answers, by purpose.
-        environ: where a launcher names the socket that it keeps for this process.
-
+    Its name is the task's, such as ``"ps:0"``; the services are by purpose.
     """
 
     def __init__(
@@ -369,9 +342,8 @@ class RpcServer:
     ) -> None:
         # Those of later lives sort behind those of earlier ones.
         self.instance = f"{time.time_ns():016x}-{secrets.token_hex(4)}"
-        self._services = dict(services)
-        self._kinds: dict[str, Decoder[Any]] = {
-            purpose: Decoder(service.requests) for purpose, service in services.items()
+        self._services: dict[str, tuple[Service, Decoder[Any]]] = {
+            purpose: (service, Decoder(service.requests)) for purpose, service in services.items()
         }
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Connection | None] = {}
@@ -432,7 +404,7 @@ class RpcServer:
 
     def _serve(self, sock: socket.socket, accepted: Accepted) -> None:
         hello, thread = accepted.hello, threading.current_thread()
-        service, kinds = self._services[hello.purpose], self._kinds[hello.purpose]
+        service, kinds = self._services[hello.purpose]
         try:
             connection = Connection(
                 sock, accepted, kinds, sealed=service.sealed, silence=self._silence

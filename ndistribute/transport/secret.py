@@ -50,15 +50,9 @@ class Credentials:
 def credentials_of(
     addresses: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Credentials:
-    """Return what this process shows to the others of its job, which are at these addresses.
-
-    The job's identity is made of them where nobody has set `NDISTRIBUTE_JOB_ID`, as launchers do.
-
-    Raises:
-        AuthenticationError: there is no secret, or an unsafe one.
-        ValueError: an address is not one, or only some of the TLS files are named.
-    """
+    """Return what this process shows to the others of its job, which are at these addresses."""
     environ = os.environ if environ is None else environ
+    # Launchers set an identity; where nobody did, it is made of the addresses.
     described = hashlib.sha256(json.dumps(list(addresses)).encode()).hexdigest()[:16]
     job = environ.get("NDISTRIBUTE_JOB_ID") or f"of addresses {described}"
     return Credentials(find_secret(addresses, environ), job, tls_files(environ))
@@ -177,11 +171,7 @@ def _create(path: Path) -> None:
 
 
 def tls_files(environ: Mapping[str, str]) -> TlsFiles | None:
-    """Return the files that the environment names for TLS, None where it names none of them.
-
-    Raises:
-        ValueError: when only some are set.
-    """
+    """Return the files that the environment names for TLS, None where it names none of them."""
     values = TlsFiles(*[environ.get(name, "") for name in _VARIABLES])
     missing = [name for name, value in zip(_VARIABLES, values, strict=True) if not value]
     if missing and any(values):
@@ -193,11 +183,7 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles | None:
 
 
 def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
-    """Return settings with which each side shows its certificate and checks the other's.
-
-    Raises:
-        AuthenticationError: when a file cannot be read, or is not what it should be.
-    """
+    """Return settings with which each side shows its certificate and checks the other's."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # Processes move among hosts, so certificates name none; the job's own CA is the test.

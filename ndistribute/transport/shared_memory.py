@@ -27,25 +27,12 @@ _SIZE = _HEAD_BYTES + _CAPACITY
 
 
 def padded(nbytes: int) -> int:
-    """Return a length with what is needed to begin the next part aligned.
-
-    >>> padded(1), padded(64)
-    (64, 64)
-    """
+    """Return a length with what is needed to begin the next part aligned."""
     return nbytes + -nbytes % ALIGNMENT
 
 
 class Ring:
-    """One end of a stream of bytes between two processes; it belongs to one thread at a time.
-
-    Args:
-        file: the memory, as `make_file` returns it; it may be closed afterwards.
-        writes: whether this end writes.
-
-    Raises:
-        MalformedError: the file is something else, or its owner could make it shorter.
-        OSError: it can not be mapped.
-    """
+    """One end of a stream of bytes through a file of `make_file`, for one thread at a time."""
 
     def __init__(self, file: int, *, writes: bool) -> None:
         self._writes = writes
@@ -74,8 +61,7 @@ class Ring:
         if count:
             place, part = self._data[start : start + count], data[:count]
             np.copyto(*((place, part) if self._writes else (part, place)))
-            # After the copy: the other end looks at it.
-            self._counts[0 if self._writes else 8] = position + count
+            self._counts[0 if self._writes else 8] = position + count  # What was copied before.
         return count
 
 

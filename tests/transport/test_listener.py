@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
+from ndistribute.transport import listener
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import LISTEN_FD, MAXIMUM_STRANGERS, Listener, listen
 from ndistribute.transport.secret import Credentials, TlsFiles, tls_files
@@ -151,8 +152,9 @@ def test_the_newest_is_not_the_one_that_makes_way(house):
 
 
 @pytest.mark.parametrize("sent", [b"", GREETING])
-def test_who_does_not_finish_in_time_is_dropped_though_it_drips(sent):
-    with opened(handshake_seconds=0.3) as house, house.knock() as sock:
+def test_who_does_not_finish_in_time_is_dropped_though_it_drips(sent, monkeypatch):
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.3)
+    with opened() as house, house.knock() as sock:
         sock.sendall(sent[:-1])
         sock.settimeout(0.02)
         deadline, open_ = soon(), True
@@ -292,9 +294,10 @@ def test_with_tls_both_ends_need_a_certificate_and_the_secret(authorities):
             assert house.visitors.empty()
 
 
-def test_who_stops_or_leaves_in_tls_delays_nobody(authorities):
+def test_who_stops_or_leaves_in_tls_delays_nobody(authorities, monkeypatch):
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.5)
     with (
-        opened(with_tls(authorities[0]), handshake_seconds=0.5) as house,
+        opened(with_tls(authorities[0])) as house,
         house.knock() as stopped,
         house.knock() as leaving,
     ):

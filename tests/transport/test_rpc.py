@@ -254,11 +254,11 @@ def test_an_interrupt_ends_the_call_of_its_own_thread_alone(job, waits):
     echo, client = job
 
     class Interrupting(dict):
-        def get(self, number):
+        def pop(self, number, *missing):
             if threading.current_thread() is threading.main_thread():
                 client._pending = dict(self)
                 signal.raise_signal(signal.SIGALRM)
-            return super().get(number)
+            return super().pop(number, *missing)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
