@@ -20,20 +20,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from ndistribute.errors import (
-    AuthenticationError,
-    CollectiveTimeoutError,
-    DistributeError,
-    WorkerLostError,
-)
+from ndistribute import errors
 from ndistribute.transport.codec import Decoder, MalformedError, Record
-from ndistribute.transport.connection import (
-    HANDSHAKE_SECONDS,
-    Connection,
-    ConnectionLostError,
-    connect,
-    unix_wanted,
-)
+from ndistribute.transport.connection import Connection, ConnectionLostError, connect, unix_wanted
 from ndistribute.transport.failure_detector import detector, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen, listen_unix
@@ -41,6 +30,7 @@ from ndistribute.transport.secret import Credentials
 
 _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds before connecting again; the last one repeats.
 _SILENT_SECONDS = 5.0  # After so long a wait for a server its user wants to know of it.
+_RESTORE_SECONDS = 10.0
 _MOST_CONNECTIONS = 4096
 _log = logging.getLogger("ndistribute")
 
@@ -73,7 +63,7 @@ class Call:
             else:
                 self._again(next(pauses, _PAUSES[-1]))
         if isinstance(self.reply, Failed):
-            raise DistributeError(f"{self._client.title} failed: {self.reply.message}")
+            raise errors.DistributeError(f"{self._client.title} failed: {self.reply.message}")
         return self.reply
 
     def cancel(self) -> None:
@@ -100,7 +90,7 @@ class Call:
             if not isinstance(error, TimeoutError):
                 raise
             client, waited = self._client, time.monotonic() - self._begun
-            raise CollectiveTimeoutError(
+            raise errors.CollectiveTimeoutError(
                 f"{client.name}: {client.title} did not answer within {waited:.1f} s. It may be "
                 "stopped or busy; raise timeout_seconds if it needs longer."
             ) from error
@@ -131,7 +121,7 @@ class Call:
                 f"{client.name}: {client.title} was not reached within {waited:.1f} s: {why}. Was "
                 "it started, with the same secret, and is the address reachable from here?"
             )
-        raise WorkerLostError(message) from self._problem
+        raise errors.WorkerLostError(message) from self._problem
 
 
 class Client:
@@ -199,10 +189,7 @@ class Client:
         return Call(self, request, time.monotonic() + seconds)
 
     def tick(self, now: float, excused: bool) -> None:
-        """Connect again if the connection broke while nobody asks; see `FailureDetector`.
-
-        Else a server would take this process for dead, which does nothing but wait for others.
-        """
+        """Connect again if the connection broke while nobody asks, or the server counts it dead."""
         connection = self._connection
         if connection is not None and connection.is_broken and not self._restoring:
             self._restoring = True
@@ -211,8 +198,8 @@ class Client:
 
     def _restore(self) -> None:
         try:
-            self._connected(time.monotonic() + HANDSHAKE_SECONDS)
-        except AuthenticationError as error:  # So will it be the next time.
+            self._connected(time.monotonic() + _RESTORE_SECONDS)
+        except errors.AuthenticationError as error:  # So will it be the next time.
             _log.warning("%s does not look for %s again: %s", self.name, self.title, str(error))
             return
         except ConnectionLostError as error:
@@ -346,7 +333,7 @@ class RpcServer:
             purpose: (service, Decoder(service.requests)) for purpose, service in services.items()
         }
         self._lock = threading.Lock()
-        self._threads: dict[threading.Thread, Connection | None] = {}
+        self._threads: dict[threading.Thread, Connection] = {}
         self._closing = False
         self._silence = silence_seconds(environ)
         with contextlib.ExitStack() as on_error:
@@ -370,8 +357,7 @@ class RpcServer:
             self._closing = True
             threads = dict(self._threads)
         for connection in threads.values():
-            if connection is not None:
-                connection.abort("the server was stopped.", clean=True)
+            connection.abort("the server was stopped.", clean=True)
         deadline = time.monotonic() + timeout
         for thread in threads:
             if thread is not threading.current_thread():
@@ -385,47 +371,37 @@ class RpcServer:
         return ""
 
     def _on_peer(self, sock: socket.socket, accepted: Accepted) -> None:
-        thread = threading.Thread(
-            target=self._serve,
-            args=(sock, accepted),
-            name=f"ndistribute {accepted.hello.name}",
-            daemon=True,
-        )
-        with self._lock:
-            if self._closing:
-                sock.close()
-                return
-            self._threads[thread] = None
-            try:
-                thread.start()
-            except RuntimeError as error:
-                del self._threads[thread]
-                raise OSError(f"no thread for it ({error}): raise `ulimit -u`") from error
-
-    def _serve(self, sock: socket.socket, accepted: Accepted) -> None:
-        hello, thread = accepted.hello, threading.current_thread()
-        service, kinds = self._services[hello.purpose]
+        service, kinds = self._services[accepted.hello.purpose]
+        connection = Connection(sock, accepted, kinds, sealed=service.sealed, silence=self._silence)
+        name = f"ndistribute {connection.peer.name}"
+        args = service, connection
+        thread = threading.Thread(target=self._serve, args=args, name=name, daemon=True)
         try:
-            connection = Connection(
-                sock, accepted, kinds, sealed=service.sealed, silence=self._silence
-            )
             with self._lock:
-                self._threads[thread] = connection
                 if self._closing:
-                    connection.abort("the server was stopped.", clean=True)
-            peer, died = Peer(connection), True
-            with contextlib.closing(connection):
-                try:
-                    service.connected(peer)
-                    died = _converse(service, connection, peer)
-                finally:
-                    connection.abort("the conversation ended.")
-                    service.disconnected(peer, died and not self._closing)
+                    raise OSError("the server was stopped")
+                thread.start()
+                self._threads[thread] = connection
+        except (OSError, RuntimeError) as error:
+            connection.abort("it is not served.")
+            connection.close()
+            raise OSError(f"{error}. If threads are short, raise `ulimit -u`") from error
+
+    def _serve(self, service: Service, connection: Connection) -> None:
+        peer, died = Peer(connection), True
+        try:
+            try:
+                service.connected(peer)
+                died = _converse(service, connection, peer)
+            finally:
+                connection.abort("the conversation ended.")
+                service.disconnected(peer, died and not self._closing)
         except Exception:
-            _log.exception("the connection of %s failed", hello.name)
+            _log.exception("the connection of %s failed", peer.name)
         finally:
+            connection.close()
             with self._lock:
-                del self._threads[thread]
+                del self._threads[threading.current_thread()]
 
 
 def _converse(service: Service, connection: Connection, peer: Peer) -> bool:
