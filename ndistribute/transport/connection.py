@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hmac
+import itertools
 import os
 import select
 import socket
@@ -23,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -43,7 +44,7 @@ _MOST_BUFFERS = 1 << 20
 _HEADER = struct.Struct("<HBBIQIIQ")
 _MAGIC = 0x444E
 _DATA, _HEARTBEAT, _GOODBYE = 1, 2, 3
-_SEALED, _SHARED = 1, 2
+_SHARED = 2
 _HEARTBEAT_FRAME, _GOODBYE_FRAME = (
     _HEADER.pack(_MAGIC, kind, 0, 0, 0, 0, 0, 0) for kind in (_HEARTBEAT, _GOODBYE)
 )
@@ -139,12 +140,11 @@ class Connection:
         self.is_unix = sock.family == socket.AF_UNIX
         self._sock: Any = _NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._kinds = kinds
-        self._accepted = accepted
         self._sealed = sealed
+        self._seal, self._unseal = _macs(accepted.sending_key), _macs(accepted.receiving_key)
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._lost: tuple[str, bool] | None = None  # Why, and whether with a good-bye.
         self._closed = False
-        self._sent_sealed = self._read_sealed = 0
         self._unsent = b""  # The rest of a heartbeat that the system did not take whole.
         self._input = memoryview(bytearray(_READ_BYTES))
         self._start = self._end = 0
@@ -361,14 +361,13 @@ class Connection:
     def _head(
         self, call: int, control: bytes, lengths: list[int], body: int, shared: bool
     ) -> bytes:
-        flags = (_SEALED if self._sealed else 0) | (_SHARED if shared else 0)
+        flags = _SHARED if shared else 0
         head = _HEADER.pack(_MAGIC, _DATA, flags, len(lengths), call, len(control), 0, body)
         if lengths:
             head += struct.pack(f"<{len(lengths)}Q", *lengths)
         head += control
         if self._sealed:
-            self._sent_sealed += 1
-            head += _mac(self._accepted.sending_key, self._sent_sealed, head)
+            head += self._seal(head)
         self._used = time.monotonic()
         return head
 
@@ -404,9 +403,8 @@ class Connection:
 
     def _read_frame(self, deadline: float) -> tuple[int, Any] | None:
         """Return the frame whose header is here; None for a heartbeat."""
-        magic, kind, flags, count, call, nbytes, zero, body = _HEADER.unpack_from(
-            self._input, self._start
-        )
+        header = _HEADER.unpack_from(self._input, self._start)
+        magic, kind, flags, count, call, nbytes, zero, body = header
         if magic != _MAGIC or zero or kind not in (_DATA, _HEARTBEAT, _GOODBYE):
             raise MalformedError("the bytes do not begin like a frame.")
         if nbytes > CONTROL_LIMIT_BYTES or count > _MOST_BUFFERS or body > BODY_LIMIT_BYTES:
@@ -419,10 +417,14 @@ class Connection:
         if kind == _GOODBYE:
             raise ConnectionLostError("it said good-bye.", clean=True)
         start = _HEADER.size + 8 * count
-        head = memoryview(bytearray(start + nbytes + (_MAC_BYTES if self._sealed else 0)))
+        end = start + nbytes
+        head = memoryview(bytearray(end + (_MAC_BYTES if self._sealed else 0)))
         self._read_whole(head, deadline)
-        if self._sealed:
-            self._check_mac(head, start + nbytes)
+        if self._sealed and not hmac.compare_digest(self._unseal(head[:end]), head[end:]):
+            raise MalformedError(
+                "a frame was changed on its way, or is not the other end's. Set "
+                "NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
+            )
         lengths = struct.unpack_from(f"<{count}Q", head, _HEADER.size)
         if sum(map(padded, lengths)) != body:
             raise MalformedError(f"{count} parts do not make {body} bytes.")
@@ -436,16 +438,7 @@ class Connection:
                 self._pass(ring, np.frombuffer(view, np.uint8)[:length], deadline)
             buffers.append(view[:length])
         self._used = time.monotonic()
-        return call, self._kinds.decode(head[start : start + nbytes], buffers)
-
-    def _check_mac(self, head: memoryview, end: int) -> None:
-        self._read_sealed += 1
-        expected = _mac(self._accepted.receiving_key, self._read_sealed, head[:end])
-        if not hmac.compare_digest(expected, head[end:]):
-            raise MalformedError(
-                "a frame was changed on its way, or is not the other end's. Set "
-                "NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
-            )
+        return call, self._kinds.decode(head[start:end], buffers)
 
     def _ring(self) -> Ring:
         """Return the ring through which the other end sends, made of the descriptor that came."""
@@ -540,7 +533,7 @@ class _NonBlockingTls:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._tls = sock
         self._lock = threading.Lock()
-        self.fileno, self.close, self.detach = sock.fileno, sock.close, sock.detach
+        self.fileno, self.close = sock.fileno, sock.close
 
     def sendmsg(self, buffers: Sequence[Buffer], *_: object) -> int:
         try:
@@ -562,5 +555,7 @@ class _NonBlockingTls:
         socket.socket.shutdown(self._tls, how)  # SSLSocket's own would end reading as well.
 
 
-def _mac(key: bytes, number: int, head: bytes | memoryview) -> bytes:
-    return hmac.digest(key, number.to_bytes(8, "little") + head, "sha256")
+def _macs(key: bytes) -> Callable[[bytes | memoryview], bytes]:
+    """Return what makes the MACs of one direction; it counts, so that no frame passes twice."""
+    numbers = itertools.count(1)
+    return lambda head: hmac.digest(key, next(numbers).to_bytes(8, "little") + head, "sha256")
