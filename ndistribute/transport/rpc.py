@@ -129,17 +129,8 @@ class Client:
 
     A call is sent again when the connection was lost, so requests must be safe to repeat: a server
     that is killed and comes back on its address is to its clients no more than slow, up to the
-    deadline that each call has. The server need not be up yet.
-
-    Args:
-        address: ``host:port``.
-        credentials: the job's secret and identity, and this process's certificate.
-        name: what this process is, such as ``"worker:1"``; something random is appended, since a
-            process that is started again is another client.
-        purpose: which service of the server answers.
-        replies: the union of the kinds of replies.
-        audience: which server it should be, such as ``"ps:0"``; empty: any of the job.
-        timeout: seconds that a call may take, unless it has its own.
+    deadline that each call has. To the name something random is appended, since a process that is
+    started again is another client. `replies` is the union of their kinds.
     """
 
     def __init__(
@@ -173,14 +164,7 @@ class Client:
         self.beat_within = silence_seconds()
 
     def call(self, request: Record, timeout: float | None = None) -> Any:
-        """Return what the server replies; its arrays are the caller's own.
-
-        Raises:
-            AuthenticationError: client and server do not belong to one job.
-            CollectiveTimeoutError: the server is there, and did not answer in time.
-            DistributeError: the server failed in handling the request.
-            WorkerLostError: the server was not reached in time.
-        """
+        """Return what the server replies; its arrays are the caller's own."""
         return self.start(request, timeout).result()
 
     def start(self, request: Record, timeout: float | None = None) -> Call:
