@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -139,30 +139,13 @@ def test_every_dtype_arrives_in_arrays_that_begin_aligned(ends):
         assert array.ctypes.data % 16 == 0
 
 
-@pytest.mark.parametrize("nbytes", [70_000, 4 * MEGABYTES, 129 * MEGABYTES])
+@pytest.mark.parametrize("nbytes", [70_000, 4 * MEGABYTES, 20 * MEGABYTES])
 def test_long_buffers_of_a_host_go_through_memory_that_both_ends_map(nbytes):
     with pair("unix") as (one, other):
         for _ in range(2):
             record = note(nbytes, 5, 3 * MEGABYTES)
             assert same(exchanged(one, other, record), record)
         assert sum("ndistribute-messages" in link for link in open_files()) >= 1
-
-
-def test_who_waits_for_room_in_memory_learns_that_the_reader_is_gone():
-    with pair("unix") as (one, other):
-        outcome, _ = at_once(
-            lambda: _raised(lambda: one.send(note(9 * MEGABYTES))), lambda: other.abort("enough")
-        )
-        assert isinstance(outcome, ConnectionLostError)
-        assert not one.is_open
-
-
-def _raised(call: Callable[[], object]) -> Exception | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
 
 
 def test_a_descriptor_that_comes_while_nobody_receives_is_kept():

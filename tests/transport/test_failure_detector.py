@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -18,15 +19,27 @@ ENVIRON = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(SILENCE)}
 CALL = "client.call(Note('here'), 10).text"
 
 
-@pytest.fixture(params=["0", "1"], ids=["tcp", "unix"])
-def job(request) -> Iterator[tuple[Echo, Child]]:
-    """A service, and a process that is its client."""
-    environ = {**ENVIRON, "NDISTRIBUTE_UNIX_SOCKETS": request.param}
+@contextlib.contextmanager
+def made(unix: str) -> Iterator[tuple[Echo, Child]]:
+    """Yield a service, and a process that is its client."""
+    environ = {**ENVIRON, "NDISTRIBUTE_UNIX_SOCKETS": unix}
     with serving(environ=environ) as (echo, address), Child(environ) as child:
         child.run(f"client = client_of({address!r})")
         assert child.run(CALL) == "here"
-        assert child.run("client._connection.is_unix") == str(request.param == "1")
+        assert child.run("client._connection.is_unix") == str(unix == "1")
         yield echo, child
+
+
+@pytest.fixture(params=["0", "1"], ids=["tcp", "unix"])
+def job(request) -> Iterator[tuple[Echo, Child]]:
+    with made(request.param) as one:
+        yield one
+
+
+@pytest.fixture
+def unix_job() -> Iterator[tuple[Echo, Child]]:
+    with made("1") as one:
+        yield one
 
 
 def test_a_process_that_is_killed_is_known_at_once(job):
@@ -52,8 +65,8 @@ def test_a_process_that_is_stopped_is_lost_after_the_set_time_and_not_before(job
     assert len(echo.here) == 2
 
 
-def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(job):
-    echo, child = job
+def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(unix_job):
+    echo, child = unix_job
     child.run("import ctypes")
     # This call of the C library does not release the interpreter's lock.
     began = time.monotonic()
@@ -64,9 +77,9 @@ def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(job):
     assert not echo.gone
 
 
-def test_a_process_that_was_stopped_itself_does_not_blame_the_others(job):
+def test_a_process_that_was_stopped_itself_does_not_blame_the_others(unix_job):
     """After a pause of its own it hears first what came meanwhile."""
-    echo, child = job
+    echo, child = unix_job
     with serving() as (patient, address):
         child.run(f"other = client_of({address!r})")
         assert child.run(CALL.replace("client", "other")) == "here"
@@ -77,8 +90,8 @@ def test_a_process_that_was_stopped_itself_does_not_blame_the_others(job):
         assert len(patient.here) == 1
 
 
-def test_one_that_says_good_bye_has_not_died(job):
-    echo, child = job
+def test_one_that_says_good_bye_has_not_died(unix_job):
+    echo, child = unix_job
     child.run("client.close()")
     wait_until(lambda: echo.gone)
     assert not echo.gone[0][1]

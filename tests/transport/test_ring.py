@@ -98,17 +98,3 @@ def test_a_process_that_is_stopped_holds_nobody_beyond_the_deadline():
         with pytest.raises(TimeoutError):
             connection.send(LONG, deadline=time.monotonic() + 0.3)
         assert not connection.is_open
-
-
-def test_cutting_wakes_who_waits_for_room_and_who_waits_for_the_rest():
-    with pair("unix") as (one, other):
-
-        def cut() -> None:
-            wait_until(lambda: one._outgoing is not None)
-            one.abort("the test says so.")
-
-        sent, _ = at_once(lambda: one.send(LONG), cut)
-        assert isinstance(sent, ConnectionLostError)
-        assert "the test says so" in str(sent)
-        with pytest.raises(ConnectionLostError):
-            other.receive(soon())

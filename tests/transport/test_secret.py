@@ -131,9 +131,9 @@ def test_processes_that_ask_at_once_find_the_same(tmp_path):
                     text=True,
                 )
             )
-            for _ in range(4)
+            for _ in range(3)
         ]
-        for number in range(30):
+        for number in range(20):
             for process in processes:
                 process.stdin.write(f"{tmp_path / str(number)}\n")
                 process.stdin.flush()
