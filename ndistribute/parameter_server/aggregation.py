@@ -6,17 +6,26 @@ it, and a set for a step that is over does no harm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ndistribute.parameter_server.messages import Accumulated, Aggregate, Dense, Gradient, Rows
+from ndistribute.parameter_server.messages import (
+    Accumulated,
+    Aggregate,
+    Apply,
+    AwaitStep,
+    Dense,
+    Failure,
+    Gradient,
+    Number,
+    Rows,
+)
 from ndistribute.parameter_server.updates import OptimizerStep, Planned, summed
 from ndistribute.parameter_server.variables import Refused, Variables
 from ndistribute.transport.codec import Array
 
-__all__ = ["Aggregation", "Sum", "plan_aggregate"]
+__all__ = ["Aggregation", "plan_aggregate"]
 
 # Rows of so many gradients are kept before those that repeat are added up.
 _ROWS_KEPT = 16
@@ -24,44 +33,26 @@ _LAST_STEP = 1 << 62
 
 
 def plan_aggregate(
-    variables: Variables,
-    aggregates: dict[str, Aggregation],
-    pending: dict[str, Aggregation],
-    client: str,
-    change: Aggregate,
+    variables: Variables, aggregate: Aggregation, client: str, change: Aggregate
 ) -> Planned:
-    """Return a function that adds a client's gradients, and makes the step that they complete.
-
-    `pending` has the aggregates that other changes of the same transaction will make.
-
-    Raises:
-        Refused: it can not be made; nothing has changed.
-    """
+    """Return a function that adds a client's gradients and makes the step that they complete."""
     if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
         raise Refused(
             f"aggregate {change.name!r} needs a count from 1 and a step from 0, got {change.count} "
-            f"and {change.at_step}.",
+            f"and {change.at_step}."
         )
-    asked, at_step = change.apply, change.at_step
-    step = OptimizerStep(variables, asked)
-    held = aggregates.get(change.name)
-    if held is None:
-        held = pending.setdefault(change.name, Aggregation())
-    aggregate = held
-    aggregate.check(asked.names, asked.gradients, at_step)
-    if aggregate.completes(client, at_step, change.count):
+    step = OptimizerStep(variables, change.apply)
+    aggregate.check(change.apply, change.at_step)
+    others = len(aggregate.givers) if change.at_step == aggregate.step else 0
+    if others + 1 >= change.count:
         step.open()
 
     def add() -> Accumulated:
-        aggregates[change.name] = aggregate
         aggregate.join(client)
-        takes = aggregate.takes(client, at_step)
-        if takes:
-            complete = aggregate.completes(client, at_step, change.count)
-            aggregate.add(client, asked.names, asked.gradients, at_step)
-            if complete:
-                step.make(step.fitted(aggregate.finish()))
-        return Accumulated(takes, aggregate.step)
+        taken = aggregate.add(client, change.apply, change.at_step)
+        if taken and len(aggregate.givers) >= change.count:
+            step.make(step.fitted(aggregate.finish()))
+        return Accumulated(taken, aggregate.step)
 
     return add
 
@@ -72,45 +63,40 @@ class Sum:
 
     kind: str = ""  # What is common to the gradients, in words.
     dtype: str = ""  # Of the gradients, and of their mean.
-    count: int = 0
-    total: Array | None = None  # Of dense gradients; while there is none, memory to use again.
+    total: Array | None = None  # Of dense gradients; of an earlier step it is memory to use again.
     rows: list[Rows] = field(default_factory=list)  # Their sum is what counts.
 
-    def begin(self, gradient: Gradient) -> None:
-        """Begin a step whose first gradient is this one, which is yet to be added."""
-        self.kind, self.dtype = _kind_of(gradient), gradient.values.dtype.name
-        self.count, self.rows = 0, []
-
-    def add(self, gradient: Gradient) -> None:
-        """Add a gradient that was checked."""
+    def add(self, gradient: Gradient, *, first: bool) -> None:
+        """Add a gradient that was checked, to those of this step unless it is the first."""
         values, total = gradient.values, self.total
         wide = np.dtype(np.float32) if values.dtype.itemsize == 2 else values.dtype
-        self.count += 1
+        if first:
+            self.kind, self.dtype, self.rows = _kind_of(gradient), values.dtype.name, []
         if isinstance(gradient, Rows):
             self.rows.append(Rows(gradient.indices.astype(np.int64), values.astype(wide)))
             if len(self.rows) >= _ROWS_KEPT:
                 self.rows = [self._joined()]
-        elif self.count > 1 and total is not None:
-            total += values
-        elif total is not None and (total.shape, total.dtype) == (values.shape, wide):
+        elif total is None or (total.shape, total.dtype) != (values.shape, wide):
+            self.total = values.astype(wide)  # A copy: the sum is ours to change.
+        elif first:
             np.copyto(total, values)
         else:
-            self.total = values.astype(wide)  # A copy: the sum is ours to change.
+            total += values
 
-    def mean(self) -> Gradient:
+    def mean(self, count: int) -> Gradient:
         """Return the mean, which is valid until the next step begins."""
         if self.rows:
             once = self._joined()
-            return Rows(once.indices, self._divided(once.values))
-        return Dense(self._divided(np.asarray(self.total)))
+            return Rows(once.indices, self._divided(once.values, count))
+        return Dense(self._divided(np.asarray(self.total), count))
 
     def _joined(self) -> Rows:
         indices = np.concatenate([part.indices for part in self.rows])
         return summed(Rows(indices, np.concatenate([part.values for part in self.rows])))
 
-    def _divided(self, total: Array) -> Array:
-        if self.count > 1:
-            total /= self.count
+    def _divided(self, total: Array, count: int) -> Array:
+        if count > 1:
+            total /= count
         return total.astype(self.dtype, copy=False)
 
 
@@ -119,11 +105,6 @@ class Aggregation:
     """Sum the sets of a step, and know who takes part.
 
     Members are the clients that are there and gave a set or waited, now or in an earlier step.
-
-    >>> aggregate = Aggregation()
-    >>> aggregate.add("worker:0", ["w"], [Dense(np.array([1.0, 3.0]))], at_step=0)
-    >>> aggregate.completes("worker:1", at_step=0, count=2)
-    True
     """
 
     step: int = 0
@@ -133,50 +114,42 @@ class Aggregation:
     peak: int = 0  # How many members there were at most at a time, since there was none.
     last_to_leave: str = ""
 
-    def check(self, names: Sequence[str], gradients: Sequence[Gradient], at_step: int) -> None:
+    def check(self, given: Apply, at_step: int) -> None:
         """Refuse a set that is not like the step's first."""
         if at_step != self.step or not self.givers:
             return
-        if tuple(self.sums) != tuple(names):
+        if tuple(self.sums) != given.names:
             raise Refused(
-                f"a set of gradients for step {self.step} is of {', '.join(names)}, the first one "
-                f"was of {', '.join(self.sums)}. All must be of the same variables.",
+                f"a set of gradients for step {self.step} is of {', '.join(given.names)}, the "
+                f"first one was of {', '.join(self.sums)}. All must be of the same variables."
             )
-        for name, gradient in zip(names, gradients, strict=True):
+        for name, gradient in zip(given.names, given.gradients, strict=True):
             first, this = self.sums[name].kind, _kind_of(gradient)
             if this != first:
                 raise Refused(
                     f"the first gradient of {name!r} for step {self.step} was {first}, got {this}. "
-                    "All clients must give the same.",
+                    "All clients must give the same."
                 )
 
-    def takes(self, client: str, at_step: int) -> bool:
-        """Return True if a set would be added."""
-        return at_step > self.step or (at_step == self.step and client not in self.givers)
-
-    def completes(self, client: str, at_step: int, count: int) -> bool:
-        """Return True if a set would be the last one that its step needs."""
-        held = len(self.givers) if at_step == self.step else 0
-        return self.takes(client, at_step) and held + 1 >= count
-
-    def add(
-        self, client: str, names: Sequence[str], gradients: Sequence[Gradient], at_step: int
-    ) -> None:
-        """Add a set that was checked and is taken."""
+    def add(self, client: str, given: Apply, at_step: int) -> bool:
+        """Add a set that was checked; return False if it comes late or is the client's second."""
+        if at_step < self.step or (at_step == self.step and client in self.givers):
+            return False
         if at_step > self.step:
             self.step, self.givers = at_step, set()
-        if not self.givers:
-            self.sums = {name: self.sums.get(name, Sum()) for name in names}
-            for name, gradient in zip(names, gradients, strict=True):
-                self.sums[name].begin(gradient)
-        for name, gradient in zip(names, gradients, strict=True):
-            self.sums[name].add(gradient)
+        first = not self.givers
+        if first:
+            self.sums = {name: self.sums.get(name, Sum()) for name in given.names}
+        for name, gradient in zip(given.names, given.gradients, strict=True):
+            self.sums[name].add(gradient, first=first)
         self.givers.add(client)
+        return True
 
     def finish(self) -> list[Gradient]:
         """Return the means, valid until the next set is added, and begin the next step."""
+        means = [held.mean(len(self.givers)) for held in self.sums.values()]
         self.step, self.givers = self.step + 1, set()
-        return [held.mean() for held in self.sums.values()]
+        return means
 
     def join(self, client: str) -> None:
         """Count a client as a member; who left an empty group belongs to work that is over."""
@@ -191,13 +164,18 @@ class Aggregation:
             self.members.remove(client)
             self.last_to_leave = client
 
-    def what_is_missing(self, name: str, count: int) -> str | None:
-        """Return why `count` sets can not come any more, or None while they may."""
-        if self.peak < count or len(self.members) >= count:
+    def reply(self, client: str, request: AwaitStep) -> Number | Failure | None:
+        """Return the reply to a wait once it is over, or in vain."""
+        over = self.step >= request.step or request.step > self.step + 1
+        if over or client not in self.givers:
+            return Number(self.step)
+        if self.peak < request.count or len(self.members) >= request.count:
             return None
-        return (
-            f"aggregate {name!r} had {self.peak} member(s), of which {self.last_to_leave!r} left "
-            f"last; {len(self.members)} of {count} needed are there."
+        return Failure(
+            "left",
+            f"aggregate {request.name!r} had {self.peak} member(s), of which "
+            f"{self.last_to_leave!r} left last; {len(self.members)} of {request.count} needed are "
+            "there.",
         )
 
 

@@ -24,12 +24,13 @@ from ndistribute.parameter_server.closure import (
     WriteBuffer,
     current_closure,
 )
-from ndistribute.parameter_server.messages import NewVariable, Report, Transaction
+from ndistribute.parameter_server.messages import Item, NewVariable, Report, Transaction
 from ndistribute.transport.codec import Array, Record
 
-__all__ = ["Caller", "Copy", "Pending", "ServerClient", "Servers"]
+__all__ = ["Caller", "Copy", "ServerClient", "Servers"]
 
 _SMALL_BYTES = 1 << 14  # An initial value of so few bytes is sent without asking if it is wanted.
+_ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
 _log = logging.getLogger("ndistribute")
 
 
@@ -48,31 +49,14 @@ class Copy(Protocol):
         """Know that rows of a version were read, which are not held here."""
 
 
-class Pending(Protocol):
-    """A call that is under way."""
-
-    @property
-    def instance(self) -> str:
-        """Return which life of the server the request went to."""
-
-    def result(self) -> Any:
-        """Wait for the reply, and return it; its arrays are the caller's own."""
-
-    def cancel(self) -> None:
-        """Wait no more."""
-
-
 class Caller(Protocol):
     """What carries requests to one server: `rpc.Client`, or a server of this process."""
 
     name: str
     instance: str
 
-    def start(self, request: Record, timeout: float | None) -> Pending:
-        """Send a request."""
-
-    def close(self) -> None:
-        """Say good-bye to the server."""
+    def start(self, request: Record, timeout: float | None) -> Any: ...
+    def close(self) -> None: ...
 
 
 class ServerClient:
@@ -105,19 +89,12 @@ class ServerClient:
         pairs = itertools.pairwise([life for _, life in sorted(self._lives.items())])
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
-    def start(self, request: Record) -> Pending:
+    def start(self, request: Record) -> Any:
         """Send a request; `finish` has the reply."""
         return self._caller.start(request, self._timeout)
 
-    def finish(self, call: Pending, kind: type[Any]) -> Any:
-        """Return the reply to a request, which is to be of a kind.
-
-        Raises:
-            ValueError: what was asked for does not fit what the server holds.
-            WorkerLostError: the server was not reached in time, or one that was waited for left.
-            CollectiveTimeoutError: the answer did not come in time.
-            DistributeError: the server refused.
-        """
+    def finish(self, call: Any, kind: type[Any]) -> Any:
+        """Return the reply to a request, which is to be of a kind; raise what a failure means."""
         reply = call.result()
         if isinstance(reply, messages.Changed):
             with self._lock:
@@ -128,14 +105,13 @@ class ServerClient:
             return reply
         if not isinstance(reply, messages.Failure):
             raise DistributeError(f"{self.title} answered {reply!r}, not a {kind.__name__}.")
-        errors: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
         hint = ""
         if reply.kind == "unknown":
             hint = (
                 " If the server was started again, what it held is lost: give servers a directory "
                 "for snapshots."
             )
-        raise errors.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}{hint}")
+        raise _ERRORS.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}{hint}")
 
     def number(self, changes: Sequence[messages.Change], running: Closure | None) -> Transaction:
         """Return changes as a transaction: of a closure, or this process's next, until `over`."""
@@ -181,9 +157,12 @@ class ServerClient:
 class Servers:
     """Use all parameter servers of a job, from any number of threads at once.
 
+    Arguments and results are by the numbers of servers, the places of their clients in the order.
+    What does not fit what a server holds is a `ValueError`, a server that is not reached in time,
+    or others that left while they were waited for, a `WorkerLostError`.
+
     Args:
-        clients: one of each server, in the order in which variables are placed on them; closed with
-            this object.
+        clients: one of each server; closed with this object.
     """
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
@@ -199,77 +178,55 @@ class Servers:
         return sum(client.lost_updates for client in self._clients)
 
     def create(self, initial: Mapping[int, Sequence[tuple[str, Array]]]) -> None:
-        """Make variables, but for those that there are; each keeps its first value.
+        """Make variables of some names and values, but for those that there are.
 
         A value is sent only where it is wanted. One that is the same everywhere, as made by
         `numpy.broadcast_to`, is not sent at all.
-
-        Args:
-            initial: on which server, which names and values.
-
-        Raises:
-            ValueError: there is one of another shape or dtype.
         """
-        asked = {server: [_described(*item) for item in some] for server, some in initial.items()}
+        asked = {i: [_described(*one) for one in some] for i, some in initial.items()}
         made = self._ask(
             messages.Created, {i: messages.Create(tuple(some)) for i, some in asked.items()}
         )
         wanted = {}
-        for server, some in initial.items():
-            states = made[server].states
+        for i, reply in made.items():
             sent = tuple(
                 msgspec.structs.replace(new, initial=array)
-                for new, (_, array), state in zip(asked[server], some, states, strict=True)
+                for new, (_, array), state in zip(asked[i], initial[i], reply.states, strict=True)
                 if state == "wanted"
             )
             if sent:
-                wanted[server] = messages.Create(sent)
+                wanted[i] = messages.Create(sent)
         self._ask(messages.Created, wanted)
 
     def delete(self, names: Mapping[int, Sequence[str]]) -> None:
         """Delete variables, as far as they exist."""
-        asked = {server: messages.Delete(tuple(some)) for server, some in names.items()}
-        self._ask(messages.Deleted, asked)
+        asked = {i: messages.Delete(tuple(some)) for i, some in names.items()}
+        self._ask(messages.Number, asked)
 
-    def pull(self, copies: Mapping[int, Sequence[Copy]]) -> None:
-        """Bring copies up to date; the mapping is by server."""
-        self._buffer.flush_before(copy.server_name for some in copies.values() for copy in some)
-        asked = {
-            server: messages.Read(
-                tuple(copy.server_name for copy in some), tuple(copy.version for copy in some)
-            )
-            for server, some in copies.items()
-        }
-        for server, reply in self._ask(messages.Values, asked).items():
-            for copy, value in zip(copies[server], reply.values, strict=True):
-                if value.array is not None:
-                    copy.receive(value.array, value.version)
-
-    def read_rows(
-        self, asked: Mapping[int, Sequence[tuple[Copy, Array]]]
-    ) -> dict[int, list[Array]]:
-        """Return rows of variables, in the order asked; the copies only learn the versions.
+    def read(
+        self, asked: Mapping[int, Sequence[tuple[Copy, Array | None]]]
+    ) -> dict[int, list[Array | None]]:
+        """Bring copies up to date, or return rows of their variables, in the order asked.
 
         Args:
-            asked: of which server, of which variables which rows: indices of one axis, from 0, that
-                may repeat.
+            asked: copies, and of which the rows alone are wanted, their indices: of one axis, from
+                0, that may repeat. Of rows the copies only learn the versions.
         """
         self._buffer.flush_before(copy.server_name for some in asked.values() for copy, _ in some)
         requests = {
-            server: messages.ReadRows(
-                tuple(messages.RowsOf(copy.server_name, rows) for copy, rows in some)
+            i: messages.Read(
+                tuple(Item(copy.server_name, copy.version, rows) for copy, rows in some)
             )
-            for server, some in asked.items()
+            for i, some in asked.items()
         }
-        found: dict[int, list[Array]] = {}
-        for server, reply in self._ask(messages.Values, requests).items():
-            found[server] = []
-            for (copy, _), value in zip(asked[server], reply.values, strict=True):
-                if value.array is None:
-                    title = self._clients[server].title
-                    raise DistributeError(f"{title} answered a read without rows.")
-                copy.saw(value.version)
-                found[server].append(value.array)
+        found: dict[int, list[Array | None]] = {}
+        for i, reply in self._ask(messages.Values, requests).items():
+            found[i] = [value.array for value in reply.values]
+            for (copy, rows), value in zip(asked[i], reply.values, strict=True):
+                if rows is not None:
+                    copy.saw(value.version)
+                elif value.array is not None:
+                    copy.receive(value.array, value.version)
         return found
 
     def change(self, changes: Changes, then: Then | None = None) -> None:
@@ -290,30 +247,18 @@ class Servers:
     def greet(self, durability: Literal["snapshot", "log"] = "snapshot") -> None:
         """Wait until all servers are up; from now on they know whether this process lives.
 
-        Args:
-            durability: ``"log"``: updates are acknowledged once they are in a log on the disk.
-
-        Raises:
-            DistributeError: a server has no directory for a log.
+        With a log, updates are acknowledged once they are in it, on the disk.
         """
-        if durability == "log":
-            self._ask(messages.Saved, dict.fromkeys(range(len(self)), messages.KeepLog()))
-        else:
-            self._ask(messages.Totals, dict.fromkeys(range(len(self)), messages.Status()))
+        self._status("log" if durability == "log" else "memory")
 
     def await_step(self, steps: Mapping[int, tuple[str, int]], count: int) -> dict[int, int]:
-        """Wait until aggregates have come to a step, and return at which each is.
-
-        Args:
-            steps: the name of an aggregate and the step, by server.
-            count: how many sets of gradients make a step.
-        """
+        """Wait until aggregates, by their names, have come to a step; return at which each is."""
         asked = {i: messages.AwaitStep(name, step, count) for i, (name, step) in steps.items()}
-        return {i: reply.value for i, reply in self._ask(messages.Step, asked).items()}
+        return {i: reply.value for i, reply in self._ask(messages.Number, asked).items()}
 
     def await_clock(self, group: str, clock: int, slack: int, count: int) -> None:
         """Wait until nobody of a group is more than `slack` steps behind; see `AwaitClock`."""
-        self._ask(messages.Released, {0: messages.AwaitClock(group, clock, slack, count)})
+        self._ask(messages.Number, {0: messages.AwaitClock(group, clock, slack, count)})
 
     def learn(self, reports: Iterable[Report]) -> None:
         """Take what another process knows of the servers."""
@@ -323,17 +268,16 @@ class Servers:
                 clients[report.server].learn(report)
 
     def save_snapshots(self) -> None:
-        """Let every server write what it holds to its disk, and wait until it did.
-
-        Raises:
-            DistributeError: a server was given no directory for it.
-        """
-        self._ask(messages.Saved, dict.fromkeys(range(len(self)), messages.SaveSnapshot()))
+        """Let every server write what it holds to its disk, and wait until it did."""
+        self._status("snapshot")
 
     def close(self) -> None:
         """Say good-bye to the servers; a second call does nothing."""
         for client in self._clients:
             client.close()
+
+    def _status(self, of: Literal["memory", "snapshot", "log"]) -> None:
+        self._ask(messages.Totals, dict.fromkeys(range(len(self)), messages.Status(of)))
 
     def _change(self, changes: Changes, running: Closure | None) -> Outcomes:
         orders: dict[int, Transaction] = {}
@@ -348,7 +292,7 @@ class Servers:
 
     def _ask(self, kind: type[Any], requests: Mapping[int, Record]) -> dict[int, Any]:
         """Return the replies of servers, asked all at once; raise an error after all ended."""
-        pending: dict[int, Pending] = {}
+        pending: dict[int, Any] = {}
         replies, errors = {}, []
         try:
             for server, request in requests.items():

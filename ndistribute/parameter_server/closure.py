@@ -43,9 +43,12 @@ class Closure:
     196609
     """
 
+    current: Closure | None = None  # The one that this process runs, with all its threads.
+
     def __init__(self, series: str, number: int, low_water: int) -> None:
         self.series = series
         self.low_water = low_water << _SHIFT
+        self.in_main = threading.current_thread() is threading.main_thread()
         self.reports: dict[str, Report] = {}
         """What was learned of each server on the way."""
         self.at_end: list[Callable[[], None]] = []
@@ -55,11 +58,7 @@ class Closure:
         self._lock = threading.Lock()
 
     def sequence(self, server: str) -> int:
-        """Return the number of the closure's next transaction on a server.
-
-        Raises:
-            RuntimeError: it has made too many.
-        """
+        """Return the number of the closure's next transaction on a server."""
         with self._lock:
             self._made[server] += 1
             if self._made[server] >= 1 << _SHIFT:
@@ -69,43 +68,22 @@ class Closure:
             return (self._number << _SHIFT) + self._made[server]
 
 
-class _Process:
-    """What all threads share: the closure that this process runs."""
-
-    def __init__(self) -> None:
-        self.current: Closure | None = None
-        self.in_main = False  # Whether the main thread runs it.
-
-
-_process = _Process()
-
-
 @contextlib.contextmanager
 def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
     """Make the changes of a ``with`` block those of a closure.
 
     They are kept back until the end, or until something is read that they change. After an error
-    those kept back are dropped. A worker runs one closure at a time, and all its threads work for
-    it, so the closure is known to the whole process.
-
-    Raises:
-        RuntimeError: this process runs another one.
-
-    >>> with closure("chief", 1) as running:
-    ...     current_closure() is running
-    True
+    those kept back are dropped. A worker runs one closure at a time.
     """
-    if _process.current is not None:
+    if Closure.current is not None:
         raise RuntimeError("a worker runs one function at a time, and one is running.")
-    running = Closure(series, number, low_water)
-    _process.in_main = threading.current_thread() is threading.main_thread()
-    _process.current = running
+    running = Closure.current = Closure(series, number, low_water)
     try:
         yield running
         for do in running.at_end:
             do()
     finally:
-        _process.current = None
+        Closure.current = None
 
 
 def current_closure() -> Closure | None:
@@ -114,8 +92,8 @@ def current_closure() -> Closure | None:
     All threads do but the main one, unless it runs the closure itself: a process that is its own
     worker schedules there what another thread runs.
     """
-    running = _process.current
-    if running is None or _process.in_main:
+    running = Closure.current
+    if running is None or running.in_main:
         return running
     return None if threading.current_thread() is threading.main_thread() else running
 
@@ -134,10 +112,7 @@ class WriteBuffer:
         self._reset(None)
 
     def add(self, running: Closure, changes: Changes, then: Then | None) -> None:
-        """Keep changes until the end of the closure; what they hold now is what is sent.
-
-        Those of a closure that makes very many go out in between.
-        """
+        """Keep changes, as they are now, until the end of the closure or until they are many."""
         with self._lock:
             if self._running is not running:
                 self._reset(running)

@@ -13,16 +13,7 @@ __all__ = ["LocalServer"]
 
 
 class LocalServer:
-    """Serve a store to clients of this process.
-
-    >>> import numpy as np
-    >>> from ndistribute.parameter_server.client import ServerClient, Servers
-    >>> from ndistribute.parameter_server.messages import Add
-    >>> servers = Servers([ServerClient(LocalServer().connect("worker:0"), "this process", 60.0)])
-    >>> servers.create({0: [("v", np.zeros(2))]})
-    >>> servers.change({0: [Add("v", np.ones(2))]}, then=print)
-    {0: (Done(versions=(2,)),)}
-    """
+    """Serve a store to clients of this process."""
 
     def __init__(self) -> None:
         self.store = Store()
@@ -44,7 +35,6 @@ class _Client:
         self._closed = False
 
     def start(self, request: Any, timeout: float | None) -> _Call:
-        """Let the store handle a request."""
         if self._closed:
             raise WorkerLostError(f"{self.name} was closed.")
         call = _Call(self, timeout)
@@ -53,7 +43,6 @@ class _Client:
         return call
 
     def close(self) -> None:
-        """Leave the store; a second call does nothing."""
         if not self._closed:
             self._closed = True
             with self._server.lock:
@@ -65,23 +54,17 @@ class _Call:
 
     def __init__(self, client: _Client, timeout: float | None) -> None:
         self.instance = client.instance
+        self.arrived = threading.Event()
+        self.reply: Any = None
         self._name, self._timeout = client.name, timeout
-        self._arrived = threading.Event()
-        self._reply: Any = None
-
-    def deliver(self, reply: Any) -> None:
-        """Take the reply."""
-        self._reply = reply
-        self._arrived.set()
 
     def result(self) -> Any:
-        """Return the reply once it is here."""
-        if not self._arrived.wait(timeout=self._timeout):
+        if not self.arrived.wait(timeout=self._timeout):
             raise CollectiveTimeoutError(
                 f"{self._name}: the server in this process did not answer within "
                 f"{self._timeout:g} s."
             )
-        return self._reply
+        return self.reply
 
     def cancel(self) -> None:
         """Wait no more."""
@@ -89,4 +72,5 @@ class _Call:
 
 def _deliver(answers: Answers) -> None:
     for call, reply in answers:
-        call.deliver(reply)
+        call.reply = reply
+        call.arrived.set()

@@ -16,8 +16,15 @@ from typing import Any, Literal
 
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
-from ndistribute.parameter_server import messages
-from ndistribute.parameter_server.messages import Failure, Logged, Reply, Request, Saved
+from ndistribute.parameter_server.messages import (
+    Failure,
+    Logged,
+    Read,
+    Reply,
+    Request,
+    Status,
+    Totals,
+)
 from ndistribute.parameter_server.snapshot import UpdateLog, read_log, restore, take
 from ndistribute.parameter_server.store import Answers, Store
 from ndistribute.parameter_server.variables import Refused
@@ -115,13 +122,12 @@ class StoreService:
 
     def handle(self, peer: Peer, call: int, request: Request) -> Reply | None:
         """Do what a request asks, and return the reply unless that comes later."""
-        reads = isinstance(request, messages.Read | messages.ReadRows | messages.Status)
+        reads = isinstance(request, Read | Status)
         with self._lock:
-            if isinstance(request, messages.KeepLog) and self._writer is not None:
-                self._keep_log()
-                # What is there already has to be on the disk as well.
-                request = messages.SaveSnapshot()
-            if isinstance(request, messages.SaveSnapshot) and self._writer is not None:
+            of = request.of if isinstance(request, Status) else "memory"
+            if of != "memory" and self._writer is not None:
+                if of == "log":  # What is there already has to be on the disk as well.
+                    self._keep_log()
                 self._asked[peer.name] = (peer, call)
                 self._wake.notify_all()
                 return None
@@ -223,7 +229,7 @@ class StoreService:
                 self._wake.wait_for(lambda: self._asked or self._due or self._closing, wait)
                 closing, self._due = self._closing, False
                 served, self._asked = self._asked, {}
-                reply: Saved | Failure = Saved(self._store.total)
+                reply: Totals | Failure = self._totals()
                 changed = self._changed
             if changed:
                 reply = self._write_snapshot()
@@ -245,7 +251,7 @@ class StoreService:
             )
         _send(answers)
 
-    def _write_snapshot(self) -> Saved | Failure:
+    def _write_snapshot(self) -> Totals | Failure:
         directory = self._directory or Path()
         try:
             with self._lock:
@@ -254,7 +260,7 @@ class StoreService:
                     self._log_number += 1
                 self._changed = False
                 replaced, first = self._logs[:-1], self._log_number
-                total = self._store.total
+                totals = self._totals()
                 tensors, store = take(self._store)
             data = {"store": store, "log": first, "logged": bool(self._logs)}
             path = tensor_files.write(directory, self._stem, tensors, data)
@@ -275,8 +281,11 @@ class StoreService:
             if number < self._kept_from[0]:
                 with contextlib.suppress(OSError):  # It goes with the next ones.
                     old.unlink()
-        _log.info("%s wrote %s after %d transactions", self._task, path, total)
-        return Saved(total)
+        _log.info("%s wrote %s after %d transactions", self._task, path, totals.total)
+        return totals
+
+    def _totals(self) -> Totals:
+        return Totals(self._store.total, self._store.began)
 
     def _resume(self, directory: Path) -> None:
         """Go on from the newest snapshot, and the logs since."""

@@ -6,19 +6,20 @@ answers and the same state, so whatever a network does to them can be tried with
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ndistribute.parameter_server import messages
 from ndistribute.parameter_server.aggregation import Aggregation, plan_aggregate
-from ndistribute.parameter_server.messages import Aggregate, AwaitClock, AwaitStep, Failure, Reply
-from ndistribute.parameter_server.updates import plan
+from ndistribute.parameter_server.messages import AwaitClock, AwaitStep, Failure, Number, Reply
+from ndistribute.parameter_server.updates import Planned, plan_apply, plan_update
 from ndistribute.parameter_server.variables import Refused, Variables
 
-__all__ = ["MAX_CLIENTS", "Applied", "Clock", "ClockGroup", "Store"]
+__all__ = ["MAX_CLIENTS", "Answers", "Applied", "Clock", "ClockGroup", "Store"]
 
 MAX_CLIENTS = 1 << 16
 MAX_APPLIED = 1 << 20
@@ -47,16 +48,11 @@ class Applied:
 
 @dataclass(slots=True)
 class Clock:
-    """Hold how far a member of a group is: what it said, and by how much it counts as further."""
+    """Hold how far a member of a group is, and by how much that is more than it said."""
 
     client: str
-    said: int
-    ahead: int = 0
-
-    @property
-    def value(self) -> int:
-        """Return the step with which the member is counted."""
-        return self.said + self.ahead
+    value: int
+    ahead: int
 
 
 @dataclass(slots=True)
@@ -71,38 +67,27 @@ class ClockGroup:
         member = _member(client)
         held = self.present.get(member)
         if held is not None and held.client == client:
-            held.said = max(held.said, clock)
+            held.value = max(held.value, clock + held.ahead)
             return
         others = [other.value for name, other in self.present.items() if name != member]
         # Counted on from the others' steps: else they would wait while it repeats what they did.
         ahead = max(0, min(others, default=0) - clock)
-        self.present[member] = Clock(client, clock, ahead)
+        self.present[member] = Clock(client, clock + ahead, ahead)
         self.came.add(member)
 
-    def reached(self, client: str, request: AwaitClock) -> messages.Released | None:
+    def leave(self, client: str) -> None:
+        """Count on a client no more, unless its successor came before it was known that it left."""
+        held = self.present.get(_member(client))
+        if held is not None and held.client == client:
+            del self.present[_member(client)]
+
+    def reply(self, client: str, request: AwaitClock) -> Number | None:
         """Return the reply to a wait once it is over."""
         clock = self.present.get(_member(client))
         if clock is None or len(self.came) < request.count:
             return None
         slowest = min(held.value for held in self.present.values())
-        if slowest < clock.value - request.slack:
-            return None
-        return messages.Released(len(self.present))
-
-    def leave(self, client: str) -> None:
-        """Count on a client no more."""
-        held = self.present.get(_member(client))
-        # Its successor may have come before it was known that it left.
-        if held is not None and held.client == client:
-            del self.present[_member(client)]
-
-
-class _Place(NamedTuple):
-    """Where a client waits; it waits there once."""
-
-    kind: str
-    name: str
-    client: str
+        return Number(len(self.present)) if slowest >= clock.value - request.slack else None
 
 
 class Store:
@@ -110,33 +95,28 @@ class Store:
 
     Not safe for threads: it is called under one lock, but replies may be encoded outside of it,
     since arrays in replies never change. Of a request it keeps no array beyond its answer, but for
-    values that `variables.adopts`.
+    values that `variables.adopts`. The versions of its variables are above `floor`.
 
-    Args:
-        floor: versions of variables are above it.
-
-    Attributes:
-        log: called with what is about to change variables, once that can not fail; what it raises
-            keeps the change from being made.
-        total: how many transactions were made, in earlier lives as well.
-        began: how many of them in earlier lives.
-
-    >>> from ndistribute.parameter_server.messages import Create, NewVariable, Read
+    >>> from ndistribute.parameter_server.messages import Create, Item, NewVariable, Read
     >>> store = Store()
     >>> _ = store.handle("worker", 1, Create((NewVariable("w", (2,), "float32", fill=1.0),)))
-    >>> store.handle("worker", 2, Read(("w",)))
+    >>> store.handle("worker", 2, Read((Item("w"),)))
     [(2, Values(values=(Value(version=1, array=array([1., 1.], dtype=float32)),)))]
     """
 
     def __init__(self, floor: int = 0) -> None:
         self.log: Callable[[messages.Logged], None] = lambda request: None
+        """Called with what is about to change variables, once only this call can still fail."""
         self.total = 0
+        """How many transactions were made, in earlier lives as well."""
         self.began = 0
+        """How many of them in earlier lives."""
         self.variables = Variables(floor)
         self.applied: dict[str, Applied] = {}
         self.aggregates: dict[str, Aggregation] = {}
         self.clocks: dict[str, ClockGroup] = {}
-        self._waits: dict[_Place, tuple[Any, AwaitStep | AwaitClock]] = {}
+        # A client waits once for the same: by the kind of wait, its name and the client.
+        self._waits: dict[tuple[type, str, str], tuple[Any, messages.Wait]] = {}
 
     @property
     def clients(self) -> frozenset[str]:
@@ -148,13 +128,10 @@ class Store:
     def handle(self, client: str, call: Any, request: messages.Request) -> Answers:
         """Return the replies that are known now: to this call, unless it waits, and to others.
 
-        Args:
-            client: who calls; after a restart it calls itself otherwise.
-            call: what the reply is returned with.
-            request: what is asked.
+        A client calls itself otherwise after a restart; a reply is returned with its `call`.
         """
         try:
-            if isinstance(request, AwaitStep | AwaitClock):
+            if isinstance(request, messages.Wait):
                 return self._wait(client, call, request)
             reply = self._reply(request)
         except Refused as refused:
@@ -169,7 +146,7 @@ class Store:
 
     def left(self, client: str) -> Answers:
         """Count on a client no more, and return the replies to those who waited for it."""
-        for place in [place for place in self._waits if place.client == client]:
+        for place in [place for place in self._waits if place[2] == client]:
             del self._waits[place]
         for aggregate in self.aggregates.values():
             aggregate.leave(client)
@@ -181,13 +158,8 @@ class Store:
         match request:
             case messages.Transaction():
                 return self._transact(request)
-            case messages.Read(names, known):
-                if known and len(known) != len(names):
-                    raise Refused(f"{len(names)} names, {len(known)} known versions.")
-                known = known or (0,) * len(names)
-                return messages.Values(tuple(map(self.variables.read, names, known)))
-            case messages.ReadRows(items):
-                return messages.Values(tuple(map(self.variables.read_rows, items)))
+            case messages.Read(items):
+                return messages.Values(tuple(map(self.variables.read, items)))
             case messages.Create(wanted):
                 made, reply = self.variables.plan(wanted)
                 if made:
@@ -197,21 +169,18 @@ class Store:
             case messages.Delete(names):
                 if not self.variables.cells.keys().isdisjoint(names):
                     self.log(request)
-                return messages.Deleted(self.variables.delete(names))
-            case messages.Status():
+                return Number(self.variables.delete(names))
+            case messages.Status("memory"):
                 return messages.Totals(self.total, self.began)
-            case messages.SaveSnapshot() | messages.KeepLog():
-                raise Refused(
-                    "this server writes nothing to a disk: start it with a snapshot directory.",
-                    "unknown",
-                )
-        raise Refused(f"a server can not answer a {type(request).__name__}.")
+        raise Refused(
+            "this server writes nothing to a disk: start it with a snapshot directory.", "unknown"
+        )
 
     def _transact(self, request: messages.Transaction) -> messages.Changed:
         if request.low_water > request.sequence:
             raise Refused(
                 f"transaction {request.sequence} of {request.client!r} is below its low water, "
-                f"{request.low_water}.",
+                f"{request.low_water}."
             )
         applied = self.applied.get(request.client) or Applied()
         if request.sequence in applied:
@@ -223,17 +192,14 @@ class Store:
                 f"{applied.low_water}, which never ended there.",
                 "full",
             )
-        pending: dict[str, Aggregation] = {}
-        planned = [
-            plan_aggregate(self.variables, self.aggregates, pending, request.client, change)
-            if isinstance(change, Aggregate)
-            else plan(self.variables, change)
-            for change in request.changes
-        ]
+        fresh: dict[str, Aggregation] = {}
+        aggregates = ChainMap(fresh, self.aggregates)
+        planned = [self._plan(request.client, change, aggregates) for change in request.changes]
         self.log(request)
         # A warning that becomes an error would leave the rest unmade.
         with np.errstate(all="ignore"):
             outcomes = tuple(make() for make in planned)
+        self.aggregates.update(fresh)
         self.total += 1
         applied.add(request.sequence, request.low_water)
         self.applied.pop(request.client, None)
@@ -242,24 +208,35 @@ class Store:
             del self.applied[next(iter(self.applied))]
         return messages.Changed(outcomes, self.total)
 
+    def _plan(
+        self, client: str, change: messages.Change, aggregates: ChainMap[str, Aggregation]
+    ) -> Planned:
+        match change:
+            case messages.Update():
+                return plan_update(self.variables, change)
+            case messages.Apply():
+                return plan_apply(self.variables, change)
+            case messages.Aggregate():
+                held = aggregates.setdefault(change.name, Aggregation())
+                return plan_aggregate(self.variables, held, client, change)
+
     def _outcome_now(self, change: messages.Change) -> messages.Outcome:
         """Return the outcome of a change that was made before, as far as it can be known."""
-        if isinstance(change, Aggregate):
+        if isinstance(change, messages.Aggregate):
             held = self.aggregates.get(change.name)
             return messages.Accumulated(True, held.step if held is not None else 0)
         names = change.names if isinstance(change, messages.Apply) else (change.name,)
         cells = map(self.variables.cells.get, names)
         return messages.Done(tuple(cell.version if cell is not None else 0 for cell in cells))
 
-    def _wait(self, client: str, call: Any, request: AwaitStep | AwaitClock) -> Answers:
+    def _wait(self, client: str, call: Any, request: messages.Wait) -> Answers:
         """Let a call wait in the place of an earlier one; return all replies that this gives."""
-        name = request.name if isinstance(request, AwaitStep) else request.group
-        place = _Place(type(request).__name__, name, client)
-        if request.count < 1:
-            raise Refused(f"nobody can wait at {name!r} for {request.count}.")
+        name, place = request.name, (type(request), request.name, client)
         if isinstance(request, AwaitClock):
             self._check_clock(client, request)
             self.clocks.setdefault(name, ClockGroup()).arrive(client, request.clock)
+        elif request.count < 1:
+            raise Refused(f"nobody can wait at {name!r} for {request.count}.")
         elif name in self.aggregates:
             self.aggregates[name].join(client)
         earlier = self._waits.pop(place, None)
@@ -271,41 +248,30 @@ class Store:
         return answers
 
     def _check_clock(self, client: str, request: AwaitClock) -> None:
-        if request.clock < 0 or request.slack < 0:
-            raise Refused(
-                f"clock {request.group!r} takes steps and a slack from 0, got {request.clock} and "
-                f"{request.slack}.",
-            )
-        for place, (_, other) in self._waits.items():
-            same = isinstance(other, AwaitClock) and other.group == request.group
-            if same and place.client != client and other.count != request.count:
+        if request.clock < 0 or request.slack < 0 or request.count < 1:
+            raise Refused(f"{request!r}: steps and slack are from 0, the count is from 1.")
+        for (kind, name, other), (_, waits) in self._waits.items():
+            same = kind is AwaitClock and name == request.name and other != client
+            if same and waits.count != request.count:
                 raise Refused(
-                    f"{client!r} waits at {request.group!r} for {request.count}, {place.client!r} "
-                    f"for {other.count}; all must say the same.",
+                    f"{client!r} waits at {name!r} for {request.count}, {other!r} for "
+                    f"{waits.count}; all must say the same."
                 )
 
     def _serve(self) -> Answers:
         """Return replies to all calls that need not wait any longer."""
         answers: Answers = []
         for place, (call, request) in list(self._waits.items()):
-            reply = (
-                self._step(place.client, request)
-                if isinstance(request, AwaitStep)
-                else self.clocks[request.group].reached(place.client, request)
-            )
+            client = place[2]
+            if isinstance(request, AwaitStep):
+                held = self.aggregates.get(request.name) or Aggregation()
+                reply: Reply | None = held.reply(client, request)
+            else:
+                reply = self.clocks[request.name].reply(client, request)
             if reply is not None:
                 del self._waits[place]
                 answers.append((call, reply))
         return answers
-
-    def _step(self, client: str, request: AwaitStep) -> messages.Step | Failure | None:
-        held = self.aggregates.get(request.name)
-        if held is None:
-            return messages.Step(0)
-        if held.step >= request.step or client not in held.givers or request.step > held.step + 1:
-            return messages.Step(held.step)
-        missing = held.what_is_missing(request.name, request.count)
-        return Failure("left", missing) if missing is not None else None
 
 
 def _member(client: str) -> str:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ndistribute.parameter_server import messages
-from ndistribute.parameter_server.messages import Created, NewVariable, Value
+from ndistribute.parameter_server.messages import Created, Item, NewVariable, Value
 from ndistribute.transport.codec import DTYPES, Array
 
-__all__ = ["Cell", "Refused", "Variables", "check_indices", "owned"]
+__all__ = ["Cell", "Refused", "Variables", "check_fits", "check_indices", "owned"]
 
 
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
     """Stop handling a request; the client gets a `Failure`, and nothing has changed."""
 
-    def __init__(self, message: str, kind: messages.FailureKind = "mismatch") -> None:
+    def __init__(self, message: str, kind: Any = "mismatch") -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -31,10 +31,6 @@ class Cell:
 
     While somebody holds what was lent, or a view of it, the next change is made in a copy; else it
     is made in place.
-
-    Args:
-        array: owns its memory, which nobody else holds.
-        version: rises with every change.
 
     >>> cell = Cell(np.array([1.0, 2.0]))
     >>> before = cell.lend()
@@ -46,7 +42,7 @@ class Cell:
     __slots__ = ("_lent", "array", "version")
 
     def __init__(self, array: Array, version: int = 1) -> None:
-        self.array = array
+        self.array = array  # It owns its memory, and nobody else holds it.
         self.version = version
         self._lent = False
 
@@ -79,24 +75,12 @@ class Cell:
 
 
 class Variables:
-    """Hold variables by name.
-
-    Args:
-        floor: new variables have versions above it.
-
-    Attributes:
-        adopts: whether arrays of requests that can be written to are nobody else's.
-
-    >>> variables = Variables()
-    >>> made, reply = variables.plan([NewVariable("w", (2,), "float32", fill=1.0)])
-    >>> variables.cells.update(made)
-    >>> reply.states[0], variables.read("w").array
-    ('made', array([1., 1.], dtype=float32))
-    """
+    """Hold variables by name; the versions of new ones are above `floor`."""
 
     def __init__(self, floor: int = 0) -> None:
         self.floor = floor
         self.adopts = False
+        """Whether arrays of requests that can be written to are nobody else's."""
         self.cells: dict[str, Cell] = {}
 
     def cell(self, name: str) -> Cell:
@@ -109,16 +93,15 @@ class Variables:
     def plan(self, wanted: Sequence[NewVariable]) -> tuple[dict[str, Cell], Created]:
         """Return the variables that have to be made, and what to answer once they are in `cells`.
 
-        Raises:
-            Refused: one exists with another shape or dtype, or can not be made.
+        A variable that exists with another shape or dtype, or can not be made, is refused.
         """
         made: dict[str, Cell] = {}
-        states: list[messages.State] = []
+        states: list[Any] = []
         for new in wanted:
             held = self.cells.get(new.name) or made.get(new.name)
             dtype = _dtype_of(new)
             if held is not None:
-                _check_same(new, dtype, held.array)
+                check_fits(new.name, held.array, new.shape, dtype)
                 states.append("found")
             elif new.initial is None and new.fill is None:
                 states.append("wanted")
@@ -134,29 +117,45 @@ class Variables:
         self.floor = max([self.floor, *(cell.version for cell in found)])
         return len(found)
 
-    def read(self, name: str, known: int = 0) -> Value:
-        """Return a variable's version, and its value if that is newer than the known one."""
-        cell = self.cell(name)
-        return Value(cell.version, cell.lend() if cell.version > known else None)
-
-    def read_rows(self, item: messages.RowsOf) -> Value:
-        """Return a copy of rows of a variable."""
+    def read(self, item: Item) -> Value:
+        """Return a variable's version, and a copy of rows of it, or its value if that is newer."""
         cell = self.cell(item.name)
-        check_indices(item.indices, cell.array.shape, item.name)
-        return Value(cell.version, cell.array[item.indices])
+        if item.rows is not None:
+            check_indices(item.name, cell.array, item.rows)
+            return Value(cell.version, cell.array[item.rows])
+        return Value(cell.version, cell.lend() if cell.version > item.known else None)
 
 
-def check_indices(indices: Array, shape: tuple[int, ...], name: str) -> None:
-    """Refuse indices that are not those of rows of an array."""
-    if not shape or indices.ndim != 1 or indices.dtype.kind not in "iu":
+def check_fits(
+    name: str,
+    array: Array,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    indices: Array | None = None,
+) -> None:
+    """Refuse a shape or dtype that is not a variable's, or with indices that of so many rows."""
+    wanted, rows = array.shape, ""
+    if indices is not None:
+        check_indices(name, array, indices)
+        wanted, rows = (len(indices), *array.shape[1:]), f" for {len(indices)} row(s)"
+    if (shape, dtype) != (wanted, array.dtype):
         raise Refused(
-            f"{name!r} has shape {shape}; rows of it need integer indices of one dimension, got "
-            f"{indices.dtype} of shape {indices.shape}.",
+            f"variable {name!r} has shape {array.shape} and dtype {array.dtype}, got {shape} and "
+            f"{dtype}{rows}. Nothing has changed."
         )
-    if len(indices) and not (indices.min() >= 0 and indices.max() < shape[0]):
+
+
+def check_indices(name: str, array: Array, indices: Array) -> None:
+    """Refuse indices that are not those of rows of an array."""
+    if not array.ndim or indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise Refused(
-            f"{name!r} has {shape[0]} row(s), so an index must be 0 to {shape[0] - 1}; got "
-            f"{indices.min()} to {indices.max()}.",
+            f"{name!r} has shape {array.shape}; rows of it need integer indices of one dimension, "
+            f"got {indices.dtype} of shape {indices.shape}."
+        )
+    if len(indices) and not (indices.min() >= 0 and indices.max() < len(array)):
+        raise Refused(
+            f"{name!r} has {len(array)} row(s), so an index must be 0 to {len(array) - 1}; got "
+            f"{indices.min()} to {indices.max()}."
         )
 
 
@@ -165,8 +164,7 @@ def owned(array: Array) -> Array:
     return np.array(array, array.dtype.newbyteorder("="), order="C", copy=True)
 
 
-def _dtype_of(new: NewVariable) -> np.dtype[np.generic]:
-    """Return the dtype of a variable to be made, in this machine's byte order."""
+def _dtype_of(new: NewVariable) -> np.dtype[Any]:
     try:
         dtype = np.dtype(new.dtype).newbyteorder("=")
     except TypeError as error:  # NumPy knows bfloat16 once a package that defines it is imported.
@@ -178,19 +176,11 @@ def _dtype_of(new: NewVariable) -> np.dtype[np.generic]:
     return dtype
 
 
-def _check_same(new: NewVariable, dtype: np.dtype[np.generic], array: Array) -> None:
-    if (array.shape, array.dtype) != (new.shape, dtype):
-        raise Refused(
-            f"variable {new.name!r} is here with shape {array.shape} and dtype {array.dtype}; "
-            f"it can not be made with {new.shape} and {dtype}.",
-        )
-
-
-def _initial(new: NewVariable, dtype: np.dtype[np.generic]) -> Array:
+def _initial(new: NewVariable, dtype: np.dtype[Any]) -> Array:
     """Return the value that a variable starts with."""
     if new.initial is not None:
         initial = owned(new.initial)
-        _check_same(new, dtype, initial)
+        check_fits(new.name, initial, new.shape, dtype)
         return initial
     try:
         with np.errstate(invalid="raise", over="raise"):
@@ -198,5 +188,5 @@ def _initial(new: NewVariable, dtype: np.dtype[np.generic]) -> Array:
     except (ValueError, ArithmeticError) as error:
         raise Refused(
             f"variable {new.name!r} of shape {new.shape} and dtype {dtype} can not be filled with "
-            f"{new.fill}: {error}",
+            f"{new.fill}: {error}"
         ) from error

@@ -102,13 +102,13 @@ class Copies:
         with self._lock:
             if self._final:
                 return
-            by_server: dict[int, list[LocalCopy]] = defaultdict(list)
+            by_server: dict[int, list[tuple[LocalCopy, None]]] = defaultdict(list)
             for copy in copies:
-                by_server[copy.server].append(copy)
+                by_server[copy.server].append((copy, None))
             with span("pull"):
-                self._servers.pull(by_server)
+                self._servers.read(by_server)
             for some in by_server.values():
-                for copy in some:
+                for copy, _ in some:
                     copy.pulled_in = self._step
 
     def changed(self, copies: Iterable[LocalCopy]) -> None:

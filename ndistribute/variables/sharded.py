@@ -70,7 +70,7 @@ class ShardedVariable(ServedVariable):
             asked[server].append((part.local_copy, portion.indices))
         if not places:
             return np.empty((0, *self.shape[1:]), self.dtype)
-        found = self._strategy.servers.read_rows(asked)
+        found = self._strategy.servers.read(asked)
         # The rows are rising, and so are the shards.
         return self._shards.join([found[server][number] for server, number in places])
 

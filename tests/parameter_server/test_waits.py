@@ -14,7 +14,7 @@ from ndistribute.parameter_server.messages import (
     AwaitClock,
     AwaitStep,
     Dense,
-    Released,
+    Number,
     Rows,
 )
 from ndistribute.update_rules import Adam
@@ -245,19 +245,19 @@ def begin(calls, client, clock, slack=0, count=2):
 
 def may(calls, client, clock, slack=0, count=2):
     """Return whether a client may begin a step at once."""
-    return isinstance(calls.replies.get(begin(calls, client, clock, slack, count)), Released)
+    return isinstance(calls.replies.get(begin(calls, client, clock, slack, count)), Number)
 
 
 def test_all_wait_until_all_came_and_then_none_runs_away(calls):
     first = begin(calls, "a", 0, slack=1)
     assert first not in calls.replies
     assert may(calls, "b", 0, slack=1)
-    assert calls.replies[first].count == 2
+    assert calls.replies[first].value == 2
     assert may(calls, "a", 1, slack=1)
     ahead = begin(calls, "a", 2, slack=1)
     assert ahead not in calls.replies
     assert may(calls, "b", 1, slack=1)
-    assert calls.replies[ahead].count == 2
+    assert calls.replies[ahead].value == 2
 
 
 def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls):
@@ -267,12 +267,12 @@ def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls
     waits = begin(calls, "w:1#2", 0, count=3)
     assert waits not in calls.replies
     assert may(calls, "w:2#1", 0, count=3)
-    assert calls.replies[waits].count == 3
+    assert calls.replies[waits].value == 3
     ahead = begin(calls, "w:0#1", 1, count=3)
     calls.leave("w:1#2")
     assert ahead not in calls.replies
     calls.leave("w:2#1")
-    assert calls.replies[ahead].count == 1
+    assert calls.replies[ahead].value == 1
 
 
 def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(calls):
@@ -280,7 +280,7 @@ def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(c
     begin(calls, "w:1#1", 0)
     ahead = begin(calls, "w:0#1", 1)
     assert may(calls, "w:1#2", 1)
-    assert calls.replies[ahead].count == 2
+    assert calls.replies[ahead].value == 2
     calls.leave("w:1#1")
     assert begin(calls, "w:0#1", 2) not in calls.replies  # The second one is still there.
 
@@ -296,14 +296,14 @@ def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(c
     ahead = begin(calls, "w:0#1", 11, slack=1)
     assert ahead not in calls.replies
     assert may(calls, "w:1#2", 1, slack=1)
-    assert calls.replies[ahead].count == 2
+    assert calls.replies[ahead].value == 2
 
 
 def test_a_client_stands_at_a_clock_once(calls):
     first, second = begin(calls, "a", 0), begin(calls, "a", 0)
     assert calls.replies[first].kind == "superseded"
     begin(calls, "b", 0)
-    assert calls.replies[second].count == 2
+    assert calls.replies[second].value == 2
 
 
 def test_numbers_without_sense_are_refused(calls):
