@@ -125,6 +125,11 @@ class Store:
         clocks = (clock for group in self.clocks.values() for clock in group.present.values())
         return frozenset(members.union(clock.client for clock in clocks))
 
+    @property
+    def totals(self) -> messages.Totals:
+        """Return how many transactions were made."""
+        return messages.Totals(self.total, self.began)
+
     def handle(self, client: str, call: Any, request: messages.Request) -> Answers:
         """Return the replies that are known now: to this call, unless it waits, and to others.
 
@@ -171,7 +176,7 @@ class Store:
                     self.log(request)
                 return Number(self.variables.delete(names))
             case messages.Status("memory"):
-                return messages.Totals(self.total, self.began)
+                return self.totals
         raise Refused(
             "this server writes nothing to a disk: start it with a snapshot directory.", "unknown"
         )
