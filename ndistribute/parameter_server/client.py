@@ -12,10 +12,10 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from ndistribute.errors import DistributeError, WorkerLostError
-from ndistribute.parameter_server import messages
+from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.closure import (
     Changes,
     Closure,
@@ -35,18 +35,13 @@ _log = logging.getLogger("ndistribute")
 
 
 class Copy(Protocol):
-    """What a process holds of a variable that lies on a server."""
+    """What a process holds of a variable that lies on a server; see `variables.copies`."""
 
     server_name: str
-    """The variable's name there."""
     version: int
-    """Which version is held, 0 for none; later ones are higher, also after a restart."""
 
-    def receive(self, array: Array, version: int) -> None:
-        """Hold an array, which nobody changes any more."""
-
-    def saw(self, version: int) -> None:
-        """Know that rows of a version were read, which are not held here."""
+    def receive(self, array: Array, version: int) -> None: ...
+    def saw(self, version: int) -> None: ...
 
 
 class Caller(Protocol):
@@ -70,12 +65,11 @@ class ServerClient:
 
     def __init__(self, caller: Caller, title: str, timeout: float) -> None:
         self.title = title
+        self.name = caller.name
         self.close = caller.close
         self._caller = caller
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._last = 0
-        self._open: set[int] = set()
         self._lives: dict[str, Report] = {}
 
     @property
@@ -89,6 +83,11 @@ class ServerClient:
         pairs = itertools.pairwise([life for _, life in sorted(self._lives.items())])
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
+    @property
+    def current_life(self) -> Report | None:
+        """Return what is known of the life that was spoken to last."""
+        return self._lives.get(self._caller.instance)
+
     def start(self, request: Record) -> Any:
         """Send a request; `finish` has the reply."""
         return self._caller.start(request, self._timeout)
@@ -96,14 +95,14 @@ class ServerClient:
     def finish(self, call: Any, kind: type[Any]) -> Any:
         """Return the reply to a request, which is to be of a kind; raise what a failure means."""
         reply = call.result()
-        if isinstance(reply, messages.Changed):
+        if isinstance(reply, m.Changed):
             with self._lock:
                 known = self._lives.get(call.instance)  # What else it began with, `meet` asks.
                 if known is not None and reply.total > known.total:
-                    self._lives[known.life] = msgspec.structs.replace(known, total=reply.total)
+                    self._lives[known.life] = replace(known, total=reply.total)
         if isinstance(reply, kind):
             return reply
-        if not isinstance(reply, messages.Failure):
+        if not isinstance(reply, m.Failure):
             raise DistributeError(f"{self.title} answered {reply!r}, not a {kind.__name__}.")
         hint = ""
         if reply.kind == "unknown":
@@ -113,28 +112,11 @@ class ServerClient:
             )
         raise _ERRORS.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}{hint}")
 
-    def number(self, changes: Sequence[messages.Change], running: Closure | None) -> Transaction:
-        """Return changes as a transaction: of a closure, or this process's next, until `over`."""
-        if running is not None:
-            sequence = running.sequence(self.title)
-            return Transaction(running.series, sequence, running.low_water, tuple(changes))
-        with self._lock:
-            self._last += 1
-            self._open.add(self._last)
-            return Transaction(self._caller.name, self._last, min(self._open), tuple(changes))
-
-    def over(self, transaction: Transaction, running: Closure | None) -> None:
-        """Know that a transaction is not sent again, and let its closure tell what it met."""
-        if running is None:
-            self._open.discard(transaction.sequence)
-        elif known := self._lives.get(self._caller.instance):
-            running.reports[self.title] = known
-
     def meet(self) -> None:
         """Learn what the server began with if it is another life than those that are known."""
         if self._caller.instance and self._caller.instance not in self._lives:
-            call = self.start(messages.Status())
-            totals = self.finish(call, messages.Totals)
+            call = self.start(m.Status())
+            totals = self.finish(call, m.Totals)
             self.learn(Report(self.title, call.instance, totals.began, totals.total))
 
     def learn(self, report: Report) -> None:
@@ -143,7 +125,7 @@ class ServerClient:
             known, before = self._lives.get(report.life, report), self.lost_updates
             is_news = bool(self._lives) and report.life not in self._lives
             total = max(known.total, report.total)
-            self._lives[report.life] = msgspec.structs.replace(report, total=total)
+            self._lives[report.life] = replace(report, total=total)
             lost = self.lost_updates - before
         if is_news:
             what = (
@@ -157,17 +139,17 @@ class ServerClient:
 class Servers:
     """Use all parameter servers of a job, from any number of threads at once.
 
-    Arguments and results are by the numbers of servers, the places of their clients in the order.
-    What does not fit what a server holds is a `ValueError`, a server that is not reached in time,
-    or others that left while they were waited for, a `WorkerLostError`.
-
-    Args:
-        clients: one of each server; closed with this object.
+    Mappings are by server, the place of its client, which is closed with this object. What does not
+    fit what a server holds is a `ValueError`; a server that is not reached in time, or others that
+    left while they were waited for, a `WorkerLostError`.
     """
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         self._clients = tuple(clients)
         self._buffer = WriteBuffer(self._change)
+        self._lock = threading.Lock()
+        self._last = 0  # The number of the last transaction, and those that may be sent again.
+        self._open: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -184,43 +166,37 @@ class Servers:
         `numpy.broadcast_to`, is not sent at all.
         """
         asked = {i: [_described(*one) for one in some] for i, some in initial.items()}
-        made = self._ask(
-            messages.Created, {i: messages.Create(tuple(some)) for i, some in asked.items()}
-        )
+        made = self._ask(m.Created, {i: m.Create(tuple(some)) for i, some in asked.items()})
         wanted = {}
         for i, reply in made.items():
             sent = tuple(
-                msgspec.structs.replace(new, initial=array)
+                replace(new, initial=array)
                 for new, (_, array), state in zip(asked[i], initial[i], reply.states, strict=True)
                 if state == "wanted"
             )
             if sent:
-                wanted[i] = messages.Create(sent)
-        self._ask(messages.Created, wanted)
+                wanted[i] = m.Create(sent)
+        self._ask(m.Created, wanted)
 
     def delete(self, names: Mapping[int, Sequence[str]]) -> None:
         """Delete variables, as far as they exist."""
-        asked = {i: messages.Delete(tuple(some)) for i, some in names.items()}
-        self._ask(messages.Number, asked)
+        asked = {i: m.Delete(tuple(some)) for i, some in names.items()}
+        self._ask(m.Number, asked)
 
     def read(
         self, asked: Mapping[int, Sequence[tuple[Copy, Array | None]]]
     ) -> dict[int, list[Array | None]]:
-        """Bring copies up to date, or return rows of their variables, in the order asked.
+        """Bring copies up to date, or return the rows of their variables that indices name.
 
-        Args:
-            asked: copies, and of which the rows alone are wanted, their indices: of one axis, from
-                0, that may repeat. Of rows the copies only learn the versions.
+        Of rows the copies only learn the versions.
         """
         self._buffer.flush_before(copy.server_name for some in asked.values() for copy, _ in some)
         requests = {
-            i: messages.Read(
-                tuple(Item(copy.server_name, copy.version, rows) for copy, rows in some)
-            )
+            i: m.Read(tuple(Item(copy.server_name, copy.version, rows) for copy, rows in some))
             for i, some in asked.items()
         }
         found: dict[int, list[Array | None]] = {}
-        for i, reply in self._ask(messages.Values, requests).items():
+        for i, reply in self._ask(m.Values, requests).items():
             found[i] = [value.array for value in reply.values]
             for (copy, rows), value in zip(asked[i], reply.values, strict=True):
                 if rows is not None:
@@ -232,9 +208,7 @@ class Servers:
     def change(self, changes: Changes, then: Then | None = None) -> None:
         """Make changes: on each server all or none, in a closure at its end.
 
-        Args:
-            changes: on which server, which. Their arrays are not changed, and in a closure copied.
-            then: called with what became of them, once that is known.
+        `then` is called with what became of them. Their arrays are copied if that is later.
         """
         running = current_closure()
         if running is not None:
@@ -253,12 +227,12 @@ class Servers:
 
     def await_step(self, steps: Mapping[int, tuple[str, int]], count: int) -> dict[int, int]:
         """Wait until aggregates, by their names, have come to a step; return at which each is."""
-        asked = {i: messages.AwaitStep(name, step, count) for i, (name, step) in steps.items()}
-        return {i: reply.value for i, reply in self._ask(messages.Number, asked).items()}
+        asked = {i: m.AwaitStep(name, step, count) for i, (name, step) in steps.items()}
+        return {i: reply.value for i, reply in self._ask(m.Number, asked).items()}
 
     def await_clock(self, group: str, clock: int, slack: int, count: int) -> None:
         """Wait until nobody of a group is more than `slack` steps behind; see `AwaitClock`."""
-        self._ask(messages.Number, {0: messages.AwaitClock(group, clock, slack, count)})
+        self._ask(m.Number, {0: m.AwaitClock(group, clock, slack, count)})
 
     def learn(self, reports: Iterable[Report]) -> None:
         """Take what another process knows of the servers."""
@@ -277,37 +251,49 @@ class Servers:
             client.close()
 
     def _status(self, of: Literal["memory", "snapshot", "log"]) -> None:
-        self._ask(messages.Totals, dict.fromkeys(range(len(self)), messages.Status(of)))
+        self._ask(m.Totals, dict.fromkeys(range(len(self)), m.Status(of)))
 
     def _change(self, changes: Changes, running: Closure | None) -> Outcomes:
-        orders: dict[int, Transaction] = {}
+        """Make changes under the next number of a closure, or of this process."""
+        if running is not None:
+            number, low_water = running.sequence(), running.low_water
+        else:
+            with self._lock:
+                number = self._last = self._last + 1
+                self._open.add(number)
+                low_water = min(self._open)
+        orders = {}
+        for i, some in changes.items():
+            name = running.series if running is not None else self._clients[i].name
+            orders[i] = Transaction(name, number, low_water, tuple(some))
         try:
-            for server, some in changes.items():
-                orders[server] = self._clients[server].number(some, running)
-            replies = self._ask(messages.Changed, orders)
-            return {server: reply.outcomes for server, reply in replies.items()}
+            replies = self._ask(m.Changed, orders)
+            return {i: reply.outcomes for i, reply in replies.items()}
         finally:
-            for server, order in orders.items():
-                self._clients[server].over(order, running)
+            if running is None:
+                self._open.discard(number)
+            else:
+                lives = (self._clients[i].current_life for i in orders)
+                running.reports.update({life.server: life for life in lives if life is not None})
 
     def _ask(self, kind: type[Any], requests: Mapping[int, Record]) -> dict[int, Any]:
         """Return the replies of servers, asked all at once; raise an error after all ended."""
-        pending: dict[int, Any] = {}
+        calls: dict[int, Any] = {}
         replies, errors = {}, []
         try:
-            for server, request in requests.items():
-                pending[server] = self._clients[server].start(request)
-            for server, call in list(pending.items()):
+            for i, request in requests.items():
+                calls[i] = self._clients[i].start(request)
+            for i, call in calls.items():
                 try:
-                    replies[server] = self._clients[server].finish(call, kind)
+                    replies[i] = self._clients[i].finish(call, kind)
                 except Exception as error:
                     errors.append(error)
-                del pending[server]
-        finally:
-            for call in pending.values():
+        except BaseException:
+            for call in calls.values():
                 call.cancel()
-        for server in replies:
-            self._clients[server].meet()
+            raise
+        for i in replies:
+            self._clients[i].meet()
         if errors:
             raise errors[0]
         return replies

@@ -8,8 +8,8 @@ once. A closure that reads what it has changed sends that much earlier.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,21 +26,15 @@ Outcomes = Mapping[int, tuple[Outcome, ...]]
 """What became of it."""
 Then = Callable[[Outcomes], None]
 
-_SHIFT = 16  # A closure makes fewer than so many bits' worth of transactions on one server.
+_SHIFT = 16  # A closure makes fewer than so many bits' worth of transactions.
 _BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # So much a closure keeps back at most.
 _REUSED_BYTES = 1 << 16  # Smaller arrays the allocator keeps by itself.
 
 
 class Closure:
-    """Number the transactions of one closure, and know what is to be done at its end.
+    """Number the transactions of one closure of a series, and know what is to be done at its end.
 
-    Args:
-        series: of the coordinator that sent it.
-        number: of the closure in the series, from 1.
-        low_water: the number of the lowest closure of the series that is not over.
-
-    >>> Closure("chief", 3, 1).sequence("ps:0")
-    196609
+    `low_water` is the number of the lowest closure of the series that is not over.
     """
 
     current: Closure | None = None  # The one that this process runs, with all its threads.
@@ -53,19 +47,17 @@ class Closure:
         """What was learned of each server on the way."""
         self.at_end: list[Callable[[], None]] = []
         """What is called once the closure has ended without an error."""
-        self._number = number
-        self._made: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._sequences = itertools.count((number << _SHIFT) + 1)
+        self._end = (number + 1) << _SHIFT
 
-    def sequence(self, server: str) -> int:
-        """Return the number of the closure's next transaction on a server."""
-        with self._lock:
-            self._made[server] += 1
-            if self._made[server] >= 1 << _SHIFT:
-                raise RuntimeError(
-                    f"one function made {1 << _SHIFT} separate updates: schedule smaller ones."
-                )
-            return (self._number << _SHIFT) + self._made[server]
+    def sequence(self) -> int:
+        """Return the number of the closure's next transaction."""
+        sequence = next(self._sequences)
+        if sequence >= self._end:
+            raise RuntimeError(
+                f"one function made {1 << _SHIFT} separate updates: schedule smaller ones."
+            )
+        return sequence
 
 
 @contextlib.contextmanager
@@ -99,11 +91,7 @@ def current_closure() -> Closure | None:
 
 
 class WriteBuffer:
-    """Keep back what the closure that runs changes: one transaction for each server.
-
-    Args:
-        send: makes changes on servers for a closure, and returns what became of them.
-    """
+    """Keep back what the closure that runs changes, until `send` makes it for the closure."""
 
     def __init__(self, send: Callable[[Changes, Closure | None], Outcomes]) -> None:
         self._send = send

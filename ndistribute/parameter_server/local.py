@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from typing import Any
 
 from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
-from ndistribute.parameter_server.store import Answers, Store
+from ndistribute.parameter_server.server import StoreService
 
 __all__ = ["LocalServer"]
 
 
-class LocalServer:
-    """Serve a store to clients of this process."""
+class LocalServer(StoreService):
+    """Serve a store to clients of this process, whose arrays it does not adopt."""
 
     def __init__(self) -> None:
-        self.store = Store()
-        self.lock = threading.Lock()
-        self.instance = secrets.token_hex(8)
+        super().__init__(None, "the server in this process")
+        self.store.variables.adopts = False
 
     def connect(self, name: str) -> _Client:
         """Return a client, under a name that no other client has."""
@@ -26,37 +24,44 @@ class LocalServer:
 
 
 class _Client:
-    """Carry requests to a server of this process."""
+    """Carry requests and replies as a connection would."""
+
+    instance = "the only one"
 
     def __init__(self, server: LocalServer, name: str) -> None:
         self.name = name
-        self.instance = server.instance
         self._server = server
         self._closed = False
+        server.connected(self)
 
     def start(self, request: Any, timeout: float | None) -> _Call:
         if self._closed:
             raise WorkerLostError(f"{self.name} was closed.")
-        call = _Call(self, timeout)
-        with self._server.lock:
-            _deliver(self._server.store.handle(self.name, call, request))
+        call = _Call(self.name, timeout)
+        reply = self._server.handle(self, call, request)
+        if reply is not None:
+            self.send(reply, call)
         return call
 
+    def send(self, record: Any, call: Any) -> None:
+        """Take a reply."""
+        call.reply = record
+        call.arrived.set()
+
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            with self._server.lock:
-                _deliver(self._server.store.left(self.name))
+        self._closed = True
+        self._server.disconnected(self, died=False)
 
 
 class _Call:
     """A request that may have to wait for what other threads do."""
 
-    def __init__(self, client: _Client, timeout: float | None) -> None:
-        self.instance = client.instance
+    instance = _Client.instance
+
+    def __init__(self, name: str, timeout: float | None) -> None:
         self.arrived = threading.Event()
         self.reply: Any = None
-        self._name, self._timeout = client.name, timeout
+        self._name, self._timeout = name, timeout
 
     def result(self) -> Any:
         if not self.arrived.wait(timeout=self._timeout):
@@ -68,9 +73,3 @@ class _Call:
 
     def cancel(self) -> None:
         """Wait no more."""
-
-
-def _deliver(answers: Answers) -> None:
-    for call, reply in answers:
-        call.reply = reply
-        call.arrived.set()

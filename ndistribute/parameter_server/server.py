@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from typing import Literal
+from typing import Any, Literal
 
 from ndistribute.parameter_server.messages import (
     Failure,
@@ -24,7 +24,6 @@ from ndistribute.parameter_server.messages import (
 )
 from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
-from ndistribute.transport.rpc import Peer
 
 __all__ = ["StoreService"]
 
@@ -71,28 +70,28 @@ class StoreService:
         self._task, self._seconds = task, seconds
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
-        self._peers: dict[str, Peer] = {}
-        self._asked: dict[str, tuple[Peer, int]] = {}  # Who waits for a snapshot.
+        self._peers: dict[str, object] = {}
+        self._asked: dict[str, tuple[Any, Any]] = {}  # Who waits for a snapshot.
         self._changed = self._due = self._closing = self.failed_last_snapshot = False
         self._disk = None if directory is None else Disk(directory, task, log=durability == "log")
-        self._store = Store() if self._disk is None else self._disk.store
-        self._store.variables.adopts = True
+        self.store = Store() if self._disk is None else self._disk.store
+        self.store.variables.adopts = True
         self.resumed = self._disk is not None and self._disk.resumed
         if self._disk is None:
             return
         self._changed = self._disk.replayed
-        expires = time.monotonic() + return_seconds if self._store.clients else math.inf
+        expires = time.monotonic() + return_seconds if self.store.clients else math.inf
         self._writer = threading.Thread(
             target=self._live, args=(self._disk, expires), name="ndistribute snapshots", daemon=True
         )
         self._writer.start()
 
-    def connected(self, peer: Peer) -> None:
+    def connected(self, peer: Any) -> None:
         """Know that a client is there."""
         with self._lock:
             self._peers[peer.name] = peer
 
-    def handle(self, peer: Peer, call: int, request: Request) -> Reply | None:
+    def handle(self, peer: Any, call: Any, request: Request) -> Reply | None:
         """Do what a request asks, and return the reply unless that comes later."""
         reads = isinstance(request, Read | Status)
         with self._lock:
@@ -110,7 +109,7 @@ class StoreService:
                 for log in logs:
                     if log.broken:
                         return self._not_logged(log, log.broken, "nothing was changed")
-            answers = self._store.handle(peer.name, (peer, call), request)
+            answers = self.store.handle(peer.name, (peer, call), request)
             self._changed = self._changed or not reads
             in_use = logs[-1] if logs and not reads else None
             position = in_use.written if in_use is not None else 0
@@ -126,15 +125,16 @@ class StoreService:
                 to.send(answer, number)
         return reply
 
-    def disconnected(self, peer: Peer, died: bool) -> None:
+    def disconnected(self, peer: Any, died: bool) -> None:
         """Let others wait for a client no more, unless it is back already."""
         with self._lock:
-            if self._peers.get(peer.name) is not peer:
+            name = peer.name
+            if self._peers.get(name) is not peer:
                 return
-            del self._peers[peer.name]
-            self._asked.pop(peer.name, None)
-            self._changed = self._changed or peer.name in self._store.clients
-            answers = self._store.left(peer.name)
+            del self._peers[name]
+            self._asked.pop(name, None)
+            self._changed = self._changed or name in self.store.clients
+            answers = self.store.left(name)
         _send(answers)
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class StoreService:
                 closing, self._due = self._closing, False
                 changed, self._changed = self._changed, False
                 asked, self._asked = self._asked, {}
-                reply: Totals | Failure = self._store.totals
+                reply: Totals | Failure = self.store.totals
             if changed:
                 reply = self._save(disk)
             for peer, call in asked.values():
@@ -210,8 +210,8 @@ class StoreService:
     def _expire_clients(self) -> None:
         """Let those leave who died while this server was away: others may wait for them."""
         with self._lock:
-            gone = self._store.clients - self._peers.keys()
-            answers = [answer for client in gone for answer in self._store.left(client)]
+            gone = self.store.clients - self._peers.keys()
+            answers = [answer for client in gone for answer in self.store.left(client)]
         for client in sorted(gone):
             _log.warning(
                 "%s counts as dead: %s was restarted, and it did not return", client, self._task

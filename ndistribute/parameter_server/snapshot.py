@@ -24,9 +24,9 @@ import msgspec
 
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
-from ndistribute.parameter_server.aggregation import Aggregation
 from ndistribute.parameter_server.messages import Failure, Logged, Totals
 from ndistribute.parameter_server.store import Applied, ClockGroup, Store
+from ndistribute.parameter_server.updates import Aggregation
 from ndistribute.parameter_server.variables import Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
 

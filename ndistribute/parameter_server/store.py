@@ -14,9 +14,14 @@ from typing import Any
 import numpy as np
 
 from ndistribute.parameter_server import messages
-from ndistribute.parameter_server.aggregation import Aggregation, plan_aggregate
 from ndistribute.parameter_server.messages import AwaitClock, AwaitStep, Failure, Number, Reply
-from ndistribute.parameter_server.updates import Planned, plan_apply, plan_update
+from ndistribute.parameter_server.updates import (
+    Aggregation,
+    Planned,
+    plan_aggregate,
+    plan_apply,
+    plan_update,
+)
 from ndistribute.parameter_server.variables import Refused, Variables
 
 __all__ = ["MAX_CLIENTS", "Answers", "Applied", "Clock", "ClockGroup", "Store"]

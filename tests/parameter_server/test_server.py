@@ -211,11 +211,11 @@ def test_every_acknowledged_change_is_in_the_log_at_once(tmp_path):
         client.change(add("w", ONES), assign("x", 5 * ONES))
         client.ask(Delete(("x",)))
         assert isinstance(client.change(add("none", ONES)), Failure)
-        expected = content(service._store)[1]["variables/w"]
+        expected = content(service.store)[1]["variables/w"]
     assert all((left / name).stat().st_mode & 0o777 == 0o600 for name in files(left, ".log"))
     with serving(left, "log") as (service, client):
         assert totals(client) == (3, 3)
-        assert content(service._store)[1]["variables/w"] == expected
+        assert content(service.store)[1]["variables/w"] == expected
         assert client.ask(read("x")).kind == "unknown"
         assert client.ask(AwaitStep("t", 1, 2)).value == 1
 
