@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -24,10 +24,7 @@ from ndistribute.parameter_server.closure import (
     WriteBuffer,
     current_closure,
 )
-from ndistribute.parameter_server.messages import Item, NewVariable, Report, Transaction
 from ndistribute.transport.codec import Array, Record
-
-__all__ = ["Caller", "Copy", "ServerClient", "Servers"]
 
 _SMALL_BYTES = 1 << 14  # An initial value of so few bytes is sent without asking if it is wanted.
 _ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
@@ -64,13 +61,12 @@ class ServerClient:
     """
 
     def __init__(self, caller: Caller, title: str, timeout: float) -> None:
-        self.title = title
-        self.name = caller.name
+        self.name, self.title = caller.name, title
         self.close = caller.close
         self._caller = caller
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._lives: dict[str, Report] = {}
+        self._lives: dict[str, m.Report] = {}
 
     @property
     def lost_updates(self) -> int:
@@ -84,7 +80,7 @@ class ServerClient:
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
     @property
-    def current_life(self) -> Report | None:
+    def current_life(self) -> m.Report | None:
         """Return what is known of the life that was spoken to last."""
         return self._lives.get(self._caller.instance)
 
@@ -92,18 +88,16 @@ class ServerClient:
         """Send a request; `finish` has the reply."""
         return self._caller.start(request, self._timeout)
 
-    def finish(self, call: Any, kind: type[Any]) -> Any:
-        """Return the reply to a request, which is to be of a kind; raise what a failure means."""
+    def finish(self, call: Any) -> Any:
+        """Return the reply to a request; raise what a failure means."""
         reply = call.result()
         if isinstance(reply, m.Changed):
             with self._lock:
                 known = self._lives.get(call.instance)  # What else it began with, `meet` asks.
                 if known is not None and reply.total > known.total:
                     self._lives[known.life] = replace(known, total=reply.total)
-        if isinstance(reply, kind):
-            return reply
         if not isinstance(reply, m.Failure):
-            raise DistributeError(f"{self.title} answered {reply!r}, not a {kind.__name__}.")
+            return reply
         hint = ""
         if reply.kind == "unknown":
             hint = (
@@ -116,23 +110,21 @@ class ServerClient:
         """Learn what the server began with if it is another life than those that are known."""
         if self._caller.instance and self._caller.instance not in self._lives:
             call = self.start(m.Status())
-            totals = self.finish(call, m.Totals)
-            self.learn(Report(self.title, call.instance, totals.began, totals.total))
+            totals = self.finish(call)
+            self.learn(m.Report(self.title, call.instance, totals.began, totals.total))
 
-    def learn(self, report: Report) -> None:
+    def learn(self, report: m.Report) -> None:
         """Take what this process, or another one, knows of a life of the server."""
         with self._lock:
             known, before = self._lives.get(report.life, report), self.lost_updates
             is_news = bool(self._lives) and report.life not in self._lives
-            total = max(known.total, report.total)
-            self._lives[report.life] = replace(report, total=total)
+            self._lives[report.life] = replace(report, total=max(known.total, report.total))
             lost = self.lost_updates - before
         if is_news:
-            what = (
-                f"with what its first {report.began} updates made: at least {lost} are lost"
-                if lost
-                else "of no update is known that it is lost"
-            )
+            what = "of no update is known that it is lost"
+            if lost:
+                began = report.began
+                what = f"with what its first {began} updates made: at least {lost} are lost"
             _log.warning("%s was started again, %s.", self.title, what)
 
 
@@ -159,16 +151,41 @@ class Servers:
         """Return how many updates are known to be lost with servers that were killed."""
         return sum(client.lost_updates for client in self._clients)
 
+    def ask(self, requests: Mapping[int, Record]) -> dict[int, Any]:
+        """Return the replies of servers, asked all at once; raise an error after all ended."""
+        calls: dict[int, Any] = {}
+        replies, errors = {}, []
+        try:
+            for i, request in requests.items():
+                calls[i] = self._clients[i].start(request)
+            for i, call in calls.items():
+                try:
+                    replies[i] = self._clients[i].finish(call)
+                except Exception as error:
+                    errors.append(error)
+        except BaseException:
+            for call in calls.values():
+                call.cancel()
+            raise
+        for i in replies:
+            self._clients[i].meet()
+        if errors:
+            raise errors[0]
+        return replies
+
+    def ask_all(self, request: Record) -> None:
+        """Wait until every server has done what a request asks."""
+        self.ask(dict.fromkeys(range(len(self)), request))
+
     def create(self, initial: Mapping[int, Sequence[tuple[str, Array]]]) -> None:
         """Make variables of some names and values, but for those that there are.
 
         A value is sent only where it is wanted. One that is the same everywhere, as made by
         `numpy.broadcast_to`, is not sent at all.
         """
-        asked = {i: [_described(*one) for one in some] for i, some in initial.items()}
-        made = self._ask(m.Created, {i: m.Create(tuple(some)) for i, some in asked.items()})
+        asked = {i: tuple(_described(*one) for one in some) for i, some in initial.items()}
         wanted = {}
-        for i, reply in made.items():
+        for i, reply in self.ask({i: m.Create(some) for i, some in asked.items()}).items():
             sent = tuple(
                 replace(new, initial=array)
                 for new, (_, array), state in zip(asked[i], initial[i], reply.states, strict=True)
@@ -176,34 +193,30 @@ class Servers:
             )
             if sent:
                 wanted[i] = m.Create(sent)
-        self._ask(m.Created, wanted)
-
-    def delete(self, names: Mapping[int, Sequence[str]]) -> None:
-        """Delete variables, as far as they exist."""
-        asked = {i: m.Delete(tuple(some)) for i, some in names.items()}
-        self._ask(m.Number, asked)
+        self.ask(wanted)
 
     def read(
         self, asked: Mapping[int, Sequence[tuple[Copy, Array | None]]]
-    ) -> dict[int, list[Array | None]]:
+    ) -> dict[int, tuple[Array | None, ...]]:
         """Bring copies up to date, or return the rows of their variables that indices name.
 
         Of rows the copies only learn the versions.
         """
         self._buffer.flush_before(copy.server_name for some in asked.values() for copy, _ in some)
         requests = {
-            i: m.Read(tuple(Item(copy.server_name, copy.version, rows) for copy, rows in some))
+            i: m.Read(tuple(m.Item(copy.server_name, copy.version, rows) for copy, rows in some))
             for i, some in asked.items()
         }
-        found: dict[int, list[Array | None]] = {}
-        for i, reply in self._ask(m.Values, requests).items():
-            found[i] = [value.array for value in reply.values]
-            for (copy, rows), value in zip(asked[i], reply.values, strict=True):
+        arrays = {}
+        for i, reply in self.ask(requests).items():
+            found = zip(asked[i], reply.versions, reply.arrays, strict=True)
+            for (copy, rows), version, array in found:
                 if rows is not None:
-                    copy.saw(value.version)
-                elif value.array is not None:
-                    copy.receive(value.array, value.version)
-        return found
+                    copy.saw(version)
+                elif array is not None:
+                    copy.receive(array, version)
+            arrays[i] = reply.arrays
+        return arrays
 
     def change(self, changes: Changes, then: Then | None = None) -> None:
         """Make changes: on each server all or none, in a closure at its end.
@@ -218,40 +231,17 @@ class Servers:
         if then is not None:
             then(outcomes)
 
-    def greet(self, durability: Literal["snapshot", "log"] = "snapshot") -> None:
-        """Wait until all servers are up; from now on they know whether this process lives.
-
-        With a log, updates are acknowledged once they are in it, on the disk.
-        """
-        self._status("log" if durability == "log" else "memory")
-
-    def await_step(self, steps: Mapping[int, tuple[str, int]], count: int) -> dict[int, int]:
-        """Wait until aggregates, by their names, have come to a step; return at which each is."""
-        asked = {i: m.AwaitStep(name, step, count) for i, (name, step) in steps.items()}
-        return {i: reply.value for i, reply in self._ask(m.Number, asked).items()}
-
-    def await_clock(self, group: str, clock: int, slack: int, count: int) -> None:
-        """Wait until nobody of a group is more than `slack` steps behind; see `AwaitClock`."""
-        self._ask(m.Number, {0: m.AwaitClock(group, clock, slack, count)})
-
-    def learn(self, reports: Iterable[Report]) -> None:
+    def learn(self, reports: Iterable[m.Report]) -> None:
         """Take what another process knows of the servers."""
         clients = {client.title: client for client in self._clients}
         for report in reports:
             if report.server in clients:
                 clients[report.server].learn(report)
 
-    def save_snapshots(self) -> None:
-        """Let every server write what it holds to its disk, and wait until it did."""
-        self._status("snapshot")
-
     def close(self) -> None:
         """Say good-bye to the servers; a second call does nothing."""
         for client in self._clients:
             client.close()
-
-    def _status(self, of: Literal["memory", "snapshot", "log"]) -> None:
-        self._ask(m.Totals, dict.fromkeys(range(len(self)), m.Status(of)))
 
     def _change(self, changes: Changes, running: Closure | None) -> Outcomes:
         """Make changes under the next number of a closure, or of this process."""
@@ -265,10 +255,9 @@ class Servers:
         orders = {}
         for i, some in changes.items():
             name = running.series if running is not None else self._clients[i].name
-            orders[i] = Transaction(name, number, low_water, tuple(some))
+            orders[i] = m.Transaction(name, number, low_water, tuple(some))
         try:
-            replies = self._ask(m.Changed, orders)
-            return {i: reply.outcomes for i, reply in replies.items()}
+            return {i: reply.outcomes for i, reply in self.ask(orders).items()}
         finally:
             if running is None:
                 self._open.discard(number)
@@ -276,34 +265,12 @@ class Servers:
                 lives = (self._clients[i].current_life for i in orders)
                 running.reports.update({life.server: life for life in lives if life is not None})
 
-    def _ask(self, kind: type[Any], requests: Mapping[int, Record]) -> dict[int, Any]:
-        """Return the replies of servers, asked all at once; raise an error after all ended."""
-        calls: dict[int, Any] = {}
-        replies, errors = {}, []
-        try:
-            for i, request in requests.items():
-                calls[i] = self._clients[i].start(request)
-            for i, call in calls.items():
-                try:
-                    replies[i] = self._clients[i].finish(call, kind)
-                except Exception as error:
-                    errors.append(error)
-        except BaseException:
-            for call in calls.values():
-                call.cancel()
-            raise
-        for i in replies:
-            self._clients[i].meet()
-        if errors:
-            raise errors[0]
-        return replies
 
-
-def _described(name: str, array: Array) -> NewVariable:
+def _described(name: str, array: Array) -> m.NewVariable:
     dtype = array.dtype.newbyteorder("=").name
     fill = initial = None
     if array.size > 1 and not any(array.strides) and array.dtype.kind in "fiub":
         fill = float(array.flat[0])
     elif array.nbytes <= _SMALL_BYTES:
         initial = array
-    return NewVariable(name, tuple(array.shape), dtype, fill, initial)
+    return m.NewVariable(name, tuple(array.shape), dtype, fill, initial)

@@ -13,20 +13,11 @@ import msgspec
 from ndistribute.transport.codec import Array, Record
 
 
-class Dense(Record, frozen=True):
-    """A gradient with a value for every element."""
+class Gradient(Record, frozen=True):
+    """A gradient, or the rows of it that are not zero; one that stands several times is summed."""
 
     values: Array
-
-
-class Rows(Record, frozen=True):
-    """A gradient that is zero but for some rows; a row that stands several times is summed."""
-
-    indices: Array
-    values: Array
-
-
-Gradient = Dense | Rows
+    indices: Array | None = None
 
 
 class Update(Record, frozen=True):
@@ -57,8 +48,8 @@ class Aggregate(Record, frozen=True):
     """Add a set of gradients to those of a step; the outcome is `Accumulated`.
 
     The last of `count` sets applies the mean of all, and the step rises by one. A client's second
-    set for a step is dropped, and so is one for a lower step. A set for a higher step, which a
-    server restored from an older snapshot gets, moves the aggregate there, without its sets.
+    set for a step is dropped, and so is one for a lower step. One for a higher step, which a
+    restored server gets, moves the aggregate there, without its sets.
     """
 
     name: str  # Of the aggregate, which is made on first use at step 0.
@@ -118,9 +109,9 @@ class Delete(Record, frozen=True):
 class AwaitStep(Record, frozen=True):
     """Wait until an aggregate is at a step or above; answered by its step, a `Number`.
 
-    A client whose set for the current step the server does not have is answered at once: the set
-    came too late, or was lost when the server was restarted, and may be given again. If clients
-    left, so that the `count` sets of a step can not come, it is a `Failure`.
+    A client whose set for the current step is not there is answered at once: it came too late, or
+    was lost with the server, and may be given again. If clients left, so that the `count` sets of
+    a step can not come, it is a `Failure`.
     """
 
     name: str
@@ -132,9 +123,8 @@ class AwaitClock(Record, frozen=True):
     """Say which step this client is about to begin, and wait for slower ones.
 
     The answer, how many members there are, comes once `count` came and all that are there have
-    reached `clock - slack`. Members that left count no more; one that comes again has its place.
-    One that comes with a lower clock than all others have is counted from theirs, so it does not
-    make them wait for what they did before. A name up to a ``#`` says which member it is.
+    reached `clock - slack`. Who left counts no more; a client whose name is the same up to a ``#``
+    has its place. Who begins anew is counted from the others' clocks, so that they do not wait.
     """
 
     name: str  # Of the group.
@@ -174,17 +164,11 @@ class Created(Record, frozen=True):
     states: tuple[Literal["made", "found", "wanted"], ...]
 
 
-class Value(Record, frozen=True):
-    """Hold a variable's version, and its value or rows of it; None if the client has the newest."""
-
-    version: int
-    array: Array | None
-
-
 class Values(Record, frozen=True):
-    """Hold what was read, in the request's order."""
+    """Hold what was read, in the request's order; None where the client has the newest value."""
 
-    values: tuple[Value, ...]
+    versions: tuple[int, ...]
+    arrays: tuple[Array | None, ...]
 
 
 class Done(Record, frozen=True):
@@ -218,10 +202,7 @@ class Number(Record, frozen=True):
 
 
 class Totals(Record, frozen=True):
-    """Hold how many transactions a server made in all its lives, as far as it could restore them.
-
-    A client that knew a higher total meets a server that was restored from before that.
-    """
+    """Hold how many transactions a server made in all its lives, as far as they were restored."""
 
     total: int
     began: int  # How many of them this life began with.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.parameter_server import messages
+from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.messages import AwaitClock, AwaitStep, Failure, Number, Reply
 from ndistribute.parameter_server.updates import (
     Aggregation,
@@ -106,11 +106,11 @@ class Store:
     >>> store = Store()
     >>> _ = store.handle("worker", 1, Create((NewVariable("w", (2,), "float32", fill=1.0),)))
     >>> store.handle("worker", 2, Read((Item("w"),)))
-    [(2, Values(values=(Value(version=1, array=array([1., 1.], dtype=float32)),)))]
+    [(2, Values(versions=(1,), arrays=(array([1., 1.], dtype=float32),)))]
     """
 
     def __init__(self, floor: int = 0) -> None:
-        self.log: Callable[[messages.Logged], None] = lambda request: None
+        self.log: Callable[[m.Logged], None] = lambda request: None
         """Called with what is about to change variables, once only this call can still fail."""
         self.total = 0
         """How many transactions were made, in earlier lives as well."""
@@ -121,7 +121,7 @@ class Store:
         self.aggregates: dict[str, Aggregation] = {}
         self.clocks: dict[str, ClockGroup] = {}
         # A client waits once for the same: by the kind of wait, its name and the client.
-        self._waits: dict[tuple[type, str, str], tuple[Any, messages.Wait]] = {}
+        self._waits: dict[tuple[type, str, str], tuple[Any, m.Wait]] = {}
 
     @property
     def clients(self) -> frozenset[str]:
@@ -131,17 +131,17 @@ class Store:
         return frozenset(members.union(clock.client for clock in clocks))
 
     @property
-    def totals(self) -> messages.Totals:
+    def totals(self) -> m.Totals:
         """Return how many transactions were made."""
-        return messages.Totals(self.total, self.began)
+        return m.Totals(self.total, self.began)
 
-    def handle(self, client: str, call: Any, request: messages.Request) -> Answers:
+    def handle(self, client: str, call: Any, request: m.Request) -> Answers:
         """Return the replies that are known now: to this call, unless it waits, and to others.
 
         A client calls itself otherwise after a restart; a reply is returned with its `call`.
         """
         try:
-            if isinstance(request, messages.Wait):
+            if isinstance(request, m.Wait):
                 return self._wait(client, call, request)
             reply = self._reply(request)
         except Refused as refused:
@@ -150,7 +150,7 @@ class Store:
             why = f"this server has not enough memory for a {type(request).__name__}: {error}"
             return [(call, Failure("full", why))]
         answers: Answers = [(call, reply)]
-        if self._waits and isinstance(request, messages.Transaction):
+        if self._waits and isinstance(request, m.Transaction):
             answers += self._serve()
         return answers
 
@@ -164,29 +164,30 @@ class Store:
             group.leave(client)
         return self._serve()
 
-    def _reply(self, request: messages.Request) -> Reply:
+    def _reply(self, request: m.Request) -> Reply:
         match request:
-            case messages.Transaction():
+            case m.Transaction():
                 return self._transact(request)
-            case messages.Read(items):
-                return messages.Values(tuple(map(self.variables.read, items)))
-            case messages.Create(wanted):
+            case m.Read(items):
+                found = [self.variables.read(item) for item in items]
+                return m.Values(tuple(v for v, _ in found), tuple(array for _, array in found))
+            case m.Create(wanted):
                 made, reply = self.variables.plan(wanted)
                 if made:
                     self.log(request)
                     self.variables.cells.update(made)
                 return reply
-            case messages.Delete(names):
+            case m.Delete(names):
                 if not self.variables.cells.keys().isdisjoint(names):
                     self.log(request)
                 return Number(self.variables.delete(names))
-            case messages.Status("memory"):
+            case m.Status("memory"):
                 return self.totals
         raise Refused(
             "this server writes nothing to a disk: start it with a snapshot directory.", "unknown"
         )
 
-    def _transact(self, request: messages.Transaction) -> messages.Changed:
+    def _transact(self, request: m.Transaction) -> m.Changed:
         if request.low_water > request.sequence:
             raise Refused(
                 f"transaction {request.sequence} of {request.client!r} is below its low water, "
@@ -195,7 +196,7 @@ class Store:
         applied = self.applied.get(request.client) or Applied()
         if request.sequence in applied:
             outcomes = tuple(map(self._outcome_now, request.changes))
-            return messages.Changed(outcomes, self.total, repeated=True)
+            return m.Changed(outcomes, self.total, repeated=True)
         if len(applied.done) >= MAX_APPLIED:
             raise Refused(
                 f"the server remembers {MAX_APPLIED} transactions of {request.client!r} above "
@@ -216,30 +217,30 @@ class Store:
         self.applied[request.client] = applied  # The last is the one that was here last.
         if len(self.applied) > MAX_CLIENTS:
             del self.applied[next(iter(self.applied))]
-        return messages.Changed(outcomes, self.total)
+        return m.Changed(outcomes, self.total)
 
     def _plan(
-        self, client: str, change: messages.Change, aggregates: ChainMap[str, Aggregation]
+        self, client: str, change: m.Change, aggregates: ChainMap[str, Aggregation]
     ) -> Planned:
         match change:
-            case messages.Update():
+            case m.Update():
                 return plan_update(self.variables, change)
-            case messages.Apply():
+            case m.Apply():
                 return plan_apply(self.variables, change)
-            case messages.Aggregate():
+            case m.Aggregate():
                 held = aggregates.setdefault(change.name, Aggregation())
                 return plan_aggregate(self.variables, held, client, change)
 
-    def _outcome_now(self, change: messages.Change) -> messages.Outcome:
+    def _outcome_now(self, change: m.Change) -> m.Outcome:
         """Return the outcome of a change that was made before, as far as it can be known."""
-        if isinstance(change, messages.Aggregate):
+        if isinstance(change, m.Aggregate):
             held = self.aggregates.get(change.name)
-            return messages.Accumulated(True, held.step if held is not None else 0)
-        names = change.names if isinstance(change, messages.Apply) else (change.name,)
+            return m.Accumulated(True, held.step if held is not None else 0)
+        names = change.names if isinstance(change, m.Apply) else (change.name,)
         cells = map(self.variables.cells.get, names)
-        return messages.Done(tuple(cell.version if cell is not None else 0 for cell in cells))
+        return m.Done(tuple(cell.version if cell is not None else 0 for cell in cells))
 
-    def _wait(self, client: str, call: Any, request: messages.Wait) -> Answers:
+    def _wait(self, client: str, call: Any, request: m.Wait) -> Answers:
         """Let a call wait in the place of an earlier one; return all replies that this gives."""
         name, place = request.name, (type(request), request.name, client)
         if isinstance(request, AwaitClock):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.messages import Apply, Dense, Done, Gradient, Number, Rows
+from ndistribute.parameter_server.messages import Apply, Done, Gradient, Number
 from ndistribute.parameter_server.variables import Cell, Refused, Variables, check_fits, owned
 from ndistribute.transport.codec import Array
 from ndistribute.update_rules import Rule, rule_named
@@ -145,7 +145,7 @@ class Sum:
     kind: str = ""  # What is common to the gradients, in words.
     dtype: str = ""  # Of the gradients, and of their mean.
     total: Array | None = None  # Of dense gradients; of an earlier step it is memory to use again.
-    rows: list[Rows] = field(default_factory=list)  # Their sum is what counts.
+    rows: list[Gradient] = field(default_factory=list)  # Their sum is what counts.
 
     def add(self, gradient: Gradient, *, first: bool) -> None:
         """Add a gradient that was checked, to those of this step unless it is the first."""
@@ -153,8 +153,8 @@ class Sum:
         wide = np.dtype(np.float32) if values.dtype.itemsize == 2 else values.dtype
         if first:
             self.kind, self.dtype, self.rows = _kind_of(gradient), values.dtype.name, []
-        if isinstance(gradient, Rows):
-            self.rows.append(Rows(gradient.indices.astype(np.int64), values.astype(wide)))
+        if gradient.indices is not None:
+            self.rows.append(Gradient(values.astype(wide), gradient.indices.astype(np.int64)))
             if len(self.rows) >= _ROWS_KEPT:
                 self.rows = [self._joined()]
         elif total is None or (total.shape, total.dtype) != (values.shape, wide):
@@ -168,12 +168,12 @@ class Sum:
         """Return the mean, which is valid until the next step begins."""
         if self.rows:
             once = self._joined()
-            return Rows(once.indices, self._divided(once.values, count))
-        return Dense(self._divided(np.asarray(self.total), count))
+            return Gradient(self._divided(once.values, count), once.indices)
+        return Gradient(self._divided(np.asarray(self.total), count))
 
-    def _joined(self) -> Rows:
-        indices = np.concatenate([part.indices for part in self.rows])
-        return _summed(Rows(indices, np.concatenate([part.values for part in self.rows])))
+    def _joined(self) -> Gradient:
+        values = np.concatenate([part.values for part in self.rows])
+        return _summed(values, np.concatenate([np.asarray(part.indices) for part in self.rows]))
 
     def _divided(self, total: Array, count: int) -> Array:
         if count > 1:
@@ -260,30 +260,30 @@ class Aggregation:
         )
 
 
-def _summed(rows: Rows) -> Rows:
-    """Return the same rows, each once, in rising order; equal ones are added in a fixed order."""
-    unique, inverse = np.unique(rows.indices, return_inverse=True)
-    if len(unique) == len(rows.indices):
-        return Rows(unique, rows.values[np.argsort(rows.indices)])
-    totals = np.zeros((len(unique), *rows.values.shape[1:]), rows.values.dtype)
-    np.add.at(totals, inverse, rows.values)
-    return Rows(unique, totals)
+def _summed(values: Array, indices: Array) -> Gradient:
+    """Return rows, each once, in rising order; equal ones are added in a fixed order."""
+    unique, inverse = np.unique(indices, return_inverse=True)
+    if len(unique) == len(indices):
+        return Gradient(values[np.argsort(indices)], unique)
+    totals = np.zeros((len(unique), *values.shape[1:]), values.dtype)
+    np.add.at(totals, inverse, values)
+    return Gradient(totals, unique)
 
 
 def _fitted(rule: Rule, array: Array, gradient: Gradient) -> Gradient:
-    if not isinstance(gradient, Rows):
+    if gradient.indices is None:
         return gradient
     if rule.rows_alone:
-        return _summed(gradient)
+        return _summed(gradient.values, gradient.indices)
     # A rule that moves every row is given the dense gradient that the rows stand for.
     dense = np.zeros(array.shape, gradient.values.dtype)
     np.add.at(dense, gradient.indices, gradient.values)
-    return Dense(dense)
+    return Gradient(dense)
 
 
 def _update(rule: Rule, arrays: list[Array], gradient: Gradient, rate: float) -> None:
     dtype = arrays[0].dtype
-    if isinstance(gradient, Rows):
+    if gradient.indices is not None:
         taken = [array[gradient.indices] for array in arrays]
         rule.update(taken[0], gradient.values.astype(dtype), taken[1:], rate)
         for array, part in zip(arrays, taken, strict=True):
@@ -319,8 +319,7 @@ def _check_gradient(name: str, array: Array, gradient: Gradient) -> None:
     fits = _is_float(array.dtype) and _is_float(given)
     if not fits or not np.can_cast(given, array.dtype, "same_kind"):
         raise Refused(f"a gradient of {given} can not train {name!r} of {array.dtype}.")
-    indices = gradient.indices if isinstance(gradient, Rows) else None
-    check_fits(name, array, gradient.values.shape, array.dtype, indices)
+    check_fits(name, array, gradient.values.shape, array.dtype, gradient.indices)
 
 
 def _is_float(dtype: np.dtype[np.generic]) -> bool:
@@ -329,4 +328,5 @@ def _is_float(dtype: np.dtype[np.generic]) -> bool:
 
 def _kind_of(gradient: Gradient) -> str:
     shape, dtype = gradient.values.shape, gradient.values.dtype
-    return f"rows {shape[1:]} {dtype}" if isinstance(gradient, Rows) else f"dense {shape} {dtype}"
+    rows = gradient.indices is not None
+    return f"rows {shape[1:]} {dtype}" if rows else f"dense {shape} {dtype}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.parameter_server.messages import Created, Item, NewVariable, Value
+from ndistribute.parameter_server.messages import Created, Item, NewVariable
 from ndistribute.transport.codec import DTYPES, Array
 
 __all__ = ["Cell", "Refused", "Variables", "check_fits", "check_indices", "owned"]
@@ -117,13 +117,13 @@ class Variables:
         self.floor = max([self.floor, *(cell.version for cell in found)])
         return len(found)
 
-    def read(self, item: Item) -> Value:
+    def read(self, item: Item) -> tuple[int, Array | None]:
         """Return a variable's version, and a copy of rows of it, or its value if that is newer."""
         cell = self.cell(item.name)
         if item.rows is not None:
             check_indices(item.name, cell.array, item.rows)
-            return Value(cell.version, cell.array[item.rows])
-        return Value(cell.version, cell.lend() if cell.version > item.known else None)
+            return cell.version, cell.array[item.rows]
+        return cell.version, cell.lend() if cell.version > item.known else None
 
 
 def check_fits(

@@ -82,7 +82,7 @@ def create(client: Client, value: Any) -> None:
 
 
 def read(client: Client) -> Any:
-    return client.call(Read((Item("w"),))).values[0].array
+    return client.call(Read((Item("w"),))).arrays[0]
 
 
 def add(client: Client, number: int) -> int:

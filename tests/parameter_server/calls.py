@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import queue
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -95,7 +96,7 @@ class Calls:
     def read(self, name, known=0):
         """Return a variable's version and value."""
         reply = self.replies.pop(self.send("reader", Read((Item(name, known),))))
-        return reply.values[0] if hasattr(reply, "values") else reply
+        return SimpleNamespace(version=reply.versions[0], array=reply.arrays[0])
 
     def value(self, name):
         """Return a variable's value."""
@@ -148,4 +149,4 @@ class Client:
 
     def value(self, name):
         """Return a variable's value."""
-        return self.ask(read(name)).values[0].array
+        return self.ask(read(name)).arrays[0]

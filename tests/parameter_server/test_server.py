@@ -25,8 +25,8 @@ from ndistribute.parameter_server.messages import (
     AwaitStep,
     Create,
     Delete,
-    Dense,
     Failure,
+    Gradient,
     Status,
 )
 from ndistribute.parameter_server.server import StoreService
@@ -78,13 +78,13 @@ def test_a_server_goes_on_where_it_ended(tmp_path, durability):
         client.change(add("w", ONES))
         assert client.ask(Status("snapshot")).total == 1
         client.change(add("w", ONES))
-        version = client.ask(read("w")).values[0].version
+        version = client.ask(read("w")).versions[0]
     assert not service.failed_last_snapshot
     with serving(tmp_path, durability) as (service, client):
         assert service.resumed
         assert totals(client) == (2, 2)
         assert client.value("w").tolist() == [3, 3, 3]
-        assert client.ask(read("w")).values[0].version > version
+        assert client.ask(read("w")).versions[0] > version
         assert client.change(add("w", ONES), sequence=2).repeated
 
 
@@ -170,7 +170,7 @@ def test_a_change_at_the_end_is_left_to_the_next_life(tmp_path):
 
 def give(client, step):
     """Give a set of gradients for a step that needs two."""
-    return client.change(Aggregate("t", step, 2, apply("sgd", "w", Dense(ONES), 1.0)))
+    return client.change(Aggregate("t", step, 2, apply("sgd", "w", Gradient(ONES), 1.0)))
 
 
 def test_a_client_that_leaves_is_waited_for_no_longer_unless_it_is_back():
@@ -425,8 +425,8 @@ def live(directory, first, point, after):
     service = server.StoreService(directory, "ps:0", durability="log", seconds=0.02)
     fill = [NewVariable(name, (64,), "float64", fill=0.0) for name in first]
     service.handle(Client("chief#1"), 1, Create(tuple(fill)))
-    values = service.handle(Client("chief#1"), 1, Read(tuple(map(Item, first)))).values
-    say({"pid": os.getpid(), "values": [sorted(set(value.array.tolist())) for value in values]})
+    values = service.handle(Client("chief#1"), 1, Read(tuple(map(Item, first)))).arrays
+    say({"pid": os.getpid(), "values": [sorted(set(value.tolist())) for value in values]})
     arm(point, after)
     def work(name):
         client = Client(name)

@@ -16,12 +16,11 @@ from ndistribute.parameter_server.messages import (
     Changed,
     Create,
     Delete,
-    Dense,
     Failure,
+    Gradient,
     Item,
     NewVariable,
     Read,
-    Rows,
     Status,
     Transaction,
 )
@@ -96,7 +95,7 @@ def test_a_store_keeps_no_array_of_a_request(calls):
     arrays = [np.ones(2) for _ in range(3)]
     calls.create(v=arrays[0], n=np.array(0))
     held = calls.value("v")  # Makes the assignment take another array.
-    gradient = Aggregate("t", 0, 2, apply("sgd", "v", Dense(arrays[2])))
+    gradient = Aggregate("t", 0, 2, apply("sgd", "v", Gradient(arrays[2])))
     calls.change("a", assign("v", arrays[1]), gradient)
     before = content(calls.store)
     for array in arrays:
@@ -108,9 +107,9 @@ def test_a_store_keeps_no_array_of_a_request(calls):
 def test_a_read_moves_only_what_is_newer(calls):
     calls.create(v=np.zeros(2), w=np.ones(2))
     assert calls.change("a", assign("v", np.ones(2))).versions == (2,)
-    newer, same = calls.ask("a", Read((Item("v", 1), Item("w", 1)))).values
-    assert (newer.version, newer.array.tolist()) == (2, [1, 1])
-    assert (same.version, same.array) == (1, None)
+    reply = calls.ask("a", Read((Item("v", 1), Item("w", 1))))
+    assert reply.versions == (2, 1)
+    assert (reply.arrays[0].tolist(), reply.arrays[1]) == ([1, 1], None)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_a_read_moves_only_what_is_newer(calls):
         assign("v", np.full(3, 5.0)),
         add("v", np.ones(3)),
         add("v", np.ones(1), rows(1)),
-        apply("sgd", "v", Dense(np.ones(3))),
+        apply("sgd", "v", Gradient(np.ones(3))),
     ],
     ids=["assign", "add", "add rows", "apply"],
 )
@@ -156,7 +155,7 @@ def test_numbers_that_overflow_warn_nobody(calls):
 
 
 VECTOR = np.zeros(2, np.float32)
-GRADIENT = Dense(VECTOR + 1)
+GRADIENT = Gradient(VECTOR + 1)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +184,10 @@ GRADIENT = Dense(VECTOR + 1)
         apply("adam", "v", GRADIENT, slots=("m", "v")),
         apply("adam", "v", GRADIENT, slots=("m", "none")),
         apply("adam", "v", GRADIENT, slots=("m", "wide")),
-        apply("sgd", "v", Dense(VECTOR[:1])),
-        apply("sgd", "counts", Dense(np.zeros(2))),
-        apply("sgd", "v", Dense(np.zeros(2, complex))),
-        apply("sgd", "v", Rows(rows(9), VECTOR[:1])),
+        apply("sgd", "v", Gradient(VECTOR[:1])),
+        apply("sgd", "counts", Gradient(np.zeros(2))),
+        apply("sgd", "v", Gradient(np.zeros(2, complex))),
+        apply("sgd", "v", Gradient(VECTOR[:1], rows(9))),
         Aggregate("g", 0, 0, apply("sgd", "v", GRADIENT)),
         Aggregate("g", -1, 1, apply("sgd", "v", GRADIENT)),
         Aggregate("g", 0, 1, apply("sgd", "none", GRADIENT)),
@@ -219,7 +218,7 @@ def test_a_mismatch_names_variable_shapes_and_dtypes(calls):
 
 def test_the_changes_are_made_in_order_and_each_has_its_outcome(calls):
     calls.create(v=np.zeros(2), m=np.zeros(2), s=np.zeros(2), n=np.array(0))
-    adam = apply("adam", "v", Dense(np.ones(2)), slots=("m", "s"))
+    adam = apply("adam", "v", Gradient(np.ones(2)), slots=("m", "s"))
     aggregate = Aggregate("t", 3, 2, adam)
     reply = calls.change("a", assign("v", np.ones(2)), add("v", np.ones(2)), adam, adam, aggregate)
     *done, accumulated = reply.outcomes
@@ -253,10 +252,10 @@ def test_a_step_on_the_server_gives_the_bits_of_one_here(calls, make, sparse):
         if sparse:
             indices = rng.integers(0, 30, 12)
             values = rng.standard_normal((12, 1500)).astype(np.float32)
-            here, there = nd.IndexedSlices(values, indices, start.shape), Rows(indices, values)
+            here, there = nd.IndexedSlices(values, indices, start.shape), Gradient(values, indices)
         else:
             here = rng.standard_normal(start.shape).astype(np.float32)
-            there = Dense(here)
+            there = Gradient(here)
         optimizer.apply_gradients([(here, variable)])
         calls.change("a", apply(name, "v", there, 0.3, tuple(slots), **hyperparameters))
     assert calls.value("n") == 4
@@ -266,14 +265,14 @@ def test_a_step_on_the_server_gives_the_bits_of_one_here(calls, make, sparse):
 def test_bfloat16_is_trained(calls):
     ones = np.ones(3, ml_dtypes.bfloat16)
     calls.create(v=ones, n=np.array(0))
-    calls.change("a", apply("sgd", "v", Dense(ones), 0.5), add("v", ones))
+    calls.change("a", apply("sgd", "v", Gradient(ones), 0.5), add("v", ones))
     assert calls.value("v").astype(float).tolist() == [1.5] * 3
     assert calls.restored().value("v").dtype == ml_dtypes.bfloat16
 
 
 def test_a_counter_of_any_value_is_taken(calls):
     calls.create(v=np.zeros(2), m=np.zeros(2), s=np.zeros(2), n=np.array(-1))
-    calls.change("a", apply("adam", "v", Dense(np.ones(2)), 0.1, ("m", "s")))
+    calls.change("a", apply("adam", "v", Gradient(np.ones(2)), 0.1, ("m", "s")))
     assert calls.value("n") == 0
 
 
@@ -282,9 +281,11 @@ def test_rows_are_read_in_the_order_asked(calls, indices):
     values = np.arange(8.0).reshape(4, 2)
     calls.create(v=values, w=values + 1)
     items = (Item("v", rows=rows(*indices)), Item("w", 1, rows(1)))
-    v, w = calls.ask("a", Read(items)).values
-    assert (v.version, v.array.tolist()) == (1, values[indices].tolist())
-    assert w.array.tolist() == [[3, 4]]
+    reply = calls.ask("a", Read(items))
+    assert reply.versions == (1, 1)
+    v, w = reply.arrays
+    assert v.tolist() == values[indices].tolist()
+    assert w.tolist() == [[3, 4]]
 
 
 @pytest.mark.parametrize(

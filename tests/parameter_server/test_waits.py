@@ -13,9 +13,8 @@ from ndistribute.parameter_server.messages import (
     Apply,
     AwaitClock,
     AwaitStep,
-    Dense,
+    Gradient,
     Number,
-    Rows,
 )
 from ndistribute.update_rules import Adam
 from tests.parameter_server.calls import Calls, apply, rows
@@ -37,7 +36,7 @@ def calls():
 
 def give(calls, client, gradient, step=0, count=2):
     """Give a set of one gradient, for plain descent; return what became of it."""
-    change = apply("sgd", "v", Dense(np.float32(gradient)), rate=1.0)
+    change = apply("sgd", "v", Gradient(np.float32(gradient)), rate=1.0)
     outcome = calls.change(client, Aggregate("t", step, count, change))
     return outcome.accepted, outcome.step
 
@@ -68,7 +67,7 @@ def test_a_late_set_and_a_second_one_of_a_client_are_dropped(calls):
 
 
 def test_rows_and_several_variables_are_in_one_set(calls):
-    gradients = (Rows(rows(1, 1), np.full((2, 2), 3.0)), Dense(FOUR + 1))
+    gradients = (Gradient(np.full((2, 2), 3.0), rows(1, 1)), Gradient(FOUR + 1))
     change = Apply(("w", "v"), gradients, ((), ()), "n", "sgd", 1.0)
     for step in range(20):  # More than are kept before they are added up.
         for client in "ab":
@@ -84,7 +83,7 @@ def test_gradients_of_16_bits_are_summed_in_32(calls, dtype, sparse):
     calls.create(x=np.zeros(2, dtype))
     for step in range(2):
         for client in range(400):  # Their sum is beyond float16, and steps of bfloat16 are 2 there.
-            gradient = Rows(rows(0, 1), values) if sparse else Dense(values)
+            gradient = Gradient(values, rows(0, 1)) if sparse else Gradient(values)
             change = Aggregate("t", step, 400, apply("sgd", "x", gradient, rate=1.0))
             calls.change(f"c{client}", change)
     assert calls.value("x").astype(float).tolist() == [-2, -600]
@@ -93,9 +92,9 @@ def test_gradients_of_16_bits_are_summed_in_32(calls, dtype, sparse):
 @pytest.mark.parametrize(
     "other",
     [
-        apply("sgd", "w", Dense(np.zeros((5, 2)))),
-        apply("sgd", "v", Rows(rows(0), FOUR[:1])),
-        apply("sgd", "v", Dense(np.zeros(4))),
+        apply("sgd", "w", Gradient(np.zeros((5, 2)))),
+        apply("sgd", "v", Gradient(FOUR[:1], rows(0))),
+        apply("sgd", "v", Gradient(np.zeros(4))),
     ],
 )
 def test_a_set_unlike_the_steps_first_is_refused_and_the_next_step_may_differ(calls, other):
@@ -180,7 +179,7 @@ def test_steps_of_n_of_m_are_the_rule_over_the_mean_of_the_first_n(data, needed,
         sets = []
         for client in draw(st.permutations("abcde"[: needed + spare])):
             values = np.float32(draw(st.lists(st.integers(-9, 9), min_size=4, max_size=4)))
-            adam = apply("adam", "v", Dense(values), slots=("m", "s"))
+            adam = apply("adam", "v", Gradient(values), slots=("m", "s"))
             outcome = calls.change(client, Aggregate("t", step, needed, adam))
             assert outcome.accepted == (len(sets) < needed)
             sets.append(values)
