@@ -18,12 +18,8 @@ import numpy as np
 from ndistribute.parameter_server.messages import Aggregate, Apply, Change, Outcome, Report
 from ndistribute.transport.codec import Array, Record
 
-__all__ = ["Changes", "Closure", "Outcomes", "Then", "WriteBuffer", "closure", "current_closure"]
-
-Changes = Mapping[int, Sequence[Change]]
-"""What to change on which server."""
+Changes = Mapping[int, Sequence[Change]]  # What to change on which server, and what became of it.
 Outcomes = Mapping[int, tuple[Outcome, ...]]
-"""What became of it."""
 Then = Callable[[Outcomes], None]
 
 _SHIFT = 16  # A closure makes fewer than so many bits' worth of transactions.
@@ -105,15 +101,11 @@ class WriteBuffer:
             if self._running is not running:
                 self._reset(running)
                 running.at_end.append(lambda: self._flush(running))
-            places = {}
-            for server, some in changes.items():
-                kept = self._changes.setdefault(server, [])
-                places[server] = slice(len(kept), len(kept) + len(some))
-                kept += [self._owned(change) for change in some]
-                self._names.update(name for change in some for name in _written(change))
-            self._callers.append((places, then))
+            owned = {i: [self._owned(change) for change in some] for i, some in changes.items()}
+            self._kept.append((owned, then))
+            self._names.update(*(_written(change) for some in owned.values() for change in some))
             nbytes = sum(copy.nbytes for copy in self._copies)
-            full = nbytes >= _BUFFERED_BYTES or len(self._callers) >= _BUFFERED_CHANGES
+            full = nbytes >= _BUFFERED_BYTES or len(self._kept) >= _BUFFERED_CHANGES
         if full:
             self._flush(running)
 
@@ -127,23 +119,27 @@ class WriteBuffer:
 
     def _reset(self, running: Closure | None) -> None:
         self._running = running
-        self._changes: dict[int, list[Change]] = {}
+        self._kept: list[tuple[Changes, Then | None]] = []
         self._names: set[str] = set()
         self._copies: list[Array] = []
-        self._callers: list[tuple[dict[int, slice], Then | None]] = []
 
     def _flush(self, running: Closure) -> None:
         with self._lock:
-            if self._running is not running or not self._changes:
+            if self._running is not running or not self._kept:
                 return
-            changes, callers, copies = self._changes, self._callers, self._copies
+            kept, copies = self._kept, self._copies
             self._reset(running)
-        outcomes = self._send(changes, running)
+        changes: dict[int, list[Change]] = {}
+        for some, _ in kept:
+            for i, own in some.items():
+                changes.setdefault(i, []).extend(own)
+        outcomes = {i: iter(made) for i, made in self._send(changes, running).items()}
         with self._lock:  # To touch new memory costs more than to copy: the next closure has it.
             self._spare = [copy for copy in copies if copy.nbytes >= _REUSED_BYTES]
-        for places, then in callers:
+        for some, then in kept:
+            made = {i: tuple(itertools.islice(outcomes[i], len(own))) for i, own in some.items()}
             if then is not None:
-                then({server: outcomes[server][place] for server, place in places.items()})
+                then(made)
 
     def _owned(self, part: Any) -> Any:
         """Return a change, or a part of one, with arrays that nobody else can write to."""

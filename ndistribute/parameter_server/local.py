@@ -8,8 +8,6 @@ from typing import Any
 from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
 from ndistribute.parameter_server.server import StoreService
 
-__all__ = ["LocalServer"]
-
 
 class LocalServer(StoreService):
     """Serve a store to clients of this process, whose arrays it does not adopt."""

@@ -13,19 +13,9 @@ import threading
 import time
 from typing import Any, Literal
 
-from ndistribute.parameter_server.messages import (
-    Failure,
-    Logged,
-    Read,
-    Reply,
-    Request,
-    Status,
-    Totals,
-)
+from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
-
-__all__ = ["StoreService"]
 
 _CLOSE_SECONDS = 600.0
 _LOG_BYTES = 1 << 30  # A longer log is replaced by a snapshot before that is due.
@@ -39,18 +29,13 @@ class StoreService:
         directory: where snapshots and logs are, and go; None: what the store holds ends with it.
         task: the name of this server, such as ``"ps:0"``.
         seconds: after so long something that changed is written.
-        durability: ``"snapshot"``: what changed since the last snapshot is lost with a server that
-            is killed. ``"log"``: a change is answered once it is in a log on the disk, so nothing
-            that was acknowledged is lost. Others may read a change before it is acknowledged.
+        durability: ``"log"``: a change is answered once it is in a log on the disk, though others
+            may read it before.
         return_seconds: so long after a restart, clients of before that have no connection count
             as dead: others may wait for them.
-
-    Attributes:
-        resumed: whether there was something to go on from.
-        failed_last_snapshot: whether `close` could not write what changed.
     """
 
-    requests = Request
+    requests = m.Request
     sealed = False
 
     def __init__(
@@ -72,11 +57,14 @@ class StoreService:
         self._wake = threading.Condition(self._lock)
         self._peers: dict[str, object] = {}
         self._asked: dict[str, tuple[Any, Any]] = {}  # Who waits for a snapshot.
-        self._changed = self._due = self._closing = self.failed_last_snapshot = False
+        self._changed = self._due = self._closing = False
+        self.failed_last_snapshot = False
+        """Whether `close` could not write what changed."""
         self._disk = None if directory is None else Disk(directory, task, log=durability == "log")
         self.store = Store() if self._disk is None else self._disk.store
         self.store.variables.adopts = True
         self.resumed = self._disk is not None and self._disk.resumed
+        """Whether there was something to go on from."""
         if self._disk is None:
             return
         self._changed = self._disk.replayed
@@ -91,19 +79,19 @@ class StoreService:
         with self._lock:
             self._peers[peer.name] = peer
 
-    def handle(self, peer: Any, call: Any, request: Request) -> Reply | None:
+    def handle(self, peer: Any, call: Any, request: m.Request) -> m.Reply | None:
         """Do what a request asks, and return the reply unless that comes later."""
-        reads = isinstance(request, Read | Status)
+        reads = isinstance(request, m.Read | m.Status)
         with self._lock:
             logs = [] if self._disk is None else self._disk.logs
-            if isinstance(request, Status) and self._disk is not None and request.of != "memory":
+            if isinstance(request, m.Status) and self._disk is not None and request.of != "memory":
                 # What is there before a log begins has to be on the disk as well.
                 if request.of == "log" and not logs:
                     self._disk.begin_log()
                 self._asked[peer.name] = (peer, call)
                 self._wake.notify_all()
                 return None
-            if isinstance(request, Logged):
+            if isinstance(request, m.Logged):
                 if self._closing:  # The next life of this server will be asked again.
                     return None
                 for log in logs:
@@ -169,8 +157,8 @@ class StoreService:
             failure = self._not_logged(log, error, "what was changed may be lost")
             return [(call, failure) for call, _ in answers]
 
-    def _not_logged(self, log: UpdateLog, error: OSError, consequence: str) -> Failure:
-        return Failure(
+    def _not_logged(self, log: UpdateLog, error: OSError, consequence: str) -> m.Failure:
+        return m.Failure(
             "full",
             f"{self._task} could not bring {log.path} to the disk ({error}): {consequence}. "
             "It takes changes again once it could write a snapshot.",
@@ -186,7 +174,7 @@ class StoreService:
                 closing, self._due = self._closing, False
                 changed, self._changed = self._changed, False
                 asked, self._asked = self._asked, {}
-                reply: Totals | Failure = self.store.totals
+                reply: m.Totals | m.Failure = self.store.totals
             if changed:
                 reply = self._save(disk)
             for peer, call in asked.values():
@@ -194,9 +182,9 @@ class StoreService:
             if time.monotonic() >= expires:
                 self._expire_clients()
                 expires = math.inf
-        self.failed_last_snapshot = isinstance(reply, Failure)
+        self.failed_last_snapshot = isinstance(reply, m.Failure)
 
-    def _save(self, disk: Disk) -> Totals | Failure:
+    def _save(self, disk: Disk) -> m.Totals | m.Failure:
         try:
             return disk.write(self._lock)
         except Exception as error:  # The server is worth more than its snapshot: it goes on.
@@ -205,7 +193,7 @@ class StoreService:
             known = isinstance(error, OSError | MemoryError)
             # As text: a log that keeps the error would keep the arrays of the snapshot.
             _log.error("%s wrote no snapshot: %s", self._task, f"{error}", exc_info=not known)
-            return Failure("full", f"{self._task} could not write a snapshot: {error}")
+            return m.Failure("full", f"{self._task} could not write a snapshot: {error}")
 
     def _expire_clients(self) -> None:
         """Let those leave who died while this server was away: others may wait for them."""

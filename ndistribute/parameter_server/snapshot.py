@@ -30,8 +30,6 @@ from ndistribute.parameter_server.updates import Aggregation
 from ndistribute.parameter_server.variables import Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
 
-__all__ = ["Disk", "UpdateLog", "restore", "take"]
-
 _CLAIM_SECONDS = 30.0  # A process that is being stopped still writes its last snapshot.
 _SYNC_SECONDS = 60.0
 _EPOCH_BITS = 30

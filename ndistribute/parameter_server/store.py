@@ -6,6 +6,7 @@ answers and the same state, so whatever a network does to them can be tried with
 
 from __future__ import annotations
 
+import functools
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,22 +15,13 @@ from typing import Any
 import numpy as np
 
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.messages import AwaitClock, AwaitStep, Failure, Number, Reply
-from ndistribute.parameter_server.updates import (
-    Aggregation,
-    Planned,
-    plan_aggregate,
-    plan_apply,
-    plan_update,
-)
+from ndistribute.parameter_server.updates import Aggregation, plan
 from ndistribute.parameter_server.variables import Refused, Variables
-
-__all__ = ["MAX_CLIENTS", "Answers", "Applied", "Clock", "ClockGroup", "Store"]
 
 MAX_CLIENTS = 1 << 16
 MAX_APPLIED = 1 << 20
 
-Answers = list[tuple[Any, Reply]]
+Answers = list[tuple[Any, m.Reply]]
 """Calls as `Store.handle` was given them, each with its reply."""
 
 
@@ -69,16 +61,14 @@ class ClockGroup:
 
     def arrive(self, client: str, clock: int) -> None:
         """Note that a client is about to begin a step."""
-        member = _member(client)
-        held = self.present.get(member)
-        if held is not None and held.client == client:
-            held.value = max(held.value, clock + held.ahead)
-            return
-        others = [other.value for name, other in self.present.items() if name != member]
-        # Counted on from the others' steps: else they would wait while it repeats what they did.
-        ahead = max(0, min(others, default=0) - clock)
-        self.present[member] = Clock(client, clock + ahead, ahead)
-        self.came.add(member)
+        held = self.present.pop(_member(client), None)
+        if held is None or held.client != client:
+            # Counted from the others' steps: else they would wait while it repeats what they did.
+            slowest = min((other.value for other in self.present.values()), default=0)
+            held = Clock(client, clock, max(0, slowest - clock))
+        held.value = max(held.value, clock + held.ahead)
+        self.present[_member(client)] = held
+        self.came.add(_member(client))
 
     def leave(self, client: str) -> None:
         """Count on a client no more, unless its successor came before it was known that it left."""
@@ -86,13 +76,13 @@ class ClockGroup:
         if held is not None and held.client == client:
             del self.present[_member(client)]
 
-    def reply(self, client: str, request: AwaitClock) -> Number | None:
+    def reply(self, client: str, request: m.AwaitClock) -> m.Number | None:
         """Return the reply to a wait once it is over."""
         clock = self.present.get(_member(client))
         if clock is None or len(self.came) < request.count:
             return None
         slowest = min(held.value for held in self.present.values())
-        return Number(len(self.present)) if slowest >= clock.value - request.slack else None
+        return m.Number(len(self.present)) if slowest >= clock.value - request.slack else None
 
 
 class Store:
@@ -101,21 +91,13 @@ class Store:
     Not safe for threads: it is called under one lock, but replies may be encoded outside of it,
     since arrays in replies never change. Of a request it keeps no array beyond its answer, but for
     values that `variables.adopts`. The versions of its variables are above `floor`.
-
-    >>> from ndistribute.parameter_server.messages import Create, Item, NewVariable, Read
-    >>> store = Store()
-    >>> _ = store.handle("worker", 1, Create((NewVariable("w", (2,), "float32", fill=1.0),)))
-    >>> store.handle("worker", 2, Read((Item("w"),)))
-    [(2, Values(versions=(1,), arrays=(array([1., 1.], dtype=float32),)))]
     """
 
     def __init__(self, floor: int = 0) -> None:
         self.log: Callable[[m.Logged], None] = lambda request: None
         """Called with what is about to change variables, once only this call can still fail."""
-        self.total = 0
-        """How many transactions were made, in earlier lives as well."""
-        self.began = 0
-        """How many of them in earlier lives."""
+        self.total = self.began = 0
+        """How many transactions were made in all lives, and how many of them in earlier ones."""
         self.variables = Variables(floor)
         self.applied: dict[str, Applied] = {}
         self.aggregates: dict[str, Aggregation] = {}
@@ -145,10 +127,10 @@ class Store:
                 return self._wait(client, call, request)
             reply = self._reply(request)
         except Refused as refused:
-            return [(call, Failure(refused.kind, str(refused)))]
+            return [(call, m.Failure(refused.kind, str(refused)))]
         except MemoryError as error:
             why = f"this server has not enough memory for a {type(request).__name__}: {error}"
-            return [(call, Failure("full", why))]
+            return [(call, m.Failure("full", why))]
         answers: Answers = [(call, reply)]
         if self._waits and isinstance(request, m.Transaction):
             answers += self._serve()
@@ -164,7 +146,7 @@ class Store:
             group.leave(client)
         return self._serve()
 
-    def _reply(self, request: m.Request) -> Reply:
+    def _reply(self, request: m.Request) -> m.Reply:
         match request:
             case m.Transaction():
                 return self._transact(request)
@@ -180,7 +162,7 @@ class Store:
             case m.Delete(names):
                 if not self.variables.cells.keys().isdisjoint(names):
                     self.log(request)
-                return Number(self.variables.delete(names))
+                return m.Number(self.variables.delete(names))
             case m.Status("memory"):
                 return self.totals
         raise Refused(
@@ -205,7 +187,8 @@ class Store:
             )
         fresh: dict[str, Aggregation] = {}
         aggregates = ChainMap(fresh, self.aggregates)
-        planned = [self._plan(request.client, change, aggregates) for change in request.changes]
+        planner = functools.partial(plan, self.variables, aggregates, request.client)
+        planned = list(map(planner, request.changes))
         self.log(request)
         # A warning that becomes an error would leave the rest unmade.
         with np.errstate(all="ignore"):
@@ -219,23 +202,11 @@ class Store:
             del self.applied[next(iter(self.applied))]
         return m.Changed(outcomes, self.total)
 
-    def _plan(
-        self, client: str, change: m.Change, aggregates: ChainMap[str, Aggregation]
-    ) -> Planned:
-        match change:
-            case m.Update():
-                return plan_update(self.variables, change)
-            case m.Apply():
-                return plan_apply(self.variables, change)
-            case m.Aggregate():
-                held = aggregates.setdefault(change.name, Aggregation())
-                return plan_aggregate(self.variables, held, client, change)
-
     def _outcome_now(self, change: m.Change) -> m.Outcome:
         """Return the outcome of a change that was made before, as far as it can be known."""
         if isinstance(change, m.Aggregate):
-            held = self.aggregates.get(change.name)
-            return m.Accumulated(True, held.step if held is not None else 0)
+            held = self.aggregates.get(change.name) or Aggregation()
+            return m.Accumulated(True, held.step)
         names = change.names if isinstance(change, m.Apply) else (change.name,)
         cells = map(self.variables.cells.get, names)
         return m.Done(tuple(cell.version if cell is not None else 0 for cell in cells))
@@ -243,7 +214,7 @@ class Store:
     def _wait(self, client: str, call: Any, request: m.Wait) -> Answers:
         """Let a call wait in the place of an earlier one; return all replies that this gives."""
         name, place = request.name, (type(request), request.name, client)
-        if isinstance(request, AwaitClock):
+        if isinstance(request, m.AwaitClock):
             self._check_clock(client, request)
             self.clocks.setdefault(name, ClockGroup()).arrive(client, request.clock)
         elif request.count < 1:
@@ -255,14 +226,14 @@ class Store:
         answers = self._serve()
         if earlier is not None:
             why = "the same client asked again; that call gets the answer."
-            answers.append((earlier[0], Failure("superseded", why)))
+            answers.append((earlier[0], m.Failure("superseded", why)))
         return answers
 
-    def _check_clock(self, client: str, request: AwaitClock) -> None:
+    def _check_clock(self, client: str, request: m.AwaitClock) -> None:
         if request.clock < 0 or request.slack < 0 or request.count < 1:
             raise Refused(f"{request!r}: steps and slack are from 0, the count is from 1.")
         for (kind, name, other), (_, waits) in self._waits.items():
-            same = kind is AwaitClock and name == request.name and other != client
+            same = kind is m.AwaitClock and name == request.name and other != client
             if same and waits.count != request.count:
                 raise Refused(
                     f"{client!r} waits at {name!r} for {request.count}, {other!r} for "
@@ -274,9 +245,9 @@ class Store:
         answers: Answers = []
         for place, (call, request) in list(self._waits.items()):
             client = place[2]
-            if isinstance(request, AwaitStep):
+            if isinstance(request, m.AwaitStep):
                 held = self.aggregates.get(request.name) or Aggregation()
-                reply: Reply | None = held.reply(client, request)
+                reply: m.Reply | None = held.reply(client, request)
             else:
                 reply = self.clocks[request.name].reply(client, request)
             if reply is not None:

@@ -7,8 +7,9 @@ are summed until enough came for a step; a set for a step that is over does no h
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,8 +20,6 @@ from ndistribute.parameter_server.variables import Cell, Refused, Variables, che
 from ndistribute.transport.codec import Array
 from ndistribute.update_rules import Rule, rule_named
 
-__all__ = ["Aggregation", "Planned", "plan_aggregate", "plan_apply", "plan_update"]
-
 Planned = Callable[[], m.Outcome]
 
 # A block of the gradient, the variable and two slots fit a core's second-level cache.
@@ -30,8 +29,30 @@ _ROWS_KEPT = 16
 _LAST_STEP = 1 << 62
 
 
-def plan_update(variables: Variables, change: m.Update) -> Planned:
-    """Return a function that writes to a variable, or refuse what does not fit it."""
+def plan(
+    variables: Variables,
+    aggregates: MutableMapping[str, Aggregation],
+    client: str,
+    change: m.Change,
+) -> Planned:
+    """Return a function that makes a client's change, or refuse it.
+
+    An aggregate that is used first is put among the others, so it has to be forgotten if another
+    change of the transaction is refused.
+    """
+    match change:
+        case m.Update():
+            return _plan_update(variables, change)
+        case Apply():
+            step = _OptimizerStep(variables, change)
+            step.open()
+            return step.prepare(change.gradients)
+        case m.Aggregate():
+            held = aggregates.setdefault(change.name, Aggregation())
+            return _plan_aggregate(variables, held, client, change)
+
+
+def _plan_update(variables: Variables, change: m.Update) -> Planned:
     cell, values, indices = variables.cell(change.name), change.values, change.indices
     check_fits(change.name, cell.array, values.shape, values.dtype, indices)
     if change.how != "assign" and cell.array.dtype.kind == "b":  # It must not fail once it writes.
@@ -60,24 +81,15 @@ def plan_update(variables: Variables, change: m.Update) -> Planned:
     return make
 
 
-def plan_apply(variables: Variables, change: Apply) -> Planned:
-    """Return a function that makes an optimizer's step, or refuse it."""
-    step = OptimizerStep(variables, change)
-    step.open()
-    fitted = step.fitted(change.gradients)
-    return lambda: step.make(fitted)
-
-
-def plan_aggregate(
+def _plan_aggregate(
     variables: Variables, aggregate: Aggregation, client: str, change: m.Aggregate
 ) -> Planned:
-    """Return a function that adds a client's gradients and makes the step that they complete."""
     if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
         raise Refused(
             f"aggregate {change.name!r} needs a count from 1 and a step from 0, got {change.count} "
             f"and {change.at_step}."
         )
-    step = OptimizerStep(variables, change.apply)
+    step = _OptimizerStep(variables, change.apply)
     aggregate.check(change.apply, change.at_step)
     others = len(aggregate.givers) if change.at_step == aggregate.step else 0
     if others + 1 >= change.count:
@@ -87,13 +99,13 @@ def plan_aggregate(
         aggregate.join(client)
         taken = aggregate.add(client, change.apply, change.at_step)
         if taken and len(aggregate.givers) >= change.count:
-            step.make(step.fitted(aggregate.finish()))
+            step.prepare(aggregate.finish())()
         return m.Accumulated(taken, aggregate.step)
 
     return add
 
 
-class OptimizerStep:
+class _OptimizerStep:
     """Change variables by an optimizer's rule; what does not fit is refused at once."""
 
     def __init__(self, variables: Variables, change: Apply) -> None:
@@ -119,15 +131,13 @@ class OptimizerStep:
         for cell in self._written:
             cell.open()
 
-    def fitted(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Return gradients like those that were checked, in the form that the rule takes."""
-        return [
-            _fitted(self._rule, target[0].array, gradient)
-            for target, gradient in zip(self._targets, gradients, strict=True)
-        ]
+    def prepare(self, gradients: Sequence[Gradient]) -> Planned:
+        """Return a function that makes the step with gradients like those that were checked."""
+        pairs = zip(self._targets, gradients, strict=True)
+        fitted = [_fitted(self._rule, target[0].array, gradient) for target, gradient in pairs]
+        return functools.partial(self._make, fitted)
 
-    def make(self, fitted: Sequence[Gradient]) -> Done:
-        """Make the step; all is open, and the gradients are fitted."""
+    def _make(self, fitted: Sequence[Gradient]) -> Done:
         self._counter.array[...] += 1
         # Somebody may have written anything into the counter.
         rate = self._rule.rate(max(1, int(self._counter.array)), self._learning_rate)

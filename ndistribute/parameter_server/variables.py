@@ -15,8 +15,6 @@ import numpy as np
 from ndistribute.parameter_server.messages import Created, Item, NewVariable
 from ndistribute.transport.codec import DTYPES, Array
 
-__all__ = ["Cell", "Refused", "Variables", "check_fits", "check_indices", "owned"]
-
 
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
     """Stop handling a request; the client gets a `Failure`, and nothing has changed."""
@@ -30,19 +28,13 @@ class Cell:
     """Hold the value of a variable, lend it to readers, and change it without their seeing it.
 
     While somebody holds what was lent, or a view of it, the next change is made in a copy; else it
-    is made in place.
-
-    >>> cell = Cell(np.array([1.0, 2.0]))
-    >>> before = cell.lend()
-    >>> cell.open()[:] = 0
-    >>> before, cell.lend()
-    (array([1., 2.]), array([0., 0.]))
+    is made in place. The array owns its memory, and nobody else may hold it.
     """
 
     __slots__ = ("_lent", "array", "version")
 
-    def __init__(self, array: Array, version: int = 1) -> None:
-        self.array = array  # It owns its memory, and nobody else holds it.
+    def __init__(self, array: Array, version: int) -> None:
+        self.array = array
         self.version = version
         self._lent = False
 
@@ -62,14 +54,13 @@ class Cell:
         view.flags.writeable = False
         return view
 
-    def open(self) -> Array:
-        """Return the array to change in place; no reader has it."""
+    def open(self) -> None:
+        """Let the array be one that may be changed in place: no reader has it."""
         if self.is_shared:
             self.replace(self.array.copy())
-        return self.array
 
     def replace(self, array: Array) -> None:
-        """Hold another array, which owns its memory and which nobody else holds."""
+        """Hold another array."""
         self.array = array
         self._lent = False
 
@@ -79,8 +70,7 @@ class Variables:
 
     def __init__(self, floor: int = 0) -> None:
         self.floor = floor
-        self.adopts = False
-        """Whether arrays of requests that can be written to are nobody else's."""
+        self.adopts = False  # Whether arrays of requests that can be written to are nobody else's.
         self.cells: dict[str, Cell] = {}
 
     def cell(self, name: str) -> Cell:
@@ -91,23 +81,24 @@ class Variables:
         return cell
 
     def plan(self, wanted: Sequence[NewVariable]) -> tuple[dict[str, Cell], Created]:
-        """Return the variables that have to be made, and what to answer once they are in `cells`.
-
-        A variable that exists with another shape or dtype, or can not be made, is refused.
-        """
+        """Return the variables that have to be made, and the answer once they are in `cells`."""
         made: dict[str, Cell] = {}
         states: list[Any] = []
         for new in wanted:
             held = self.cells.get(new.name) or made.get(new.name)
-            dtype = _dtype_of(new)
-            if held is not None:
-                check_fits(new.name, held.array, new.shape, dtype)
-                states.append("found")
-            elif new.initial is None and new.fill is None:
-                states.append("wanted")
-            else:
-                made[new.name] = Cell(_initial(new, dtype), self.floor + 1)
-                states.append("made")
+            try:
+                dtype = np.dtype(new.dtype).newbyteorder("=")
+                value = _initial(new, dtype) if held is None else held.array
+            except (TypeError, ValueError, ArithmeticError) as error:
+                raise Refused(
+                    f"variable {new.name!r} of shape {new.shape} and dtype {new.dtype}, filled "
+                    f"with {new.fill}, can not be made here: {error}"
+                ) from error
+            if value is not None:
+                check_fits(new.name, value, new.shape, dtype)
+            if held is None and value is not None:
+                made[new.name] = Cell(value, self.floor + 1)
+            states.append("found" if held else "wanted" if value is None else "made")
         return made, Created(tuple(states))
 
     def delete(self, names: Sequence[str]) -> int:
@@ -164,29 +155,11 @@ def owned(array: Array) -> Array:
     return np.array(array, array.dtype.newbyteorder("="), order="C", copy=True)
 
 
-def _dtype_of(new: NewVariable) -> np.dtype[Any]:
-    try:
-        dtype = np.dtype(new.dtype).newbyteorder("=")
-    except TypeError as error:  # NumPy knows bfloat16 once a package that defines it is imported.
-        raise Refused(
-            f"variable {new.name!r}: this server has no dtype {new.dtype!r}: {error}"
-        ) from error
+def _initial(new: NewVariable, dtype: np.dtype[Any]) -> Array | None:
+    """Return the value that a variable starts with, None if the client is to send it."""
     if dtype.name not in DTYPES:
-        raise Refused(f"variable {new.name!r} can not have dtype {dtype}.")
-    return dtype
-
-
-def _initial(new: NewVariable, dtype: np.dtype[Any]) -> Array:
-    """Return the value that a variable starts with."""
-    if new.initial is not None:
-        initial = owned(new.initial)
-        check_fits(new.name, initial, new.shape, dtype)
-        return initial
-    try:
-        with np.errstate(invalid="raise", over="raise"):
-            return np.full(new.shape, new.fill, dtype)
-    except (ValueError, ArithmeticError) as error:
-        raise Refused(
-            f"variable {new.name!r} of shape {new.shape} and dtype {dtype} can not be filled with "
-            f"{new.fill}: {error}"
-        ) from error
+        raise TypeError(f"{dtype} is no dtype of a variable.")
+    if new.initial is not None or new.fill is None:
+        return owned(new.initial) if new.initial is not None else None
+    with np.errstate(invalid="raise", over="raise"):
+        return np.full(new.shape, new.fill, dtype)
