@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,11 +36,7 @@ def plan(
     client: str,
     change: m.Change,
 ) -> Planned:
-    """Return a function that makes a client's change, or refuse it.
-
-    An aggregate that is used first is put among the others, so it has to be forgotten if another
-    change of the transaction is refused.
-    """
+    """Return a function that makes a client's change, or refuse it."""
     match change:
         case m.Update():
             return _plan_update(variables, change)
@@ -149,49 +146,6 @@ class _OptimizerStep:
 
 
 @dataclass
-class Sum:
-    """Sum the gradients of one variable for one step, 16-bit floats in float32."""
-
-    kind: str = ""  # What is common to the gradients, in words.
-    dtype: str = ""  # Of the gradients, and of their mean.
-    total: Array | None = None  # Of dense gradients; of an earlier step it is memory to use again.
-    rows: list[Gradient] = field(default_factory=list)  # Their sum is what counts.
-
-    def add(self, gradient: Gradient, *, first: bool) -> None:
-        """Add a gradient that was checked, to those of this step unless it is the first."""
-        values, total = gradient.values, self.total
-        wide = np.dtype(np.float32) if values.dtype.itemsize == 2 else values.dtype
-        if first:
-            self.kind, self.dtype, self.rows = _kind_of(gradient), values.dtype.name, []
-        if gradient.indices is not None:
-            self.rows.append(Gradient(values.astype(wide), gradient.indices.astype(np.int64)))
-            if len(self.rows) >= _ROWS_KEPT:
-                self.rows = [self._joined()]
-        elif total is None or (total.shape, total.dtype) != (values.shape, wide):
-            self.total = values.astype(wide)  # A copy: the sum is ours to change.
-        elif first:
-            np.copyto(total, values)
-        else:
-            total += values
-
-    def mean(self, count: int) -> Gradient:
-        """Return the mean, which is valid until the next step begins."""
-        if self.rows:
-            once = self._joined()
-            return Gradient(self._divided(once.values, count), once.indices)
-        return Gradient(self._divided(np.asarray(self.total), count))
-
-    def _joined(self) -> Gradient:
-        values = np.concatenate([part.values for part in self.rows])
-        return _summed(values, np.concatenate([np.asarray(part.indices) for part in self.rows]))
-
-    def _divided(self, total: Array, count: int) -> Array:
-        if count > 1:
-            total /= count
-        return total.astype(self.dtype, copy=False)
-
-
-@dataclass
 class Aggregation:
     """Sum the sets of a step, and know who takes part.
 
@@ -200,7 +154,9 @@ class Aggregation:
 
     step: int = 0
     givers: set[str] = field(default_factory=set)  # The clients that gave a set for the step.
-    sums: dict[str, Sum] = field(default_factory=dict)  # Of the step before, until there is a set.
+    # Of each variable, the sum of its gradients or some whose sum counts. While there is no giver,
+    # what is here is of the step before, and memory to use again.
+    sums: dict[str, list[Gradient]] = field(default_factory=dict)
     members: set[str] = field(default_factory=set)
     peak: int = 0  # How many members there were at most at a time, since there was none.
     last_to_leave: str = ""
@@ -215,7 +171,7 @@ class Aggregation:
                 f"first one was of {', '.join(self.sums)}. All must be of the same variables."
             )
         for name, gradient in zip(given.names, given.gradients, strict=True):
-            first, this = self.sums[name].kind, _kind_of(gradient)
+            first, this = _kind_of(self.sums[name][0]), _kind_of(gradient)
             if this != first:
                 raise Refused(
                     f"the first gradient of {name!r} for step {self.step} was {first}, got {this}. "
@@ -228,17 +184,18 @@ class Aggregation:
             return False
         if at_step > self.step:
             self.step, self.givers = at_step, set()
-        first = not self.givers
-        if first:
-            self.sums = {name: self.sums.get(name, Sum()) for name in given.names}
-        for name, gradient in zip(given.names, given.gradients, strict=True):
-            self.sums[name].add(gradient, first=first)
+        self.sums = {
+            name: _added(self.sums.get(name, []), gradient, first=not self.givers)
+            for name, gradient in zip(given.names, given.gradients, strict=True)
+        }
         self.givers.add(client)
         return True
 
     def finish(self) -> list[Gradient]:
         """Return the means, valid until the next set is added, and begin the next step."""
-        means = [held.mean(len(self.givers)) for held in self.sums.values()]
+        means = [_joined(kept) for kept in self.sums.values()]
+        for mean in means if len(self.givers) > 1 else ():
+            np.divide(mean.values, len(self.givers), out=mean.values)
         self.step, self.givers = self.step + 1, set()
         return means
 
@@ -268,6 +225,30 @@ class Aggregation:
             f"{self.last_to_leave!r} left last; {len(self.members)} of {request.count} needed are "
             "there.",
         )
+
+
+def _added(kept: list[Gradient], gradient: Gradient, *, first: bool) -> list[Gradient]:
+    """Return gradients whose sum is that of a step with one more, 16-bit floats in float32."""
+    values, indices = gradient.values, gradient.indices
+    if indices is not None:
+        rows = Gradient(values.astype(_wide(values)), indices.astype(np.int64))
+        kept = [rows] if first else [*kept, rows]
+        return [_joined(kept)] if len(kept) >= _ROWS_KEPT else kept
+    if not kept or _kind_of(kept[0]) != _kind_of(gradient):
+        return [Gradient(values.astype(_wide(values)))]  # A copy: the sum is ours to change.
+    if first:
+        np.copyto(kept[0].values, values)
+    else:
+        np.add(kept[0].values, values, out=kept[0].values)
+    return kept
+
+
+def _joined(kept: list[Gradient]) -> Gradient:
+    """Return the sum of what `_added` returned, rows each once."""
+    if kept[0].indices is None:
+        return kept[0]
+    values = np.concatenate([part.values for part in kept])
+    return _summed(values, np.concatenate([np.asarray(part.indices) for part in kept]))
 
 
 def _summed(values: Array, indices: Array) -> Gradient:
@@ -305,7 +286,7 @@ def _update(rule: Rule, arrays: list[Array], gradient: Gradient, rate: float) ->
         block = slice(start, start + _BLOCK_ELEMENTS)
         variable, *slots = (array[block] for array in flats)
         values = scratch[: variable.size]
-        np.copyto(values, flat[block], casting="same_kind")
+        np.copyto(values, flat[block], casting="unsafe")
         rule.update(variable, values, slots, rate)
 
 
@@ -337,6 +318,12 @@ def _is_float(dtype: np.dtype[np.generic]) -> bool:
 
 
 def _kind_of(gradient: Gradient) -> str:
-    shape, dtype = gradient.values.shape, gradient.values.dtype
-    rows = gradient.indices is not None
-    return f"rows {shape[1:]} {dtype}" if rows else f"dense {shape} {dtype}"
+    """Return what all gradients of a sum have in common, in words."""
+    values = gradient.values
+    if gradient.indices is not None:
+        return f"rows {values.shape[1:]} {_wide(values)}"
+    return f"dense {values.shape} {_wide(values)}"
+
+
+def _wide(values: Array) -> np.dtype[Any]:
+    return np.dtype(np.float32) if values.dtype.itemsize == 2 else values.dtype
