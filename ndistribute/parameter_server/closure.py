@@ -39,10 +39,8 @@ class Closure:
         self.series = series
         self.low_water = low_water << _SHIFT
         self.in_main = threading.current_thread() is threading.main_thread()
-        self.reports: dict[str, Report] = {}
-        """What was learned of each server on the way."""
-        self.at_end: list[Callable[[], None]] = []
-        """What is called once the closure has ended without an error."""
+        self.reports: dict[str, Report] = {}  # What was learned of each server on the way.
+        self.at_end: list[Callable[[], None]] = []  # Called when it has ended without an error.
         self._sequences = itertools.count((number << _SHIFT) + 1)
         self._end = (number + 1) << _SHIFT
 

@@ -58,13 +58,11 @@ class StoreService:
         self._peers: dict[str, object] = {}
         self._asked: dict[str, tuple[Any, Any]] = {}  # Who waits for a snapshot.
         self._changed = self._due = self._closing = False
-        self.failed_last_snapshot = False
-        """Whether `close` could not write what changed."""
+        self.failed_last_snapshot = False  # Whether `close` could not write what changed.
         self._disk = None if directory is None else Disk(directory, task, log=durability == "log")
         self.store = Store() if self._disk is None else self._disk.store
         self.store.variables.adopts = True
         self.resumed = self._disk is not None and self._disk.resumed
-        """Whether there was something to go on from."""
         if self._disk is None:
             return
         self._changed = self._disk.replayed

@@ -36,7 +36,6 @@ _EPOCH_BITS = 30
 # The checksum of what follows; how long the control record is, and how many buffers there are.
 # Then come the buffers' lengths, the control record and the buffers.
 _HEAD = struct.Struct("<III")
-_CHECKSUM = struct.Struct("<I")
 _log = logging.getLogger("ndistribute")
 
 
@@ -51,10 +50,7 @@ class _Saved(msgspec.Struct):
 
 
 def take(store: Store) -> tuple[dict[str, Array], Any]:
-    """Return what a store holds, as tensors that never change and what JSON can hold.
-
-    Everything is in it but calls that wait: who made them asks again.
-    """
+    """Return what a store holds but calls that wait: tensors that never change, and JSON."""
     cells = store.variables.cells
     tensors = {f"variables/{name}": cell.lend() for name, cell in cells.items()}
 
@@ -94,17 +90,12 @@ def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
 
 
 class UpdateLog:
-    """Append to a new log, and bring what was appended to the disk.
-
-    `append` is called under the lock of the store, so the order of the log is that of the changes.
-    `sync` is called outside of it, from any thread: one sync serves all that wait for one.
-    """
+    """Append to a new log under the lock of the store; sync it outside, once for all that wait."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.written = 0
-        self.broken: OSError | None = None
-        """Why it is not known what the file holds, if that happened."""
+        self.broken: OSError | None = None  # Why it is not known what the file holds.
         self._synced = 0
         self._turn = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
@@ -119,12 +110,12 @@ class UpdateLog:
     def append(self, request: Logged) -> None:
         """Write a request to the file, though not yet to the disk; after an error none of it."""
         control, buffers = encode(request)
-        lengths = struct.pack(f"<{len(buffers)}Q", *map(nbytes_of, buffers))
-        head = _HEAD.pack(0, len(control), len(buffers))[_CHECKSUM.size :] + lengths + control
-        checksum = zlib.crc32(head)
-        for buffer in buffers:
-            checksum = zlib.crc32(buffer, checksum)
-        head = _CHECKSUM.pack(checksum) + head
+        count, lengths = len(buffers), map(nbytes_of, buffers)
+        head = struct.pack(f"<II{count}Q", len(control), count, *lengths) + control
+        checksum = 0
+        for part in (head, *buffers):
+            checksum = zlib.crc32(part, checksum)
+        head = struct.pack("<I", checksum) + head
         try:
             for part in (head, *buffers):
                 _write(self._file, part)
@@ -137,10 +128,7 @@ class UpdateLog:
             raise
 
     def sync(self, position: int) -> None:
-        """Return once what was written up to a position is on the disk.
-
-        After an `OSError` it is not, and may or may not be there after a restart.
-        """
+        """Return once what was written up to a position is on the disk, or raise an `OSError`."""
         with self._alone():
             if self._synced >= position:
                 return
@@ -174,22 +162,16 @@ class UpdateLog:
 
 
 class Disk:
-    """Keep the snapshots and logs of a server in a directory, which no other process writes to.
-
-    Without the store's lock only `write` and `close` may be called.
-    """
+    """Keep the snapshots and logs of a server in a directory, which no other process writes to."""
 
     def __init__(self, directory: str | os.PathLike[str], task: str, *, log: bool) -> None:
-        self.store = Store()
-        """The store as it was left, or a new one."""
-        self.resumed = self.replayed = False
-        """Whether there was something to go on from, and whether some of it was a log."""
-        self.logs: list[UpdateLog] = []
-        """Those that no snapshot replaces; the last is in use."""
+        self.store = Store()  # As it was left, or a new one.
+        self.resumed = self.replayed = False  # Whether something was left, and some of it a log.
+        self.logs: list[UpdateLog] = []  # Those that no snapshot replaces; the last is in use.
         self._directory, self._task = Path(directory), task
         self._stem = task.replace(":", "-")
         self._next = 1  # The number of the next log.
-        self._kept_from = [1]  # The first log that each of the last snapshots goes on with.
+        self._first = 1  # The number of the log with which the last snapshot goes on.
         self._claim = tensor_files.claim(self._directory, self._stem, _CLAIM_SECONDS)
         try:
             self._resume()
@@ -221,16 +203,15 @@ class Disk:
         for log in replaced:
             log.close(covered=True)
         # The snapshot before this one is kept, and so are the logs that it goes on with.
-        self._kept_from = [self._kept_from[-1], first]
         for number, old in self._log_paths().items():
-            if number < self._kept_from[0]:
+            if number < self._first:
                 with contextlib.suppress(OSError):  # It goes with the next ones.
                     old.unlink()
+        self._first = first
         _log.info("%s wrote %s after %d transactions", self._task, path, totals.total)
         return totals
 
     def close(self) -> None:
-        """Leave the directory to the next process."""
         for log in self.logs:
             log.close(covered=False)
         self._claim.close()
@@ -275,7 +256,7 @@ class Disk:
             self._replay(paths[number])
         self.resumed, self.replayed = True, bool(numbers)
         self.store.began = self.store.total
-        self._next, self._kept_from = first + len(numbers), [first]
+        self._next, self._first = first + len(numbers), first
 
     def _replay(self, path: Path) -> None:
         before = self.store.total
@@ -326,7 +307,7 @@ def _record(data: memoryview) -> list[memoryview] | None:
         return None
     start = _HEAD.size + 8 * count
     ends = list(itertools.accumulate((control_bytes, *lengths), initial=start))
-    if ends[-1] > len(data) or zlib.crc32(data[_CHECKSUM.size : ends[-1]]) != checksum:
+    if ends[-1] > len(data) or zlib.crc32(data[4 : ends[-1]]) != checksum:
         return None
     return [data[begin:end] for begin, end in itertools.pairwise(ends)]
 

@@ -94,10 +94,9 @@ class Store:
     """
 
     def __init__(self, floor: int = 0) -> None:
+        # Called with what is about to change variables, once only this call can still fail.
         self.log: Callable[[m.Logged], None] = lambda request: None
-        """Called with what is about to change variables, once only this call can still fail."""
-        self.total = self.began = 0
-        """How many transactions were made in all lives, and how many of them in earlier ones."""
+        self.total = self.began = 0  # Transactions of all lives, and of earlier ones.
         self.variables = Variables(floor)
         self.applied: dict[str, Applied] = {}
         self.aggregates: dict[str, Aggregation] = {}

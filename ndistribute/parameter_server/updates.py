@@ -293,15 +293,12 @@ def _update(rule: Rule, arrays: list[Array], gradient: Gradient, rate: float) ->
 def _check_names(rule: Rule, change: Apply) -> None:
     """Check that each variable is named once, and has a gradient and slots."""
     written = [*change.names, *itertools.chain(*change.slots), change.counter]
-    if len(set(written)) != len(written):
-        twice = sorted({name for name in written if written.count(name) > 1})
-        raise Refused(f"an optimizer's step names {', '.join(twice)} twice.")
-    needed, counts = len(rule.slot_names), [len(slots) for slots in change.slots]
-    if len(change.gradients) != len(change.names) or counts != [needed] * len(change.names):
+    slots, needed = [len(some) for some in change.slots], len(rule.slot_names)
+    complete = len(change.gradients) == len(change.names) == slots.count(needed) == len(slots)
+    if not complete or len(set(written)) != len(written):
         raise Refused(
-            f"a step of {change.rule!r} for {len(change.names)} variable(s) needs a gradient and "
-            f"{needed} slot(s) for each, got {len(change.gradients)} gradient(s), and {counts} "
-            "slots."
+            f"a step of {change.rule!r} needs for each variable a gradient and {needed} slot(s), "
+            f"and each name once, got {len(change.gradients)} gradient(s) and {written}."
         )
 
 
