@@ -31,16 +31,6 @@ _ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLos
 _log = logging.getLogger("ndistribute")
 
 
-class Copy(Protocol):
-    """What a process holds of a variable that lies on a server; see `variables.copies`."""
-
-    server_name: str
-    version: int
-
-    def receive(self, array: Array, version: int) -> None: ...
-    def saw(self, version: int) -> None: ...
-
-
 class Caller(Protocol):
     """What carries requests to one server: `rpc.Client`, or a server of this process."""
 
@@ -195,28 +185,10 @@ class Servers:
                 wanted[i] = m.Create(sent)
         self.ask(wanted)
 
-    def read(
-        self, asked: Mapping[int, Sequence[tuple[Copy, Array | None]]]
-    ) -> dict[int, tuple[Array | None, ...]]:
-        """Bring copies up to date, or return the rows of their variables that indices name.
-
-        Of rows the copies only learn the versions.
-        """
-        self._buffer.flush_before(copy.server_name for some in asked.values() for copy, _ in some)
-        requests = {
-            i: m.Read(tuple(m.Item(copy.server_name, copy.version, rows) for copy, rows in some))
-            for i, some in asked.items()
-        }
-        arrays = {}
-        for i, reply in self.ask(requests).items():
-            found = zip(asked[i], reply.versions, reply.arrays, strict=True)
-            for (copy, rows), version, array in found:
-                if rows is not None:
-                    copy.saw(version)
-                elif array is not None:
-                    copy.receive(array, version)
-            arrays[i] = reply.arrays
-        return arrays
+    def read(self, asked: Mapping[int, Sequence[m.Item]]) -> dict[int, m.Values]:
+        """Return what is asked for, with what a closure that asks has changed."""
+        self._buffer.flush_before(item.name for some in asked.values() for item in some)
+        return self.ask({i: m.Read(tuple(some)) for i, some in asked.items()})
 
     def change(self, changes: Changes, then: Then | None = None) -> None:
         """Make changes: on each server all or none, in a closure at its end.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.device import Array, to_host
-from ndistribute.parameter_server.messages import Change, Update
+from ndistribute.parameter_server.messages import Change, Item, Update
 from ndistribute.variables.copies import LocalCopy
 from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.served import ServedVariable
@@ -108,9 +108,11 @@ class RemoteVariable(ServedVariable):
 
     def read_rows(self, rows: Array) -> Array:
         """Return rows from the server, as they are now, without fetching the others."""
-        server = self._servers[0]
-        found: Array = self._strategy.servers.read({server: [(self._copy, rows)]})[server][0]
-        return found
+        server, item = self._servers[0], Item(self._server_name, rows=rows)
+        found = self._strategy.servers.read({server: [item]})[server]
+        self._copy.saw(found.versions[0])
+        part: Array = found.arrays[0]
+        return part
 
     def changes_of(self, write: Write) -> dict[int, list[Change]]:
         """Return what a write changes on which server."""
