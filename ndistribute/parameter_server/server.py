@@ -1,7 +1,8 @@
 """`StoreService`: a store that answers the connections of a server, and outlives its process.
 
 The store is locked while it is changed and while its arrays are lent to a snapshot. Nobody waits
-for the disk under the lock: snapshots are written, and the log is synced, beside it.
+for the disk under the lock: snapshots are written, and the log is synced, beside it. A
+`LocalServer` is the same for clients of its own process, as function calls.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from typing import Any, Literal
 
+from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
@@ -23,16 +25,11 @@ _log = logging.getLogger("ndistribute")
 
 
 class StoreService:
-    """Answer by a store; write what it holds to a directory, if there is one.
+    """Answer by a store; write what changed to a directory, if there is one, after some seconds.
 
-    Args:
-        directory: where snapshots and logs are, and go; None: what the store holds ends with it.
-        task: the name of this server, such as ``"ps:0"``.
-        seconds: after so long something that changed is written.
-        durability: ``"log"``: a change is answered once it is in a log on the disk, though others
-            may read it before.
-        return_seconds: so long after a restart, clients of before that have no connection count
-            as dead: others may wait for them.
+    With durability ``"log"`` a change is answered once it is in a log on the disk, though others
+    may read it before. Clients of before a restart that have not come back after `return_seconds`
+    count as dead: others may wait for them.
     """
 
     requests = m.Request
@@ -203,6 +200,70 @@ class StoreService:
                 "%s counts as dead: %s was restarted, and it did not return", client, self._task
             )
         _send(answers)
+
+
+class LocalServer(StoreService):
+    """Serve clients of this very process, whose arrays are theirs."""
+
+    def __init__(self) -> None:
+        super().__init__(None, "the server in this process")
+        self.store.variables.adopts = False
+
+    def connect(self, name: str) -> _Client:
+        """Return a client, under a name that no other client has."""
+        return _Client(self, name)
+
+
+class _Client:
+    """Carry requests and replies as a connection would."""
+
+    instance = "the only one"
+
+    def __init__(self, server: LocalServer, name: str) -> None:
+        self.name = name
+        self._server = server
+        self._closed = False
+        server.connected(self)
+
+    def start(self, request: Any, timeout: float | None) -> _Call:
+        if self._closed:
+            raise WorkerLostError(f"{self.name} was closed.")
+        call = _Call(self.name, timeout)
+        reply = self._server.handle(self, call, request)
+        if reply is not None:
+            self.send(reply, call)
+        return call
+
+    def send(self, record: Any, call: Any) -> None:
+        """Take a reply."""
+        call.reply = record
+        call.arrived.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._server.disconnected(self, died=False)
+
+
+class _Call:
+    """A request that may have to wait for what other threads do."""
+
+    instance = _Client.instance
+
+    def __init__(self, name: str, timeout: float | None) -> None:
+        self.arrived = threading.Event()
+        self.reply: Any = None
+        self._name, self._timeout = name, timeout
+
+    def result(self) -> Any:
+        if not self.arrived.wait(timeout=self._timeout):
+            raise CollectiveTimeoutError(
+                f"{self._name}: the server in this process did not answer within "
+                f"{self._timeout:g} s."
+            )
+        return self.reply
+
+    def cancel(self) -> None:
+        """Wait no more."""
 
 
 def _send(answers: Answers) -> None:

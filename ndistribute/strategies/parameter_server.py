@@ -23,8 +23,8 @@ from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.device import Array, Device, resolve_devices
 from ndistribute.parameter_server.client import ServerClient, Servers
 from ndistribute.parameter_server.closure import Outcomes, current_closure
-from ndistribute.parameter_server.local import LocalServer
 from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Done, Reply, Status
+from ndistribute.parameter_server.server import LocalServer
 from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.handles import Handle, new_handle, new_namespace, strategy_of
 from ndistribute.strategies.update_mode import update_mode_of
