@@ -71,7 +71,6 @@ class ServerClient:
 
     @property
     def current_life(self) -> m.Report | None:
-        """Return what is known of the life that was spoken to last."""
         return self._lives.get(self._caller.instance)
 
     def start(self, request: Record) -> Any:
@@ -88,13 +87,7 @@ class ServerClient:
                     self._lives[known.life] = replace(known, total=reply.total)
         if not isinstance(reply, m.Failure):
             return reply
-        hint = ""
-        if reply.kind == "unknown":
-            hint = (
-                " If the server was started again, what it held is lost: give servers a directory "
-                "for snapshots."
-            )
-        raise _ERRORS.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}{hint}")
+        raise _ERRORS.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}")
 
     def meet(self) -> None:
         """Learn what the server began with if it is another life than those that are known."""
@@ -111,11 +104,8 @@ class ServerClient:
             self._lives[report.life] = replace(report, total=max(known.total, report.total))
             lost = self.lost_updates - before
         if is_news:
-            what = "of no update is known that it is lost"
-            if lost:
-                began = report.began
-                what = f"with what its first {began} updates made: at least {lost} are lost"
-            _log.warning("%s was started again, %s.", self.title, what)
+            what = "%s was started again, with its first %d updates; %d are known to be lost."
+            _log.warning(what, self.title, report.began, lost)
 
 
 class Servers:
@@ -204,7 +194,6 @@ class Servers:
             then(outcomes)
 
     def learn(self, reports: Iterable[m.Report]) -> None:
-        """Take what another process knows of the servers."""
         clients = {client.title: client for client in self._clients}
         for report in reports:
             if report.server in clients:

@@ -45,12 +45,10 @@ class Closure:
         self._end = (number + 1) << _SHIFT
 
     def sequence(self) -> int:
-        """Return the number of the closure's next transaction."""
         sequence = next(self._sequences)
         if sequence >= self._end:
-            raise RuntimeError(
-                f"one function made {1 << _SHIFT} separate updates: schedule smaller ones."
-            )
+            made = f"one function made {1 << _SHIFT} separate updates"
+            raise RuntimeError(f"{made}: schedule smaller ones.")
         return sequence
 
 

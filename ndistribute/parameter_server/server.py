@@ -70,7 +70,6 @@ class StoreService:
         self._writer.start()
 
     def connected(self, peer: Any) -> None:
-        """Know that a client is there."""
         with self._lock:
             self._peers[peer.name] = peer
 
@@ -121,10 +120,7 @@ class StoreService:
         _send(answers)
 
     def close(self) -> None:
-        """Write what changed since the last snapshot; a second call does nothing.
-
-        From now on changes are left to the next life of this server.
-        """
+        """Write what changed, and make no changes from now on; a second call does nothing."""
         with self._lock:
             self._closing = True
             self._wake.notify_all()
@@ -196,9 +192,8 @@ class StoreService:
             gone = self.store.clients - self._peers.keys()
             answers = [answer for client in gone for answer in self.store.left(client)]
         for client in sorted(gone):
-            _log.warning(
-                "%s counts as dead: %s was restarted, and it did not return", client, self._task
-            )
+            what = "%s counts as dead: %s was restarted, and it did not return"
+            _log.warning(what, client, self._task)
         _send(answers)
 
 
@@ -210,7 +205,6 @@ class LocalServer(StoreService):
         self.store.variables.adopts = False
 
     def connect(self, name: str) -> _Client:
-        """Return a client, under a name that no other client has."""
         return _Client(self, name)
 
 
@@ -235,7 +229,6 @@ class _Client:
         return call
 
     def send(self, record: Any, call: Any) -> None:
-        """Take a reply."""
         call.reply = record
         call.arrived.set()
 
@@ -256,10 +249,8 @@ class _Call:
 
     def result(self) -> Any:
         if not self.arrived.wait(timeout=self._timeout):
-            raise CollectiveTimeoutError(
-                f"{self._name}: the server in this process did not answer within "
-                f"{self._timeout:g} s."
-            )
+            within = f"within {self._timeout:g} s"
+            raise CollectiveTimeoutError(f"{self._name}: no answer in this process {within}.")
         return self.reply
 
     def cancel(self) -> None:

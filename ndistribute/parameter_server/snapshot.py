@@ -7,7 +7,6 @@ the snapshot before it, it holds all that a server acknowledged. Nothing that is
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import mmap
@@ -52,6 +51,9 @@ class _Saved(msgspec.Struct):
 def take(store: Store) -> tuple[dict[str, Array], Any]:
     """Return what a store holds but calls that wait: tensors that never change, and JSON."""
     cells = store.variables.cells
+    for held in store.aggregates.values():
+        if not held.givers:  # The sums of a step that is over are memory to use again, and no more.
+            held.sums = {}
     tensors = {f"variables/{name}": cell.lend() for name, cell in cells.items()}
 
     def save_array(array: Array) -> str:
@@ -63,10 +65,7 @@ def take(store: Store) -> tuple[dict[str, Array], Any]:
         store.total,
         {name: cell.version for name, cell in cells.items()},
         store.applied,
-        {  # What is held of a step that is over is memory to use again, and no more.
-            name: held if held.givers else dataclasses.replace(held, sums={})
-            for name, held in store.aggregates.items()
-        },
+        store.aggregates,
         store.clocks,
     )
     return tensors, msgspec.to_builtins(saved, enc_hook=save_array)
@@ -221,9 +220,8 @@ class Disk:
         try:
             log.append(request)
         except OSError as error:
-            raise Refused(
-                f"{self._task} can not write {log.path}: {error}; nothing was changed.", "full"
-            ) from error
+            why = f"{self._task} can not write {log.path}: {error}; nothing was changed."
+            raise Refused(why, "full") from error
 
     def _resume(self) -> None:
         """Go on from the newest snapshot, and the logs since."""

@@ -60,7 +60,6 @@ class ClockGroup:
     came: set[str] = field(default_factory=set)
 
     def arrive(self, client: str, clock: int) -> None:
-        """Note that a client is about to begin a step."""
         held = self.present.pop(_member(client), None)
         if held is None or held.client != client:
             # Counted from the others' steps: else they would wait while it repeats what they did.
@@ -77,7 +76,6 @@ class ClockGroup:
             del self.present[_member(client)]
 
     def reply(self, client: str, request: m.AwaitClock) -> m.Number | None:
-        """Return the reply to a wait once it is over."""
         clock = self.present.get(_member(client))
         if clock is None or len(self.came) < request.count:
             return None
@@ -113,7 +111,6 @@ class Store:
 
     @property
     def totals(self) -> m.Totals:
-        """Return how many transactions were made."""
         return m.Totals(self.total, self.began)
 
     def handle(self, client: str, call: Any, request: m.Request) -> Answers:
@@ -164,26 +161,19 @@ class Store:
                 return m.Number(self.variables.delete(names))
             case m.Status("memory"):
                 return self.totals
-        raise Refused(
-            "this server writes nothing to a disk: start it with a snapshot directory.", "unknown"
-        )
+        why = "this server writes nothing to a disk: start it with a snapshot directory."
+        raise Refused(why, "unknown")
 
     def _transact(self, request: m.Transaction) -> m.Changed:
         if request.low_water > request.sequence:
-            raise Refused(
-                f"transaction {request.sequence} of {request.client!r} is below its low water, "
-                f"{request.low_water}."
-            )
+            raise Refused(f"number {request.sequence} is below its low water {request.low_water}.")
         applied = self.applied.get(request.client) or Applied()
         if request.sequence in applied:
             outcomes = tuple(map(self._outcome_now, request.changes))
             return m.Changed(outcomes, self.total, repeated=True)
         if len(applied.done) >= MAX_APPLIED:
-            raise Refused(
-                f"the server remembers {MAX_APPLIED} transactions of {request.client!r} above "
-                f"{applied.low_water}, which never ended there.",
-                "full",
-            )
+            why = f"{MAX_APPLIED} updates of {request.client!r} are above {applied.low_water}."
+            raise Refused(why, "full")
         fresh: dict[str, Aggregation] = {}
         aggregates = ChainMap(fresh, self.aggregates)
         planner = functools.partial(plan, self.variables, aggregates, request.client)
@@ -234,10 +224,8 @@ class Store:
         for (kind, name, other), (_, waits) in self._waits.items():
             same = kind is m.AwaitClock and name == request.name and other != client
             if same and waits.count != request.count:
-                raise Refused(
-                    f"{client!r} waits at {name!r} for {request.count}, {other!r} for "
-                    f"{waits.count}; all must say the same."
-                )
+                why = f"{client!r} waits for {request.count}, {other!r} for {waits.count}"
+                raise Refused(f"{why} at {name!r}; all must say the same.")
 
     def _serve(self) -> Answers:
         """Return replies to all calls that need not wait any longer."""

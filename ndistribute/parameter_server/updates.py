@@ -82,10 +82,8 @@ def _plan_aggregate(
     variables: Variables, aggregate: Aggregation, client: str, change: m.Aggregate
 ) -> Planned:
     if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
-        raise Refused(
-            f"aggregate {change.name!r} needs a count from 1 and a step from 0, got {change.count} "
-            f"and {change.at_step}."
-        )
+        numbers = f"got {change.count} and {change.at_step}"
+        raise Refused(f"{change.name!r} needs a count from 1 and a step from 0, {numbers}.")
     step = _OptimizerStep(variables, change.apply)
     aggregate.check(change.apply, change.at_step)
     others = len(aggregate.givers) if change.at_step == aggregate.step else 0
@@ -124,7 +122,6 @@ class _OptimizerStep:
         self._written = [self._counter, *itertools.chain(*self._targets)]
 
     def open(self) -> None:
-        """Make sure that no reader holds what will be written."""
         for cell in self._written:
             cell.open()
 
@@ -166,17 +163,13 @@ class Aggregation:
         if at_step != self.step or not self.givers:
             return
         if tuple(self.sums) != given.names:
-            raise Refused(
-                f"a set of gradients for step {self.step} is of {', '.join(given.names)}, the "
-                f"first one was of {', '.join(self.sums)}. All must be of the same variables."
-            )
+            names = f"{', '.join(given.names)}, not of {', '.join(self.sums)}"
+            raise Refused(f"gradients for step {self.step} are of {names} as the first ones.")
         for name, gradient in zip(given.names, given.gradients, strict=True):
             first, this = _kind_of(self.sums[name][0]), _kind_of(gradient)
             if this != first:
-                raise Refused(
-                    f"the first gradient of {name!r} for step {self.step} was {first}, got {this}. "
-                    "All clients must give the same."
-                )
+                kinds = f"for step {self.step} was {first}, got {this}"
+                raise Refused(f"the first gradient of {name!r} {kinds}. All must be the same.")
 
     def add(self, client: str, given: Apply, at_step: int) -> bool:
         """Add a set that was checked; return False if it comes late or is the client's second."""
@@ -207,7 +200,6 @@ class Aggregation:
         self.peak = max(self.peak, len(self.members))
 
     def leave(self, client: str) -> None:
-        """Count a client as a member no more."""
         if client in self.members:
             self.members.remove(client)
             self.last_to_leave = client
@@ -304,14 +296,10 @@ def _check_names(rule: Rule, change: Apply) -> None:
 
 def _check_gradient(name: str, array: Array, gradient: Gradient) -> None:
     given = gradient.values.dtype
-    fits = _is_float(array.dtype) and _is_float(given)
-    if not fits or not np.can_cast(given, array.dtype, "same_kind"):
+    inexact = all(dtype.kind in "fc" or dtype.name == "bfloat16" for dtype in (array.dtype, given))
+    if not inexact or not np.can_cast(given, array.dtype, "same_kind"):
         raise Refused(f"a gradient of {given} can not train {name!r} of {array.dtype}.")
     check_fits(name, array, gradient.values.shape, array.dtype, gradient.indices)
-
-
-def _is_float(dtype: np.dtype[np.generic]) -> bool:
-    return dtype.kind in "fc" or dtype.name == "bfloat16"
 
 
 def _kind_of(gradient: Gradient) -> str:

@@ -60,7 +60,6 @@ class Cell:
             self.replace(self.array.copy())
 
     def replace(self, array: Array) -> None:
-        """Hold another array."""
         self.array = array
         self._lent = False
 
@@ -77,7 +76,11 @@ class Variables:
         """Return a variable, or refuse if there is none of that name."""
         cell = self.cells.get(name)
         if cell is None:
-            raise Refused(f"there is no variable {name!r} on this server; create it.", "unknown")
+            raise Refused(
+                f"there is no variable {name!r} on this server; create it. If the server was "
+                "started again, what it held is lost: give servers a directory for snapshots.",
+                "unknown",
+            )
         return cell
 
     def plan(self, wanted: Sequence[NewVariable]) -> tuple[dict[str, Cell], Created]:
@@ -139,15 +142,11 @@ def check_fits(
 def check_indices(name: str, array: Array, indices: Array) -> None:
     """Refuse indices that are not those of rows of an array."""
     if not array.ndim or indices.ndim != 1 or indices.dtype.kind not in "iu":
-        raise Refused(
-            f"{name!r} has shape {array.shape}; rows of it need integer indices of one dimension, "
-            f"got {indices.dtype} of shape {indices.shape}."
-        )
+        given = f"got {indices.dtype} of shape {indices.shape}"
+        raise Refused(f"rows of {name!r} {array.shape} need integers of one dimension, {given}.")
     if len(indices) and not (indices.min() >= 0 and indices.max() < len(array)):
-        raise Refused(
-            f"{name!r} has {len(array)} row(s), so an index must be 0 to {len(array) - 1}; got "
-            f"{indices.min()} to {indices.max()}."
-        )
+        given = f"got indices {indices.min()} to {indices.max()}"
+        raise Refused(f"{name!r} has rows 0 to {len(array) - 1}, {given}.")
 
 
 def owned(array: Array) -> Array:
