@@ -10,12 +10,12 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from ndistribute.errors import DistributeError, WorkerLostError
-from ndistribute.parameter_server import messages
+from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.closure import (
     Changes,
     Closure,
@@ -24,42 +24,11 @@ from ndistribute.parameter_server.closure import (
     WriteBuffer,
     current_closure,
 )
-from ndistribute.parameter_server.messages import NewVariable, Report, Transaction
 from ndistribute.transport.codec import Array, Record
 
-__all__ = ["Caller", "Copy", "Pending", "ServerClient", "Servers"]
-
 _SMALL_BYTES = 1 << 14  # An initial value of so few bytes is sent without asking if it is wanted.
+_ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
 _log = logging.getLogger("ndistribute")
-
-
-class Copy(Protocol):
-    """What a process holds of a variable that lies on a server."""
-
-    server_name: str
-    """The variable's name there."""
-    version: int
-    """Which version is held, 0 for none; later ones are higher, also after a restart."""
-
-    def receive(self, array: Array, version: int) -> None:
-        """Hold an array, which nobody changes any more."""
-
-    def saw(self, version: int) -> None:
-        """Know that rows of a version were read, which are not held here."""
-
-
-class Pending(Protocol):
-    """A call that is under way."""
-
-    @property
-    def instance(self) -> str:
-        """Return which life of the server the request went to."""
-
-    def result(self) -> Any:
-        """Wait for the reply, and return it; its arrays are the caller's own."""
-
-    def cancel(self) -> None:
-        """Wait no more."""
 
 
 class Caller(Protocol):
@@ -68,11 +37,8 @@ class Caller(Protocol):
     name: str
     instance: str
 
-    def start(self, request: Record, timeout: float | None) -> Pending:
-        """Send a request."""
-
-    def close(self) -> None:
-        """Say good-bye to the server."""
+    def start(self, request: Record, timeout: float | None) -> Any: ...
+    def close(self) -> None: ...
 
 
 class ServerClient:
@@ -85,14 +51,12 @@ class ServerClient:
     """
 
     def __init__(self, caller: Caller, title: str, timeout: float) -> None:
-        self.title = title
+        self.name, self.title = caller.name, title
         self.close = caller.close
         self._caller = caller
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._last = 0
-        self._open: set[int] = set()
-        self._lives: dict[str, Report] = {}
+        self._lives: dict[str, m.Report] = {}
 
     @property
     def lost_updates(self) -> int:
@@ -105,90 +69,59 @@ class ServerClient:
         pairs = itertools.pairwise([life for _, life in sorted(self._lives.items())])
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
-    def start(self, request: Record) -> Pending:
+    @property
+    def current_life(self) -> m.Report | None:
+        return self._lives.get(self._caller.instance)
+
+    def start(self, request: Record) -> Any:
         """Send a request; `finish` has the reply."""
         return self._caller.start(request, self._timeout)
 
-    def finish(self, call: Pending, kind: type[Any]) -> Any:
-        """Return the reply to a request, which is to be of a kind.
-
-        Raises:
-            ValueError: what was asked for does not fit what the server holds.
-            WorkerLostError: the server was not reached in time, or one that was waited for left.
-            CollectiveTimeoutError: the answer did not come in time.
-            DistributeError: the server refused.
-        """
+    def finish(self, call: Any) -> Any:
+        """Return the reply to a request; raise what a failure means."""
         reply = call.result()
-        if isinstance(reply, messages.Changed):
+        if isinstance(reply, m.Changed):
             with self._lock:
                 known = self._lives.get(call.instance)  # What else it began with, `meet` asks.
                 if known is not None and reply.total > known.total:
-                    self._lives[known.life] = msgspec.structs.replace(known, total=reply.total)
-        if isinstance(reply, kind):
+                    self._lives[known.life] = replace(known, total=reply.total)
+        if not isinstance(reply, m.Failure):
             return reply
-        if not isinstance(reply, messages.Failure):
-            raise DistributeError(f"{self.title} answered {reply!r}, not a {kind.__name__}.")
-        errors: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
-        hint = ""
-        if reply.kind == "unknown":
-            hint = (
-                " If the server was started again, what it held is lost: give servers a directory "
-                "for snapshots."
-            )
-        raise errors.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}{hint}")
-
-    def number(self, changes: Sequence[messages.Change], running: Closure | None) -> Transaction:
-        """Return changes as a transaction: of a closure, or this process's next, until `over`."""
-        if running is not None:
-            sequence = running.sequence(self.title)
-            return Transaction(running.series, sequence, running.low_water, tuple(changes))
-        with self._lock:
-            self._last += 1
-            self._open.add(self._last)
-            return Transaction(self._caller.name, self._last, min(self._open), tuple(changes))
-
-    def over(self, transaction: Transaction, running: Closure | None) -> None:
-        """Know that a transaction is not sent again, and let its closure tell what it met."""
-        if running is None:
-            self._open.discard(transaction.sequence)
-        elif known := self._lives.get(self._caller.instance):
-            running.reports[self.title] = known
+        raise _ERRORS.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}")
 
     def meet(self) -> None:
         """Learn what the server began with if it is another life than those that are known."""
         if self._caller.instance and self._caller.instance not in self._lives:
-            call = self.start(messages.Status())
-            totals = self.finish(call, messages.Totals)
-            self.learn(Report(self.title, call.instance, totals.began, totals.total))
+            call = self.start(m.Status())
+            totals = self.finish(call)
+            self.learn(m.Report(self.title, call.instance, totals.began, totals.total))
 
-    def learn(self, report: Report) -> None:
+    def learn(self, report: m.Report) -> None:
         """Take what this process, or another one, knows of a life of the server."""
         with self._lock:
             known, before = self._lives.get(report.life, report), self.lost_updates
             is_news = bool(self._lives) and report.life not in self._lives
-            total = max(known.total, report.total)
-            self._lives[report.life] = msgspec.structs.replace(report, total=total)
+            self._lives[report.life] = replace(report, total=max(known.total, report.total))
             lost = self.lost_updates - before
         if is_news:
-            what = (
-                f"with what its first {report.began} updates made: at least {lost} are lost"
-                if lost
-                else "of no update is known that it is lost"
-            )
-            _log.warning("%s was started again, %s.", self.title, what)
+            what = "%s was started again, with its first %d updates; %d are known to be lost."
+            _log.warning(what, self.title, report.began, lost)
 
 
 class Servers:
     """Use all parameter servers of a job, from any number of threads at once.
 
-    Args:
-        clients: one of each server, in the order in which variables are placed on them; closed with
-            this object.
+    Mappings are by server, the place of its client, which is closed with this object. What does not
+    fit what a server holds is a `ValueError`; a server that is not reached in time, or others that
+    left while they were waited for, a `WorkerLostError`.
     """
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         self._clients = tuple(clients)
         self._buffer = WriteBuffer(self._change)
+        self._lock = threading.Lock()
+        self._last = 0  # The number of the last transaction, and those that may be sent again.
+        self._open: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -198,86 +131,59 @@ class Servers:
         """Return how many updates are known to be lost with servers that were killed."""
         return sum(client.lost_updates for client in self._clients)
 
+    def ask(self, requests: Mapping[int, Record]) -> dict[int, Any]:
+        """Return the replies of servers, asked all at once; raise an error after all ended."""
+        calls: dict[int, Any] = {}
+        replies, errors = {}, []
+        try:
+            for i, request in requests.items():
+                calls[i] = self._clients[i].start(request)
+            for i, call in calls.items():
+                try:
+                    replies[i] = self._clients[i].finish(call)
+                except Exception as error:
+                    errors.append(error)
+        except BaseException:
+            for call in calls.values():
+                call.cancel()
+            raise
+        for i in replies:
+            self._clients[i].meet()
+        if errors:
+            raise errors[0]
+        return replies
+
+    def ask_all(self, request: Record) -> None:
+        """Wait until every server has done what a request asks."""
+        self.ask(dict.fromkeys(range(len(self)), request))
+
     def create(self, initial: Mapping[int, Sequence[tuple[str, Array]]]) -> None:
-        """Make variables, but for those that there are; each keeps its first value.
+        """Make variables of some names and values, but for those that there are.
 
         A value is sent only where it is wanted. One that is the same everywhere, as made by
         `numpy.broadcast_to`, is not sent at all.
-
-        Args:
-            initial: on which server, which names and values.
-
-        Raises:
-            ValueError: there is one of another shape or dtype.
         """
-        asked = {server: [_described(*item) for item in some] for server, some in initial.items()}
-        made = self._ask(
-            messages.Created, {i: messages.Create(tuple(some)) for i, some in asked.items()}
-        )
+        asked = {i: tuple(_described(*one) for one in some) for i, some in initial.items()}
         wanted = {}
-        for server, some in initial.items():
-            states = made[server].states
+        for i, reply in self.ask({i: m.Create(some) for i, some in asked.items()}).items():
             sent = tuple(
-                msgspec.structs.replace(new, initial=array)
-                for new, (_, array), state in zip(asked[server], some, states, strict=True)
+                replace(new, initial=array)
+                for new, (_, array), state in zip(asked[i], initial[i], reply.states, strict=True)
                 if state == "wanted"
             )
             if sent:
-                wanted[server] = messages.Create(sent)
-        self._ask(messages.Created, wanted)
+                wanted[i] = m.Create(sent)
+        self.ask(wanted)
 
-    def delete(self, names: Mapping[int, Sequence[str]]) -> None:
-        """Delete variables, as far as they exist."""
-        asked = {server: messages.Delete(tuple(some)) for server, some in names.items()}
-        self._ask(messages.Deleted, asked)
-
-    def pull(self, copies: Mapping[int, Sequence[Copy]]) -> None:
-        """Bring copies up to date; the mapping is by server."""
-        self._buffer.flush_before(copy.server_name for some in copies.values() for copy in some)
-        asked = {
-            server: messages.Read(
-                tuple(copy.server_name for copy in some), tuple(copy.version for copy in some)
-            )
-            for server, some in copies.items()
-        }
-        for server, reply in self._ask(messages.Values, asked).items():
-            for copy, value in zip(copies[server], reply.values, strict=True):
-                if value.array is not None:
-                    copy.receive(value.array, value.version)
-
-    def read_rows(
-        self, asked: Mapping[int, Sequence[tuple[Copy, Array]]]
-    ) -> dict[int, list[Array]]:
-        """Return rows of variables, in the order asked; the copies only learn the versions.
-
-        Args:
-            asked: of which server, of which variables which rows: indices of one axis, from 0, that
-                may repeat.
-        """
-        self._buffer.flush_before(copy.server_name for some in asked.values() for copy, _ in some)
-        requests = {
-            server: messages.ReadRows(
-                tuple(messages.RowsOf(copy.server_name, rows) for copy, rows in some)
-            )
-            for server, some in asked.items()
-        }
-        found: dict[int, list[Array]] = {}
-        for server, reply in self._ask(messages.Values, requests).items():
-            found[server] = []
-            for (copy, _), value in zip(asked[server], reply.values, strict=True):
-                if value.array is None:
-                    title = self._clients[server].title
-                    raise DistributeError(f"{title} answered a read without rows.")
-                copy.saw(value.version)
-                found[server].append(value.array)
-        return found
+    def read(self, asked: Mapping[int, Sequence[m.Item]]) -> dict[int, m.Values]:
+        """Return what is asked for, with what a closure that asks has changed."""
+        self._buffer.flush_before(item.name for some in asked.values() for item in some)
+        return self.ask({i: m.Read(tuple(some)) for i, some in asked.items()})
 
     def change(self, changes: Changes, then: Then | None = None) -> None:
         """Make changes: on each server all or none, in a closure at its end.
 
-        Args:
-            changes: on which server, which. Their arrays are not changed, and in a closure copied.
-            then: called with what became of them, once that is known.
+        `then` is called with what became of them. Their arrays are copied if that is later.
         """
         running = current_closure()
         if running is not None:
@@ -287,48 +193,11 @@ class Servers:
         if then is not None:
             then(outcomes)
 
-    def greet(self, durability: Literal["snapshot", "log"] = "snapshot") -> None:
-        """Wait until all servers are up; from now on they know whether this process lives.
-
-        Args:
-            durability: ``"log"``: updates are acknowledged once they are in a log on the disk.
-
-        Raises:
-            DistributeError: a server has no directory for a log.
-        """
-        if durability == "log":
-            self._ask(messages.Saved, dict.fromkeys(range(len(self)), messages.KeepLog()))
-        else:
-            self._ask(messages.Totals, dict.fromkeys(range(len(self)), messages.Status()))
-
-    def await_step(self, steps: Mapping[int, tuple[str, int]], count: int) -> dict[int, int]:
-        """Wait until aggregates have come to a step, and return at which each is.
-
-        Args:
-            steps: the name of an aggregate and the step, by server.
-            count: how many sets of gradients make a step.
-        """
-        asked = {i: messages.AwaitStep(name, step, count) for i, (name, step) in steps.items()}
-        return {i: reply.value for i, reply in self._ask(messages.Step, asked).items()}
-
-    def await_clock(self, group: str, clock: int, slack: int, count: int) -> None:
-        """Wait until nobody of a group is more than `slack` steps behind; see `AwaitClock`."""
-        self._ask(messages.Released, {0: messages.AwaitClock(group, clock, slack, count)})
-
-    def learn(self, reports: Iterable[Report]) -> None:
-        """Take what another process knows of the servers."""
+    def learn(self, reports: Iterable[m.Report]) -> None:
         clients = {client.title: client for client in self._clients}
         for report in reports:
             if report.server in clients:
                 clients[report.server].learn(report)
-
-    def save_snapshots(self) -> None:
-        """Let every server write what it holds to its disk, and wait until it did.
-
-        Raises:
-            DistributeError: a server was given no directory for it.
-        """
-        self._ask(messages.Saved, dict.fromkeys(range(len(self)), messages.SaveSnapshot()))
 
     def close(self) -> None:
         """Say good-bye to the servers; a second call does nothing."""
@@ -336,44 +205,33 @@ class Servers:
             client.close()
 
     def _change(self, changes: Changes, running: Closure | None) -> Outcomes:
-        orders: dict[int, Transaction] = {}
+        """Make changes under the next number of a closure, or of this process."""
+        if running is not None:
+            number, low_water = running.sequence(), running.low_water
+        else:
+            with self._lock:
+                number = self._last = self._last + 1
+                self._open.add(number)
+                low_water = min(self._open)
+        orders = {}
+        for i, some in changes.items():
+            name = running.series if running is not None else self._clients[i].name
+            orders[i] = m.Transaction(name, number, low_water, tuple(some))
         try:
-            for server, some in changes.items():
-                orders[server] = self._clients[server].number(some, running)
-            replies = self._ask(messages.Changed, orders)
-            return {server: reply.outcomes for server, reply in replies.items()}
+            return {i: reply.outcomes for i, reply in self.ask(orders).items()}
         finally:
-            for server, order in orders.items():
-                self._clients[server].over(order, running)
-
-    def _ask(self, kind: type[Any], requests: Mapping[int, Record]) -> dict[int, Any]:
-        """Return the replies of servers, asked all at once; raise an error after all ended."""
-        pending: dict[int, Pending] = {}
-        replies, errors = {}, []
-        try:
-            for server, request in requests.items():
-                pending[server] = self._clients[server].start(request)
-            for server, call in list(pending.items()):
-                try:
-                    replies[server] = self._clients[server].finish(call, kind)
-                except Exception as error:
-                    errors.append(error)
-                del pending[server]
-        finally:
-            for call in pending.values():
-                call.cancel()
-        for server in replies:
-            self._clients[server].meet()
-        if errors:
-            raise errors[0]
-        return replies
+            if running is None:
+                self._open.discard(number)
+            else:
+                lives = (self._clients[i].current_life for i in orders)
+                running.reports.update({life.server: life for life in lives if life is not None})
 
 
-def _described(name: str, array: Array) -> NewVariable:
+def _described(name: str, array: Array) -> m.NewVariable:
     dtype = array.dtype.newbyteorder("=").name
     fill = initial = None
     if array.size > 1 and not any(array.strides) and array.dtype.kind in "fiub":
         fill = float(array.flat[0])
     elif array.nbytes <= _SMALL_BYTES:
         initial = array
-    return NewVariable(name, tuple(array.shape), dtype, fill, initial)
+    return m.NewVariable(name, tuple(array.shape), dtype, fill, initial)

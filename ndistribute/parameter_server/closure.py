@@ -8,8 +8,8 @@ once. A closure that reads what it has changed sends that much earlier.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,66 +18,38 @@ import numpy as np
 from ndistribute.parameter_server.messages import Aggregate, Apply, Change, Outcome, Report
 from ndistribute.transport.codec import Array, Record
 
-__all__ = ["Changes", "Closure", "Outcomes", "Then", "WriteBuffer", "closure", "current_closure"]
-
-Changes = Mapping[int, Sequence[Change]]
-"""What to change on which server."""
+Changes = Mapping[int, Sequence[Change]]  # What to change on which server, and what became of it.
 Outcomes = Mapping[int, tuple[Outcome, ...]]
-"""What became of it."""
 Then = Callable[[Outcomes], None]
 
-_SHIFT = 16  # A closure makes fewer than so many bits' worth of transactions on one server.
+_SHIFT = 16  # A closure makes fewer than so many bits' worth of transactions.
 _BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # So much a closure keeps back at most.
 _REUSED_BYTES = 1 << 16  # Smaller arrays the allocator keeps by itself.
 
 
 class Closure:
-    """Number the transactions of one closure, and know what is to be done at its end.
+    """Number the transactions of one closure of a series, and know what is to be done at its end.
 
-    Args:
-        series: of the coordinator that sent it.
-        number: of the closure in the series, from 1.
-        low_water: the number of the lowest closure of the series that is not over.
-
-    >>> Closure("chief", 3, 1).sequence("ps:0")
-    196609
+    `low_water` is the number of the lowest closure of the series that is not over.
     """
+
+    current: Closure | None = None  # The one that this process runs, with all its threads.
 
     def __init__(self, series: str, number: int, low_water: int) -> None:
         self.series = series
         self.low_water = low_water << _SHIFT
-        self.reports: dict[str, Report] = {}
-        """What was learned of each server on the way."""
-        self.at_end: list[Callable[[], None]] = []
-        """What is called once the closure has ended without an error."""
-        self._number = number
-        self._made: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self.in_main = threading.current_thread() is threading.main_thread()
+        self.reports: dict[str, Report] = {}  # What was learned of each server on the way.
+        self.at_end: list[Callable[[], None]] = []  # Called when it has ended without an error.
+        self._sequences = itertools.count((number << _SHIFT) + 1)
+        self._end = (number + 1) << _SHIFT
 
-    def sequence(self, server: str) -> int:
-        """Return the number of the closure's next transaction on a server.
-
-        Raises:
-            RuntimeError: it has made too many.
-        """
-        with self._lock:
-            self._made[server] += 1
-            if self._made[server] >= 1 << _SHIFT:
-                raise RuntimeError(
-                    f"one function made {1 << _SHIFT} separate updates: schedule smaller ones."
-                )
-            return (self._number << _SHIFT) + self._made[server]
-
-
-class _Process:
-    """What all threads share: the closure that this process runs."""
-
-    def __init__(self) -> None:
-        self.current: Closure | None = None
-        self.in_main = False  # Whether the main thread runs it.
-
-
-_process = _Process()
+    def sequence(self) -> int:
+        sequence = next(self._sequences)
+        if sequence >= self._end:
+            made = f"one function made {1 << _SHIFT} separate updates"
+            raise RuntimeError(f"{made}: schedule smaller ones.")
+        return sequence
 
 
 @contextlib.contextmanager
@@ -85,27 +57,17 @@ def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
     """Make the changes of a ``with`` block those of a closure.
 
     They are kept back until the end, or until something is read that they change. After an error
-    those kept back are dropped. A worker runs one closure at a time, and all its threads work for
-    it, so the closure is known to the whole process.
-
-    Raises:
-        RuntimeError: this process runs another one.
-
-    >>> with closure("chief", 1) as running:
-    ...     current_closure() is running
-    True
+    those kept back are dropped. A worker runs one closure at a time.
     """
-    if _process.current is not None:
+    if Closure.current is not None:
         raise RuntimeError("a worker runs one function at a time, and one is running.")
-    running = Closure(series, number, low_water)
-    _process.in_main = threading.current_thread() is threading.main_thread()
-    _process.current = running
+    running = Closure.current = Closure(series, number, low_water)
     try:
         yield running
         for do in running.at_end:
             do()
     finally:
-        _process.current = None
+        Closure.current = None
 
 
 def current_closure() -> Closure | None:
@@ -114,18 +76,14 @@ def current_closure() -> Closure | None:
     All threads do but the main one, unless it runs the closure itself: a process that is its own
     worker schedules there what another thread runs.
     """
-    running = _process.current
-    if running is None or _process.in_main:
+    running = Closure.current
+    if running is None or running.in_main:
         return running
     return None if threading.current_thread() is threading.main_thread() else running
 
 
 class WriteBuffer:
-    """Keep back what the closure that runs changes: one transaction for each server.
-
-    Args:
-        send: makes changes on servers for a closure, and returns what became of them.
-    """
+    """Keep back what the closure that runs changes, until `send` makes it for the closure."""
 
     def __init__(self, send: Callable[[Changes, Closure | None], Outcomes]) -> None:
         self._send = send
@@ -134,23 +92,16 @@ class WriteBuffer:
         self._reset(None)
 
     def add(self, running: Closure, changes: Changes, then: Then | None) -> None:
-        """Keep changes until the end of the closure; what they hold now is what is sent.
-
-        Those of a closure that makes very many go out in between.
-        """
+        """Keep changes, as they are now, until the end of the closure or until they are many."""
         with self._lock:
             if self._running is not running:
                 self._reset(running)
                 running.at_end.append(lambda: self._flush(running))
-            places = {}
-            for server, some in changes.items():
-                kept = self._changes.setdefault(server, [])
-                places[server] = slice(len(kept), len(kept) + len(some))
-                kept += [self._owned(change) for change in some]
-                self._names.update(name for change in some for name in _written(change))
-            self._callers.append((places, then))
+            owned = {i: [self._owned(change) for change in some] for i, some in changes.items()}
+            self._kept.append((owned, then))
+            self._names.update(*(_written(change) for some in owned.values() for change in some))
             nbytes = sum(copy.nbytes for copy in self._copies)
-            full = nbytes >= _BUFFERED_BYTES or len(self._callers) >= _BUFFERED_CHANGES
+            full = nbytes >= _BUFFERED_BYTES or len(self._kept) >= _BUFFERED_CHANGES
         if full:
             self._flush(running)
 
@@ -164,23 +115,27 @@ class WriteBuffer:
 
     def _reset(self, running: Closure | None) -> None:
         self._running = running
-        self._changes: dict[int, list[Change]] = {}
+        self._kept: list[tuple[Changes, Then | None]] = []
         self._names: set[str] = set()
         self._copies: list[Array] = []
-        self._callers: list[tuple[dict[int, slice], Then | None]] = []
 
     def _flush(self, running: Closure) -> None:
         with self._lock:
-            if self._running is not running or not self._changes:
+            if self._running is not running or not self._kept:
                 return
-            changes, callers, copies = self._changes, self._callers, self._copies
+            kept, copies = self._kept, self._copies
             self._reset(running)
-        outcomes = self._send(changes, running)
+        changes: dict[int, list[Change]] = {}
+        for some, _ in kept:
+            for i, own in some.items():
+                changes.setdefault(i, []).extend(own)
+        outcomes = {i: iter(made) for i, made in self._send(changes, running).items()}
         with self._lock:  # To touch new memory costs more than to copy: the next closure has it.
             self._spare = [copy for copy in copies if copy.nbytes >= _REUSED_BYTES]
-        for places, then in callers:
+        for some, then in kept:
+            made = {i: tuple(itertools.islice(outcomes[i], len(own))) for i, own in some.items()}
             if then is not None:
-                then({server: outcomes[server][place] for server, place in places.items()})
+                then(made)
 
     def _owned(self, part: Any) -> Any:
         """Return a change, or a part of one, with arrays that nobody else can write to."""

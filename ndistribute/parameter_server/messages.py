@@ -1,8 +1,7 @@
 """What travels between a parameter server and its clients: requests, changes and replies.
 
 Every request may be sent again by a client that heard nothing. Reads, creates, deletes and waits
-are the same however often they come; a `Transaction` carries the number by which the server knows
-that it has made it already. docs: `store`, for what a server does with each.
+are the same however often they come; a `Transaction` has the number by which a server knows it.
 """
 
 from __future__ import annotations
@@ -14,53 +13,23 @@ import msgspec
 from ndistribute.transport.codec import Array, Record
 
 
-class Dense(Record, frozen=True):
-    """A gradient with a value for every element."""
+class Gradient(Record, frozen=True):
+    """A gradient, or the rows of it that are not zero; one that stands several times is summed."""
 
     values: Array
+    indices: Array | None = None
 
 
-class Rows(Record, frozen=True):
-    """A gradient that is zero but for some rows; a row that stands several times is summed."""
+class Update(Record, frozen=True):
+    """Write to a variable, or to rows of it; the outcome is `Done`.
 
-    indices: Array
-    values: Array
-
-
-Gradient = Dense | Rows
-
-
-class Assign(Record, frozen=True):
-    """Replace a variable's value; the outcome is `Done`."""
-
-    name: str
-    value: Array
-
-
-class Add(Record, frozen=True):
-    """Add to a variable; the outcome is `Done`."""
-
-    name: str
-    value: Array
-
-
-class Subtract(Record, frozen=True):
-    """Subtract from a variable; the outcome is `Done`."""
-
-    name: str
-    value: Array
-
-
-class Scatter(Record, frozen=True):
-    """Change some rows of a variable; the outcome is `Done`.
-
-    Indices may repeat: of several updates of a row the last stays, the others are combined.
+    Indices may repeat: of several assignments to a row the last stays, the others are combined.
     """
 
     name: str
-    how: Literal["update", "add", "sub"]
-    indices: Array
+    how: Literal["assign", "assign_add", "assign_sub"]
     values: Array
+    indices: Array | None = None
 
 
 class Apply(Record, frozen=True):
@@ -79,8 +48,8 @@ class Aggregate(Record, frozen=True):
     """Add a set of gradients to those of a step; the outcome is `Accumulated`.
 
     The last of `count` sets applies the mean of all, and the step rises by one. A client's second
-    set for a step is dropped, and so is one for a lower step. A set for a higher step, which a
-    server restored from an older snapshot gets, moves the aggregate there, without its sets.
+    set for a step is dropped, and so is one for a lower step. One for a higher step, which a
+    restored server gets, moves the aggregate there, without its sets.
     """
 
     name: str  # Of the aggregate, which is made on first use at step 0.
@@ -89,14 +58,11 @@ class Aggregate(Record, frozen=True):
     apply: Apply  # Its hyperparameters count in the last set.
 
 
-Change = Assign | Add | Subtract | Scatter | Apply | Aggregate
+Change = Update | Apply | Aggregate
 
 
 class NewVariable(Record, frozen=True):
-    """Describe a variable to be made unless it exists, with a fill or an initial value.
-
-    With neither, one that does not exist is not made, and the reply says that its value is wanted.
-    """
+    """Describe a variable to be made unless it exists; with no value, only ask if one is wanted."""
 
     name: str
     shape: tuple[int, ...]
@@ -106,32 +72,23 @@ class NewVariable(Record, frozen=True):
 
 
 class Create(Record, frozen=True):
-    """Make variables unless they exist; answered by `Created`. The first value stays.
-
-    If one exists with another shape or dtype, none is made.
-    """
+    """Make variables, all or none, but for those that exist; answered by `Created`."""
 
     variables: tuple[NewVariable, ...]
 
 
-class Read(Record, frozen=True):
-    """Get variables as they are at one moment; answered by `Values`."""
-
-    names: tuple[str, ...]
-    known: tuple[int, ...] = ()  # The versions that the client holds: only newer values are sent.
-
-
-class RowsOf(Record, frozen=True):
-    """Name rows of a variable, in the order wanted; an index may stand several times."""
+class Item(Record, frozen=True):
+    """Name a variable to read, or rows of it in the order wanted; an index may repeat."""
 
     name: str
-    indices: Array
+    known: int = 0  # The version that the client holds: of the whole only newer values are sent.
+    rows: Array | None = None
 
 
-class ReadRows(Record, frozen=True):
-    """Get rows of variables as they are at one moment; answered by `Values`."""
+class Read(Record, frozen=True):
+    """Get variables, or rows of them, as they are at one moment; answered by `Values`."""
 
-    items: tuple[RowsOf, ...]
+    items: tuple[Item, ...]
 
 
 class Transaction(Record, frozen=True):
@@ -144,17 +101,17 @@ class Transaction(Record, frozen=True):
 
 
 class Delete(Record, frozen=True):
-    """Delete those of the variables that exist; answered by `Deleted`."""
+    """Delete those of the variables that exist; answered by their `Number`."""
 
     names: tuple[str, ...]
 
 
 class AwaitStep(Record, frozen=True):
-    """Wait until an aggregate is at a step or above; answered by `Step`.
+    """Wait until an aggregate is at a step or above; answered by its step, a `Number`.
 
-    A client whose set for the current step the server does not have is answered with the current
-    step at once: the set came too late, or was lost when the server was restarted, and may be given
-    again. If clients left, so that the `count` sets of a step can not come, it is a `Failure`.
+    A client whose set for the current step is not there is answered at once: it came too late, or
+    was lost with the server, and may be given again. If clients left, so that the `count` sets of
+    a step can not come, it is a `Failure`.
     """
 
     name: str
@@ -163,72 +120,55 @@ class AwaitStep(Record, frozen=True):
 
 
 class AwaitClock(Record, frozen=True):
-    """Say which step this client is about to begin, and wait for slower ones; a `Released`.
+    """Say which step this client is about to begin, and wait for slower ones.
 
-    It is answered once `count` members came, and all that are there have reached `clock - slack`.
-    Members that left count no more; one that comes again has its place. One that comes with a lower
-    clock than all others have is counted from theirs, so it does not make them wait for what they
-    did before. A client's name up to a ``#`` says which member it is.
+    The answer, how many members there are, comes once `count` came and all that are there have
+    reached `clock - slack`. Who left counts no more; a client whose name is the same up to a ``#``
+    has its place. Who begins anew is counted from the others' clocks, so that they do not wait.
     """
 
-    group: str
+    name: str  # Of the group.
     clock: int
     slack: int
     count: int
 
 
 class Status(Record, frozen=True):
-    """Get how many transactions the server made; answered by `Totals`."""
+    """Get `Totals`: at once, once a snapshot holds them, or once all updates are kept in a log."""
 
-
-class SaveSnapshot(Record, frozen=True):
-    """Write a snapshot now; answered by `Saved`, by servers that have a directory for them."""
-
-
-class KeepLog(Record, frozen=True):
-    """Acknowledge updates from now on once they are in a log on the disk; answered by `Saved`."""
+    of: Literal["memory", "snapshot", "log"] = "memory"
 
 
 Logged = Create | Delete | Transaction
 """What changes variables, so a log of it can be replayed."""
-Request = Logged | Read | ReadRows | AwaitStep | AwaitClock | Status | SaveSnapshot | KeepLog
-
-FailureKind = Literal[
-    "unknown",  # There is nothing of that name.
-    "mismatch",  # A shape, a dtype, an index or a number does not fit.
-    "left",  # Clients that the request waited for left.
-    "superseded",  # The same client asked again for the same; the newer call gets the answer.
-    "full",  # The disk, or memory, has no room for it.
-]
+Wait = AwaitStep | AwaitClock
+Request = Logged | Wait | Read | Status
 
 
 class Failure(Record, frozen=True):
     """Say why a request was not carried out."""
 
-    kind: FailureKind
+    kind: Literal[
+        "unknown",  # There is nothing of that name.
+        "mismatch",  # A shape, a dtype, an index or a number does not fit.
+        "left",  # Clients that the request waited for left.
+        "superseded",  # The same client asked again for the same; the newer call gets the answer.
+        "full",  # The disk, or memory, has no room for it.
+    ]
     message: str
-
-
-State = Literal["made", "found", "wanted"]
 
 
 class Created(Record, frozen=True):
     """Say which variables of a `Create` were made or found, in order, and which want a value."""
 
-    states: tuple[State, ...]
-
-
-class Value(Record, frozen=True):
-    """Hold a variable's version, and its value or rows of it; None if the client has the newest."""
-
-    version: int
-    array: Array | None
+    states: tuple[Literal["made", "found", "wanted"], ...]
 
 
 class Values(Record, frozen=True):
-    """Hold what was read, in the request's order."""
+    """Hold what was read, in the request's order; None where the client has the newest value."""
 
-    values: tuple[Value, ...]
+    versions: tuple[int, ...]
+    arrays: tuple[Array | None, ...]
 
 
 class Done(Record, frozen=True):
@@ -255,41 +195,20 @@ class Changed(Record, frozen=True):
     repeated: bool = False  # It was made before; the outcomes are those of this moment.
 
 
-class Deleted(Record, frozen=True):
-    """Say how many variables were deleted."""
-
-    count: int
-
-
-class Step(Record, frozen=True):
-    """Hold an aggregate's step."""
+class Number(Record, frozen=True):
+    """Hold a number; the request says of what."""
 
     value: int
 
 
-class Released(Record, frozen=True):
-    """Say that a wait at a clock is over, and how many members the group has."""
-
-    count: int
-
-
 class Totals(Record, frozen=True):
-    """Hold how many transactions a server made in all its lives, as far as it could restore them.
-
-    A client that knew a higher total meets a server that was restored from before that.
-    """
+    """Hold how many transactions a server made in all its lives, as far as they were restored."""
 
     total: int
     began: int  # How many of them this life began with.
 
 
-class Saved(Record, frozen=True):
-    """Say that a snapshot is on the disk, with what the first `total` transactions changed."""
-
-    total: int
-
-
-Reply = Failure | Created | Values | Changed | Deleted | Step | Released | Totals | Saved
+Reply = Failure | Created | Values | Changed | Number | Totals
 
 
 class Report(Record, frozen=True):

@@ -1,4 +1,4 @@
-"""What a store holds as tensors and JSON, and the log of what changed it since.
+"""What a store holds on a disk: snapshots, and logs of what changed it since.
 
 A log is a file of records, each with a checksum, in the order in which the store was changed. With
 the snapshot before it, it holds all that a server acknowledged. Nothing that is read is ever run.
@@ -6,11 +6,14 @@ the snapshot before it, it holds all that a server acknowledged. Nothing that is
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import itertools
 import logging
+import mmap
 import os
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,19 +23,18 @@ import msgspec
 
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
-from ndistribute.parameter_server.aggregation import Aggregation
-from ndistribute.parameter_server.messages import Logged
+from ndistribute.parameter_server.messages import Failure, Logged, Totals
 from ndistribute.parameter_server.store import Applied, ClockGroup, Store
-from ndistribute.parameter_server.variables import Cell
-from ndistribute.transport.codec import Array, Buffer, Decoder, encode, nbytes_of
+from ndistribute.parameter_server.updates import Aggregation
+from ndistribute.parameter_server.variables import Cell, Refused
+from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
 
-__all__ = ["UpdateLog", "read_log", "restore", "take"]
-
+_CLAIM_SECONDS = 30.0  # A process that is being stopped still writes its last snapshot.
 _SYNC_SECONDS = 60.0
+_EPOCH_BITS = 30
 # The checksum of what follows; how long the control record is, and how many buffers there are.
 # Then come the buffers' lengths, the control record and the buffers.
 _HEAD = struct.Struct("<III")
-_CHECKSUM = struct.Struct("<I")
 _log = logging.getLogger("ndistribute")
 
 
@@ -47,15 +49,11 @@ class _Saved(msgspec.Struct):
 
 
 def take(store: Store) -> tuple[dict[str, Array], Any]:
-    """Return what a store holds, as tensors that never change and what JSON can hold.
-
-    Everything is in it but calls that wait: who made them asks again.
-
-    >>> tensors, data = take(Store())
-    >>> restore(tensors, data).total
-    0
-    """
+    """Return what a store holds but calls that wait: tensors that never change, and JSON."""
     cells = store.variables.cells
+    for held in store.aggregates.values():
+        if not held.givers:  # The sums of a step that is over are memory to use again, and no more.
+            held.sums = {}
     tensors = {f"variables/{name}": cell.lend() for name, cell in cells.items()}
 
     def save_array(array: Array) -> str:
@@ -67,36 +65,23 @@ def take(store: Store) -> tuple[dict[str, Array], Any]:
         store.total,
         {name: cell.version for name, cell in cells.items()},
         store.applied,
-        {  # What is held of a step that is over is memory to use again, and no more.
-            name: held if held.givers else dataclasses.replace(held, sums={})
-            for name, held in store.aggregates.items()
-        },
+        store.aggregates,
         store.clocks,
     )
     return tensors, msgspec.to_builtins(saved, enc_hook=save_array)
 
 
 def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
-    """Return a store in the state that `take` returned.
+    """Return a store in the state that `take` returned, which has the tensors from now on.
 
-    Args:
-        tensors: from `take`; they are the store's from now on.
-        data: from `take`.
-        floor: versions of the variables become higher, so that clients that read what the snapshot
-            does not have read again.
-
-    Raises:
-        CheckpointCorruptError: it is something else.
+    Versions become higher than `floor`: who read what the snapshot does not have reads again.
     """
-    try:
-        saved = msgspec.convert(data, _Saved, dec_hook=lambda kind, name: tensors[name])
-        store = Store(floor)
-        for name, version in saved.versions.items():
-            array = tensors[f"variables/{name}"]
-            owned = array if array.flags.owndata else array.copy()
-            store.variables.cells[name] = Cell(owned, max(version, floor + 1))
-    except (msgspec.ValidationError, KeyError, TypeError) as error:
-        raise CheckpointCorruptError(f"it is not what this version writes: {error}") from error
+    saved = msgspec.convert(data, _Saved, dec_hook=lambda kind, name: tensors[name])
+    store = Store(floor)
+    for name, version in saved.versions.items():
+        array = tensors[f"variables/{name}"]
+        owned = array if array.flags.owndata else array.copy()
+        store.variables.cells[name] = Cell(owned, max(version, floor + 1))
     store.total = store.began = saved.total
     store.applied, store.aggregates = saved.applied, saved.aggregates
     store.clocks = saved.clocks
@@ -104,29 +89,14 @@ def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
 
 
 class UpdateLog:
-    """Append to a new log, and bring what was appended to the disk.
-
-    `append` is called under the lock of the store, so the order of the log is that of the changes.
-    `sync` is called outside of it, from any thread: one sync serves all that wait for one.
-
-    Args:
-        path: of the file, which is made for this user alone.
-
-    Attributes:
-        written: how long the log is.
-        broken: why what is in the file is not known, if that happened.
-
-    Raises:
-        OSError: it can not be made.
-    """
+    """Append to a new log under the lock of the store; sync it outside, once for all that wait."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.written = 0
-        self.broken: OSError | None = None
+        self.broken: OSError | None = None  # Why it is not known what the file holds.
         self._synced = 0
-        self._syncing = False
-        self._turn = threading.Condition()
+        self._turn = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
         try:
@@ -137,22 +107,18 @@ class UpdateLog:
             raise
 
     def append(self, request: Logged) -> None:
-        """Write a request to the file, though not yet to the disk.
-
-        Raises:
-            OSError: it can not be written; nothing of it stays in the log unless that is `broken`.
-        """
+        """Write a request to the file, though not yet to the disk; after an error none of it."""
         control, buffers = encode(request)
-        lengths = struct.pack(f"<{len(buffers)}Q", *map(nbytes_of, buffers))
-        head = _HEAD.pack(0, len(control), len(buffers))[_CHECKSUM.size :] + lengths + control
-        checksum = zlib.crc32(head)
-        for buffer in buffers:
-            checksum = zlib.crc32(buffer, checksum)
+        count, lengths = len(buffers), map(nbytes_of, buffers)
+        head = struct.pack(f"<II{count}Q", len(control), count, *lengths) + control
+        checksum = 0
+        for part in (head, *buffers):
+            checksum = zlib.crc32(part, checksum)
+        head = struct.pack("<I", checksum) + head
         try:
-            _write(self._file, _CHECKSUM.pack(checksum) + head)
-            for buffer in buffers:
-                _write(self._file, buffer)
-            self.written += _CHECKSUM.size + len(head) + sum(map(nbytes_of, buffers))
+            for part in (head, *buffers):
+                _write(self._file, part)
+            self.written += len(head) + sum(map(nbytes_of, buffers))
         except OSError:
             try:
                 os.ftruncate(self._file, self.written)
@@ -161,89 +127,187 @@ class UpdateLog:
             raise
 
     def sync(self, position: int) -> None:
-        """Wait until what was written up to a position is on the disk.
-
-        Raises:
-            OSError: it is not, and may or may not be there after a restart.
-        """
-        with self._turn:
-            waits = self._turn.wait_for(
-                lambda: self._synced >= position or self.broken or not self._syncing, _SYNC_SECONDS
-            )
+        """Return once what was written up to a position is on the disk, or raise an `OSError`."""
+        with self._alone():
             if self._synced >= position:
                 return
-            if self.broken or not waits:
-                raise self.broken or TimeoutError(f"{self.path} was not synced in time")
-            self._syncing, end = True, self.written
-        error = None
-        try:
-            os.fdatasync(self._file)
-        except OSError as failed:
-            error = failed
-        with self._turn:
-            self._syncing = False
-            if error is None:
-                self._synced = end
-            else:
+            if self.broken is not None:
+                raise self.broken
+            end = self.written
+            try:
+                os.fdatasync(self._file)
+            except OSError as error:
                 # The system may have dropped what it could not write: nothing here is known.
                 self.broken = error
-            self._turn.notify_all()
-        if error is not None:
-            raise error
+                raise
+            self._synced = end
 
     def close(self, *, covered: bool) -> None:
-        """Close the file; a second call does nothing.
-
-        Args:
-            covered: whether a snapshot on the disk holds all that is in it.
-        """
-        with self._turn:
-            self._turn.wait_for(lambda: not self._syncing, _SYNC_SECONDS)
+        """Close the file, of which a snapshot may hold all; a second call does nothing."""
+        with self._alone():
             self._synced = self.written if covered else self._synced
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._turn.acquire(timeout=_SYNC_SECONDS):
+            raise TimeoutError(f"{self.path} was not synced in time")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
-def read_log(path: Path) -> Iterator[Logged]:
-    """Return the requests in a log, and cut off what was not written whole at its end.
 
-    Raises:
-        OSError: it can not be read, or cut.
-    """
+class Disk:
+    """Keep the snapshots and logs of a server in a directory, which no other process writes to."""
+
+    def __init__(self, directory: str | os.PathLike[str], task: str, *, log: bool) -> None:
+        self.store = Store()  # As it was left, or a new one.
+        self.resumed = self.replayed = False  # Whether something was left, and some of it a log.
+        self.logs: list[UpdateLog] = []  # Those that no snapshot replaces; the last is in use.
+        self._directory, self._task = Path(directory), task
+        self._stem = task.replace(":", "-")
+        self._next = 1  # The number of the next log.
+        self._first = 1  # The number of the log with which the last snapshot goes on.
+        self._claim = tensor_files.claim(self._directory, self._stem, _CLAIM_SECONDS)
+        try:
+            self._resume()
+            if log or self.replayed:
+                self.begin_log()
+        except BaseException:
+            self._claim.close()
+            raise
+
+    def begin_log(self) -> None:
+        """Log all changes from now on; what was before is to be in a snapshot."""
+        self.logs.append(UpdateLog(self._log_path(self._next)))
+        self._next += 1
+        self.store.log = self._append
+
+    def write(self, lock: Any) -> Totals:
+        """Write a snapshot, which replaces the logs before it; the lock is the store's."""
+        with lock:
+            if self.logs and (self.logs[-1].written or self.logs[-1].broken):
+                self.begin_log()
+            replaced, logged = self.logs[:-1], bool(self.logs)
+            first = self._next - 1 if logged else self._next
+            totals = self.store.totals
+            tensors, store = take(self.store)
+        data = {"store": store, "log": first, "logged": logged}
+        path = tensor_files.write(self._directory, self._stem, tensors, data)
+        with lock:
+            self.logs = self.logs[len(replaced) :]
+        for log in replaced:
+            log.close(covered=True)
+        # The snapshot before this one is kept, and so are the logs that it goes on with.
+        for number, old in self._log_paths().items():
+            if number < self._first:
+                with contextlib.suppress(OSError):  # It goes with the next ones.
+                    old.unlink()
+        self._first = first
+        _log.info("%s wrote %s after %d transactions", self._task, path, totals.total)
+        return totals
+
+    def close(self) -> None:
+        for log in self.logs:
+            log.close(covered=False)
+        self._claim.close()
+
+    def _append(self, request: Logged) -> None:
+        log = self.logs[-1]
+        try:
+            log.append(request)
+        except OSError as error:
+            why = f"{self._task} can not write {log.path}: {error}; nothing was changed."
+            raise Refused(why, "full") from error
+
+    def _resume(self) -> None:
+        """Go on from the newest snapshot, and the logs since."""
+        saved = tensor_files.newest(self._directory, self._stem)
+        paths = self._log_paths()
+        if saved is None and not paths:
+            return
+        floor = int(time.time()) << _EPOCH_BITS
+        self.store, first, logged = Store(floor), 1, bool(paths)
+        if saved is not None:
+            try:
+                self.store = restore(saved.tensors, saved.data["store"], floor)
+                first, logged = int(saved.data["log"]), bool(saved.data["logged"])
+            except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
+                raise CheckpointCorruptError(
+                    f"{saved.path} is whole, but not of this version of ndistribute ({error}): "
+                    "move it away to start anew."
+                ) from error
+            age, total = time.time() - saved.saved_at, self.store.total
+            text = "%s goes on from %s, which is %.1f s old: %d transactions are in it"
+            _log.warning(text, self._task, saved.path, age, total)
+        numbers = [number for number in sorted(paths) if number >= first]
+        if numbers != [*range(first, first + len(numbers))] or (logged and not numbers):
+            raise CheckpointCorruptError(
+                f"{self._task} goes on with {self._log_path(first).name} and those after it, but "
+                f"{self._directory} has {[paths[number].name for number in numbers]}: updates that "
+                "were acknowledged are missing. Move its files away to start anew."
+            )
+        for number in numbers:
+            self._replay(paths[number])
+        self.resumed, self.replayed = True, bool(numbers)
+        self.store.began = self.store.total
+        self._next, self._first = first + len(numbers), first
+
+    def _replay(self, path: Path) -> None:
+        before = self.store.total
+        try:
+            for request in _requests(path):
+                for _, reply in self.store.handle("", 0, request):
+                    if isinstance(reply, Failure):
+                        raise MalformedError(reply.message)
+        except MalformedError as error:
+            raise CheckpointCorruptError(
+                f"{path} does not fit the snapshot before it: {error} Move both away to start anew."
+            ) from error
+        made = self.store.total - before
+        _log.warning("%s made %d transactions of %s again", self._task, made, path)
+
+    def _log_path(self, number: int) -> Path:
+        return self._directory / f"{self._stem}.{number:06d}.log"
+
+    def _log_paths(self) -> dict[int, Path]:
+        found = self._directory.glob(f"{self._stem}.*.log")
+        return {int(n): path for path in found if (n := path.name.split(".")[-2]).isdecimal()}
+
+
+def _requests(path: Path) -> Iterator[Logged]:
+    """Return the requests in a log, and cut off what was not written whole at its end."""
     decoder: Decoder[Logged] = Decoder(Logged)
     with path.open("r+b") as file:
-        size = os.fstat(file.fileno()).st_size
-        whole = 0
-        while whole < size:
-            record = _read_record(file, size - whole)
-            if record is None:
-                _log.warning("%s: the last %d bytes are not whole and cut off", path, size - whole)
-                file.truncate(whole)
+        size, start = os.fstat(file.fileno()).st_size, 0
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+        while start < size:
+            parts = _record(data[start:])
+            if parts is None:
+                _log.warning("%s: the last %d bytes are not whole and cut off", path, size - start)
+                file.truncate(start)
                 os.fsync(file.fileno())
                 return
-            whole = file.tell()
-            yield decoder.decode(*record)
+            control, *buffers = parts
+            start += _HEAD.size + 8 * len(buffers) + sum(map(len, parts))
+            yield decoder.decode(control, buffers)
 
 
-def _read_record(file: Any, left: int) -> tuple[bytes, list[Buffer]] | None:
-    """Return the control record and the buffers of one request; None if they are not whole."""
-    head = file.read(_HEAD.size)
-    if len(head) < _HEAD.size:
+def _record(data: memoryview) -> list[memoryview] | None:
+    """Return control record and buffers of the request at the beginning, or None."""
+    try:
+        checksum, control_bytes, count = _HEAD.unpack_from(data)
+        lengths = struct.unpack_from(f"<{count}Q", data, _HEAD.size)
+    except struct.error:
         return None
-    checksum, control_bytes, count = _HEAD.unpack(head)
-    if _HEAD.size + 8 * count + control_bytes > left:
+    start = _HEAD.size + 8 * count
+    ends = list(itertools.accumulate((control_bytes, *lengths), initial=start))
+    if ends[-1] > len(data) or zlib.crc32(data[4 : ends[-1]]) != checksum:
         return None
-    described = file.read(8 * count + control_bytes)
-    lengths = struct.unpack_from(f"<{count}Q", described)
-    if _HEAD.size + len(described) + sum(lengths) > left:
-        return None
-    found = zlib.crc32(described, zlib.crc32(head[_CHECKSUM.size :]))
-    buffers: list[Buffer] = []
-    for length in lengths:
-        buffers.append(file.read(length))
-        found = zlib.crc32(buffers[-1], found)
-    return (described[8 * count :], buffers) if found == checksum else None
+    return [data[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def _write(file: int, buffer: Buffer) -> None:

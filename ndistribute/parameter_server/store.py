@@ -6,24 +6,22 @@ answers and the same state, so whatever a network does to them can be tried with
 
 from __future__ import annotations
 
+import functools
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ndistribute.parameter_server import messages
-from ndistribute.parameter_server.aggregation import Aggregation, plan_aggregate
-from ndistribute.parameter_server.messages import Aggregate, AwaitClock, AwaitStep, Failure, Reply
-from ndistribute.parameter_server.updates import plan
+from ndistribute.parameter_server import messages as m
+from ndistribute.parameter_server.updates import Aggregation, plan
 from ndistribute.parameter_server.variables import Refused, Variables
-
-__all__ = ["MAX_CLIENTS", "Applied", "Clock", "ClockGroup", "Store"]
 
 MAX_CLIENTS = 1 << 16
 MAX_APPLIED = 1 << 20
 
-Answers = list[tuple[Any, Reply]]
+Answers = list[tuple[Any, m.Reply]]
 """Calls as `Store.handle` was given them, each with its reply."""
 
 
@@ -47,16 +45,11 @@ class Applied:
 
 @dataclass(slots=True)
 class Clock:
-    """Hold how far a member of a group is: what it said, and by how much it counts as further."""
+    """Hold how far a member of a group is, and by how much that is more than it said."""
 
     client: str
-    said: int
-    ahead: int = 0
-
-    @property
-    def value(self) -> int:
-        """Return the step with which the member is counted."""
-        return self.said + self.ahead
+    value: int
+    ahead: int
 
 
 @dataclass(slots=True)
@@ -67,42 +60,27 @@ class ClockGroup:
     came: set[str] = field(default_factory=set)
 
     def arrive(self, client: str, clock: int) -> None:
-        """Note that a client is about to begin a step."""
-        member = _member(client)
-        held = self.present.get(member)
-        if held is not None and held.client == client:
-            held.said = max(held.said, clock)
-            return
-        others = [other.value for name, other in self.present.items() if name != member]
-        # Counted on from the others' steps: else they would wait while it repeats what they did.
-        ahead = max(0, min(others, default=0) - clock)
-        self.present[member] = Clock(client, clock, ahead)
-        self.came.add(member)
+        held = self.present.pop(_member(client), None)
+        if held is None or held.client != client:
+            # Counted from the others' steps: else they would wait while it repeats what they did.
+            slowest = min((other.value for other in self.present.values()), default=0)
+            held = Clock(client, clock, max(0, slowest - clock))
+        held.value = max(held.value, clock + held.ahead)
+        self.present[_member(client)] = held
+        self.came.add(_member(client))
 
-    def reached(self, client: str, request: AwaitClock) -> messages.Released | None:
-        """Return the reply to a wait once it is over."""
+    def leave(self, client: str) -> None:
+        """Count on a client no more, unless its successor came before it was known that it left."""
+        held = self.present.get(_member(client))
+        if held is not None and held.client == client:
+            del self.present[_member(client)]
+
+    def reply(self, client: str, request: m.AwaitClock) -> m.Number | None:
         clock = self.present.get(_member(client))
         if clock is None or len(self.came) < request.count:
             return None
         slowest = min(held.value for held in self.present.values())
-        if slowest < clock.value - request.slack:
-            return None
-        return messages.Released(len(self.present))
-
-    def leave(self, client: str) -> None:
-        """Count on a client no more."""
-        held = self.present.get(_member(client))
-        # Its successor may have come before it was known that it left.
-        if held is not None and held.client == client:
-            del self.present[_member(client)]
-
-
-class _Place(NamedTuple):
-    """Where a client waits; it waits there once."""
-
-    kind: str
-    name: str
-    client: str
+        return m.Number(len(self.present)) if slowest >= clock.value - request.slack else None
 
 
 class Store:
@@ -110,33 +88,19 @@ class Store:
 
     Not safe for threads: it is called under one lock, but replies may be encoded outside of it,
     since arrays in replies never change. Of a request it keeps no array beyond its answer, but for
-    values that `variables.adopts`.
-
-    Args:
-        floor: versions of variables are above it.
-
-    Attributes:
-        log: called with what is about to change variables, once that can not fail; what it raises
-            keeps the change from being made.
-        total: how many transactions were made, in earlier lives as well.
-        began: how many of them in earlier lives.
-
-    >>> from ndistribute.parameter_server.messages import Create, NewVariable, Read
-    >>> store = Store()
-    >>> _ = store.handle("worker", 1, Create((NewVariable("w", (2,), "float32", fill=1.0),)))
-    >>> store.handle("worker", 2, Read(("w",)))
-    [(2, Values(values=(Value(version=1, array=array([1., 1.], dtype=float32)),)))]
+    values that `variables.adopts`. The versions of its variables are above `floor`.
     """
 
     def __init__(self, floor: int = 0) -> None:
-        self.log: Callable[[messages.Logged], None] = lambda request: None
-        self.total = 0
-        self.began = 0
+        # Called with what is about to change variables, once only this call can still fail.
+        self.log: Callable[[m.Logged], None] = lambda request: None
+        self.total = self.began = 0  # Transactions of all lives, and of earlier ones.
         self.variables = Variables(floor)
         self.applied: dict[str, Applied] = {}
         self.aggregates: dict[str, Aggregation] = {}
         self.clocks: dict[str, ClockGroup] = {}
-        self._waits: dict[_Place, tuple[Any, AwaitStep | AwaitClock]] = {}
+        # A client waits once for the same: by the kind of wait, its name and the client.
+        self._waits: dict[tuple[type, str, str], tuple[Any, m.Wait]] = {}
 
     @property
     def clients(self) -> frozenset[str]:
@@ -145,31 +109,32 @@ class Store:
         clocks = (clock for group in self.clocks.values() for clock in group.present.values())
         return frozenset(members.union(clock.client for clock in clocks))
 
-    def handle(self, client: str, call: Any, request: messages.Request) -> Answers:
+    @property
+    def totals(self) -> m.Totals:
+        return m.Totals(self.total, self.began)
+
+    def handle(self, client: str, call: Any, request: m.Request) -> Answers:
         """Return the replies that are known now: to this call, unless it waits, and to others.
 
-        Args:
-            client: who calls; after a restart it calls itself otherwise.
-            call: what the reply is returned with.
-            request: what is asked.
+        A client calls itself otherwise after a restart; a reply is returned with its `call`.
         """
         try:
-            if isinstance(request, AwaitStep | AwaitClock):
+            if isinstance(request, m.Wait):
                 return self._wait(client, call, request)
             reply = self._reply(request)
         except Refused as refused:
-            return [(call, Failure(refused.kind, str(refused)))]
+            return [(call, m.Failure(refused.kind, str(refused)))]
         except MemoryError as error:
             why = f"this server has not enough memory for a {type(request).__name__}: {error}"
-            return [(call, Failure("full", why))]
+            return [(call, m.Failure("full", why))]
         answers: Answers = [(call, reply)]
-        if self._waits and isinstance(request, messages.Transaction):
+        if self._waits and isinstance(request, m.Transaction):
             answers += self._serve()
         return answers
 
     def left(self, client: str) -> Answers:
         """Count on a client no more, and return the replies to those who waited for it."""
-        for place in [place for place in self._waits if place.client == client]:
+        for place in [place for place in self._waits if place[2] == client]:
             del self._waits[place]
         for aggregate in self.aggregates.values():
             aggregate.leave(client)
@@ -177,89 +142,72 @@ class Store:
             group.leave(client)
         return self._serve()
 
-    def _reply(self, request: messages.Request) -> Reply:
+    def _reply(self, request: m.Request) -> m.Reply:
         match request:
-            case messages.Transaction():
+            case m.Transaction():
                 return self._transact(request)
-            case messages.Read(names, known):
-                if known and len(known) != len(names):
-                    raise Refused(f"{len(names)} names, {len(known)} known versions.")
-                known = known or (0,) * len(names)
-                return messages.Values(tuple(map(self.variables.read, names, known)))
-            case messages.ReadRows(items):
-                return messages.Values(tuple(map(self.variables.read_rows, items)))
-            case messages.Create(wanted):
+            case m.Read(items):
+                found = [self.variables.read(item) for item in items]
+                return m.Values(tuple(v for v, _ in found), tuple(array for _, array in found))
+            case m.Create(wanted):
                 made, reply = self.variables.plan(wanted)
                 if made:
                     self.log(request)
                     self.variables.cells.update(made)
                 return reply
-            case messages.Delete(names):
+            case m.Delete(names):
                 if not self.variables.cells.keys().isdisjoint(names):
                     self.log(request)
-                return messages.Deleted(self.variables.delete(names))
-            case messages.Status():
-                return messages.Totals(self.total, self.began)
-            case messages.SaveSnapshot() | messages.KeepLog():
-                raise Refused(
-                    "this server writes nothing to a disk: start it with a snapshot directory.",
-                    "unknown",
-                )
-        raise Refused(f"a server can not answer a {type(request).__name__}.")
+                return m.Number(self.variables.delete(names))
+            case m.Status("memory"):
+                return self.totals
+        why = "this server writes nothing to a disk: start it with a snapshot directory."
+        raise Refused(why, "unknown")
 
-    def _transact(self, request: messages.Transaction) -> messages.Changed:
+    def _transact(self, request: m.Transaction) -> m.Changed:
         if request.low_water > request.sequence:
-            raise Refused(
-                f"transaction {request.sequence} of {request.client!r} is below its low water, "
-                f"{request.low_water}.",
-            )
+            raise Refused(f"number {request.sequence} is below its low water {request.low_water}.")
         applied = self.applied.get(request.client) or Applied()
         if request.sequence in applied:
             outcomes = tuple(map(self._outcome_now, request.changes))
-            return messages.Changed(outcomes, self.total, repeated=True)
+            return m.Changed(outcomes, self.total, repeated=True)
         if len(applied.done) >= MAX_APPLIED:
-            raise Refused(
-                f"the server remembers {MAX_APPLIED} transactions of {request.client!r} above "
-                f"{applied.low_water}, which never ended there.",
-                "full",
-            )
-        pending: dict[str, Aggregation] = {}
-        planned = [
-            plan_aggregate(self.variables, self.aggregates, pending, request.client, change)
-            if isinstance(change, Aggregate)
-            else plan(self.variables, change)
-            for change in request.changes
-        ]
+            why = f"{MAX_APPLIED} updates of {request.client!r} are above {applied.low_water}."
+            raise Refused(why, "full")
+        fresh: dict[str, Aggregation] = {}
+        aggregates = ChainMap(fresh, self.aggregates)
+        planner = functools.partial(plan, self.variables, aggregates, request.client)
+        planned = list(map(planner, request.changes))
         self.log(request)
         # A warning that becomes an error would leave the rest unmade.
         with np.errstate(all="ignore"):
             outcomes = tuple(make() for make in planned)
+        self.aggregates.update(fresh)
         self.total += 1
         applied.add(request.sequence, request.low_water)
         self.applied.pop(request.client, None)
         self.applied[request.client] = applied  # The last is the one that was here last.
         if len(self.applied) > MAX_CLIENTS:
             del self.applied[next(iter(self.applied))]
-        return messages.Changed(outcomes, self.total)
+        return m.Changed(outcomes, self.total)
 
-    def _outcome_now(self, change: messages.Change) -> messages.Outcome:
+    def _outcome_now(self, change: m.Change) -> m.Outcome:
         """Return the outcome of a change that was made before, as far as it can be known."""
-        if isinstance(change, Aggregate):
-            held = self.aggregates.get(change.name)
-            return messages.Accumulated(True, held.step if held is not None else 0)
-        names = change.names if isinstance(change, messages.Apply) else (change.name,)
+        if isinstance(change, m.Aggregate):
+            held = self.aggregates.get(change.name) or Aggregation()
+            return m.Accumulated(True, held.step)
+        names = change.names if isinstance(change, m.Apply) else (change.name,)
         cells = map(self.variables.cells.get, names)
-        return messages.Done(tuple(cell.version if cell is not None else 0 for cell in cells))
+        return m.Done(tuple(cell.version if cell is not None else 0 for cell in cells))
 
-    def _wait(self, client: str, call: Any, request: AwaitStep | AwaitClock) -> Answers:
+    def _wait(self, client: str, call: Any, request: m.Wait) -> Answers:
         """Let a call wait in the place of an earlier one; return all replies that this gives."""
-        name = request.name if isinstance(request, AwaitStep) else request.group
-        place = _Place(type(request).__name__, name, client)
-        if request.count < 1:
-            raise Refused(f"nobody can wait at {name!r} for {request.count}.")
-        if isinstance(request, AwaitClock):
+        name, place = request.name, (type(request), request.name, client)
+        if isinstance(request, m.AwaitClock):
             self._check_clock(client, request)
             self.clocks.setdefault(name, ClockGroup()).arrive(client, request.clock)
+        elif request.count < 1:
+            raise Refused(f"nobody can wait at {name!r} for {request.count}.")
         elif name in self.aggregates:
             self.aggregates[name].join(client)
         earlier = self._waits.pop(place, None)
@@ -267,45 +215,32 @@ class Store:
         answers = self._serve()
         if earlier is not None:
             why = "the same client asked again; that call gets the answer."
-            answers.append((earlier[0], Failure("superseded", why)))
+            answers.append((earlier[0], m.Failure("superseded", why)))
         return answers
 
-    def _check_clock(self, client: str, request: AwaitClock) -> None:
-        if request.clock < 0 or request.slack < 0:
-            raise Refused(
-                f"clock {request.group!r} takes steps and a slack from 0, got {request.clock} and "
-                f"{request.slack}.",
-            )
-        for place, (_, other) in self._waits.items():
-            same = isinstance(other, AwaitClock) and other.group == request.group
-            if same and place.client != client and other.count != request.count:
-                raise Refused(
-                    f"{client!r} waits at {request.group!r} for {request.count}, {place.client!r} "
-                    f"for {other.count}; all must say the same.",
-                )
+    def _check_clock(self, client: str, request: m.AwaitClock) -> None:
+        if request.clock < 0 or request.slack < 0 or request.count < 1:
+            raise Refused(f"{request!r}: steps and slack are from 0, the count is from 1.")
+        for (kind, name, other), (_, waits) in self._waits.items():
+            same = kind is m.AwaitClock and name == request.name and other != client
+            if same and waits.count != request.count:
+                why = f"{client!r} waits for {request.count}, {other!r} for {waits.count}"
+                raise Refused(f"{why} at {name!r}; all must say the same.")
 
     def _serve(self) -> Answers:
         """Return replies to all calls that need not wait any longer."""
         answers: Answers = []
         for place, (call, request) in list(self._waits.items()):
-            reply = (
-                self._step(place.client, request)
-                if isinstance(request, AwaitStep)
-                else self.clocks[request.group].reached(place.client, request)
-            )
+            client = place[2]
+            if isinstance(request, m.AwaitStep):
+                held = self.aggregates.get(request.name) or Aggregation()
+                reply: m.Reply | None = held.reply(client, request)
+            else:
+                reply = self.clocks[request.name].reply(client, request)
             if reply is not None:
                 del self._waits[place]
                 answers.append((call, reply))
         return answers
-
-    def _step(self, client: str, request: AwaitStep) -> messages.Step | Failure | None:
-        held = self.aggregates.get(request.name)
-        if held is None:
-            return messages.Step(0)
-        if held.step >= request.step or client not in held.givers or request.step > held.step + 1:
-            return messages.Step(held.step)
-        missing = held.what_is_missing(request.name, request.count)
-        return Failure("left", missing) if missing is not None else None
 
 
 def _member(client: str) -> str:

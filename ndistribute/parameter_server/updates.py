@@ -1,186 +1,272 @@
 """From a change that was asked for to one that can not fail.
 
-`plan` checks everything and allocates what it needs; what it returns only writes. So the changes of
-a transaction are planned first, all of them, and none is made unless all can be.
+A plan checks everything and allocates what it needs; what it returns only writes. So the changes of
+a transaction are planned first, all of them, and none is made unless all can be. Sets of gradients
+are summed until enough came for a step; a set for a step that is over does no harm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from ndistribute.parameter_server import messages
-from ndistribute.parameter_server.messages import Apply, Dense, Done, Gradient, Rows
-from ndistribute.parameter_server.variables import Cell, Refused, Variables, check_indices, owned
+from ndistribute.parameter_server import messages as m
+from ndistribute.parameter_server.messages import Apply, Done, Gradient, Number
+from ndistribute.parameter_server.variables import Cell, Refused, Variables, check_fits, owned
 from ndistribute.transport.codec import Array
 from ndistribute.update_rules import Rule, rule_named
 
-__all__ = ["OptimizerStep", "Planned", "plan", "summed"]
-
-Simple = messages.Assign | messages.Add | messages.Subtract | messages.Scatter
-Planned = Callable[[], messages.Outcome]
+Planned = Callable[[], m.Outcome]
 
 # A block of the gradient, the variable and two slots fit a core's second-level cache.
 _BLOCK_ELEMENTS = 32 * 1024
+# Rows of so many gradients are kept before those that repeat are added up.
+_ROWS_KEPT = 16
+_LAST_STEP = 1 << 62
 
 
-def plan(variables: Variables, change: Simple | Apply) -> Planned:
-    """Return a function that makes a change.
-
-    Raises:
-        Refused: it can not be made; nothing has changed.
-    """
+def plan(
+    variables: Variables,
+    aggregates: MutableMapping[str, Aggregation],
+    client: str,
+    change: m.Change,
+) -> Planned:
+    """Return a function that makes a client's change, or refuse it."""
     match change:
-        case messages.Assign():
-            return _plan_assign(variables, change)
-        case messages.Add() | messages.Subtract():
-            return _plan_sum(variables, change)
-        case messages.Scatter():
-            return _plan_scatter(variables, change)
+        case m.Update():
+            return _plan_update(variables, change)
         case Apply():
-            step = OptimizerStep(variables, change)
+            step = _OptimizerStep(variables, change)
             step.open()
-            fitted = step.fitted(change.gradients)
-            return lambda: step.make(fitted)
+            return step.prepare(change.gradients)
+        case m.Aggregate():
+            held = aggregates.setdefault(change.name, Aggregation())
+            return _plan_aggregate(variables, held, client, change)
 
 
-def _plan_assign(variables: Variables, change: messages.Assign) -> Planned:
-    cell = _fitting(variables, change.name, change.value)
+def _plan_update(variables: Variables, change: m.Update) -> Planned:
+    cell, values, indices = variables.cell(change.name), change.values, change.indices
+    check_fits(change.name, cell.array, values.shape, values.dtype, indices)
+    if change.how != "assign" and cell.array.dtype.kind == "b":  # It must not fail once it writes.
+        raise Refused(f"variable {change.name!r} of {cell.array.dtype} can not {change.how}.")
     fresh: Array | None = None
-    if variables.adopts and change.value.flags.writeable:
-        fresh = change.value
+    if change.how != "assign" or indices is not None:
+        cell.open()
+    elif variables.adopts and values.flags.writeable:
+        fresh = values
     elif cell.is_shared:  # Else it is written in place, which spares the memory.
-        fresh = owned(change.value)
+        fresh = owned(values)
+    combine = np.add if change.how == "assign_add" else np.subtract
 
-    def assign() -> Done:
+    def make() -> Done:
         if fresh is not None:
             cell.replace(fresh)
+        elif change.how == "assign":
+            cell.array[... if indices is None else indices] = values
+        elif indices is None:
+            combine(cell.array, values, out=cell.array)
         else:
-            np.copyto(cell.array, change.value)
-        return _changed(cell)
+            combine.at(cell.array, indices, values)
+        cell.version += 1
+        return Done((cell.version,))
 
-    return assign
+    return make
 
 
-def _plan_sum(variables: Variables, change: messages.Add | messages.Subtract) -> Planned:
-    cell = _fitting(variables, change.name, change.value)
-    _check_numeric(cell.array, change.name, type(change).__name__.lower())
-    cell.open()
-    combine = np.add if isinstance(change, messages.Add) else np.subtract
+def _plan_aggregate(
+    variables: Variables, aggregate: Aggregation, client: str, change: m.Aggregate
+) -> Planned:
+    if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
+        numbers = f"got {change.count} and {change.at_step}"
+        raise Refused(f"{change.name!r} needs a count from 1 and a step from 0, {numbers}.")
+    step = _OptimizerStep(variables, change.apply)
+    aggregate.check(change.apply, change.at_step)
+    others = len(aggregate.givers) if change.at_step == aggregate.step else 0
+    if others + 1 >= change.count:
+        step.open()
 
-    def add() -> Done:
-        combine(cell.array, change.value, out=cell.array)
-        return _changed(cell)
+    def add() -> m.Accumulated:
+        aggregate.join(client)
+        taken = aggregate.add(client, change.apply, change.at_step)
+        if taken and len(aggregate.givers) >= change.count:
+            step.prepare(aggregate.finish())()
+        return m.Accumulated(taken, aggregate.step)
 
     return add
 
 
-def _plan_scatter(variables: Variables, change: messages.Scatter) -> Planned:
-    cell, indices, values = variables.cell(change.name), change.indices, change.values
-    _check_rows(indices, values, cell.array.shape, change.name)
-    if values.dtype != cell.array.dtype:
-        raise _mismatch(change.name, cell.array, values)
-    if change.how != "update":
-        _check_numeric(cell.array, change.name, change.how)
-    cell.open()
-
-    def scatter() -> Done:
-        if change.how == "update":
-            cell.array[indices] = values
-        else:
-            (np.add if change.how == "add" else np.subtract).at(cell.array, indices, values)
-        return _changed(cell)
-
-    return scatter
-
-
-def _changed(cell: Cell) -> Done:
-    cell.version += 1
-    return Done((cell.version,))
-
-
-class OptimizerStep:
-    """Change variables by an optimizer's rule, after everything was checked.
-
-    Raises:
-        Refused: it can not be made; nothing has changed.
-    """
+class _OptimizerStep:
+    """Change variables by an optimizer's rule; what does not fit is refused at once."""
 
     def __init__(self, variables: Variables, change: Apply) -> None:
         try:
             self._rule = rule_named(change.rule, change.hyperparameters)
         except ValueError as error:
             raise Refused(str(error)) from error
-        _check_names(change)
+        _check_names(self._rule, change)
         self._counter = variables.cell(change.counter)
-        if (self._counter.array.shape, self._counter.array.dtype) != ((), np.dtype(np.int64)):
-            raise Refused(f"counter {change.counter!r} must be one int64.")
+        check_fits(change.counter, self._counter.array, (), np.dtype(np.int64))
         self._learning_rate = change.learning_rate
-        self._targets: list[tuple[Cell, ...]] = []  # Each variable, and its slots.
+        self._targets: list[list[Cell]] = []  # Each variable, and its slots.
         for name, gradient, slots in zip(change.names, change.gradients, change.slots, strict=True):
-            cell = variables.cell(name)
-            _check_gradient(name, cell.array, gradient)
-            cells = tuple(variables.cell(slot) for slot in slots)
-            _check_slots(self._rule, name, cell, slots, cells)
-            self._targets.append((cell, *cells))
+            array = variables.cell(name).array
+            _check_gradient(name, array, gradient)
+            for slot in slots:
+                check_fits(slot, variables.cell(slot).array, array.shape, array.dtype)
+            self._targets.append([variables.cell(each) for each in (name, *slots)])
+        self._written = [self._counter, *itertools.chain(*self._targets)]
 
     def open(self) -> None:
-        """Make sure that no reader holds what will be written."""
-        self._counter.open()
-        for target in self._targets:
-            for written in target:
-                written.open()
+        for cell in self._written:
+            cell.open()
 
-    def fitted(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Return gradients like those that were checked, in the form that the rule takes."""
-        return [
-            _fitted(self._rule, target[0].array, gradient)
-            for target, gradient in zip(self._targets, gradients, strict=True)
-        ]
+    def prepare(self, gradients: Sequence[Gradient]) -> Planned:
+        """Return a function that makes the step with gradients like those that were checked."""
+        pairs = zip(self._targets, gradients, strict=True)
+        fitted = [_fitted(self._rule, target[0].array, gradient) for target, gradient in pairs]
+        return functools.partial(self._make, fitted)
 
-    def make(self, fitted: Sequence[Gradient]) -> Done:
-        """Make the step; all is open, and the gradients are fitted."""
+    def _make(self, fitted: Sequence[Gradient]) -> Done:
         self._counter.array[...] += 1
-        self._counter.version += 1
         # Somebody may have written anything into the counter.
         rate = self._rule.rate(max(1, int(self._counter.array)), self._learning_rate)
         for target, gradient in zip(self._targets, fitted, strict=True):
             _update(self._rule, [cell.array for cell in target], gradient, rate)
-            for written in target:
-                written.version += 1
+        for cell in self._written:
+            cell.version += 1
         return Done(tuple(target[0].version for target in self._targets))
 
 
-def summed(rows: Rows) -> Rows:
-    """Return the same rows, each once, in rising order; equal ones are added in a fixed order.
+@dataclass
+class Aggregation:
+    """Sum the sets of a step, and know who takes part.
 
-    >>> once = summed(Rows(np.array([7, 2, 7]), np.array([[1.0], [2.0], [4.0]])))
-    >>> once.indices, once.values.tolist()
-    (array([2, 7]), [[2.0], [5.0]])
+    Members are the clients that are there and gave a set or waited, now or in an earlier step.
     """
-    unique, inverse = np.unique(rows.indices, return_inverse=True)
-    if len(unique) == len(rows.indices):
-        return Rows(unique, rows.values[np.argsort(rows.indices)])
-    totals = np.zeros((len(unique), *rows.values.shape[1:]), rows.values.dtype)
-    np.add.at(totals, inverse, rows.values)
-    return Rows(unique, totals)
+
+    step: int = 0
+    givers: set[str] = field(default_factory=set)  # The clients that gave a set for the step.
+    # Of each variable, the sum of its gradients or some whose sum counts. While there is no giver,
+    # what is here is of the step before, and memory to use again.
+    sums: dict[str, list[Gradient]] = field(default_factory=dict)
+    members: set[str] = field(default_factory=set)
+    peak: int = 0  # How many members there were at most at a time, since there was none.
+    last_to_leave: str = ""
+
+    def check(self, given: Apply, at_step: int) -> None:
+        """Refuse a set that is not like the step's first."""
+        if at_step != self.step or not self.givers:
+            return
+        if tuple(self.sums) != given.names:
+            names = f"{', '.join(given.names)}, not of {', '.join(self.sums)}"
+            raise Refused(f"gradients for step {self.step} are of {names} as the first ones.")
+        for name, gradient in zip(given.names, given.gradients, strict=True):
+            first, this = _kind_of(self.sums[name][0]), _kind_of(gradient)
+            if this != first:
+                kinds = f"for step {self.step} was {first}, got {this}"
+                raise Refused(f"the first gradient of {name!r} {kinds}. All must be the same.")
+
+    def add(self, client: str, given: Apply, at_step: int) -> bool:
+        """Add a set that was checked; return False if it comes late or is the client's second."""
+        if at_step < self.step or (at_step == self.step and client in self.givers):
+            return False
+        if at_step > self.step:
+            self.step, self.givers = at_step, set()
+        self.sums = {
+            name: _added(self.sums.get(name, []), gradient, first=not self.givers)
+            for name, gradient in zip(given.names, given.gradients, strict=True)
+        }
+        self.givers.add(client)
+        return True
+
+    def finish(self) -> list[Gradient]:
+        """Return the means, valid until the next set is added, and begin the next step."""
+        means = [_joined(kept) for kept in self.sums.values()]
+        for mean in means if len(self.givers) > 1 else ():
+            np.divide(mean.values, len(self.givers), out=mean.values)
+        self.step, self.givers = self.step + 1, set()
+        return means
+
+    def join(self, client: str) -> None:
+        """Count a client as a member; who left an empty group belongs to work that is over."""
+        if not self.members:
+            self.peak = 0
+        self.members.add(client)
+        self.peak = max(self.peak, len(self.members))
+
+    def leave(self, client: str) -> None:
+        if client in self.members:
+            self.members.remove(client)
+            self.last_to_leave = client
+
+    def reply(self, client: str, request: m.AwaitStep) -> Number | m.Failure | None:
+        """Return the reply to a wait once it is over, or in vain."""
+        over = self.step >= request.step or request.step > self.step + 1
+        if over or client not in self.givers:
+            return Number(self.step)
+        if self.peak < request.count or len(self.members) >= request.count:
+            return None
+        return m.Failure(
+            "left",
+            f"aggregate {request.name!r} had {self.peak} member(s), of which "
+            f"{self.last_to_leave!r} left last; {len(self.members)} of {request.count} needed are "
+            "there.",
+        )
+
+
+def _added(kept: list[Gradient], gradient: Gradient, *, first: bool) -> list[Gradient]:
+    """Return gradients whose sum is that of a step with one more, 16-bit floats in float32."""
+    values, indices = gradient.values, gradient.indices
+    if indices is not None:
+        rows = Gradient(values.astype(_wide(values)), indices.astype(np.int64))
+        kept = [rows] if first else [*kept, rows]
+        return [_joined(kept)] if len(kept) >= _ROWS_KEPT else kept
+    if not kept or _kind_of(kept[0]) != _kind_of(gradient):
+        return [Gradient(values.astype(_wide(values)))]  # A copy: the sum is ours to change.
+    if first:
+        np.copyto(kept[0].values, values)
+    else:
+        np.add(kept[0].values, values, out=kept[0].values)
+    return kept
+
+
+def _joined(kept: list[Gradient]) -> Gradient:
+    """Return the sum of what `_added` returned, rows each once."""
+    if kept[0].indices is None:
+        return kept[0]
+    values = np.concatenate([part.values for part in kept])
+    return _summed(values, np.concatenate([np.asarray(part.indices) for part in kept]))
+
+
+def _summed(values: Array, indices: Array) -> Gradient:
+    """Return rows, each once, in rising order; equal ones are added in a fixed order."""
+    unique, inverse = np.unique(indices, return_inverse=True)
+    if len(unique) == len(indices):
+        return Gradient(values[np.argsort(indices)], unique)
+    totals = np.zeros((len(unique), *values.shape[1:]), values.dtype)
+    np.add.at(totals, inverse, values)
+    return Gradient(totals, unique)
 
 
 def _fitted(rule: Rule, array: Array, gradient: Gradient) -> Gradient:
-    if not isinstance(gradient, Rows):
+    if gradient.indices is None:
         return gradient
     if rule.rows_alone:
-        return summed(gradient)
+        return _summed(gradient.values, gradient.indices)
     # A rule that moves every row is given the dense gradient that the rows stand for.
     dense = np.zeros(array.shape, gradient.values.dtype)
     np.add.at(dense, gradient.indices, gradient.values)
-    return Dense(dense)
+    return Gradient(dense)
 
 
 def _update(rule: Rule, arrays: list[Array], gradient: Gradient, rate: float) -> None:
     dtype = arrays[0].dtype
-    if isinstance(gradient, Rows):
+    if gradient.indices is not None:
         taken = [array[gradient.indices] for array in arrays]
         rule.update(taken[0], gradient.values.astype(dtype), taken[1:], rate)
         for array, part in zip(arrays, taken, strict=True):
@@ -192,79 +278,37 @@ def _update(rule: Rule, arrays: list[Array], gradient: Gradient, rate: float) ->
         block = slice(start, start + _BLOCK_ELEMENTS)
         variable, *slots = (array[block] for array in flats)
         values = scratch[: variable.size]
-        np.copyto(values, flat[block], casting="same_kind")
+        np.copyto(values, flat[block], casting="unsafe")
         rule.update(variable, values, slots, rate)
 
 
-def _fitting(variables: Variables, name: str, value: Array) -> Cell:
-    cell = variables.cell(name)
-    if (value.shape, value.dtype) != (cell.array.shape, cell.array.dtype):
-        raise _mismatch(name, cell.array, value)
-    return cell
-
-
-def _mismatch(name: str, held: Array, value: Array) -> Refused:
-    return Refused(
-        f"variable {name!r} has shape {held.shape} and dtype {held.dtype}, got {value.shape} and "
-        f"{value.dtype}. Nothing has changed.",
-    )
-
-
-def _check_numeric(array: Array, name: str, how: str) -> None:
-    """Check that an operation is defined for the dtype: it must not fail once it writes."""
-    if array.dtype.kind == "b":
-        raise Refused(f"variable {name!r} of {array.dtype} can not {how}.")
-
-
-def _check_rows(indices: Array, values: Array, shape: tuple[int, ...], name: str) -> None:
-    check_indices(indices, shape, name)
-    if values.shape != (len(indices), *shape[1:]):
-        raise Refused(
-            f"{len(indices)} row(s) of {name!r}, which has shape {shape}, need values of shape "
-            f"{(len(indices), *shape[1:])}, got {values.shape}.",
-        )
-
-
-def _check_names(change: Apply) -> None:
+def _check_names(rule: Rule, change: Apply) -> None:
     """Check that each variable is named once, and has a gradient and slots."""
-    slots = [slot for each in change.slots for slot in each]
-    written = [*change.names, *slots, change.counter]
-    if len(set(written)) != len(written):
-        twice = sorted({name for name in written if written.count(name) > 1})
-        raise Refused(f"an optimizer's step names {', '.join(twice)} twice.")
-    if not len(change.names) == len(change.gradients) == len(change.slots):
+    written = [*change.names, *itertools.chain(*change.slots), change.counter]
+    slots, needed = [len(some) for some in change.slots], len(rule.slot_names)
+    complete = len(change.gradients) == len(change.names) == slots.count(needed) == len(slots)
+    if not complete or len(set(written)) != len(written):
         raise Refused(
-            f"an optimizer's step has {len(change.names)} variable(s), {len(change.gradients)} "
-            f"gradient(s) and slots for {len(change.slots)}.",
+            f"a step of {change.rule!r} needs for each variable a gradient and {needed} slot(s), "
+            f"and each name once, got {len(change.gradients)} gradient(s) and {written}."
         )
 
 
 def _check_gradient(name: str, array: Array, gradient: Gradient) -> None:
-    dtype, shape, values = array.dtype, array.shape, gradient.values
-    if not _is_float(dtype) or not _is_float(values.dtype):
-        raise Refused(f"a gradient of {values.dtype} can not train {name!r} of {dtype}.")
-    if not np.can_cast(values.dtype, dtype, "same_kind"):
-        raise Refused(f"a gradient of {values.dtype} does not fit {name!r} of {dtype}.")
-    if isinstance(gradient, Rows):
-        _check_rows(gradient.indices, values, shape, name)
-    elif values.shape != shape:
-        raise Refused(f"the gradient of {name!r} has shape {values.shape}, the variable {shape}.")
+    given = gradient.values.dtype
+    inexact = all(dtype.kind in "fc" or dtype.name == "bfloat16" for dtype in (array.dtype, given))
+    if not inexact or not np.can_cast(given, array.dtype, "same_kind"):
+        raise Refused(f"a gradient of {given} can not train {name!r} of {array.dtype}.")
+    check_fits(name, array, gradient.values.shape, array.dtype, gradient.indices)
 
 
-def _check_slots(
-    rule: Rule, name: str, cell: Cell, slots: tuple[str, ...], cells: tuple[Cell, ...]
-) -> None:
-    if len(cells) != len(rule.slot_names):
-        raise Refused(
-            f"{len(cells)} slot(s) are named for {name!r}, the rule needs {len(rule.slot_names)}.",
-        )
-    for slot, held in zip(slots, cells, strict=True):
-        if (held.array.shape, held.array.dtype) != (cell.array.shape, cell.array.dtype):
-            raise Refused(
-                f"slot {slot!r} has shape {held.array.shape} and dtype {held.array.dtype}, its "
-                f"variable {name!r} {cell.array.shape} and {cell.array.dtype}.",
-            )
+def _kind_of(gradient: Gradient) -> str:
+    """Return what all gradients of a sum have in common, in words."""
+    values = gradient.values
+    if gradient.indices is not None:
+        return f"rows {values.shape[1:]} {_wide(values)}"
+    return f"dense {values.shape} {_wide(values)}"
 
 
-def _is_float(dtype: np.dtype[np.generic]) -> bool:
-    return dtype.kind in "fc" or dtype.name == "bfloat16"
+def _wide(values: Array) -> np.dtype[Any]:
+    return np.dtype(np.float32) if values.dtype.itemsize == 2 else values.dtype

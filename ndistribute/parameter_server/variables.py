@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ndistribute.parameter_server import messages
-from ndistribute.parameter_server.messages import Created, NewVariable, Value
+from ndistribute.parameter_server.messages import Created, Item, NewVariable
 from ndistribute.transport.codec import DTYPES, Array
-
-__all__ = ["Cell", "Refused", "Variables", "check_indices", "owned"]
 
 
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
     """Stop handling a request; the client gets a `Failure`, and nothing has changed."""
 
-    def __init__(self, message: str, kind: messages.FailureKind = "mismatch") -> None:
+    def __init__(self, message: str, kind: Any = "mismatch") -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -30,22 +28,12 @@ class Cell:
     """Hold the value of a variable, lend it to readers, and change it without their seeing it.
 
     While somebody holds what was lent, or a view of it, the next change is made in a copy; else it
-    is made in place.
-
-    Args:
-        array: owns its memory, which nobody else holds.
-        version: rises with every change.
-
-    >>> cell = Cell(np.array([1.0, 2.0]))
-    >>> before = cell.lend()
-    >>> cell.open()[:] = 0
-    >>> before, cell.lend()
-    (array([1., 2.]), array([0., 0.]))
+    is made in place. The array owns its memory, and nobody else may hold it.
     """
 
     __slots__ = ("_lent", "array", "version")
 
-    def __init__(self, array: Array, version: int = 1) -> None:
+    def __init__(self, array: Array, version: int) -> None:
         self.array = array
         self.version = version
         self._lent = False
@@ -66,65 +54,54 @@ class Cell:
         view.flags.writeable = False
         return view
 
-    def open(self) -> Array:
-        """Return the array to change in place; no reader has it."""
+    def open(self) -> None:
+        """Let the array be one that may be changed in place: no reader has it."""
         if self.is_shared:
             self.replace(self.array.copy())
-        return self.array
 
     def replace(self, array: Array) -> None:
-        """Hold another array, which owns its memory and which nobody else holds."""
         self.array = array
         self._lent = False
 
 
 class Variables:
-    """Hold variables by name.
-
-    Args:
-        floor: new variables have versions above it.
-
-    Attributes:
-        adopts: whether arrays of requests that can be written to are nobody else's.
-
-    >>> variables = Variables()
-    >>> made, reply = variables.plan([NewVariable("w", (2,), "float32", fill=1.0)])
-    >>> variables.cells.update(made)
-    >>> reply.states[0], variables.read("w").array
-    ('made', array([1., 1.], dtype=float32))
-    """
+    """Hold variables by name; the versions of new ones are above `floor`."""
 
     def __init__(self, floor: int = 0) -> None:
         self.floor = floor
-        self.adopts = False
+        self.adopts = False  # Whether arrays of requests that can be written to are nobody else's.
         self.cells: dict[str, Cell] = {}
 
     def cell(self, name: str) -> Cell:
         """Return a variable, or refuse if there is none of that name."""
         cell = self.cells.get(name)
         if cell is None:
-            raise Refused(f"there is no variable {name!r} on this server; create it.", "unknown")
+            raise Refused(
+                f"there is no variable {name!r} on this server; create it. If the server was "
+                "started again, what it held is lost: give servers a directory for snapshots.",
+                "unknown",
+            )
         return cell
 
     def plan(self, wanted: Sequence[NewVariable]) -> tuple[dict[str, Cell], Created]:
-        """Return the variables that have to be made, and what to answer once they are in `cells`.
-
-        Raises:
-            Refused: one exists with another shape or dtype, or can not be made.
-        """
+        """Return the variables that have to be made, and the answer once they are in `cells`."""
         made: dict[str, Cell] = {}
-        states: list[messages.State] = []
+        states: list[Any] = []
         for new in wanted:
             held = self.cells.get(new.name) or made.get(new.name)
-            dtype = _dtype_of(new)
-            if held is not None:
-                _check_same(new, dtype, held.array)
-                states.append("found")
-            elif new.initial is None and new.fill is None:
-                states.append("wanted")
-            else:
-                made[new.name] = Cell(_initial(new, dtype), self.floor + 1)
-                states.append("made")
+            try:
+                dtype = np.dtype(new.dtype).newbyteorder("=")
+                value = _initial(new, dtype) if held is None else held.array
+            except (TypeError, ValueError, ArithmeticError) as error:
+                raise Refused(
+                    f"variable {new.name!r} of shape {new.shape} and dtype {new.dtype}, filled "
+                    f"with {new.fill}, can not be made here: {error}"
+                ) from error
+            if value is not None:
+                check_fits(new.name, value, new.shape, dtype)
+            if held is None and value is not None:
+                made[new.name] = Cell(value, self.floor + 1)
+            states.append("found" if held else "wanted" if value is None else "made")
         return made, Created(tuple(states))
 
     def delete(self, names: Sequence[str]) -> int:
@@ -134,30 +111,42 @@ class Variables:
         self.floor = max([self.floor, *(cell.version for cell in found)])
         return len(found)
 
-    def read(self, name: str, known: int = 0) -> Value:
-        """Return a variable's version, and its value if that is newer than the known one."""
-        cell = self.cell(name)
-        return Value(cell.version, cell.lend() if cell.version > known else None)
-
-    def read_rows(self, item: messages.RowsOf) -> Value:
-        """Return a copy of rows of a variable."""
+    def read(self, item: Item) -> tuple[int, Array | None]:
+        """Return a variable's version, and a copy of rows of it, or its value if that is newer."""
         cell = self.cell(item.name)
-        check_indices(item.indices, cell.array.shape, item.name)
-        return Value(cell.version, cell.array[item.indices])
+        if item.rows is not None:
+            check_indices(item.name, cell.array, item.rows)
+            return cell.version, cell.array[item.rows]
+        return cell.version, cell.lend() if cell.version > item.known else None
 
 
-def check_indices(indices: Array, shape: tuple[int, ...], name: str) -> None:
+def check_fits(
+    name: str,
+    array: Array,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    indices: Array | None = None,
+) -> None:
+    """Refuse a shape or dtype that is not a variable's, or with indices that of so many rows."""
+    wanted, rows = array.shape, ""
+    if indices is not None:
+        check_indices(name, array, indices)
+        wanted, rows = (len(indices), *array.shape[1:]), f" for {len(indices)} row(s)"
+    if (shape, dtype) != (wanted, array.dtype):
+        raise Refused(
+            f"variable {name!r} has shape {array.shape} and dtype {array.dtype}, got {shape} and "
+            f"{dtype}{rows}. Nothing has changed."
+        )
+
+
+def check_indices(name: str, array: Array, indices: Array) -> None:
     """Refuse indices that are not those of rows of an array."""
-    if not shape or indices.ndim != 1 or indices.dtype.kind not in "iu":
-        raise Refused(
-            f"{name!r} has shape {shape}; rows of it need integer indices of one dimension, got "
-            f"{indices.dtype} of shape {indices.shape}.",
-        )
-    if len(indices) and not (indices.min() >= 0 and indices.max() < shape[0]):
-        raise Refused(
-            f"{name!r} has {shape[0]} row(s), so an index must be 0 to {shape[0] - 1}; got "
-            f"{indices.min()} to {indices.max()}.",
-        )
+    if not array.ndim or indices.ndim != 1 or indices.dtype.kind not in "iu":
+        given = f"got {indices.dtype} of shape {indices.shape}"
+        raise Refused(f"rows of {name!r} {array.shape} need integers of one dimension, {given}.")
+    if len(indices) and not (indices.min() >= 0 and indices.max() < len(array)):
+        given = f"got indices {indices.min()} to {indices.max()}"
+        raise Refused(f"{name!r} has rows 0 to {len(array) - 1}, {given}.")
 
 
 def owned(array: Array) -> Array:
@@ -165,38 +154,11 @@ def owned(array: Array) -> Array:
     return np.array(array, array.dtype.newbyteorder("="), order="C", copy=True)
 
 
-def _dtype_of(new: NewVariable) -> np.dtype[np.generic]:
-    """Return the dtype of a variable to be made, in this machine's byte order."""
-    try:
-        dtype = np.dtype(new.dtype).newbyteorder("=")
-    except TypeError as error:  # NumPy knows bfloat16 once a package that defines it is imported.
-        raise Refused(
-            f"variable {new.name!r}: this server has no dtype {new.dtype!r}: {error}"
-        ) from error
+def _initial(new: NewVariable, dtype: np.dtype[Any]) -> Array | None:
+    """Return the value that a variable starts with, None if the client is to send it."""
     if dtype.name not in DTYPES:
-        raise Refused(f"variable {new.name!r} can not have dtype {dtype}.")
-    return dtype
-
-
-def _check_same(new: NewVariable, dtype: np.dtype[np.generic], array: Array) -> None:
-    if (array.shape, array.dtype) != (new.shape, dtype):
-        raise Refused(
-            f"variable {new.name!r} is here with shape {array.shape} and dtype {array.dtype}; "
-            f"it can not be made with {new.shape} and {dtype}.",
-        )
-
-
-def _initial(new: NewVariable, dtype: np.dtype[np.generic]) -> Array:
-    """Return the value that a variable starts with."""
-    if new.initial is not None:
-        initial = owned(new.initial)
-        _check_same(new, dtype, initial)
-        return initial
-    try:
-        with np.errstate(invalid="raise", over="raise"):
-            return np.full(new.shape, new.fill, dtype)
-    except (ValueError, ArithmeticError) as error:
-        raise Refused(
-            f"variable {new.name!r} of shape {new.shape} and dtype {dtype} can not be filled with "
-            f"{new.fill}: {error}",
-        ) from error
+        raise TypeError(f"{dtype} is no dtype of a variable.")
+    if new.initial is not None or new.fill is None:
+        return owned(new.initial) if new.initial is not None else None
+    with np.errstate(invalid="raise", over="raise"):
+        return np.full(new.shape, new.fill, dtype)

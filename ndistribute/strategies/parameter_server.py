@@ -23,8 +23,8 @@ from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.device import Array, Device, resolve_devices
 from ndistribute.parameter_server.client import ServerClient, Servers
 from ndistribute.parameter_server.closure import Outcomes, current_closure
-from ndistribute.parameter_server.local import LocalServer
-from ndistribute.parameter_server.messages import Accumulated, Apply, Done, Reply
+from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Done, Reply, Status
+from ndistribute.parameter_server.server import LocalServer
 from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.handles import Handle, new_handle, new_namespace, strategy_of
 from ndistribute.strategies.update_mode import update_mode_of
@@ -265,7 +265,7 @@ class ParameterServerStrategy(Strategy):
         """Wait until all servers are up."""
         if self._cluster is not None:
             try:
-                self.servers.greet(durability)
+                self.servers.ask_all(Status("log" if durability == "log" else "memory"))
             except BaseException:
                 self.close()
                 raise
@@ -365,7 +365,7 @@ class ParameterServerStrategy(Strategy):
         Raises:
             DistributeError: a server was given no directory for them.
         """
-        self.servers.save_snapshots()
+        self.servers.ask_all(Status("snapshot"))
 
     def delete(self, variables: Iterable[Variable]) -> None:
         """Delete variables from the servers, for all workers: a new strategy makes others beside.
@@ -383,7 +383,7 @@ class ParameterServerStrategy(Strategy):
             for part in variable.variables:
                 for server in part.servers:
                     names[server].append(part.server_name)
-        self.servers.delete(names)
+        self.servers.ask({i: Delete(tuple(some)) for i, some in names.items()})
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divide the batches of a dataset among the workers, and each over a worker's replicas.

@@ -13,7 +13,13 @@ from typing import Protocol
 from ndistribute.errors import CollectiveTimeoutError
 from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.closure import Then
-from ndistribute.parameter_server.messages import Aggregate, Apply, Outcome
+from ndistribute.parameter_server.messages import (
+    Aggregate,
+    Apply,
+    AwaitClock,
+    AwaitStep,
+    Outcome,
+)
 
 __all__ = ["UpdateMode", "update_mode_of"]
 
@@ -125,7 +131,8 @@ class _Bounded:
 
     def _wait(self, servers: Servers) -> None:
         with _naming(f"worker(s) that are more than {self._slack} step(s) behind"):
-            servers.await_clock(self._group, self._clock, self._slack, self._workers)
+            wait = AwaitClock(self._group, self._clock, self._slack, self._workers)
+            servers.ask({0: wait})
 
 
 class _Synchronous:
@@ -154,12 +161,15 @@ class _Synchronous:
                 for server, step in waiting.items()
             }
             servers.change(given, outcomes.update)
-            awaited = {server: (aggregate, step + 1) for server, step in waiting.items()}
+            awaited = {
+                server: AwaitStep(aggregate, step + 1, self._needed)
+                for server, step in waiting.items()
+            }
             with _naming(f"{self._needed} workers' gradients for a step of {name!r}"):
-                reached = servers.await_step(awaited, self._needed)
-            for server, step in reached.items():
+                reached = servers.ask(awaited)
+            for server, reply in reached.items():
                 # A server that was restored from a snapshot may have lost this worker's gradients.
-                if step > steps[server]:
-                    self._steps[name, server] = step
+                if reply.value > steps[server]:
+                    self._steps[name, server] = reply.value
                     del waiting[server]
         then(outcomes)

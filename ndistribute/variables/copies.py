@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from ndistribute.device import Array
 from ndistribute.parameter_server.client import Servers
+from ndistribute.parameter_server.messages import Item
 from ndistribute.timeline import span
 
 __all__ = ["Copies", "LocalCopy"]
@@ -105,10 +106,17 @@ class Copies:
             by_server: dict[int, list[LocalCopy]] = defaultdict(list)
             for copy in copies:
                 by_server[copy.server].append(copy)
+            asked = {
+                server: [Item(copy.server_name, copy.version) for copy in some]
+                for server, some in by_server.items()
+            }
             with span("pull"):
-                self._servers.pull(by_server)
-            for some in by_server.values():
-                for copy in some:
+                found = self._servers.read(asked)
+            for server, some in by_server.items():
+                newer = found[server]
+                for copy, array, version in zip(some, newer.arrays, newer.versions, strict=True):
+                    if array is not None:
+                        copy.receive(array, version)
                     copy.pulled_in = self._step
 
     def changed(self, copies: Iterable[LocalCopy]) -> None:

@@ -12,16 +12,13 @@ from typing import Any
 import numpy as np
 
 from ndistribute.device import Array, to_host
-from ndistribute.parameter_server.messages import Add, Assign, Change, Scatter, Subtract
+from ndistribute.parameter_server.messages import Change, Item, Update
 from ndistribute.variables.copies import LocalCopy
 from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.served import ServedVariable
 from ndistribute.variables.write import Write
 
 __all__ = ["RemoteVariable", "attached"]
-
-_DENSE: dict[str, Any] = {"assign": Assign, "assign_add": Add, "assign_sub": Subtract}
-_ROWS: dict[str, Any] = {"assign": "update", "assign_add": "add", "assign_sub": "sub"}
 
 
 class RemoteVariable(ServedVariable):
@@ -111,19 +108,20 @@ class RemoteVariable(ServedVariable):
 
     def read_rows(self, rows: Array) -> Array:
         """Return rows from the server, as they are now, without fetching the others."""
-        server = self._servers[0]
-        found = self._strategy.servers.read_rows({server: [(self._copy, rows)]})
-        return found[server][0]
+        server, item = self._servers[0], Item(self._server_name, rows=rows)
+        found = self._strategy.servers.read({server: [item]})[server]
+        self._copy.saw(found.versions[0])
+        part: Array = found.arrays[0]
+        return part
 
     def changes_of(self, write: Write) -> dict[int, list[Change]]:
         """Return what a write changes on which server."""
-        change: Change
+        how: Any = write.how
         if write.sparse:
-            rows = write.value
-            indices, values = to_host(rows.indices), to_host(rows.values)
-            change = Scatter(self._server_name, _ROWS[write.how], indices, values)
+            indices, values = to_host(write.value.indices), to_host(write.value.values)
+            change = Update(self._server_name, how, values, indices)
         else:
-            change = _DENSE[write.how](self._server_name, to_host(write.value))
+            change = Update(self._server_name, how, to_host(write.value))
         return {server: [change] for server in self._servers}
 
     def parts_of(self, gradient: Any) -> list[tuple[RemoteVariable, Any]]:

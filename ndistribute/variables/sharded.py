@@ -14,8 +14,7 @@ import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, Device
-from ndistribute.parameter_server.messages import Change
-from ndistribute.variables.copies import LocalCopy
+from ndistribute.parameter_server.messages import Change, Item
 from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.remote import RemoteVariable
 from ndistribute.variables.served import ServedVariable
@@ -61,18 +60,20 @@ class ShardedVariable(ServedVariable):
 
     def read_rows(self, rows: Array) -> Array:
         """Return rows from the shards that have them, as they are now."""
-        asked: dict[int, list[tuple[LocalCopy, Array]]] = defaultdict(list)
+        asked: dict[int, list[Item]] = defaultdict(list)
         places = []
         for portion in self._shards.portions(rows):
             part = self._parts[portion.shard]
             server = part.servers[0]
-            places.append((server, len(asked[server])))
-            asked[server].append((part.local_copy, portion.indices))
+            places.append((part, server, len(asked[server])))
+            asked[server].append(Item(part.server_name, rows=portion.indices))
         if not places:
             return np.empty((0, *self.shape[1:]), self.dtype)
-        found = self._strategy.servers.read_rows(asked)
+        found = self._strategy.servers.read(asked)
+        for part, server, number in places:
+            part.local_copy.saw(found[server].versions[number])
         # The rows are rising, and so are the shards.
-        return self._shards.join([found[server][number] for server, number in places])
+        return self._shards.join([found[server].arrays[number] for _, server, number in places])
 
     def changes_of(self, write: Write) -> dict[int, list[Change]]:
         """Return what a write changes on which server."""

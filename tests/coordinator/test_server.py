@@ -28,14 +28,14 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 from ndistribute.parameter_server.messages import (
-    Add,
     Create,
+    Item,
     NewVariable,
     Read,
     Reply,
-    SaveSnapshot,
     Status,
     Transaction,
+    Update,
 )
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
@@ -82,12 +82,13 @@ def create(client: Client, value: Any) -> None:
 
 
 def read(client: Client) -> Any:
-    return client.call(Read(("w",))).values[0].array
+    return client.call(Read((Item("w"),))).arrays[0]
 
 
 def add(client: Client, number: int) -> int:
     """Add one to ``w`` under a number, and return the total."""
-    order = Transaction(client.name, number, number, (Add("w", np.ones(3)),))
+    change = Update("w", "assign_add", np.ones(3))
+    order = Transaction(client.name, number, number, (change,))
     total: int = client.call(order).total
     return total
 
@@ -289,7 +290,7 @@ def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tm
         tasks.start("ps", 0)
         create(client, np.zeros(3))
         assert [add(client, number) for number in (1, 2)] == [1, 2]
-        assert client.call(SaveSnapshot()).total == 2
+        assert client.call(Status("snapshot")).total == 2
         tasks.stop("ps", 0)
         stopped = pool.submit(add, client, 3)
         with pytest.raises(TimeoutError):

@@ -141,7 +141,7 @@ def test_what_a_coordinator_left_behind_is_not_run(caller):
 def test_a_function_runs_as_its_closure(caller):
     def numbers() -> Any:
         running = current_closure()
-        return running.series, running.sequence("ps:0") >> 16, running.low_water >> 16
+        return running.series, running.sequence() >> 16, running.low_water >> 16
 
     with contextlib.closing(caller.connect()) as connection:
         connection.send(order(7, numbers))

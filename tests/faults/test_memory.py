@@ -14,7 +14,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.coordinator.server import Server
-from ndistribute.parameter_server.messages import Add, Create, NewVariable, Reply, Transaction
+from ndistribute.parameter_server.messages import Create, NewVariable, Reply, Transaction, Update
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
 from tests.faults.commands import DEADLINE, commanded
@@ -49,7 +49,8 @@ def visit(address: str, name: str, changes: int = 3) -> Client:
     )
     client.call(Create((NewVariable("w", (1000,), "float64", fill=0.0),)))
     for number in range(1, changes + 1):
-        client.call(Transaction(client.name, number, number, (Add("w", np.ones(1000)),)))
+        change = Update("w", "assign_add", np.ones(1000))
+        client.call(Transaction(client.name, number, number, (change,)))
     return client
 
 

@@ -19,13 +19,14 @@ import ndistribute as nd
 from ndistribute.coordinator.pickling import Pickled
 from ndistribute.coordinator.worker import Outcome, Run
 from ndistribute.parameter_server.messages import (
-    Add,
     Create,
+    Item,
     NewVariable,
     Read,
     Reply,
-    SaveSnapshot,
+    Status,
     Transaction,
+    Update,
 )
 from ndistribute.transport.address import split_address, unix_name
 from ndistribute.transport.codec import Decoder, Record
@@ -42,9 +43,9 @@ ARRAY = np.arange(500.0)
 # Nothing that the job uses is named in what may be understood in spite of everything.
 TO_SERVERS: list[Record] = [
     Create((NewVariable("nonsense", (500,), "float64", initial=ARRAY),)),
-    Transaction("nonsense#1", 1, 1, (Add("nonsense", ARRAY),)),
-    Read(("nonsense",), (0,)),
-    SaveSnapshot(),
+    Transaction("nonsense#1", 1, 1, (Update("nonsense", "assign_add", ARRAY),)),
+    Read((Item("nonsense"),)),
+    Status("snapshot"),
 ]
 TO_WORKERS: list[Record] = [Run("n", 1, 1, ("k",), {"k": Pickled(b"x")}, Pickled(b"y"), ())]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import queue
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -12,9 +13,11 @@ from ndistribute.parameter_server.messages import (
     Apply,
     Changed,
     Create,
+    Item,
     NewVariable,
     Read,
     Transaction,
+    Update,
 )
 from ndistribute.parameter_server.snapshot import restore, take
 from ndistribute.parameter_server.store import Store
@@ -24,6 +27,26 @@ def new(name, value):
     """Return the request to make a variable."""
     value = np.asarray(value)
     return NewVariable(name, value.shape, value.dtype.name, initial=value)
+
+
+def assign(name, value, indices=None):
+    """Return the change that replaces a variable's value, or some rows of it."""
+    return Update(name, "assign", value, indices)
+
+
+def add(name, value, indices=None):
+    """Return the change that adds to a variable, or to some rows of it."""
+    return Update(name, "assign_add", value, indices)
+
+
+def subtract(name, value, indices=None):
+    """Return the change that subtracts from a variable, or from some rows of it."""
+    return Update(name, "assign_sub", value, indices)
+
+
+def read(*names):
+    """Return the request to read variables."""
+    return Read(tuple(map(Item, names)))
 
 
 def apply(rule, name, gradient, rate=0.1, slots=(), **hyperparameters):
@@ -72,8 +95,8 @@ class Calls:
 
     def read(self, name, known=0):
         """Return a variable's version and value."""
-        reply = self.replies.pop(self.send("reader", Read((name,), (known,))))
-        return reply.values[0] if hasattr(reply, "values") else reply
+        reply = self.replies.pop(self.send("reader", Read((Item(name, known),))))
+        return SimpleNamespace(version=reply.versions[0], array=reply.arrays[0])
 
     def value(self, name):
         """Return a variable's value."""
@@ -126,4 +149,4 @@ class Client:
 
     def value(self, name):
         """Return a variable's value."""
-        return self.ask(Read((name,))).values[0].array
+        return self.ask(read(name)).arrays[0]

@@ -21,20 +21,16 @@ import pytest
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server.messages import (
-    Add,
     Aggregate,
-    Assign,
     AwaitStep,
     Create,
     Delete,
-    Dense,
     Failure,
-    Read,
-    SaveSnapshot,
+    Gradient,
     Status,
 )
 from ndistribute.parameter_server.server import StoreService
-from tests.parameter_server.calls import Client, apply, content, new
+from tests.parameter_server.calls import Client, add, apply, assign, content, new, read
 
 ONES = np.ones(3)
 KILLS = int(os.environ.get("FAULTS_KILLS", "20"))
@@ -69,7 +65,7 @@ def totals(client: Client) -> tuple[int, int]:
 
 def test_a_server_without_a_directory_writes_nothing_and_says_so():
     with serving(None) as (service, client):
-        assert client.ask(SaveSnapshot()).kind == "unknown"
+        assert client.ask(Status("snapshot")).kind == "unknown"
         assert not service.resumed
     with pytest.raises(ValueError, match="needs a directory for its log"):
         StoreService(None, "ps:0", durability="log")
@@ -79,24 +75,24 @@ def test_a_server_without_a_directory_writes_nothing_and_says_so():
 def test_a_server_goes_on_where_it_ended(tmp_path, durability):
     with serving(tmp_path, durability) as (service, client):
         client.ask(Create((new("w", ONES),)))
-        client.change(Add("w", ONES))
-        assert client.ask(SaveSnapshot()).total == 1
-        client.change(Add("w", ONES))
-        version = client.ask(Read(("w",))).values[0].version
+        client.change(add("w", ONES))
+        assert client.ask(Status("snapshot")).total == 1
+        client.change(add("w", ONES))
+        version = client.ask(read("w")).versions[0]
     assert not service.failed_last_snapshot
     with serving(tmp_path, durability) as (service, client):
         assert service.resumed
         assert totals(client) == (2, 2)
         assert client.value("w").tolist() == [3, 3, 3]
-        assert client.ask(Read(("w",))).values[0].version > version
-        assert client.change(Add("w", ONES), sequence=2).repeated
+        assert client.ask(read("w")).versions[0] > version
+        assert client.change(add("w", ONES), sequence=2).repeated
 
 
 def test_snapshots_are_written_by_and_by_while_something_changes(tmp_path):
     with serving(tmp_path, seconds=0.02) as (_, client):
         client.ask(Create((new("w", ONES),)))
         until(lambda: tensor_files.newest(tmp_path, "ps-0"))
-        client.ask(SaveSnapshot())
+        client.ask(Status("snapshot"))
         before = sorted(os.listdir(tmp_path))
         for _ in range(50):
             client.value("w")
@@ -125,9 +121,9 @@ def test_a_server_answers_while_it_writes_what_was_before(tmp_path, monkeypatch)
     monkeypatch.setattr(tensor_files, "write", slowly)
     with serving(tmp_path) as (service, client):
         client.ask(Create((new("w", ONES),)))
-        assert service.handle(client, 7, SaveSnapshot()) is None
+        assert service.handle(client, 7, Status("snapshot")) is None
         assert began.wait(timeout=10)
-        assert client.change(Add("w", ONES)).total == 1
+        assert client.change(add("w", ONES)).total == 1
         assert client.sent.empty()
         go_on.set()
         assert client.sent.get(timeout=10)[1].total == 0
@@ -145,11 +141,11 @@ def test_a_snapshot_that_can_not_be_written_is_no_end_but_the_last_one_is_told(
         client.ask(Create((new("w", ONES),)))
         with monkeypatch.context() as patched:
             patched.setattr(tensor_files, "write", full)
-            reply = client.ask(SaveSnapshot())
+            reply = client.ask(Status("snapshot"))
             assert reply.kind == "full"
             assert "ps:0 could not write a snapshot: [Errno 28] No space" in reply.message
-        assert client.ask(SaveSnapshot()).total == 0
-        client.change(Add("w", ONES))
+        assert client.ask(Status("snapshot")).total == 0
+        client.change(add("w", ONES))
         monkeypatch.setattr(tensor_files, "write", full)
     assert service.failed_last_snapshot
 
@@ -174,7 +170,7 @@ def test_a_change_at_the_end_is_left_to_the_next_life(tmp_path):
 
 def give(client, step):
     """Give a set of gradients for a step that needs two."""
-    return client.change(Aggregate("t", step, 2, apply("sgd", "w", Dense(ONES), 1.0)))
+    return client.change(Aggregate("t", step, 2, apply("sgd", "w", Gradient(ONES), 1.0)))
 
 
 def test_a_client_that_leaves_is_waited_for_no_longer_unless_it_is_back():
@@ -210,17 +206,17 @@ def test_every_acknowledged_change_is_in_the_log_at_once(tmp_path):
     with killed(left) as (service, client):
         client.ask(Create((new("w", ONES), new("n", 0), new("x", ONES))))
         give(client, 0)
-        client.ask(SaveSnapshot())  # The sum of a step that is not complete is in it.
+        client.ask(Status("snapshot"))  # The sum of a step that is not complete is in it.
         give(Client(service, "worker:1#b"), 0)
-        client.change(Add("w", ONES), Assign("x", 5 * ONES))
+        client.change(add("w", ONES), assign("x", 5 * ONES))
         client.ask(Delete(("x",)))
-        assert isinstance(client.change(Add("none", ONES)), Failure)
-        expected = content(service._store)[1]["variables/w"]
+        assert isinstance(client.change(add("none", ONES)), Failure)
+        expected = content(service.store)[1]["variables/w"]
     assert all((left / name).stat().st_mode & 0o777 == 0o600 for name in files(left, ".log"))
     with serving(left, "log") as (service, client):
         assert totals(client) == (3, 3)
-        assert content(service._store)[1]["variables/w"] == expected
-        assert client.ask(Read(("x",))).kind == "unknown"
+        assert content(service.store)[1]["variables/w"] == expected
+        assert client.ask(read("x")).kind == "unknown"
         assert client.ask(AwaitStep("t", 1, 2)).value == 1
 
 
@@ -229,12 +225,12 @@ def test_the_log_is_in_the_order_of_the_changes_whoever_makes_them(tmp_path):
     with killed(left) as (service, client), ThreadPoolExecutor(4) as pool:
         client.ask(Create((new("w", ONES),)))
 
-        def assign(name):
+        def write(name):
             own = Client(service, name)
             for number in range(20):
-                own.change(Assign("w", hash((name, number)) % 1000 * ONES))
+                own.change(assign("w", hash((name, number)) % 1000 * ONES))
 
-        list(pool.map(assign, ["a#1", "b#1", "c#1", "d#1"]))
+        list(pool.map(write, ["a#1", "b#1", "c#1", "d#1"]))
         expected = client.value("w").tolist()
     with serving(left) as (_, client):
         assert totals(client) == (80, 80)
@@ -253,10 +249,10 @@ def test_one_sync_serves_all_that_wait_and_reads_do_not_wait(tmp_path, monkeypat
     with serving(tmp_path, "log") as (service, client), ThreadPoolExecutor(6) as pool:
         client.ask(Create((new("w", ONES),)))
         monkeypatch.setattr(os, "fdatasync", slowly)
-        first = pool.submit(client.change, Add("w", ONES))
+        first = pool.submit(client.change, add("w", ONES))
         assert began.wait(timeout=10)
         others = [Client(service, f"{name}#1") for name in "abcde"]
-        waiting = [pool.submit(other.change, Add("w", ONES)) for other in others]
+        waiting = [pool.submit(other.change, add("w", ONES)) for other in others]
         until(lambda: client.value("w")[0] == 7)
         assert not any(future.done() for future in (first, *waiting))
         go_on.set()
@@ -271,14 +267,14 @@ def test_a_record_that_is_torn_is_cut_off_and_those_before_it_count(tmp_path, cu
     left = tmp_path / "left"
     with killed(left) as (_, client):
         client.ask(Create((new("w", ONES),)))
-        client.change(Add("w", ONES))
-        client.change(Add("w", ONES))
+        client.change(add("w", ONES))
+        client.change(add("w", ONES))
     log = left / "ps-0.000001.log"
     with log.open("r+b") as file:
         file.truncate(log.stat().st_size - cut)
     with serving(left, "log") as (_, client):
         assert totals(client) == (1, 1)
-        assert not client.change(Add("w", ONES), sequence=2).repeated
+        assert not client.change(add("w", ONES), sequence=2).repeated
     with serving(left, "log") as (_, client):
         assert client.value("w").tolist() == [3, 3, 3]
 
@@ -287,7 +283,7 @@ def test_a_record_that_was_changed_is_not_read(tmp_path):
     left = tmp_path / "left"
     with killed(left) as (_, client):
         client.ask(Create((new("w", ONES),)))
-        client.change(Add("w", ONES))
+        client.change(add("w", ONES))
     log = left / "ps-0.000001.log"
     data = bytearray(log.read_bytes())
     data[-1] ^= 1
@@ -301,17 +297,17 @@ def test_a_snapshot_replaces_the_log_and_the_one_before_is_enough_as_well(tmp_pa
     with killed(left) as (_, client):
         client.ask(Create((new("w", ONES),)))
         for number in range(1, 5):
-            client.change(Add("w", ONES))
-            assert client.ask(SaveSnapshot()).total == number
-        client.change(Add("w", ONES))
+            client.change(add("w", ONES))
+            assert client.ask(Status("snapshot")).total == number
+        client.change(add("w", ONES))
         assert files(tmp_path / "live", ".log") == ["ps-0.000004.log", "ps-0.000005.log"]
     newest = tensor_files.newest(left, "ps-0").path
     (newest / "data.json").write_bytes(b"{}")
     with serving(left) as (_, client):  # A server that kept a log goes on with it.
         assert totals(client) == (5, 5)
         assert client.value("w").tolist() == [6, 6, 6]
-        assert client.ask(SaveSnapshot()).total == 5
-        client.change(Add("w", ONES), sequence=6)
+        assert client.ask(Status("snapshot")).total == 5
+        client.change(add("w", ONES), sequence=6)
     assert files(left, ".log")
     with serving(left, "log") as (_, client):
         assert totals(client) == (6, 6)
@@ -322,7 +318,7 @@ def test_a_log_that_grows_long_is_replaced_before_a_snapshot_is_due(tmp_path, mo
     with serving(tmp_path, "log") as (_, client):
         client.ask(Create((new("w", ONES),)))
         for _ in range(4):
-            client.change(Add("w", ONES))
+            client.change(add("w", ONES))
         until(lambda: tensor_files.newest(tmp_path, "ps-0"))
 
 
@@ -330,7 +326,7 @@ def test_a_log_that_is_missing_is_told(tmp_path):
     left = tmp_path / "left"
     with killed(left) as (_, client):
         client.ask(Create((new("w", ONES),)))
-        client.ask(SaveSnapshot())
+        client.ask(Status("snapshot"))
     (left / "ps-0.000002.log").unlink()
     with pytest.raises(CheckpointCorruptError, match=r"000002\.log.* acknowledged are missing"):
         StoreService(left, "ps:0")
@@ -352,12 +348,12 @@ def test_on_a_full_disk_nothing_is_changed_nor_acknowledged(tmp_path):
     with killed(left) as (_, client):
         client.ask(Create((new("w", big),)))
         with limited((tmp_path / "live" / "ps-0.000001.log").stat().st_size + 1000):
-            reply = client.change(Add("w", big), sequence=1)
+            reply = client.change(add("w", big), sequence=1)
             assert client.value("w")[0] == 1
         assert reply.kind == "full"
         assert "live/ps-0.000001.log: [Errno 27] File too large; nothing was" in reply.message
-        assert not client.change(Add("w", big), sequence=1).repeated
-        assert client.change(Add("w", big), sequence=1).repeated
+        assert not client.change(add("w", big), sequence=1).repeated
+        assert client.change(add("w", big), sequence=1).repeated
     with serving(left) as (_, client):
         assert totals(client) == (1, 1)
         assert client.value("w")[0] == 2
@@ -374,15 +370,15 @@ def test_after_a_sync_that_failed_nothing_is_acknowledged_until_a_snapshot(tmp_p
             patched.setattr(os, "fdatasync", fails)
             patched.setattr(tensor_files, "write", fails)
             for consequence in ("what was changed may be lost", "nothing was changed"):
-                reply = client.change(Add("w", ONES), sequence=1)
+                reply = client.change(add("w", ONES), sequence=1)
                 assert reply.kind == "full"
                 assert "ps-0.000001.log" in reply.message
                 assert consequence in reply.message
-                assert client.ask(SaveSnapshot()).kind == "full"
-            assert client.change(Add("w", ONES), sequence=2).kind == "full"
-        assert client.ask(SaveSnapshot()).total == 1
-        assert client.change(Add("w", ONES), sequence=1).repeated
-        assert client.change(Add("w", ONES), sequence=2).total == 2
+                assert client.ask(Status("snapshot")).kind == "full"
+            assert client.change(add("w", ONES), sequence=2).kind == "full"
+        assert client.ask(Status("snapshot")).total == 1
+        assert client.change(add("w", ONES), sequence=1).repeated
+        assert client.change(add("w", ONES), sequence=2).total == 2
     with serving(left) as (_, client):
         assert totals(client) == (2, 2)
         assert client.value("w").tolist() == [3, 3, 3]
@@ -392,7 +388,9 @@ LIVES = """
 import itertools, json, logging, os, signal, sys, threading
 import numpy as np
 from ndistribute.parameter_server import server, snapshot
-from ndistribute.parameter_server.messages import Add, Create, NewVariable, Read, Transaction
+from ndistribute.parameter_server.messages import (
+    Create, Item, NewVariable, Read, Transaction, Update,
+)
 
 class Client:
     def __init__(self, name):
@@ -427,13 +425,14 @@ def live(directory, first, point, after):
     service = server.StoreService(directory, "ps:0", durability="log", seconds=0.02)
     fill = [NewVariable(name, (64,), "float64", fill=0.0) for name in first]
     service.handle(Client("chief#1"), 1, Create(tuple(fill)))
-    values = service.handle(Client("chief#1"), 1, Read(tuple(first))).values
-    say({"pid": os.getpid(), "values": [sorted(set(value.array.tolist())) for value in values]})
+    values = service.handle(Client("chief#1"), 1, Read(tuple(map(Item, first)))).arrays
+    say({"pid": os.getpid(), "values": [sorted(set(value.tolist())) for value in values]})
     arm(point, after)
     def work(name):
         client = Client(name)
         for number in itertools.count(first[name]):
-            change = Transaction(name, number, number, (Add(name, np.full(64, float(number))),))
+            update = Update(name, "assign_add", np.full(64, float(number)))
+            change = Transaction(name, number, number, (update,))
             reply = service.handle(client, number, change)
             say({"client": name, "number": number, "reply": type(reply).__name__})
     for name in first:

@@ -13,9 +13,8 @@ from ndistribute.parameter_server.messages import (
     Apply,
     AwaitClock,
     AwaitStep,
-    Dense,
-    Released,
-    Rows,
+    Gradient,
+    Number,
 )
 from ndistribute.update_rules import Adam
 from tests.parameter_server.calls import Calls, apply, rows
@@ -37,7 +36,7 @@ def calls():
 
 def give(calls, client, gradient, step=0, count=2):
     """Give a set of one gradient, for plain descent; return what became of it."""
-    change = apply("sgd", "v", Dense(np.float32(gradient)), rate=1.0)
+    change = apply("sgd", "v", Gradient(np.float32(gradient)), rate=1.0)
     outcome = calls.change(client, Aggregate("t", step, count, change))
     return outcome.accepted, outcome.step
 
@@ -68,7 +67,7 @@ def test_a_late_set_and_a_second_one_of_a_client_are_dropped(calls):
 
 
 def test_rows_and_several_variables_are_in_one_set(calls):
-    gradients = (Rows(rows(1, 1), np.full((2, 2), 3.0)), Dense(FOUR + 1))
+    gradients = (Gradient(np.full((2, 2), 3.0), rows(1, 1)), Gradient(FOUR + 1))
     change = Apply(("w", "v"), gradients, ((), ()), "n", "sgd", 1.0)
     for step in range(20):  # More than are kept before they are added up.
         for client in "ab":
@@ -84,7 +83,7 @@ def test_gradients_of_16_bits_are_summed_in_32(calls, dtype, sparse):
     calls.create(x=np.zeros(2, dtype))
     for step in range(2):
         for client in range(400):  # Their sum is beyond float16, and steps of bfloat16 are 2 there.
-            gradient = Rows(rows(0, 1), values) if sparse else Dense(values)
+            gradient = Gradient(values, rows(0, 1)) if sparse else Gradient(values)
             change = Aggregate("t", step, 400, apply("sgd", "x", gradient, rate=1.0))
             calls.change(f"c{client}", change)
     assert calls.value("x").astype(float).tolist() == [-2, -600]
@@ -93,9 +92,9 @@ def test_gradients_of_16_bits_are_summed_in_32(calls, dtype, sparse):
 @pytest.mark.parametrize(
     "other",
     [
-        apply("sgd", "w", Dense(np.zeros((5, 2)))),
-        apply("sgd", "v", Rows(rows(0), FOUR[:1])),
-        apply("sgd", "v", Dense(np.zeros(4))),
+        apply("sgd", "w", Gradient(np.zeros((5, 2)))),
+        apply("sgd", "v", Gradient(FOUR[:1], rows(0))),
+        apply("sgd", "v", Gradient(np.zeros(4))),
     ],
 )
 def test_a_set_unlike_the_steps_first_is_refused_and_the_next_step_may_differ(calls, other):
@@ -180,7 +179,7 @@ def test_steps_of_n_of_m_are_the_rule_over_the_mean_of_the_first_n(data, needed,
         sets = []
         for client in draw(st.permutations("abcde"[: needed + spare])):
             values = np.float32(draw(st.lists(st.integers(-9, 9), min_size=4, max_size=4)))
-            adam = apply("adam", "v", Dense(values), slots=("m", "s"))
+            adam = apply("adam", "v", Gradient(values), slots=("m", "s"))
             outcome = calls.change(client, Aggregate("t", step, needed, adam))
             assert outcome.accepted == (len(sets) < needed)
             sets.append(values)
@@ -245,19 +244,19 @@ def begin(calls, client, clock, slack=0, count=2):
 
 def may(calls, client, clock, slack=0, count=2):
     """Return whether a client may begin a step at once."""
-    return isinstance(calls.replies.get(begin(calls, client, clock, slack, count)), Released)
+    return isinstance(calls.replies.get(begin(calls, client, clock, slack, count)), Number)
 
 
 def test_all_wait_until_all_came_and_then_none_runs_away(calls):
     first = begin(calls, "a", 0, slack=1)
     assert first not in calls.replies
     assert may(calls, "b", 0, slack=1)
-    assert calls.replies[first].count == 2
+    assert calls.replies[first].value == 2
     assert may(calls, "a", 1, slack=1)
     ahead = begin(calls, "a", 2, slack=1)
     assert ahead not in calls.replies
     assert may(calls, "b", 1, slack=1)
-    assert calls.replies[ahead].count == 2
+    assert calls.replies[ahead].value == 2
 
 
 def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls):
@@ -267,12 +266,12 @@ def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls
     waits = begin(calls, "w:1#2", 0, count=3)
     assert waits not in calls.replies
     assert may(calls, "w:2#1", 0, count=3)
-    assert calls.replies[waits].count == 3
+    assert calls.replies[waits].value == 3
     ahead = begin(calls, "w:0#1", 1, count=3)
     calls.leave("w:1#2")
     assert ahead not in calls.replies
     calls.leave("w:2#1")
-    assert calls.replies[ahead].count == 1
+    assert calls.replies[ahead].value == 1
 
 
 def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(calls):
@@ -280,7 +279,7 @@ def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(c
     begin(calls, "w:1#1", 0)
     ahead = begin(calls, "w:0#1", 1)
     assert may(calls, "w:1#2", 1)
-    assert calls.replies[ahead].count == 2
+    assert calls.replies[ahead].value == 2
     calls.leave("w:1#1")
     assert begin(calls, "w:0#1", 2) not in calls.replies  # The second one is still there.
 
@@ -296,14 +295,14 @@ def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(c
     ahead = begin(calls, "w:0#1", 11, slack=1)
     assert ahead not in calls.replies
     assert may(calls, "w:1#2", 1, slack=1)
-    assert calls.replies[ahead].count == 2
+    assert calls.replies[ahead].value == 2
 
 
 def test_a_client_stands_at_a_clock_once(calls):
     first, second = begin(calls, "a", 0), begin(calls, "a", 0)
     assert calls.replies[first].kind == "superseded"
     begin(calls, "b", 0)
-    assert calls.replies[second].count == 2
+    assert calls.replies[second].value == 2
 
 
 def test_numbers_without_sense_are_refused(calls):

@@ -12,7 +12,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.closure import closure
-from ndistribute.parameter_server.messages import Read, ReadRows, Transaction
+from ndistribute.parameter_server.messages import Read, Transaction
 from ndistribute.variables.partitioners import FixedShardsPartitioner
 from ndistribute.variables.remote import RemoteVariable
 from ndistribute.variables.sharded import ShardedVariable
@@ -62,11 +62,10 @@ def asked_for(clients, kind):
 
 def rows_sent(clients):
     """Return how many rows were asked for, and forget it."""
-    requests = asked_for(clients, ReadRows)
-    assert not asked_for(clients, Read)
+    items = [item for request in asked_for(clients, Read) for item in request.items]
     for client in clients:
         client.asked.clear()
-    return sum(len(rows.indices) for request in requests for rows in request.items)
+    return sum(len(item.rows) for item in items)
 
 
 def test_shards_are_named_after_the_variable_and_dealt_to_the_servers():
@@ -183,7 +182,7 @@ def test_rows_of_one_server_come_in_one_message():
     with served(1, 3) as (strategy, clients):
         v = make(strategy)
         v[[0, 300, 699]]
-        (request,) = asked_for(clients, ReadRows)
+        (request,) = asked_for(clients, Read)
         assert len(request.items) == 3
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ndistribute import context
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import to_host
-from ndistribute.parameter_server.messages import Apply, Dense, Gradient, Rows
+from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.update_rules import Rule, hyperparameters_of
 from ndistribute.variables.policy import (
     VariableAggregation,
@@ -186,8 +186,8 @@ def _new_slots(name: str, rule: Rule, variable: ServedVariable) -> tuple[ServedV
 
 def _sent(gradient: Any) -> Gradient:
     if isinstance(gradient, IndexedSlices):
-        return Rows(to_host(gradient.indices), to_host(gradient.values))
-    return Dense(to_host(gradient))
+        return Gradient(to_host(gradient.values), to_host(gradient.indices))
+    return Gradient(to_host(gradient))
 
 
 def _policy(name: str) -> VariablePolicy:
