@@ -16,17 +16,22 @@ import os
 import secrets
 import threading
 import time
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 from ndistribute import tree
 from ndistribute.cluster.resolvers import ClusterResolver
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
-from ndistribute.coordinator.queue import Closure, ClosureQueue
-from ndistribute.coordinator.remote_value import PerWorkerDataset, RemoteValue, dump_arguments
+from ndistribute.coordinator.queue import ClosureQueue
+from ndistribute.coordinator.remote_value import (
+    Closure,
+    PerWorkerDataset,
+    RemoteValue,
+    dump_arguments,
+)
 from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, WorkerService
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connecting import connect
@@ -45,18 +50,6 @@ _LONG_BYTES = 65536  # A socket takes less than this at once, even if nobody rea
 _outcomes: Decoder[Outcome] = Decoder(Outcome)
 _log = logging.getLogger("ndistribute")
 Connector = Callable[[], Connection]
-
-
-def backoff_seconds(failures: int) -> float:
-    """Return how long to wait before a worker is looked for again.
-
-    Args:
-        failures: how often in a row it was not reached, or was lost before it had run anything.
-
-    >>> [backoff_seconds(failures) for failures in (1, 2, 3, 20)]
-    [0.1, 0.2, 0.4, 2.0]
-    """
-    return min(0.1 * 2.0 ** min(failures - 1, 10), 2.0)
 
 
 class ClusterCoordinator:
@@ -86,7 +79,8 @@ class ClusterCoordinator:
 
     def __init__(self, strategy: Any, *, timeout_seconds: float | None = None) -> None:
         require_cloudpickle()
-        self._strategy = strategy
+        self.strategy = strategy
+        """The strategy that this coordinator works for."""
         self._process = os.getpid()
         self._pickled: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, Pickled]]
         self._pickled = weakref.WeakKeyDictionary()
@@ -99,11 +93,6 @@ class ClusterCoordinator:
             link.start(name, connector, longest_pause=patience / 4)
         _coordinators.add(self)
         atexit.register(self.close)  # So that workers see the chief leave, and not die.
-
-    @property
-    def strategy(self) -> Any:
-        """Return the strategy that this coordinator works for."""
-        return self._strategy
 
     def schedule(
         self,
@@ -135,22 +124,19 @@ class ClusterCoordinator:
             raise TypeError(f"args is a {type(args).__name__}, not a tuple: write args=(x,).")
         self._queue.check_process()
         name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-        key, function = self._pickled_function(fn, name)
+        key, function = self._pickled_function(fn, f"the function {name}")
         named = dict(kwargs or {})
+        closure = Closure(RemoteValue(self._queue, name), {key: function}, [fn])
         try:
-            arguments, collected = dump_arguments((tuple(args), named))
+            closure.arguments = dump_arguments((tuple(args), named), closure)
         except Exception as error:
-            raise _unpicklable(name, args, named, error) from error
-        inputs = collected.values
-        for value in inputs:
+            raise _unpicklable(closure, args, named, error) from error
+        for value in closure.inputs:
             if value.owner is not self._queue:
                 raise ValueError(f"{name} got {value!r} of another coordinator: fetch it before.")
-        result = RemoteValue(self._queue, name)
-        functions = {key: function, **collected.functions}
-        closure = Closure(name, functions, arguments, inputs, [fn, *collected.kept], result)
         self._queue.add(closure)
         self._wake()
-        return result
+        return closure.result
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until all scheduled functions are over.
@@ -162,9 +148,7 @@ class ClusterCoordinator:
             CollectiveTimeoutError: they were not over in time; they go on.
             Exception: the first one that a function raised, with a note that says where. The
                 coordinator can be used afterwards.
-            RuntimeError: this process is a fork of the one that made the coordinator.
-            WorkerLostError: no worker was there for too long, or a function was run 4 times and
-                its worker was lost each time.
+            RuntimeError, WorkerLostError: as `schedule`.
         """
         self._queue.check_process()
         self._wake()  # Nobody did if the call that scheduled something was interrupted.
@@ -194,8 +178,7 @@ class ClusterCoordinator:
         Raises:
             ValueError: it can not be pickled.
         """
-        _, function = self._pickled_function(dataset, "")
-        return PerWorkerDataset(function, forget)
+        return PerWorkerDataset(self._pickled_function(dataset, "the dataset")[1], forget)
 
     def close(self) -> None:
         """Cancel what is not over, and let the workers go.
@@ -212,12 +195,7 @@ class ClusterCoordinator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _wake(self) -> None:
@@ -225,7 +203,7 @@ class ClusterCoordinator:
         while (worker := self._queue.idle_worker()) is not None:
             self._links[worker].fill()
 
-    def _pickled_function(self, function: Any, name: str) -> tuple[str, Pickled]:
+    def _pickled_function(self, function: Any, what: str) -> tuple[str, Pickled]:
         # Only a plain function is the same thing next time; an object may have changed.
         plain = isinstance(function, types.FunctionType)
         found = self._pickled.get(function) if plain else None
@@ -233,7 +211,6 @@ class ClusterCoordinator:
             try:
                 pickled = dump(function)
             except Exception as error:
-                what = f"the function {name}" if name else "the dataset"
                 raise ValueError(
                     f"{what} can not be sent to workers: {error}. Leave out what it refers to "
                     "that can not be pickled, or make it inside of the function."
@@ -276,7 +253,7 @@ class _Link:
         if connector is None:
             self.arrive(_LocalLine(WorkerService(name), self))
             return
-        serve = functools.partial(self._serve, connector, longest_pause)
+        serve = functools.partial(self._serve, name, connector, longest_pause)
         self._thread = threading.Thread(target=serve, name=f"ndistribute {name}", daemon=True)
         self._thread.start()
 
@@ -315,7 +292,7 @@ class _Link:
             self._owner.strategy.servers.learn(outcome.reports)
         long = outcome.seconds > _LONG_SECONDS
         self._depth = 1 if long else min(2 * self._depth, _MOST_DEPTH)
-        result = outcome.value if outcome.good else _exception(outcome.value, outcome.trace)
+        result = _exception(outcome) if outcome.trace else outcome.value
         self._queue.finish(self._index, outcome.number, result, outcome.trace)
         self.fill(may_wait=True)
         self._owner._wake()
@@ -349,8 +326,17 @@ class _Link:
                 line.send(Forget(tuple(self._forgotten.popleft() for _ in range(count))))
             for closure in closures:
                 unknown = {k: v for k, v in closure.functions.items() if k not in self._known}
+                order = Run(
+                    self._series,
+                    closure.number,
+                    self._queue.low_water,
+                    tuple(closure.functions),
+                    unknown,
+                    closure.arguments,
+                    tuple(_payloads(closure)),
+                )
                 try:
-                    line.send(self._order(closure, unknown))
+                    line.send(order)
                 except ValueError as error:  # It is too long.
                     self._queue.finish(self._index, closure.number, error)
                     continue
@@ -358,18 +344,7 @@ class _Link:
                 while len(self._known) > MAX_FUNCTIONS:
                     del self._known[next(iter(self._known))]
 
-    def _order(self, closure: Closure, unknown: dict[str, Pickled]) -> Run:
-        return Run(
-            self._series,
-            closure.number,
-            self._queue.low_water,
-            tuple(closure.functions),
-            unknown,
-            closure.arguments,
-            tuple(_payloads(closure)),
-        )
-
-    def _serve(self, connector: Connector, longest_pause: float) -> None:
+    def _serve(self, name: str, connector: Connector, longest_pause: float) -> None:
         failures = 0
         while not self._queue.closing.is_set():
             try:
@@ -402,36 +377,37 @@ class _Link:
         return ran
 
 
+def backoff_seconds(failures: int) -> float:
+    """Return how long to wait for a worker that was lost so often without having run anything."""
+    return min(0.1 * 2.0 ** min(failures - 1, 10), 2.0)
+
+
 def _payloads(closure: Closure) -> list[Pickled]:
     return [value.payload for value in closure.inputs if value.payload is not None]
 
 
 def _is_long(closure: Closure) -> bool:
     """Return True if a socket might not take all that has to be sent at once."""
-    size = 0
-    for part in (closure.arguments, *closure.functions.values(), *_payloads(closure)):
-        size += part.nbytes
-    return size > _LONG_BYTES
-
-
-@dataclass(eq=False)
-class _LocalPeer:
-    """Be the chief, as a worker in this process sees it."""
-
-    send: Callable[[Outcome], None]
-    name: str = "chief:0"
+    parts = (closure.arguments, *closure.functions.values(), *_payloads(closure))
+    return sum(part.nbytes for part in parts) > _LONG_BYTES
 
 
 class _LocalLine:
-    """Carry records to a worker in this process, by calls."""
+    """Carry records to a worker in this process, by calls, and its outcomes back."""
+
+    class _Chief:
+        name = "chief:0"
+
+        def __init__(self, send: Callable[[Outcome], None]) -> None:
+            self.send = send
 
     def __init__(self, service: WorkerService, link: _Link) -> None:
         self._service, self._link = service, link
-        self._peer = _LocalPeer(link.finish)
-        service.connected(self._peer)
+        self._chief = self._Chief(link.finish)
+        service.connected(self._chief)
 
     def send(self, record: Run | Forget) -> None:
-        self._service.handle(self._peer, 0, record)
+        self._service.handle(self._chief, 0, record)
 
     def abort(self, reason: str) -> None:
         """Send again all that the worker has: nobody knows whether the last record was sent."""
@@ -455,51 +431,47 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
         )
     if "worker" not in cluster.jobs:
         raise ValueError(f"The cluster has no workers: its jobs are {cluster.jobs}.")
-    jobs = (cluster.job_tasks(job) for job in sorted(cluster.jobs))
-    credentials = credentials_of([one for job in jobs for one in job if one is not None])
+    every = [a for job in sorted(cluster.jobs) for a in cluster.job_tasks(job) if a is not None]
+    credentials = credentials_of(every)
     name = f"{me}#{secrets.token_hex(6)}"
 
-    def connector(address: str, audience: str) -> Connection:
+    def connector(index: int) -> Connection:
         return connect(
-            address,
+            cluster.task_address("worker", index),
             credentials,
-            Hello(name=name, purpose="coordinator", audience=audience),
+            Hello(name=name, purpose="coordinator", audience=f"worker:{index}"),
             _outcomes,
             deadline=time.monotonic() + _CONNECT_SECONDS,
             sealed=True,
         )
 
-    return {
-        f"worker:{index}": functools.partial(
-            connector, cluster.task_address("worker", index), f"worker:{index}"
-        )
-        for index in cluster.task_indices("worker")
-    }
+    indices = cluster.task_indices("worker")
+    return {f"worker:{index}": functools.partial(connector, index) for index in indices}
 
 
 def _unpicklable(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+    closure: Closure, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
 ) -> ValueError:
     """Return the error that says which argument can not be sent."""
     places = {f"args[{index}]": value for index, value in enumerate(args)}
     places |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
+    what = f"the arguments of {closure.result.name}"
     for place, value in places.items():
         try:
-            dump_arguments(value)
+            dump_arguments(value, closure)
         except Exception as problem:
-            return ValueError(
-                f"{place} of {name}, a {type(value).__name__}, can not be sent to workers: "
-                f"{problem}."
-            )
-    return ValueError(f"the arguments of {name} can not be sent to workers: {error}.")
+            what = f"{place} of {closure.result.name}, a {type(value).__name__},"
+            return ValueError(f"{what} can not be sent to workers: {problem}.")
+    return ValueError(f"{what} can not be sent to workers: {error}.")
 
 
-def _exception(pickled: Pickled, trace: str) -> Exception:
-    """Return the exception that a worker sent."""
+def _exception(outcome: Outcome) -> Exception:
+    """Return the exception that a worker sent, or one that says what it was."""
     try:
-        error = load(pickled)
-    except Exception as problem:  # Its class is not known here, say.
-        return RuntimeError(
-            f"{trace.strip().splitlines()[-1]} (it can not be made here: {problem})"
-        )
+        error = load(outcome.value)
+    except (
+        Exception
+    ) as problem:  # Its class is not known here, or it can not be made from its args.
+        why = traceback.format_exception_only(problem)[-1].strip()
+        error = f"{outcome.trace.strip().splitlines()[-1]} (it can not be made here: {why})"
     return error if isinstance(error, Exception) else RuntimeError(str(error))

@@ -8,8 +8,8 @@ import pytest
 
 from ndistribute.coordinator.coordinator import backoff_seconds
 from ndistribute.coordinator.pickling import dump
-from ndistribute.coordinator.queue import ATTEMPTS, Closure, ClosureQueue
-from ndistribute.coordinator.remote_value import RemoteValue
+from ndistribute.coordinator.queue import ATTEMPTS, ClosureQueue
+from ndistribute.coordinator.remote_value import Closure, RemoteValue
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 
 NOTHING = dump(None)
@@ -26,7 +26,7 @@ def queue_for(workers: int, patience: float = 60.0) -> ClosureQueue:
 
 def add(queue: ClosureQueue, *inputs: Closure) -> Closure:
     values = [one.result for one in inputs]
-    made = Closure("f", {}, NOTHING, values, [], RemoteValue(queue, "f"))
+    made = Closure(RemoteValue(queue, "f"), {}, [], values, NOTHING)
     queue.add(made)
     return made
 
