@@ -7,16 +7,17 @@ that means.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from ndistribute.cluster import task as this_task
 from ndistribute.cluster.seconds import seconds_of
@@ -31,30 +32,20 @@ from ndistribute.transport.secret import credentials_of
 
 __all__ = ["ExitPolicy", "Outlook", "Server"]
 
-GRACE_SECONDS = 2.0
-"""How long a server waits for a task that left cleanly: it may close one strategy for another."""
+_GRACE_SECONDS = 2.0  # A task that left cleanly may close one strategy for another.
 CUT_SECONDS = 3.0
-"""How long it waits for a chief whose connection ended without good-bye.
+"""How long a server waits for a chief whose connection ended without good-bye.
 
 A chief that is alive, and took this process for lost since it was stopped, comes again at once."""
-RETURN_SECONDS = 60.0
-"""How long it waits for a task that died, which somebody may start again."""
-START_SECONDS = 600.0
-"""How long it waits for the first of those for whom it was started."""
-_HOLDING = ("ps", "local")
+_RETURN_SECONDS = 60.0  # A task that died may be started again.
+_START_SECONDS = 600.0  # The first of those for whom a server was started have so long to come.
 _FAREWELL_SECONDS = 1.0
 _SNAPSHOT_SECONDS = 30.0
 _log = logging.getLogger("ndistribute")
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """Say when a server's work ends, unless somebody comes before.
-
-    Args:
-        at: the time.
-        lost: who died or never came; empty where all went well.
-    """
+class Outlook(NamedTuple):
+    """When a server's work ends, unless somebody comes before, and who died or never came."""
 
     at: float
     lost: str = ""
@@ -64,13 +55,9 @@ class Outlook:
 class _Task:
     """A task whose end matters; of its processes, the one that came last speaks for it."""
 
-    present: dict[str, int] = field(default_factory=dict)
-    last: tuple[int, bool] | None = None  # Which one left, by its arrival, and whether it died.
-    cut: str = ""  # The process that died last, as far as is known.
-
-    @property
-    def died(self) -> bool:
-        return self.last is not None and self.last[1]
+    present: dict[str, int] = field(default_factory=dict)  # When each came, as its number.
+    left: int = 0  # When the one came that speaks for those that left.
+    died: str = ""  # Its name, if it died.
 
 
 class ExitPolicy:
@@ -84,52 +71,29 @@ class ExitPolicy:
         started: when the server was started.
         start_seconds: how long nobody may come.
         return_seconds: how long a worker may be away, once all others are gone too.
-        grace_seconds: how long after the last one left cleanly the work is over.
-
-    Attributes:
-        resumed: whether an earlier process of this server may have seen workers leave.
-
-    >>> policy = ExitPolicy(ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]}), started=0.0)
-    >>> for name in ("worker:0#f00", "worker:1#ba4"):
-    ...     policy.came(name)
-    >>> policy.left("worker:0#f00", died=False, now=10.0)
-    >>> policy.outlook()
-    >>> policy.left("worker:1#ba4", died=False, now=11.0)
-    >>> policy.outlook()
-    Outlook(at=13.0, lost='')
     """
 
     def __init__(
-        self,
-        cluster: ClusterSpec,
-        *,
-        started: float,
-        start_seconds: float = START_SECONDS,
-        return_seconds: float = RETURN_SECONDS,
-        grace_seconds: float = GRACE_SECONDS,
+        self, cluster: ClusterSpec, *, started: float, start_seconds: float, return_seconds: float
     ) -> None:
         self.resumed = False
+        """Whether an earlier process of this server may have seen workers leave."""
         self._led = "chief" in cluster.jobs
         job = "chief" if self._led else "worker"
         indices = cluster.task_indices(job) if job in cluster.jobs else []
         self._tasks = {f"{job}:{index}": _Task() for index in indices}
         self._started, self._start_seconds = started, start_seconds
         self._return_seconds = return_seconds
-        self._grace_seconds = grace_seconds
         self._arrivals = itertools.count(1)
         self._last_departure = 0.0
 
     def came(self, client: str) -> None:
-        """Note that a client is here; it may have been for long.
-
-        Args:
-            client: its name, ``job:index#random``; the random part is another one after a restart.
-        """
+        """Note that a client is here: ``job:index#random``, with another random part each start."""
         task = self._tasks.get(client.partition("#")[0])
         if task is None or client in task.present:
             return
-        if task.cut == client:  # It lives: only its connection was cut.
-            task.last, task.cut = None, ""
+        if task.died == client:  # It lives: only its connection was cut.
+            task.left, task.died = 0, ""
         task.present[client] = next(self._arrivals)
 
     def left(self, client: str, died: bool, now: float) -> None:
@@ -138,26 +102,25 @@ class ExitPolicy:
         if task is None:
             return
         arrival = task.present.pop(client, 0) or next(self._arrivals)
-        if task.last is None or arrival > task.last[0] or (self._led and died):
-            task.last, task.cut = (arrival, died), client if died else ""
+        if arrival > task.left or (self._led and died):
+            task.left, task.died = arrival, client if died else ""
         self._last_departure = now
 
     def outlook(self) -> Outlook | None:
         """Return when the work is over as things stand; None: not before somebody leaves."""
         tasks = self._tasks
-        if self._led and any(task.died for task in tasks.values()):
+        died = [name for name, task in tasks.items() if task.died]
+        missing = [name for name, task in tasks.items() if not task.left]
+        if self._led and died:
             # What it had sent to workers is under way still: only a fresh start is consistent.
             return Outlook(self._last_departure + CUT_SECONDS, "the chief died")
         if not tasks or any(task.present for task in tasks.values()):
             return None
-        if not any(task.last for task in tasks.values()):
-            names = ", ".join(tasks)
-            lost = f"{names} did not come within {self._start_seconds:g} s of the start"
+        if len(missing) == len(tasks):
+            lost = f"{', '.join(tasks)} did not come within {self._start_seconds:g} s of the start"
             return Outlook(self._started + self._start_seconds, lost)
-        missing = [name for name, task in tasks.items() if task.last is None]
-        died = [name for name, task in tasks.items() if task.died]
         if not died and not missing:
-            return Outlook(self._last_departure + self._grace_seconds)
+            return Outlook(self._last_departure + _GRACE_SECONDS)
         at = self._last_departure + self._return_seconds
         if not died and self.resumed:
             return Outlook(at)  # They left before this process was started, most likely.
@@ -168,69 +131,56 @@ class ExitPolicy:
 
 
 class _Attendance:
-    """Tell an exit policy who comes and goes, and wait until it says that the work is over."""
+    """Wait until an exit policy says that the work is over; it is told whom a service serves."""
+
+    requests: Any
+    sealed: bool
+    handle: Callable[..., Any]
 
     def __init__(self, policy: ExitPolicy) -> None:
         self.policy = policy
+        self.released = False
         self._changed = threading.Condition()
         self._peers: dict[str, Peer] = {}
-        self._released = False
 
-    def came(self, peer: Peer) -> None:
+    def serve(self, service: Service) -> Self:
+        """Answer as a service does from now on."""
+        self._service, self.handle = service, service.handle
+        self.requests, self.sealed = service.requests, service.sealed
+        return self
+
+    def connected(self, peer: Peer) -> None:
         with self._changed:
             self._peers[peer.name] = peer
             self.policy.came(peer.name)
             self._changed.notify_all()
-
-    def left(self, peer: Peer, died: bool) -> None:
-        """Note the end of a connection, unless its client has a newer one."""
-        with self._changed:
-            if self._peers.get(peer.name) is not peer:
-                return
-            del self._peers[peer.name]
-            self.policy.left(peer.name, died, time.monotonic())
-            self._changed.notify_all()
-
-    def release(self) -> None:
-        """Let go who waits, from now on."""
-        with self._changed:
-            self._released = True
-            self._changed.notify_all()
-
-    def wait(self, timeout: float | None) -> Outlook | None:
-        """Return how the work ended; None where it did not, and this was released or ran out."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while not self._released:
-                now = time.monotonic()
-                outlook = self.policy.outlook()
-                if outlook is not None and outlook.at <= now:
-                    return outlook
-                if deadline is not None and deadline <= now:
-                    return None
-                ends = None if outlook is None else outlook.at
-                times = [at for at in (deadline, ends) if at is not None]
-                self._changed.wait(timeout=min(times) - now if times else None)
-        return None
-
-
-class _Attended:
-    """Let a service answer, and note who comes and goes."""
-
-    def __init__(self, service: Service, attendance: _Attendance) -> None:
-        self.requests = service.requests
-        self.sealed = service.sealed
-        self.handle = service.handle
-        self._service = service
-        self._attendance = attendance
-
-    def connected(self, peer: Peer) -> None:
-        self._attendance.came(peer)
         self._service.connected(peer)
 
     def disconnected(self, peer: Peer, died: bool) -> None:
         self._service.disconnected(peer, died)
-        self._attendance.left(peer, died)
+        with self._changed:
+            if self._peers.get(peer.name) is peer:  # Else its client has a newer connection.
+                del self._peers[peer.name]
+                self.policy.left(peer.name, died, time.monotonic())
+                self._changed.notify_all()
+
+    def release(self) -> None:
+        """Let go who waits, from now on."""
+        with self._changed:
+            self.released = True
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None) -> Outlook | None:
+        """Return how the work ended; None where it did not, and this was released or ran out."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self.released:
+                now, outlook = time.monotonic(), self.policy.outlook()
+                ends = math.inf if outlook is None else outlook.at
+                if min(ends, deadline) <= now:
+                    return outlook if ends <= now else None
+                self._changed.wait(min(ends - now, deadline - now, threading.TIMEOUT_MAX))
+        return None
 
 
 class Server:
@@ -288,12 +238,11 @@ class Server:
         policy = ExitPolicy(
             self._cluster,
             started=time.monotonic(),
-            start_seconds=seconds_of(environ, "NDISTRIBUTE_START_SECONDS", START_SECONDS),
-            return_seconds=seconds_of(environ, "NDISTRIBUTE_RETURN_SECONDS", RETURN_SECONDS),
+            start_seconds=seconds_of(environ, "NDISTRIBUTE_START_SECONDS", _START_SECONDS),
+            return_seconds=seconds_of(environ, "NDISTRIBUTE_RETURN_SECONDS", _RETURN_SECONDS),
         )
         self._attendance = _Attendance(policy)
         self._lock = threading.Lock()
-        self._ended = threading.Event()
         self._process = os.getpid()
         self._rpc: RpcServer | None = None
         self._service: StoreService | WorkerService | None = None
@@ -332,12 +281,12 @@ class Server:
     def start(self) -> None:
         """Listen; once it does so, or has stopped, this does nothing."""
         with self._lock:
-            if self._rpc is not None or self._ended.is_set():
+            if self._rpc is not None or self._attendance.released:
                 return
             # The other tasks' addresses count too: where all are local, so is the secret.
-            jobs = (self._cluster.job_tasks(job) for job in sorted(self._cluster.jobs))
-            addresses = [address for job in jobs for address in job if address is not None]
-            credentials = credentials_of(addresses, self._environ)
+            tasks = (self._cluster.job_tasks(job) for job in sorted(self._cluster.jobs))
+            every = [address for job in tasks for address in job if address is not None]
+            credentials = credentials_of(every, self._environ)
             services = self._services()
             try:
                 self._rpc = RpcServer(
@@ -365,17 +314,17 @@ class Server:
                 not come back within `NDISTRIBUTE_RETURN_SECONDS`; or nobody came at all within
                 `NDISTRIBUTE_START_SECONDS`.
         """
-        with _Sigterm() as sigterm:
+        over = True
+        with _sigterm_as_exit() as disarm:
             try:
                 outlook = self._attendance.wait(timeout)
-            except BaseException:  # SIGTERM or Ctrl-C.
-                sigterm.disarm()
-                self.stop(_FAREWELL_SECONDS)
-                raise
-            if outlook is None:
-                return self._ended.is_set()
-            sigterm.disarm()
-            self.stop(_FAREWELL_SECONDS)
+                over = outlook is not None
+            finally:  # Also after SIGTERM or Ctrl-C.
+                if over:
+                    disarm()
+                    self.stop(_FAREWELL_SECONDS)
+        if outlook is None:
+            return self._attendance.released
         if outlook.lost:
             raise WorkerLostError(f"{self.name} ends: {outlook.lost}.")
         _log.info("%s ends: all who used it have left", self.name)
@@ -395,7 +344,6 @@ class Server:
         if os.getpid() != self._process:
             return
         with self._lock:
-            self._ended.set()
             rpc, self._rpc = self._rpc, None
             try:
                 if rpc is not None:
@@ -407,12 +355,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _services(self) -> dict[str, Service]:
@@ -420,8 +363,8 @@ class Server:
         if self._job == "worker" and "chief" in self._cluster.jobs:
             this_task.enter(this_task.Task(self._cluster, self._job, self._index))
             self._service = worker = WorkerService(self.name)
-            return {"coordinator": _Attended(worker, self._attendance)}
-        if self._job not in _HOLDING:
+            return {"coordinator": self._attendance.serve(worker)}
+        if self._job not in ("ps", "local"):
             return {}
         self._service = store = StoreService(
             self._directory,
@@ -431,7 +374,7 @@ class Server:
             return_seconds=silence,
         )
         self._attendance.policy.resumed = store.resumed
-        return {"ps": _Attended(store, self._attendance)}
+        return {"ps": self._attendance.serve(store)}
 
     def _close_service(self) -> None:
         service, self._service = self._service, None  # What was served is not held any longer.
@@ -445,39 +388,31 @@ class Server:
             )
 
 
-class _Sigterm:
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[Callable[[], None]]:
     """Make SIGTERM a `SystemExit` in the block, so that what is open can be closed in order.
 
-    Once it is disarmed, by the first signal for one, further ones change nothing: what closes then
-    is not to be broken off. Where the program handles the signal itself, or in another thread than
-    the main one, this does nothing.
+    After the first one, or once what this yields is called, SIGTERM changes nothing: what closes
+    then is not to be broken off. Where the program handles it itself, or in another thread than the
+    main one, this does nothing.
     """
+    armed = True
 
-    def __init__(self) -> None:
-        self._armed = True
-        self._handling = False
+    def disarm() -> None:
+        nonlocal armed
+        armed = False
 
-    def disarm(self) -> None:
-        """Let signals change nothing, up to the end of the block."""
-        self._armed = False
-
-    def __enter__(self) -> Self:
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._handle)
-            self._handling = True
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._handling:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._armed:
-            self._armed = False
+    def handle(signum: int, frame: object) -> None:
+        if armed:
+            disarm()
             raise SystemExit(128 + signum)
+
+    main = threading.current_thread() is threading.main_thread()
+    handled = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    try:
+        if handled:
+            signal.signal(signal.SIGTERM, handle)
+        yield disarm
+    finally:
+        if handled:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
