@@ -39,8 +39,6 @@ from ndistribute.transport.connection import Connection, ConnectionLostError
 from ndistribute.transport.handshake import Hello
 from ndistribute.transport.secret import credentials_of
 
-__all__ = ["ClusterCoordinator", "backoff_seconds", "forget"]
-
 _TIMEOUT_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
 _END_SECONDS = 6.0
@@ -87,10 +85,11 @@ class ClusterCoordinator:
         patience = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
         connectors = _connectors(strategy.cluster_resolver)
         self._queue = ClosureQueue(tuple(connectors), patience)
-        series = f"closures#{secrets.token_hex(8)}"
-        self._links = [_Link(index, series, self) for index in range(len(connectors))]
-        for link, (name, connector) in zip(self._links, connectors.items(), strict=True):
-            link.start(name, connector, longest_pause=patience / 4)
+        self._series = f"closures#{secrets.token_hex(8)}"
+        self._longest_pause = patience / 4
+        self._links = [_Link(self, index, *one) for index, one in enumerate(connectors.items())]
+        for link in self._links:
+            link.start()
         _coordinators.add(self)
         atexit.register(self.close)  # So that workers see the chief leave, and not die.
 
@@ -236,10 +235,13 @@ def forget(key: str) -> None:
 
 
 class _Link:
-    """Keep one worker busy: send it closures of a series, and take their outcomes."""
+    """Keep one worker busy: send it closures, and take their outcomes."""
 
-    def __init__(self, index: int, series: str, owner: ClusterCoordinator) -> None:
-        self._index, self._series, self._owner, self._queue = index, series, owner, owner._queue
+    def __init__(
+        self, owner: ClusterCoordinator, index: int, name: str, connector: Connector | None
+    ) -> None:
+        self._owner, self._queue, self._index = owner, owner._queue, index
+        self.name, self._connector = name, connector  # Without one the worker is in this process.
         # Closures are taken and sent under it. Reentrant, for a local worker is lost at once.
         self._sending = threading.RLock()
         self._line: Connection | _LocalLine | None = None  # None while the worker is away.
@@ -248,13 +250,13 @@ class _Link:
         self._forgotten: collections.deque[str] = collections.deque()
         self._thread: threading.Thread | None = None
 
-    def start(self, name: str, connector: Connector | None, longest_pause: float) -> None:
-        """Look for the worker; without a connector it is in this process."""
-        if connector is None:
-            self.arrive(_LocalLine(WorkerService(name), self))
+    def start(self) -> None:
+        """Look for the worker."""
+        if self._connector is None:
+            self.arrive(_LocalLine(self))
             return
-        serve = functools.partial(self._serve, name, connector, longest_pause)
-        self._thread = threading.Thread(target=serve, name=f"ndistribute {name}", daemon=True)
+        serve = functools.partial(self._serve, self._connector)
+        self._thread = threading.Thread(target=serve, name=f"ndistribute {self.name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -266,11 +268,7 @@ class _Link:
             self._thread.join(timeout=_END_SECONDS)
 
     def fill(self, *, may_wait: bool = False) -> None:
-        """Send the worker as much as it may have now.
-
-        Args:
-            may_wait: whether the caller has nothing else to do until the worker has read all.
-        """
+        """Send the worker as much as it may have now, on another thread if this must not wait."""
         with self._sending:
             line = self._line
             if line is None:
@@ -296,6 +294,8 @@ class _Link:
         self._queue.finish(self._index, outcome.number, result, outcome.trace)
         self.fill(may_wait=True)
         self._owner._wake()
+
+    send = finish  # To a worker in this process it is the other end of a connection.
 
     def forget(self, key: str) -> None:
         """Let the worker drop something before it runs more; this takes no lock."""
@@ -327,7 +327,7 @@ class _Link:
             for closure in closures:
                 unknown = {k: v for k, v in closure.functions.items() if k not in self._known}
                 order = Run(
-                    self._series,
+                    self._owner._series,
                     closure.number,
                     self._queue.low_water,
                     tuple(closure.functions),
@@ -344,7 +344,7 @@ class _Link:
                 while len(self._known) > MAX_FUNCTIONS:
                     del self._known[next(iter(self._known))]
 
-    def _serve(self, name: str, connector: Connector, longest_pause: float) -> None:
+    def _serve(self, connector: Connector) -> None:
         failures = 0
         while not self._queue.closing.is_set():
             try:
@@ -355,7 +355,7 @@ class _Link:
             else:
                 failures = 1 if self._receive(connection) else failures + 1
                 self._owner._wake()
-            pause = min(backoff_seconds(failures), longest_pause)
+            pause = min(backoff_seconds(failures), self._owner._longest_pause)
             self._queue.closing.wait(timeout=pause)
 
     def _receive(self, connection: Connection) -> bool:
@@ -393,29 +393,20 @@ def _is_long(closure: Closure) -> bool:
 
 
 class _LocalLine:
-    """Carry records to a worker in this process, by calls, and its outcomes back."""
+    """Carry records to a worker in this process, by calls."""
 
-    class _Chief:
-        name = "chief:0"
-
-        def __init__(self, send: Callable[[Outcome], None]) -> None:
-            self.send = send
-
-    def __init__(self, service: WorkerService, link: _Link) -> None:
-        self._service, self._link = service, link
-        self._chief = self._Chief(link.finish)
-        service.connected(self._chief)
+    def __init__(self, link: _Link) -> None:
+        self._service, self._link = WorkerService(link.name), link
+        self.close = self._service.close
+        self._service.connected(link)
 
     def send(self, record: Run | Forget) -> None:
-        self._service.handle(self._chief, 0, record)
+        self._service.handle(self._link, 0, record)
 
     def abort(self, reason: str) -> None:
         """Send again all that the worker has: nobody knows whether the last record was sent."""
         self._link.lose(ConnectionLostError(reason))
         self._link.arrive(self)
-
-    def close(self) -> None:
-        self._service.close()
 
 
 def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]:
@@ -431,8 +422,8 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
         )
     if "worker" not in cluster.jobs:
         raise ValueError(f"The cluster has no workers: its jobs are {cluster.jobs}.")
-    every = [a for job in sorted(cluster.jobs) for a in cluster.job_tasks(job) if a is not None]
-    credentials = credentials_of(every)
+    jobs = map(cluster.job_tasks, sorted(cluster.jobs))
+    credentials = credentials_of([one for job in jobs for one in job if one is not None])
     name = f"{me}#{secrets.token_hex(6)}"
 
     def connector(index: int) -> Connection:

@@ -19,8 +19,6 @@ import numpy as np
 from ndistribute.errors import MissingDependencyError
 from ndistribute.transport.codec import Array, Record
 
-__all__ = ["Pickled", "dump", "key_of", "load", "require_cloudpickle"]
-
 _BUFFER_BYTES = 16384  # Copying less than this costs less than a buffer of its own.
 _PROTOCOL = 5
 _PLAIN = frozenset({bool, bytes, complex, float, int, str, type(None)})

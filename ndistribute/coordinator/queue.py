@@ -20,8 +20,6 @@ from ndistribute.coordinator.pickling import Pickled
 from ndistribute.coordinator.remote_value import Closure, RemoteValue
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 
-__all__ = ["ATTEMPTS", "ClosureQueue"]
-
 ATTEMPTS = 4
 """A function is run at most so often if its worker is lost each time while it runs."""
 _log = logging.getLogger("ndistribute")

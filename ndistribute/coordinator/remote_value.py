@@ -19,8 +19,6 @@ from ndistribute.coordinator.pickling import Pickled, dump, key_of, load
 from ndistribute.coordinator.worker import input_value, keep, kept_dataset
 from ndistribute.errors import CollectiveTimeoutError
 
-__all__ = ["Closure", "PerWorkerDataset", "RemoteValue", "dump_arguments", "keep_until_run"]
-
 _EMPTY = Pickled(b"")
 
 
@@ -113,10 +111,8 @@ class RemoteValue:
         if self.error is not None:
             raise self.error
         if not self._value and self.payload is not None:
-            loaded = load(self.payload)  # Without the lock, for this runs code of the user.
-            with self.owner.lock:
-                self._value = self._value or [loaded]
-        return self._value[0]
+            self._value.append(load(self.payload))
+        return self._value[0]  # Where two threads have loaded it, the first one's.
 
     get = fetch
 

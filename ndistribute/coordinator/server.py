@@ -8,7 +8,6 @@ that means.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -16,7 +15,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
 from ndistribute.cluster import task as this_task
@@ -29,8 +27,6 @@ from ndistribute.transport.address import split_address
 from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.rpc import Peer, RpcServer, Service
 from ndistribute.transport.secret import credentials_of
-
-__all__ = ["ExitPolicy", "Outlook", "Server"]
 
 _GRACE_SECONDS = 2.0  # A task that left cleanly may close one strategy for another.
 CUT_SECONDS = 3.0
@@ -49,15 +45,6 @@ class Outlook(NamedTuple):
 
     at: float
     lost: str = ""
-
-
-@dataclass
-class _Task:
-    """A task whose end matters; of its processes, the one that came last speaks for it."""
-
-    present: dict[str, int] = field(default_factory=dict)  # When each came, as its number.
-    left: int = 0  # When the one came that speaks for those that left.
-    died: str = ""  # Its name, if it died.
 
 
 class ExitPolicy:
@@ -81,41 +68,37 @@ class ExitPolicy:
         self._led = "chief" in cluster.jobs
         job = "chief" if self._led else "worker"
         indices = cluster.task_indices(job) if job in cluster.jobs else []
-        self._tasks = {f"{job}:{index}": _Task() for index in indices}
+        # The processes of each task that matters, in the order in which they came; of each whether
+        # it died, None while it is here. The last one that is gone speaks for its task.
+        self._tasks: dict[str, dict[str, bool | None]] = {f"{job}:{i}": {} for i in indices}
         self._started, self._start_seconds = started, start_seconds
         self._return_seconds = return_seconds
-        self._arrivals = itertools.count(1)
         self._last_departure = 0.0
 
     def came(self, client: str) -> None:
         """Note that a client is here: ``job:index#random``, with another random part each start."""
-        task = self._tasks.get(client.partition("#")[0])
-        if task is None or client in task.present:
-            return
-        if task.died == client:  # It lives: only its connection was cut.
-            task.left, task.died = 0, ""
-        task.present[client] = next(self._arrivals)
+        task = self._tasks.get(client.partition("#")[0], {})
+        if task.get(client) is not None:
+            del task[client]  # It lives: only its connection was cut.
+        task.setdefault(client, None)
 
     def left(self, client: str, died: bool, now: float) -> None:
         """Note that a client said good-bye, or that its process died."""
         task = self._tasks.get(client.partition("#")[0])
-        if task is None:
-            return
-        arrival = task.present.pop(client, 0) or next(self._arrivals)
-        if arrival > task.left or (self._led and died):
-            task.left, task.died = arrival, client if died else ""
-        self._last_departure = now
+        if task is not None:
+            task[client] = died
+            self._last_departure = now
 
     def outlook(self) -> Outlook | None:
         """Return when the work is over as things stand; None: not before somebody leaves."""
         tasks = self._tasks
-        died = [name for name, task in tasks.items() if task.died]
-        missing = [name for name, task in tasks.items() if not task.left]
-        if self._led and died:
+        if self._led and any(True in task.values() for task in tasks.values()):
             # What it had sent to workers is under way still: only a fresh start is consistent.
             return Outlook(self._last_departure + CUT_SECONDS, "the chief died")
-        if not tasks or any(task.present for task in tasks.values()):
+        if not tasks or any(None in task.values() for task in tasks.values()):
             return None
+        died = [name for name, task in tasks.items() if task and list(task.values())[-1]]
+        missing = [name for name, task in tasks.items() if not task]
         if len(missing) == len(tasks):
             lost = f"{', '.join(tasks)} did not come within {self._start_seconds:g} s of the start"
             return Outlook(self._started + self._start_seconds, lost)
@@ -223,9 +206,12 @@ class Server:
         durability: Literal["snapshot", "log"] | None = None,
     ) -> None:
         self._environ = environ = os.environ if environ is None else environ
-        self._cluster = ClusterSpec(cluster)
-        self._job, self._index = only_task(self._cluster, job_name, task_index)
-        self._address = self._cluster.task_address(self._job, self._index)
+        self.cluster_spec = ClusterSpec(cluster)
+        """The whole cluster."""
+        self._job, self._index = only_task(self.cluster_spec, job_name, task_index)
+        self.name = f"{self._job}:{self._index}"
+        """Which task this is, such as ``"ps:0"``."""
+        self._address = self.cluster_spec.task_address(self._job, self._index)
         self._directory = snapshot_directory
         if snapshot_directory is None and self._job == "ps":
             self._directory = environ.get("NDISTRIBUTE_SNAPSHOT_DIR") or None
@@ -236,7 +222,7 @@ class Server:
         if self._durability not in ("snapshot", "log"):
             raise ValueError(f'durability is "snapshot" or "log", got {self._durability!r}.')
         policy = ExitPolicy(
-            self._cluster,
+            self.cluster_spec,
             started=time.monotonic(),
             start_seconds=seconds_of(environ, "NDISTRIBUTE_START_SECONDS", _START_SECONDS),
             return_seconds=seconds_of(environ, "NDISTRIBUTE_RETURN_SECONDS", _RETURN_SECONDS),
@@ -263,16 +249,6 @@ class Server:
         return Server({"local": ["localhost:0"]}, "local", 0, start=start, environ=environ)
 
     @property
-    def cluster_spec(self) -> ClusterSpec:
-        """Return the whole cluster."""
-        return self._cluster
-
-    @property
-    def name(self) -> str:
-        """Return which task this is, such as ``"ps:0"``."""
-        return f"{self._job}:{self._index}"
-
-    @property
     def target(self) -> str:
         """Return where it listens, ``host:port``, with the port that it got."""
         host, port = self._address.rpartition(":")[0], split_address(self._address)[1]
@@ -284,9 +260,9 @@ class Server:
             if self._rpc is not None or self._attendance.released:
                 return
             # The other tasks' addresses count too: where all are local, so is the secret.
-            tasks = (self._cluster.job_tasks(job) for job in sorted(self._cluster.jobs))
-            every = [address for job in tasks for address in job if address is not None]
-            credentials = credentials_of(every, self._environ)
+            jobs = map(self.cluster_spec.job_tasks, sorted(self.cluster_spec.jobs))
+            addresses = [address for job in jobs for address in job if address is not None]
+            credentials = credentials_of(addresses, self._environ)
             services = self._services()
             try:
                 self._rpc = RpcServer(
@@ -360,8 +336,8 @@ class Server:
 
     def _services(self) -> dict[str, Service]:
         silence = silence_seconds(self._environ)
-        if self._job == "worker" and "chief" in self._cluster.jobs:
-            this_task.enter(this_task.Task(self._cluster, self._job, self._index))
+        if self._job == "worker" and "chief" in self.cluster_spec.jobs:
+            this_task.enter(this_task.Task(self.cluster_spec, self._job, self._index))
             self._service = worker = WorkerService(self.name)
             return {"coordinator": self._attendance.serve(worker)}
         if self._job not in ("ps", "local"):

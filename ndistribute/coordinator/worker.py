@@ -23,17 +23,6 @@ from ndistribute.parameter_server.closure import closure
 from ndistribute.parameter_server.messages import Report
 from ndistribute.transport.codec import MalformedError, Record
 
-__all__ = [
-    "MAX_FUNCTIONS",
-    "Forget",
-    "Outcome",
-    "Run",
-    "WorkerService",
-    "input_value",
-    "keep",
-    "kept_dataset",
-]
-
 MAX_FUNCTIONS = 256
 """So many functions a worker keeps for a coordinator; the oldest goes first, on both sides."""
 RESULT_BYTES = 256 << 20
