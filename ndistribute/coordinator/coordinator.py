@@ -18,9 +18,9 @@ import threading
 import time
 import traceback
 import types
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
+from weakref import WeakKeyDictionary, WeakSet
 
 from ndistribute import tree
 from ndistribute.cluster.resolvers import ClusterResolver
@@ -40,6 +40,7 @@ from ndistribute.transport.handshake import Hello
 from ndistribute.transport.secret import credentials_of
 
 _TIMEOUT_SECONDS = 60.0
+_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # Before a worker is looked for, by failures in a row.
 _CONNECT_SECONDS = 5.0
 _END_SECONDS = 6.0
 _LONG_SECONDS = 0.02  # Beside this a round trip is nothing, so no closure is sent in advance.
@@ -80,8 +81,7 @@ class ClusterCoordinator:
         self.strategy = strategy
         """The strategy that this coordinator works for."""
         self._process = os.getpid()
-        self._pickled: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, Pickled]]
-        self._pickled = weakref.WeakKeyDictionary()
+        self._pickled: WeakKeyDictionary[Any, tuple[str, Pickled]] = WeakKeyDictionary()
         patience = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
         connectors = _connectors(strategy.cluster_resolver)
         self._queue = ClosureQueue(tuple(connectors), patience)
@@ -220,7 +220,7 @@ class ClusterCoordinator:
         return found
 
 
-_coordinators: weakref.WeakSet[ClusterCoordinator] = weakref.WeakSet()
+_coordinators: WeakSet[ClusterCoordinator] = WeakSet()
 
 
 def forget(key: str) -> None:
@@ -231,7 +231,7 @@ def forget(key: str) -> None:
     """
     for coordinator in tuple(_coordinators):
         for link in coordinator._links:
-            link.forget(key)
+            link.forgotten.append(key)
 
 
 class _Link:
@@ -247,7 +247,7 @@ class _Link:
         self._line: Connection | _LocalLine | None = None  # None while the worker is away.
         self._depth = 1  # How many closures it may have.
         self._known: dict[str, None] = {}  # The functions that the worker keeps, as it does.
-        self._forgotten: collections.deque[str] = collections.deque()
+        self.forgotten: collections.deque[str] = collections.deque()  # What it is to drop.
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -297,23 +297,18 @@ class _Link:
 
     send = finish  # To a worker in this process it is the other end of a connection.
 
-    def forget(self, key: str) -> None:
-        """Let the worker drop something before it runs more; this takes no lock."""
-        if self._line is not None:
-            self._forgotten.append(key)
-
     def arrive(self, line: Connection | _LocalLine) -> None:
         """Send to a worker that is there, and has nothing yet."""
         with self._sending:
             self._known.clear()
-            self._forgotten.clear()
+            self.forgotten.clear()
             self._depth = 1
             self._line = line
             self._queue.arrive(self._index)
         self.fill(may_wait=True)
 
     def lose(self, problem: Exception) -> None:
-        """Give back what the worker had."""
+        """Give back what the worker had, which is away, or still away."""
         with self._sending:
             self._line = None
             self._queue.lose(self._index, problem)
@@ -321,9 +316,9 @@ class _Link:
     def _send(self, line: Connection | _LocalLine, closures: Sequence[Closure]) -> None:
         with self._sending, contextlib.suppress(ConnectionLostError, TimeoutError):
             # The thread that receives sees a loss too, and gives all back.
-            if self._forgotten:
-                count = len(self._forgotten)
-                line.send(Forget(tuple(self._forgotten.popleft() for _ in range(count))))
+            if self.forgotten:
+                count = len(self.forgotten)
+                line.send(Forget(tuple(self.forgotten.popleft() for _ in range(count))))
             for closure in closures:
                 unknown = {k: v for k, v in closure.functions.items() if k not in self._known}
                 order = Run(
@@ -351,12 +346,12 @@ class _Link:
                 connection = connector()
             except Exception as error:
                 failures += 1
-                self._queue.absent(self._index, error)
+                self.lose(error)
             else:
                 failures = 1 if self._receive(connection) else failures + 1
-                self._owner._wake()
-            pause = min(backoff_seconds(failures), self._owner._longest_pause)
-            self._queue.closing.wait(timeout=pause)
+            self._owner._wake()
+            pause = _PAUSES[min(failures, len(_PAUSES)) - 1]
+            self._queue.closing.wait(timeout=min(pause, self._owner._longest_pause))
 
     def _receive(self, connection: Connection) -> bool:
         """Take outcomes until the connection ends; return True if there were any."""
@@ -375,11 +370,6 @@ class _Link:
         self.lose(ConnectionLostError(why))
         connection.close()
         return ran
-
-
-def backoff_seconds(failures: int) -> float:
-    """Return how long to wait for a worker that was lost so often without having run anything."""
-    return min(0.1 * 2.0 ** min(failures - 1, 10), 2.0)
 
 
 def _payloads(closure: Closure) -> list[Pickled]:

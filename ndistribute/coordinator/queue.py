@@ -65,7 +65,7 @@ class ClosureQueue:
                     raise RuntimeError("The coordinator was closed: make another one.")
                 if self._error is None and not self.is_full():
                     break
-                self._changed.wait()  # Ends when workers take some, or `absent` gives them up.
+                self._changed.wait()  # Ends when workers take some, or `lose` gives them up.
             for value in closure.inputs:
                 if value.error is not None:
                     problem = f"{closure.result.name} got {value!r}, which has no value."
@@ -172,12 +172,14 @@ class ClosureQueue:
                 self._changed.notify_all()
 
     def lose(self, worker: int, problem: Exception) -> None:
-        """Note that a worker is away; others run what it had.
+        """Note that a worker is away, or still away; others run what it had.
 
         It ran the first closure that it had, so that was an attempt; the others waited behind it.
+        If all workers have been away for too long while something waits, everything is given up.
         """
         with self.lock:
-            self._away[worker] = problem
+            before, self._away[worker] = self._away.get(worker), problem
+            was_here = worker in self._in_flight
             lost = list(self._in_flight.pop(worker, {}).values())
             if lost and self._error is None:
                 lost[0].lost_on.append(self._workers[worker])
@@ -195,32 +197,33 @@ class ClosureQueue:
             else:
                 self._ready.extendleft(reversed(lost))
                 self._bytes += sum(closure.arguments.nbytes for closure in lost)
-        if not self.closing.is_set():
+            self._check_patience(problem)
+        refused = isinstance(problem, AuthenticationError)
+        if was_here and not self.closing.is_set():
             what = ", ".join(map(str, lost)) or "nothing"
             _log.warning("%s is lost (%s); it had %s", self._workers[worker], problem, what)
+        elif refused and not isinstance(before, AuthenticationError):
+            _log.warning("%s gets no work, for it refuses: %s", self._workers[worker], problem)
 
-    def absent(self, worker: int, problem: Exception) -> None:
-        """Note that a worker is still away, and give up if that has lasted too long."""
-        now = time.monotonic()
-        with self.lock:
-            self._away[worker] = problem
-            if len(self._away) < len(self._workers) or not self._open:
-                self._stalled = None
-                return
-            self._stalled = self._stalled or now
-            if all(isinstance(why, AuthenticationError) for why in self._away.values()):
-                error: Exception = AuthenticationError(f"No worker let this process in: {problem}")
-            elif now - self._stalled >= self._patience:
-                error = WorkerLostError(
-                    f"No worker was there for {self._patience:g} s while {self._waiting()} "
-                    f"function(s) waited{self._who_is_away()}. Start the workers again, or give "
-                    "them longer by timeout_seconds."
-                )
-            else:
-                return
+    def _check_patience(self, problem: Exception) -> None:
+        if len(self._away) < len(self._workers) or not self._open:
             self._stalled = None
-            error.__cause__ = problem
-            self._give_up(error)
+            return
+        now = time.monotonic()
+        self._stalled = self._stalled or now
+        if all(isinstance(why, AuthenticationError) for why in self._away.values()):
+            error: Exception = AuthenticationError(f"No worker let this process in: {problem}")
+        elif now - self._stalled >= self._patience:
+            error = WorkerLostError(
+                f"No worker was there for {self._patience:g} s while {self._waiting()} "
+                f"function(s) waited{self._who_is_away()}. Start the workers again, or give "
+                "them longer by timeout_seconds."
+            )
+        else:
+            return
+        self._stalled = None
+        error.__cause__ = problem
+        self._give_up(error)
 
     def is_full(self) -> bool:
         """Return True if no more may be added."""

@@ -86,13 +86,7 @@ class _Session:
 def keep(key: str, make: Loader, drop: Callable[[Any], object] = bool) -> Any:
     """Return what a worker has under a key for the coordinator whose function it runs or loads.
 
-    Args:
-        key: no other thing of the coordinator has it.
-        make: called with nothing when it is first asked for.
-        drop: called with the thing when the coordinator forgets the key, or leaves.
-
-    Raises:
-        RuntimeError: this process runs no coordinator's function now.
+    It is made when it is first asked for, and dropped when the coordinator forgets it, or leaves.
     """
     kept = _session().kept
     if key not in kept:
