@@ -320,13 +320,11 @@ class _Link:
                 count = len(self.forgotten)
                 line.send(Forget(tuple(self.forgotten.popleft() for _ in range(count))))
             for closure in closures:
-                unknown = {k: v for k, v in closure.functions.items() if k not in self._known}
                 order = Run(
                     self._owner._series,
                     closure.number,
                     self._queue.low_water,
-                    tuple(closure.functions),
-                    unknown,
+                    {k: None if k in self._known else v for k, v in closure.functions.items()},
                     closure.arguments,
                     tuple(_payloads(closure)),
                 )
@@ -335,7 +333,7 @@ class _Link:
                 except ValueError as error:  # It is too long.
                     self._queue.finish(self._index, closure.number, error)
                     continue
-                self._known.update(dict.fromkeys(unknown))
+                self._known.update(dict.fromkeys(order.functions))
                 while len(self._known) > MAX_FUNCTIONS:
                     del self._known[next(iter(self._known))]
 

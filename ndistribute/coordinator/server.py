@@ -36,7 +36,7 @@ A chief that is alive, and took this process for lost since it was stopped, come
 _RETURN_SECONDS = 60.0  # A task that died may be started again.
 _START_SECONDS = 600.0  # The first of those for whom a server was started have so long to come.
 _FAREWELL_SECONDS = 1.0
-_SNAPSHOT_SECONDS = 30.0
+_SAVE_SECONDS = 30.0
 _log = logging.getLogger("ndistribute")
 
 
@@ -215,9 +215,8 @@ class Server:
         self._directory = snapshot_directory
         if snapshot_directory is None and self._job == "ps":
             self._directory = environ.get("NDISTRIBUTE_SNAPSHOT_DIR") or None
-        self._seconds = snapshot_seconds or seconds_of(
-            environ, "NDISTRIBUTE_SNAPSHOT_SECONDS", _SNAPSHOT_SECONDS
-        )
+        every = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_SECONDS", _SAVE_SECONDS)
+        self._save_seconds = snapshot_seconds or every
         self._durability = durability or environ.get("NDISTRIBUTE_DURABILITY") or "snapshot"
         if self._durability not in ("snapshot", "log"):
             raise ValueError(f'durability is "snapshot" or "log", got {self._durability!r}.')
@@ -345,7 +344,7 @@ class Server:
         self._service = store = StoreService(
             self._directory,
             self.name,
-            seconds=self._seconds,
+            seconds=self._save_seconds,
             durability="log" if self._durability == "log" else "snapshot",
             return_seconds=silence,
         )

@@ -38,8 +38,8 @@ class Run(Record, frozen=True):
     series: str  # The coordinator's name for all its closures, for the servers.
     number: int  # Of the closure; the same however often it is sent to workers.
     low_water: int  # The lowest number of a closure of the series that is not over.
-    keys: tuple[str, ...]  # Of the function, and of those that make the datasets in the arguments.
-    functions: dict[str, Pickled]  # Those of them that this connection has not carried yet.
+    # By keys, the function and those that make the datasets in the arguments; None: it was sent.
+    functions: dict[str, Pickled | None]
     arguments: Pickled
     inputs: tuple[Pickled, ...]  # The results of other closures that stand in the arguments.
 
@@ -143,10 +143,11 @@ class WorkerService:
             return
         known = session.functions
         for key, pickled in request.functions.items():
-            known[key] = functools.cache(functools.partial(load, pickled))
-        if not known.keys() >= set(request.keys):
+            if pickled is not None:
+                known[key] = functools.cache(functools.partial(load, pickled))
+        if not known.keys() >= request.functions.keys():
             raise MalformedError(f"{peer.name} means a function that it has not sent.")
-        functions = {key: known[key] for key in request.keys}
+        functions = {key: known[key] for key in request.functions}
         while len(known) > MAX_FUNCTIONS:
             del known[next(iter(known))]
         self._jobs.put(functools.partial(self._run, peer, session, request, functions))
@@ -182,7 +183,7 @@ class WorkerService:
         with _alone:
             _Session.current, session.inputs, session.running = session, order.inputs, functions
             try:
-                value, reports = self._call(order, functions[order.keys[0]])
+                value, reports = self._call(order, next(iter(functions.values())))
             except BaseException as error:
                 trace = "".join(traceback.format_exception(error))[-_TRACE_CHARACTERS:]
                 value = self._dump_error(error)

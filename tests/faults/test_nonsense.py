@@ -46,7 +46,7 @@ TO_SERVERS: list[Record] = [
     Read(("nonsense",), (0,)),
     SaveSnapshot(),
 ]
-TO_WORKERS: list[Record] = [Run("n", 1, 1, ("k",), {"k": Pickled(b"x")}, Pickled(b"y"), ())]
+TO_WORKERS: list[Record] = [Run("n", 1, 1, {"k": Pickled(b"x")}, Pickled(b"y"), ())]
 
 
 @contextlib.contextmanager
