@@ -76,14 +76,14 @@ class _Session:
     def forget(self, keys: Iterable[str] | None = None) -> None:
         """Drop what stands under some keys; None: all."""
         for key in list(self.kept) if keys is None else keys:
-            thing, drop = self.kept.pop(key, (None, bool))
+            thing, drop = self.kept.pop(key, (None, id))
             try:
                 drop(thing)
             except Exception:
                 _log.exception("a %s could not be dropped", type(thing).__name__)
 
 
-def keep(key: str, make: Loader, drop: Callable[[Any], object] = bool) -> Any:
+def keep(key: str, make: Loader, drop: Callable[[Any], object] = id) -> Any:
     """Return what a worker has under a key for the coordinator whose function it runs or loads.
 
     It is made when it is first asked for, and dropped when the coordinator forgets it, or leaves.
