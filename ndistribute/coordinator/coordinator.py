@@ -80,7 +80,6 @@ class ClusterCoordinator:
         require_cloudpickle()
         self.strategy = strategy
         """The strategy that this coordinator works for."""
-        self._process = os.getpid()
         self._pickled: WeakKeyDictionary[Any, tuple[str, Pickled]] = WeakKeyDictionary()
         patience = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
         connectors = _connectors(strategy.cluster_resolver)
@@ -110,8 +109,7 @@ class ClusterCoordinator:
             kwargs: likewise.
 
         Raises:
-            Exception: what a function that was scheduled before has raised. Those that no worker
-                had yet are cancelled then, and nothing runs any more.
+            Exception: what an earlier function has raised; those that no worker had are cancelled.
             RuntimeError: this process is a fork of the one that made the coordinator.
             ValueError: something can not be pickled; it says what.
             WorkerLostError: no worker was there for too long, or a function was run 4 times and
@@ -184,7 +182,7 @@ class ClusterCoordinator:
 
         A second call does nothing, nor does one in a fork of this process.
         """
-        if self._queue.closing.is_set() or os.getpid() != self._process:
+        if self._queue.closing.is_set() or os.getpid() != self._queue.process:
             return
         atexit.unregister(self.close)
         self._queue.close()
@@ -251,7 +249,6 @@ class _Link:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Look for the worker."""
         if self._connector is None:
             self.arrive(_LocalLine(self))
             return
@@ -260,9 +257,7 @@ class _Link:
         self._thread.start()
 
     def close(self) -> None:
-        """Let the worker go; the queue is closed already."""
-        line = self._line
-        if line is not None:
+        if (line := self._line) is not None:
             line.close()
         if self._thread is not None:
             self._thread.join(timeout=_END_SECONDS)
@@ -285,7 +280,6 @@ class _Link:
                 raise
 
     def finish(self, outcome: Outcome) -> None:
-        """Take the outcome of a closure, and send the next ones."""
         if outcome.reports:
             self._owner.strategy.servers.learn(outcome.reports)
         long = outcome.seconds > _LONG_SECONDS
@@ -298,7 +292,6 @@ class _Link:
     send = finish  # To a worker in this process it is the other end of a connection.
 
     def arrive(self, line: Connection | _LocalLine) -> None:
-        """Send to a worker that is there, and has nothing yet."""
         with self._sending:
             self._known.clear()
             self.forgotten.clear()

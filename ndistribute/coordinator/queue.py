@@ -28,9 +28,8 @@ _log = logging.getLogger("ndistribute")
 class ClosureQueue:
     """Keep what was scheduled until it is over; any thread may call.
 
-    Args:
-        workers: their names; a worker's number is its place among them.
-        patience: for how many seconds all workers may be away while work waits.
+    A worker's number is its place among their names. All may be away for `patience` seconds while
+    something waits.
     """
 
     capacity = 4096  # How many closures may wait.
@@ -43,7 +42,7 @@ class ClosureQueue:
         """The lowest number of a closure that is not over."""
         self._workers = tuple(workers)
         self._patience = patience
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._changed = threading.Condition(self.lock)  # There is room, or nothing to do.
         self._error: Exception | None = None  # The first one since it was last raised.
         self._last = 0
@@ -108,9 +107,9 @@ class ClosureQueue:
 
     def check_process(self) -> None:
         """Raise RuntimeError in a process that was forked from the coordinator's."""
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             raise RuntimeError(
-                f"This process is a fork of process {self._process}, which made the coordinator: "
+                f"This process is a fork of process {self.process}, which made the coordinator: "
                 "schedule, join and fetch there, or make another coordinator here."
             )
 
@@ -226,7 +225,6 @@ class ClosureQueue:
         self._give_up(error)
 
     def is_full(self) -> bool:
-        """Return True if no more may be added."""
         return self._waiting() >= self.capacity or self._bytes >= self.capacity_bytes
 
     def _waiting(self) -> int:

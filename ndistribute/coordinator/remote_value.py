@@ -12,6 +12,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -39,20 +40,16 @@ class Closure:
         return f"closure {self.number} ({self.result.name})"
 
 
-class _ThisThread(threading.local):
-    closure: Closure | None = None  # Whose arguments it pickles.
-
-
-_this_thread = _ThisThread()
+_pickled_for: ContextVar[Closure | None] = ContextVar("_pickled_for", default=None)
 
 
 def dump_arguments(arguments: Any, closure: Closure) -> Pickled:
     """Return arguments as bytes; the closure notes what they refer to."""
-    before, _this_thread.closure = _this_thread.closure, closure
+    before = _pickled_for.set(closure)
     try:
         return dump(arguments)
     finally:
-        _this_thread.closure = before
+        _pickled_for.reset(before)
 
 
 def keep_until_run(thing: object) -> None:
@@ -60,8 +57,8 @@ def keep_until_run(thing: object) -> None:
 
     For the `__reduce__` of an object of which workers have their own: they drop theirs with it.
     """
-    if _this_thread.closure is not None:
-        _this_thread.closure.kept.append(thing)
+    if (closure := _pickled_for.get()) is not None:
+        closure.kept.append(thing)
 
 
 class RemoteValue:
@@ -86,10 +83,8 @@ class RemoteValue:
         self.name = name  # Of the function, for messages.
         self._arrived: threading.Event | None = None  # Made when somebody waits: most are not.
         self._value: list[Any] = []  # Empty until it is first fetched.
-        self.payload: Pickled | None = None
-        """The result as it came, None if there is none."""
-        self.error: Exception | None = None
-        """Why there is no result and never will be one."""
+        self.payload: Pickled | None = None  # The result as it came.
+        self.error: Exception | None = None  # Why there will never be one.
 
     def done(self) -> bool:
         """Return True if the function has returned or raised, or was cancelled."""
@@ -138,7 +133,7 @@ class RemoteValue:
             )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        closure = _pickled_for("A RemoteValue")
+        closure = _taker_of("A RemoteValue")
         closure.inputs.append(self)
         return input_value, (len(closure.inputs) - 1,)
 
@@ -163,7 +158,7 @@ class PerWorkerDataset:
         return _PerWorkerIterator(self)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        closure = _pickled_for("A per-worker dataset, or its iterator,")
+        closure = _taker_of("A per-worker dataset, or its iterator,")
         closure.functions[self._function_key] = self.function
         closure.kept.append(self)
         return kept_dataset, (self._function_key, self._key)
@@ -197,10 +192,11 @@ def _key_of_life(thing: object, forget: Callable[[str], None]) -> str:
     return key
 
 
-def _pickled_for(thing: str) -> Closure:
-    if _this_thread.closure is None:
+def _taker_of(thing: str) -> Closure:
+    closure = _pickled_for.get()
+    if closure is None:
         raise TypeError(
             f"{thing} can be sent to a worker only among the args or kwargs of schedule, not in "
             "what a function refers to; and it can not be pickled otherwise."
         )
-    return _this_thread.closure
+    return closure

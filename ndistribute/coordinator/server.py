@@ -51,13 +51,8 @@ class ExitPolicy:
     """Conclude from the clients of a server when its work is over, without a clock of its own.
 
     A cluster with a chief lives as long as the chief; one without lives until every worker has
-    come and gone. All other clients, such as evaluators, come and go as they like.
-
-    Args:
-        cluster: all tasks.
-        started: when the server was started.
-        start_seconds: how long nobody may come.
-        return_seconds: how long a worker may be away, once all others are gone too.
+    come and gone. All other clients, such as evaluators, come and go as they like. Nobody may come
+    for `start_seconds`; a worker may be away for `return_seconds`, once all others are gone too.
     """
 
     def __init__(
@@ -212,6 +207,8 @@ class Server:
         self.name = f"{self._job}:{self._index}"
         """Which task this is, such as ``"ps:0"``."""
         self._address = self.cluster_spec.task_address(self._job, self._index)
+        self.target = f"{self._address.rpartition(':')[0]}:{split_address(self._address)[1]}"
+        """Where it listens, ``host:port``; once it listens, with the port that it got."""
         self._directory = snapshot_directory
         if snapshot_directory is None and self._job == "ps":
             self._directory = environ.get("NDISTRIBUTE_SNAPSHOT_DIR") or None
@@ -231,7 +228,6 @@ class Server:
         self._process = os.getpid()
         self._rpc: RpcServer | None = None
         self._service: StoreService | WorkerService | None = None
-        self._port = 0
         if start:
             self.start()
 
@@ -246,12 +242,6 @@ class Server:
             environ: where the secret is named.
         """
         return Server({"local": ["localhost:0"]}, "local", 0, start=start, environ=environ)
-
-    @property
-    def target(self) -> str:
-        """Return where it listens, ``host:port``, with the port that it got."""
-        host, port = self._address.rpartition(":")[0], split_address(self._address)[1]
-        return f"{host}:{self._port or port}"
 
     def start(self) -> None:
         """Listen; once it does so, or has stopped, this does nothing."""
@@ -270,7 +260,7 @@ class Server:
             except BaseException:
                 self._close_service()
                 raise
-            self._port = self._rpc.port
+            self.target = f"{self._address.rpartition(':')[0]}:{self._rpc.port}"
             _log.info("%s listens at %s", self.name, self.target)
 
     def join(self, timeout: float | None = None) -> bool:
@@ -371,23 +361,20 @@ def _sigterm_as_exit() -> Iterator[Callable[[], None]]:
     then is not to be broken off. Where the program handles it itself, or in another thread than the
     main one, this does nothing.
     """
-    armed = True
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield lambda: None
+        return
 
     def disarm() -> None:
-        nonlocal armed
-        armed = False
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def handle(signum: int, frame: object) -> None:
-        if armed:
-            disarm()
-            raise SystemExit(128 + signum)
+        disarm()
+        raise SystemExit(128 + signum)
 
-    main = threading.current_thread() is threading.main_thread()
-    handled = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     try:
-        if handled:
-            signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGTERM, handle)
         yield disarm
     finally:
-        if handled:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

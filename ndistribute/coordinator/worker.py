@@ -114,10 +114,7 @@ def _session() -> _Session:
 
 
 class WorkerService:
-    """Answer coordinators: run their closures, one at a time, on one thread for all of them.
-
-    It implements `rpc.Service` for connections of the purpose "coordinator".
-    """
+    """Run the closures of all coordinators, one at a time; a `Service` of "coordinator"."""
 
     requests = Run | Forget
     sealed = True
@@ -132,7 +129,6 @@ class WorkerService:
         self._thread.start()
 
     def connected(self, peer: Any) -> None:
-        """Begin with a coordinator."""
         self._sessions[peer] = _Session()
 
     def handle(self, peer: Any, call: int, request: Run | Forget) -> None:
@@ -154,10 +150,8 @@ class WorkerService:
 
     def disconnected(self, peer: Any, died: bool) -> None:
         """Drop what a coordinator sent; what runs for it now ends by itself."""
-        session = self._sessions.pop(peer, None)
-        if session is not None:
+        if (session := self._sessions.pop(peer, None)) is not None:
             session.over = True
-            session.functions.clear()
             self._jobs.put(session.forget)
 
     def close(self) -> None:
