@@ -26,12 +26,7 @@ from ndistribute import tree
 from ndistribute.cluster.resolvers import ClusterResolver
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
 from ndistribute.coordinator.queue import ClosureQueue
-from ndistribute.coordinator.remote_value import (
-    Closure,
-    PerWorkerDataset,
-    RemoteValue,
-    dump_arguments,
-)
+from ndistribute.coordinator.remote_value import Closure, PerWorkerDataset, RemoteValue, dump_for
 from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, WorkerService
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connecting import connect
@@ -125,7 +120,7 @@ class ClusterCoordinator:
         named = dict(kwargs or {})
         closure = Closure(RemoteValue(self._queue, name), {key: function}, [fn])
         try:
-            closure.arguments = dump_arguments((tuple(args), named), closure)
+            closure.arguments = dump_for(closure, (tuple(args), named))
         except Exception as error:
             raise _unpicklable(closure, args, named, error) from error
         for value in closure.inputs:
@@ -203,18 +198,18 @@ class ClusterCoordinator:
     def _pickled_function(self, function: Any, what: str) -> tuple[str, Pickled]:
         # Only a plain function is the same thing next time; an object may have changed.
         plain = isinstance(function, types.FunctionType)
-        found = self._pickled.get(function) if plain else None
-        if found is None:
-            try:
-                pickled = dump(function)
-            except Exception as error:
-                raise ValueError(
-                    f"{what} can not be sent to workers: {error}. Leave out what it refers to "
-                    "that can not be pickled, or make it inside of the function."
-                ) from error
-            found = key_of(pickled), pickled
-            if plain:
-                self._pickled[function] = found
+        if plain and (found := self._pickled.get(function)) is not None:
+            return found
+        try:
+            pickled = dump(function)
+        except Exception as error:
+            raise ValueError(
+                f"{what} can not be sent to workers: {error}. Leave out what it refers to that can "
+                "not be pickled, or make it inside of the function."
+            ) from error
+        found = key_of(pickled), pickled
+        if plain:
+            self._pickled[function] = found
         return found
 
 
@@ -333,34 +328,29 @@ class _Link:
     def _serve(self, connector: Connector) -> None:
         failures = 0
         while not self._queue.closing.is_set():
+            connection: Connection | None = None
+            problem: Exception = ConnectionLostError("the coordinator is closing.")
             try:
                 connection = connector()
+                self.arrive(connection)
+                while not self._queue.closing.is_set():
+                    self.finish(connection.receive()[1])
+                    failures = 0
             except Exception as error:
-                failures += 1
-                self.lose(error)
-            else:
-                failures = 1 if self._receive(connection) else failures + 1
+                problem = error
+                if connection is not None:
+                    # A new error, for it is kept, and the frames of this one hold the connection.
+                    problem = ConnectionLostError(str(error))
+                    connection.abort(str(error))
+                    if not isinstance(error, ConnectionLostError | MalformedError):
+                        _log.exception("an outcome could not be taken")
+            self.lose(problem)
+            if connection is not None:
+                connection.close()
             self._owner._wake()
-            pause = _PAUSES[min(failures, len(_PAUSES)) - 1]
+            pause = _PAUSES[min(failures, len(_PAUSES) - 1)]
+            failures += 1
             self._queue.closing.wait(timeout=min(pause, self._owner._longest_pause))
-
-    def _receive(self, connection: Connection) -> bool:
-        """Take outcomes until the connection ends; return True if there were any."""
-        ran, why = False, "the coordinator is closing."
-        try:
-            self.arrive(connection)
-            while not self._queue.closing.is_set():
-                self.finish(connection.receive()[1])
-                ran = True
-        except Exception as error:
-            why = str(error)
-            connection.abort(why)
-            if not isinstance(error, ConnectionLostError | MalformedError):
-                _log.exception("an outcome could not be taken")
-        # A new error, for it is kept, and the frames of the old one hold the connection.
-        self.lose(ConnectionLostError(why))
-        connection.close()
-        return ran
 
 
 def _payloads(closure: Closure) -> list[Pickled]:
@@ -430,7 +420,7 @@ def _unpicklable(
     what = f"the arguments of {closure.result.name}"
     for place, value in places.items():
         try:
-            dump_arguments(value, closure)
+            dump_for(closure, value)
         except Exception as problem:
             what = f"{place} of {closure.result.name}, a {type(value).__name__},"
             return ValueError(f"{what} can not be sent to workers: {problem}.")
@@ -441,9 +431,7 @@ def _exception(outcome: Outcome) -> Exception:
     """Return the exception that a worker sent, or one that says what it was."""
     try:
         error = load(outcome.value)
-    except (
-        Exception
-    ) as problem:  # Its class is not known here, or it can not be made from its args.
+    except Exception as problem:  # Its class is not known here, say.
         why = traceback.format_exception_only(problem)[-1].strip()
         error = f"{outcome.trace.strip().splitlines()[-1]} (it can not be made here: {why})"
     return error if isinstance(error, Exception) else RuntimeError(str(error))

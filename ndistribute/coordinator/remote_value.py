@@ -43,7 +43,7 @@ class Closure:
 _pickled_for: ContextVar[Closure | None] = ContextVar("_pickled_for", default=None)
 
 
-def dump_arguments(arguments: Any, closure: Closure) -> Pickled:
+def dump_for(closure: Closure, arguments: Any) -> Pickled:
     """Return arguments as bytes; the closure notes what they refer to."""
     before = _pickled_for.set(closure)
     try:
