@@ -52,7 +52,7 @@ class ClosureQueue:
         self._bytes = 0  # Of the arguments of all that no worker has.
         # What each worker that is there has, in the order in which it runs them.
         self._in_flight: dict[int, dict[int, Closure]] = {}
-        self._away: dict[int, Exception | None] = dict.fromkeys(range(len(workers)))
+        self._why_away: list[Exception | None] = [None] * len(workers)  # Of those that are.
         self._stalled: float | None = None  # Since when all are away while work waits.
 
     def add(self, closure: Closure) -> None:
@@ -116,7 +116,6 @@ class ClosureQueue:
     def arrive(self, worker: int) -> None:
         """Note that a worker is there, and has nothing to run."""
         with self.lock:
-            self._away.pop(worker, None)
             self._stalled = None
             self._in_flight[worker] = {}
 
@@ -177,7 +176,7 @@ class ClosureQueue:
         If all workers have been away for too long while something waits, everything is given up.
         """
         with self.lock:
-            before, self._away[worker] = self._away.get(worker), problem
+            before, self._why_away[worker] = self._why_away[worker], problem
             was_here = worker in self._in_flight
             lost = list(self._in_flight.pop(worker, {}).values())
             if lost and self._error is None:
@@ -205,12 +204,12 @@ class ClosureQueue:
             _log.warning("%s gets no work, for it refuses: %s", self._workers[worker], problem)
 
     def _check_patience(self, problem: Exception) -> None:
-        if len(self._away) < len(self._workers) or not self._open:
+        if self._in_flight or not self._open:
             self._stalled = None
             return
         now = time.monotonic()
         self._stalled = self._stalled or now
-        if all(isinstance(why, AuthenticationError) for why in self._away.values()):
+        if all(isinstance(why, AuthenticationError) for why in self._why_away):
             error: Exception = AuthenticationError(f"No worker let this process in: {problem}")
         elif now - self._stalled >= self._patience:
             error = WorkerLostError(
@@ -270,7 +269,8 @@ class ClosureQueue:
 
     def _who_is_away(self) -> str:
         away = [
-            f"{self._workers[worker]} ({self._away[worker] or 'not seen yet'})"
-            for worker in sorted(self._away)
+            f"{name} ({self._why_away[worker] or 'not seen yet'})"
+            for worker, name in enumerate(self._workers)
+            if worker not in self._in_flight
         ]
         return f"; away: {', '.join(away)}" if away else ""

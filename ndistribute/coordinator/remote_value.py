@@ -102,7 +102,16 @@ class RemoteValue:
             Exception: what the function raised.
         """
         if not self.done():
-            self._wait(timeout)
+            self.owner.check_process()
+            with self.owner.lock:
+                arrived = self._arrived = self._arrived or threading.Event()
+                if self.done():
+                    arrived.set()
+            if not arrived.wait(timeout=timeout):
+                raise CollectiveTimeoutError(
+                    f"The result of {self.name} was not there after {timeout} s. It may still "
+                    "come; join() says if its workers are gone."
+                )
         if self.error is not None:
             raise self.error
         if not self._value and self.payload is not None:
@@ -119,18 +128,6 @@ class RemoteValue:
             self.payload = outcome
         if self._arrived is not None:
             self._arrived.set()
-
-    def _wait(self, timeout: float | None) -> None:
-        self.owner.check_process()
-        with self.owner.lock:
-            if self.done():
-                return
-            arrived = self._arrived = self._arrived or threading.Event()
-        if not arrived.wait(timeout=timeout):
-            raise CollectiveTimeoutError(
-                f"The result of {self.name} was not there after {timeout} s. It may still come; "
-                "join() says if its workers are gone."
-            )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         closure = _taker_of("A RemoteValue")

@@ -324,7 +324,6 @@ class Server:
         self.stop()
 
     def _services(self) -> dict[str, Service]:
-        silence = silence_seconds(self._environ)
         if self._job == "worker" and "chief" in self.cluster_spec.jobs:
             this_task.enter(this_task.Task(self.cluster_spec, self._job, self._index))
             self._service = worker = WorkerService(self.name)
@@ -336,7 +335,7 @@ class Server:
             self.name,
             seconds=self._save_seconds,
             durability="log" if self._durability == "log" else "snapshot",
-            return_seconds=silence,
+            return_seconds=silence_seconds(self._environ),
         )
         self._attendance.policy.resumed = store.resumed
         return {"ps": self._attendance.serve(store)}
