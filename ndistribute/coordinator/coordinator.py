@@ -16,26 +16,25 @@ import os
 import secrets
 import threading
 import time
+import traceback
 import types
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakKeyDictionary, WeakSet
 
 from ndistribute import tree
 from ndistribute.cluster.resolvers import ClusterResolver
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
-from ndistribute.coordinator.queue import Closure, ClosureQueue
-from ndistribute.coordinator.remote_value import PerWorkerDataset, RemoteValue, dump_arguments
+from ndistribute.coordinator.queue import ClosureQueue
+from ndistribute.coordinator.remote_value import Closure, PerWorkerDataset, RemoteValue, dump_for
 from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, WorkerService
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.handshake import Hello
 from ndistribute.transport.secret import credentials_of
 
-__all__ = ["ClusterCoordinator", "backoff_seconds", "forget"]
-
 _TIMEOUT_SECONDS = 60.0
+_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # Before a worker is looked for, by failures in a row.
 _CONNECT_SECONDS = 5.0
 _END_SECONDS = 6.0
 _LONG_SECONDS = 0.02  # Beside this a round trip is nothing, so no closure is sent in advance.
@@ -44,18 +43,6 @@ _LONG_BYTES = 65536  # A socket takes less than this at once, even if nobody rea
 _outcomes: Decoder[Outcome] = Decoder(Outcome)
 _log = logging.getLogger("ndistribute")
 Connector = Callable[[], Connection]
-
-
-def backoff_seconds(failures: int) -> float:
-    """Return how long to wait before a worker is looked for again.
-
-    Args:
-        failures: how often in a row it was not reached, or was lost before it had run anything.
-
-    >>> [backoff_seconds(failures) for failures in (1, 2, 3, 20)]
-    [0.1, 0.2, 0.4, 2.0]
-    """
-    return min(0.1 * 2.0 ** min(failures - 1, 10), 2.0)
 
 
 class ClusterCoordinator:
@@ -85,24 +72,19 @@ class ClusterCoordinator:
 
     def __init__(self, strategy: Any, *, timeout_seconds: float | None = None) -> None:
         require_cloudpickle()
-        self._strategy = strategy
-        self._process = os.getpid()
-        self._pickled: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, Pickled]]
-        self._pickled = weakref.WeakKeyDictionary()
+        self.strategy = strategy
+        """The strategy that this coordinator works for."""
+        self._pickled: WeakKeyDictionary[Any, tuple[str, Pickled]] = WeakKeyDictionary()
         patience = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
         connectors = _connectors(strategy.cluster_resolver)
         self._queue = ClosureQueue(tuple(connectors), patience)
-        series = f"closures#{secrets.token_hex(8)}"
-        self._links = [_Link(index, series, self) for index in range(len(connectors))]
-        for link, (name, connector) in zip(self._links, connectors.items(), strict=True):
-            link.start(name, connector, longest_pause=patience / 4)
+        self._series = f"closures#{secrets.token_hex(8)}"
+        self._longest_pause = patience / 4
+        self._links = [_Link(self, index, *one) for index, one in enumerate(connectors.items())]
+        for link in self._links:
+            link.start()
         _coordinators.add(self)
         atexit.register(self.close)  # So that workers see the chief leave, and not die.
-
-    @property
-    def strategy(self) -> Any:
-        """Return the strategy that this coordinator works for."""
-        return self._strategy
 
     def schedule(
         self,
@@ -121,8 +103,7 @@ class ClusterCoordinator:
             kwargs: likewise.
 
         Raises:
-            Exception: what a function that was scheduled before has raised. Those that no worker
-                had yet are cancelled then, and nothing runs any more.
+            Exception: what an earlier function has raised; those that no worker had are cancelled.
             RuntimeError: this process is a fork of the one that made the coordinator.
             ValueError: something can not be pickled; it says what.
             WorkerLostError: no worker was there for too long, or a function was run 4 times and
@@ -134,22 +115,19 @@ class ClusterCoordinator:
             raise TypeError(f"args is a {type(args).__name__}, not a tuple: write args=(x,).")
         self._queue.check_process()
         name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-        key, function = self._pickled_function(fn, name)
+        key, function = self._pickled_function(fn, f"the function {name}")
         named = dict(kwargs or {})
+        closure = Closure(RemoteValue(self._queue, name), {key: function}, [fn])
         try:
-            arguments, collected = dump_arguments((tuple(args), named))
+            closure.arguments = dump_for(closure, (tuple(args), named))
         except Exception as error:
-            raise _unpicklable(name, args, named, error) from error
-        inputs = collected.values
-        for value in inputs:
+            raise _unpicklable(closure, args, named, error) from error
+        for value in closure.inputs:
             if value.owner is not self._queue:
                 raise ValueError(f"{name} got {value!r} of another coordinator: fetch it before.")
-        result = RemoteValue(self._queue, name)
-        functions = {key: function, **collected.functions}
-        closure = Closure(name, functions, arguments, inputs, [fn, *collected.kept], result)
         self._queue.add(closure)
         self._wake()
-        return result
+        return closure.result
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until all scheduled functions are over.
@@ -161,9 +139,7 @@ class ClusterCoordinator:
             CollectiveTimeoutError: they were not over in time; they go on.
             Exception: the first one that a function raised, with a note that says where. The
                 coordinator can be used afterwards.
-            RuntimeError: this process is a fork of the one that made the coordinator.
-            WorkerLostError: no worker was there for too long, or a function was run 4 times and
-                its worker was lost each time.
+            RuntimeError, WorkerLostError: as `schedule`.
         """
         self._queue.check_process()
         self._wake()  # Nobody did if the call that scheduled something was interrupted.
@@ -193,15 +169,14 @@ class ClusterCoordinator:
         Raises:
             ValueError: it can not be pickled.
         """
-        _, function = self._pickled_function(dataset, "")
-        return PerWorkerDataset(function, forget)
+        return PerWorkerDataset(self._pickled_function(dataset, "the dataset")[1], forget)
 
     def close(self) -> None:
         """Cancel what is not over, and let the workers go.
 
         A second call does nothing, nor does one in a fork of this process.
         """
-        if self._queue.closing.is_set() or os.getpid() != self._process:
+        if self._queue.closing.is_set() or os.getpid() != self._queue.process:
             return
         atexit.unregister(self.close)
         self._queue.close()
@@ -211,12 +186,7 @@ class ClusterCoordinator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _wake(self) -> None:
@@ -224,26 +194,25 @@ class ClusterCoordinator:
         while (worker := self._queue.idle_worker()) is not None:
             self._links[worker].fill()
 
-    def _pickled_function(self, function: Any, name: str) -> tuple[str, Pickled]:
+    def _pickled_function(self, function: Any, what: str) -> tuple[str, Pickled]:
         # Only a plain function is the same thing next time; an object may have changed.
         plain = isinstance(function, types.FunctionType)
-        found = self._pickled.get(function) if plain else None
-        if found is None:
-            try:
-                pickled = dump(function)
-            except Exception as error:
-                what = f"the function {name}" if name else "the dataset"
-                raise ValueError(
-                    f"{what} can not be sent to workers: {error}. Leave out what it refers to "
-                    "that can not be pickled, or make it inside of the function."
-                ) from error
-            found = key_of(pickled), pickled
-            if plain:
-                self._pickled[function] = found
+        if plain and (found := self._pickled.get(function)) is not None:
+            return found
+        try:
+            pickled = dump(function)
+        except Exception as error:
+            raise ValueError(
+                f"{what} can not be sent to workers: {error}. Leave out what it refers to that can "
+                "not be pickled, or make it inside of the function."
+            ) from error
+        found = key_of(pickled), pickled
+        if plain:
+            self._pickled[function] = found
         return found
 
 
-_coordinators: weakref.WeakSet[ClusterCoordinator] = weakref.WeakSet()
+_coordinators: WeakSet[ClusterCoordinator] = WeakSet()
 
 
 def forget(key: str) -> None:
@@ -254,45 +223,41 @@ def forget(key: str) -> None:
     """
     for coordinator in tuple(_coordinators):
         for link in coordinator._links:
-            link.forget(key)
+            link.forgotten.append(key)
 
 
 class _Link:
-    """Keep one worker busy: send it closures of a series, and take their outcomes."""
+    """Keep one worker busy: send it closures, and take their outcomes."""
 
-    def __init__(self, index: int, series: str, owner: ClusterCoordinator) -> None:
-        self._index, self._series, self._owner, self._queue = index, series, owner, owner._queue
+    def __init__(
+        self, owner: ClusterCoordinator, index: int, name: str, connector: Connector | None
+    ) -> None:
+        self._owner, self._queue, self._index = owner, owner._queue, index
+        self.name, self._connector = name, connector  # Without one the worker is in this process.
         # Closures are taken and sent under it. Reentrant, for a local worker is lost at once.
         self._sending = threading.RLock()
         self._line: Connection | _LocalLine | None = None  # None while the worker is away.
         self._depth = 1  # How many closures it may have.
         self._known: dict[str, None] = {}  # The functions that the worker keeps, as it does.
-        self._forgotten: collections.deque[str] = collections.deque()
+        self.forgotten: collections.deque[str] = collections.deque()  # What it is to drop.
         self._thread: threading.Thread | None = None
 
-    def start(self, name: str, connector: Connector | None, longest_pause: float) -> None:
-        """Look for the worker; without a connector it is in this process."""
-        if connector is None:
-            self.arrive(_LocalLine(WorkerService(name), self))
+    def start(self) -> None:
+        if self._connector is None:
+            self.arrive(_LocalLine(self))
             return
-        serve = functools.partial(self._serve, connector, longest_pause)
-        self._thread = threading.Thread(target=serve, name=f"ndistribute {name}", daemon=True)
+        serve = functools.partial(self._serve, self._connector)
+        self._thread = threading.Thread(target=serve, name=f"ndistribute {self.name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Let the worker go; the queue is closed already."""
-        line = self._line
-        if line is not None:
+        if (line := self._line) is not None:
             line.close()
         if self._thread is not None:
             self._thread.join(timeout=_END_SECONDS)
 
     def fill(self, *, may_wait: bool = False) -> None:
-        """Send the worker as much as it may have now.
-
-        Args:
-            may_wait: whether the caller has nothing else to do until the worker has read all.
-        """
+        """Send the worker as much as it may have now, on another thread if this must not wait."""
         with self._sending:
             line = self._line
             if line is None:
@@ -309,33 +274,28 @@ class _Link:
                 raise
 
     def finish(self, outcome: Outcome) -> None:
-        """Take the outcome of a closure, and send the next ones."""
         if outcome.reports:
             self._owner.strategy.servers.learn(outcome.reports)
         long = outcome.seconds > _LONG_SECONDS
         self._depth = 1 if long else min(2 * self._depth, _MOST_DEPTH)
-        result = outcome.value if outcome.good else _exception(outcome.value, outcome.trace)
+        result = _exception(outcome) if outcome.trace else outcome.value
         self._queue.finish(self._index, outcome.number, result, outcome.trace)
         self.fill(may_wait=True)
         self._owner._wake()
 
-    def forget(self, key: str) -> None:
-        """Let the worker drop something before it runs more; this takes no lock."""
-        if self._line is not None:
-            self._forgotten.append(key)
+    send = finish  # To a worker in this process it is the other end of a connection.
 
     def arrive(self, line: Connection | _LocalLine) -> None:
-        """Send to a worker that is there, and has nothing yet."""
         with self._sending:
             self._known.clear()
-            self._forgotten.clear()
+            self.forgotten.clear()
             self._depth = 1
             self._line = line
             self._queue.arrive(self._index)
         self.fill(may_wait=True)
 
     def lose(self, problem: Exception) -> None:
-        """Give back what the worker had."""
+        """Give back what the worker had, which is away, or still away."""
         with self._sending:
             self._line = None
             self._queue.lose(self._index, problem)
@@ -343,62 +303,53 @@ class _Link:
     def _send(self, line: Connection | _LocalLine, closures: Sequence[Closure]) -> None:
         with self._sending, contextlib.suppress(ConnectionLostError, TimeoutError):
             # The thread that receives sees a loss too, and gives all back.
-            if self._forgotten:
-                count = len(self._forgotten)
-                line.send(Forget(tuple(self._forgotten.popleft() for _ in range(count))))
+            if self.forgotten:
+                count = len(self.forgotten)
+                line.send(Forget(tuple(self.forgotten.popleft() for _ in range(count))))
             for closure in closures:
-                unknown = {k: v for k, v in closure.functions.items() if k not in self._known}
+                order = Run(
+                    self._owner._series,
+                    closure.number,
+                    self._queue.low_water,
+                    {k: None if k in self._known else v for k, v in closure.functions.items()},
+                    closure.arguments,
+                    tuple(_payloads(closure)),
+                )
                 try:
-                    line.send(self._order(closure, unknown))
+                    line.send(order)
                 except ValueError as error:  # It is too long.
                     self._queue.finish(self._index, closure.number, error)
                     continue
-                self._known.update(dict.fromkeys(unknown))
+                self._known.update(dict.fromkeys(order.functions))
                 while len(self._known) > MAX_FUNCTIONS:
                     del self._known[next(iter(self._known))]
 
-    def _order(self, closure: Closure, unknown: dict[str, Pickled]) -> Run:
-        return Run(
-            self._series,
-            closure.number,
-            self._queue.low_water,
-            tuple(closure.functions),
-            unknown,
-            closure.arguments,
-            tuple(_payloads(closure)),
-        )
-
-    def _serve(self, connector: Connector, longest_pause: float) -> None:
+    def _serve(self, connector: Connector) -> None:
         failures = 0
         while not self._queue.closing.is_set():
+            connection: Connection | None = None
+            problem: Exception = ConnectionLostError("the coordinator is closing.")
             try:
                 connection = connector()
+                self.arrive(connection)
+                while not self._queue.closing.is_set():
+                    self.finish(connection.receive()[1])
+                    failures = 0
             except Exception as error:
-                failures += 1
-                self._queue.absent(self._index, error)
-            else:
-                failures = 1 if self._receive(connection) else failures + 1
-                self._owner._wake()
-            pause = min(backoff_seconds(failures), longest_pause)
-            self._queue.closing.wait(timeout=pause)
-
-    def _receive(self, connection: Connection) -> bool:
-        """Take outcomes until the connection ends; return True if there were any."""
-        ran, why = False, "the coordinator is closing."
-        try:
-            self.arrive(connection)
-            while not self._queue.closing.is_set():
-                self.finish(connection.receive()[1])
-                ran = True
-        except Exception as error:
-            why = str(error)
-            connection.abort(why)
-            if not isinstance(error, ConnectionLostError | MalformedError):
-                _log.exception("an outcome could not be taken")
-        # A new error, for it is kept, and the frames of the old one hold the connection.
-        self.lose(ConnectionLostError(why))
-        connection.close()
-        return ran
+                problem = error
+                if connection is not None:
+                    # A new error, for it is kept, and the frames of this one hold the connection.
+                    problem = ConnectionLostError(str(error))
+                    connection.abort(str(error))
+                    if not isinstance(error, ConnectionLostError | MalformedError):
+                        _log.exception("an outcome could not be taken")
+            self.lose(problem)
+            if connection is not None:
+                connection.close()
+            self._owner._wake()
+            pause = _PAUSES[min(failures, len(_PAUSES) - 1)]
+            failures += 1
+            self._queue.closing.wait(timeout=min(pause, self._owner._longest_pause))
 
 
 def _payloads(closure: Closure) -> list[Pickled]:
@@ -407,38 +358,25 @@ def _payloads(closure: Closure) -> list[Pickled]:
 
 def _is_long(closure: Closure) -> bool:
     """Return True if a socket might not take all that has to be sent at once."""
-    size = 0
-    for part in (closure.arguments, *closure.functions.values(), *_payloads(closure)):
-        size += part.nbytes
-    return size > _LONG_BYTES
-
-
-@dataclass(eq=False)
-class _LocalPeer:
-    """Be the chief, as a worker in this process sees it."""
-
-    send: Callable[[Outcome], None]
-    name: str = "chief:0"
+    parts = (closure.arguments, *closure.functions.values(), *_payloads(closure))
+    return sum(part.nbytes for part in parts) > _LONG_BYTES
 
 
 class _LocalLine:
     """Carry records to a worker in this process, by calls."""
 
-    def __init__(self, service: WorkerService, link: _Link) -> None:
-        self._service, self._link = service, link
-        self._peer = _LocalPeer(link.finish)
-        service.connected(self._peer)
+    def __init__(self, link: _Link) -> None:
+        self._service, self._link = WorkerService(link.name), link
+        self.close = self._service.close
+        self._service.connected(link)
 
     def send(self, record: Run | Forget) -> None:
-        self._service.handle(self._peer, 0, record)
+        self._service.handle(self._link, 0, record)
 
     def abort(self, reason: str) -> None:
         """Send again all that the worker has: nobody knows whether the last record was sent."""
         self._link.lose(ConnectionLostError(reason))
         self._link.arrive(self)
-
-    def close(self) -> None:
-        self._service.close()
 
 
 def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]:
@@ -454,51 +392,45 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
         )
     if "worker" not in cluster.jobs:
         raise ValueError(f"The cluster has no workers: its jobs are {cluster.jobs}.")
-    jobs = (cluster.job_tasks(job) for job in sorted(cluster.jobs))
+    jobs = map(cluster.job_tasks, sorted(cluster.jobs))
     credentials = credentials_of([one for job in jobs for one in job if one is not None])
     name = f"{me}#{secrets.token_hex(6)}"
 
-    def connector(address: str, audience: str) -> Connection:
+    def connector(index: int) -> Connection:
         return connect(
-            address,
+            cluster.task_address("worker", index),
             credentials,
-            Hello(name=name, purpose="coordinator", audience=audience),
+            Hello(name=name, purpose="coordinator", audience=f"worker:{index}"),
             _outcomes,
             deadline=time.monotonic() + _CONNECT_SECONDS,
             sealed=True,
         )
 
-    return {
-        f"worker:{index}": functools.partial(
-            connector, cluster.task_address("worker", index), f"worker:{index}"
-        )
-        for index in cluster.task_indices("worker")
-    }
+    indices = cluster.task_indices("worker")
+    return {f"worker:{index}": functools.partial(connector, index) for index in indices}
 
 
 def _unpicklable(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+    closure: Closure, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
 ) -> ValueError:
     """Return the error that says which argument can not be sent."""
     places = {f"args[{index}]": value for index, value in enumerate(args)}
     places |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
+    what = f"the arguments of {closure.result.name}"
     for place, value in places.items():
         try:
-            dump_arguments(value)
+            dump_for(closure, value)
         except Exception as problem:
-            return ValueError(
-                f"{place} of {name}, a {type(value).__name__}, can not be sent to workers: "
-                f"{problem}."
-            )
-    return ValueError(f"the arguments of {name} can not be sent to workers: {error}.")
+            what = f"{place} of {closure.result.name}, a {type(value).__name__},"
+            return ValueError(f"{what} can not be sent to workers: {problem}.")
+    return ValueError(f"{what} can not be sent to workers: {error}.")
 
 
-def _exception(pickled: Pickled, trace: str) -> Exception:
-    """Return the exception that a worker sent."""
+def _exception(outcome: Outcome) -> Exception:
+    """Return the exception that a worker sent, or one that says what it was."""
     try:
-        error = load(pickled)
+        error = load(outcome.value)
     except Exception as problem:  # Its class is not known here, say.
-        return RuntimeError(
-            f"{trace.strip().splitlines()[-1]} (it can not be made here: {problem})"
-        )
+        why = traceback.format_exception_only(problem)[-1].strip()
+        error = f"{outcome.trace.strip().splitlines()[-1]} (it can not be made here: {why})"
     return error if isinstance(error, Exception) else RuntimeError(str(error))

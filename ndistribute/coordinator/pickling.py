@@ -19,20 +19,13 @@ import numpy as np
 from ndistribute.errors import MissingDependencyError
 from ndistribute.transport.codec import Array, Record
 
-__all__ = ["Pickled", "dump", "key_of", "load", "require_cloudpickle"]
-
 _BUFFER_BYTES = 16384  # Copying less than this costs less than a buffer of its own.
 _PROTOCOL = 5
 _PLAIN = frozenset({bool, bytes, complex, float, int, str, type(None)})
 
 
 class Pickled(Record, frozen=True):
-    """Hold a pickled object.
-
-    Args:
-        body: the pickle.
-        buffers: the data of large arrays, in the order in which the pickle refers to them.
-    """
+    """A pickle, and the data of large arrays in the order in which the pickle refers to them."""
 
     body: bytes
     buffers: tuple[Array, ...] = ()
@@ -48,9 +41,6 @@ class Pickled(Record, frozen=True):
 
 def dump(value: Any) -> Pickled:
     """Return an object as bytes, which do not change when the object does.
-
-    Raises:
-        Exception: the object is not picklable; what exactly is raised depends on the object.
 
     >>> load(dump(lambda: 7))()
     7
@@ -75,21 +65,13 @@ def dump(value: Any) -> Pickled:
 
 
 def load(pickled: Pickled) -> Any:
-    """Return the object; its arrays can be written to, and share no memory with the bytes.
-
-    Raises:
-        Exception: what unpickling raises, such as for a module that this process does not have.
-    """
+    """Return the object; its arrays can be written to, and share no memory with the bytes."""
     # Only a process that has proved itself has sent this, over a sealed connection.
     return pickle.loads(pickled.body, buffers=map(bytearray, pickled.buffers))  # noqa: S301
 
 
 def key_of(pickled: Pickled) -> str:
-    """Return a digest under which both ends of a connection keep a function.
-
-    >>> key_of(Pickled(b"one")) == key_of(Pickled(b"two"))
-    False
-    """
+    """Return a digest under which both ends of a connection keep a function."""
     digest = hashlib.sha256(pickled.body)
     for buffer in pickled.buffers:
         digest.update(buffer.data)
@@ -98,11 +80,7 @@ def key_of(pickled: Pickled) -> str:
 
 @functools.cache
 def require_cloudpickle() -> ModuleType:
-    """Return the module.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
+    """Return the module cloudpickle; raise MissingDependencyError if it is not installed."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError as error:

@@ -1,64 +1,55 @@
-"""What stands in the arguments of a scheduled function for what only its worker can put there.
+"""A scheduled function, its arguments, and what stands for its result: `RemoteValue`.
 
 The result of another function, and a dataset that each worker makes for itself, are not pickled
-with the arguments that hold them: a reference is. While arguments are pickled, a `Collected` notes
-what they refer to; while they are unpickled, the worker says what each reference means.
+with the arguments that hold them: a reference is, which the worker resolves. The closure whose
+arguments a thread pickles notes what they refer to.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load
+from ndistribute.coordinator.worker import input_value, keep, kept_dataset
 from ndistribute.errors import CollectiveTimeoutError
 
-__all__ = ["PerWorkerDataset", "RemoteValue", "dump_arguments", "keep_until_run", "load_arguments"]
+_EMPTY = Pickled(b"")
 
 
-@dataclass(slots=True)
-class Collected:
-    """Note what pickled arguments refer to.
+@dataclass(eq=False, slots=True)
+class Closure:
+    """A scheduled function with its arguments."""
 
-    Args:
-        values: the results of other functions.
-        functions: those that make datasets, by their keys.
-        kept: what must live until the arguments have been used.
-    """
+    result: RemoteValue
+    functions: dict[str, Pickled]  # By keys: what is run, and what makes datasets in arguments.
+    kept: list[Any]  # What must live until it has run.
+    inputs: list[RemoteValue] = field(default_factory=list)  # Results among the arguments.
+    arguments: Pickled = _EMPTY
+    number: int = 0  # From 1, in the order in which closures were scheduled.
+    missing: int = 0  # How many of its inputs are not there yet.
+    lost_on: list[str] = field(default_factory=list)  # The workers that were lost running it.
 
-    values: list[RemoteValue] = field(default_factory=list)
-    functions: dict[str, Pickled] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)
-
-
-class _ThisThread(threading.local):
-    collected: Collected | None = None  # While it pickles arguments.
-    resolve: Callable[..., Any] | None = None  # While it unpickles some.
+    def __str__(self) -> str:
+        return f"closure {self.number} ({self.result.name})"
 
 
-_this_thread = _ThisThread()
+_pickled_for: ContextVar[Closure | None] = ContextVar("_pickled_for", default=None)
 
 
-def dump_arguments(arguments: Any) -> tuple[Pickled, Collected]:
-    """Return arguments as bytes, and what they refer to."""
-    before, _this_thread.collected = _this_thread.collected, Collected()
+def dump_for(closure: Closure, arguments: Any) -> Pickled:
+    """Return arguments as bytes; the closure notes what they refer to."""
+    before = _pickled_for.set(closure)
     try:
-        return dump(arguments), _this_thread.collected
+        return dump(arguments)
     finally:
-        _this_thread.collected = before
-
-
-def load_arguments(pickled: Pickled, resolve: Callable[..., Any]) -> Any:
-    """Return arguments; `resolve` is called with a reference and returns what it means there."""
-    before, _this_thread.resolve = _this_thread.resolve, resolve
-    try:
-        return load(pickled)
-    finally:
-        _this_thread.resolve = before
+        _pickled_for.reset(before)
 
 
 def keep_until_run(thing: object) -> None:
@@ -66,8 +57,8 @@ def keep_until_run(thing: object) -> None:
 
     For the `__reduce__` of an object of which workers have their own: they drop theirs with it.
     """
-    if _this_thread.collected is not None:
-        _this_thread.collected.kept.append(thing)
+    if (closure := _pickled_for.get()) is not None:
+        closure.kept.append(thing)
 
 
 class RemoteValue:
@@ -85,17 +76,15 @@ class RemoteValue:
     4
     """
 
-    __slots__ = ("_arrived", "_name", "_value", "error", "owner", "payload")
+    __slots__ = ("_arrived", "_value", "error", "name", "owner", "payload")
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner = owner  # The queue of the coordinator that made this.
-        self._name = name
+        self.name = name  # Of the function, for messages.
         self._arrived: threading.Event | None = None  # Made when somebody waits: most are not.
         self._value: list[Any] = []  # Empty until it is first fetched.
-        self.payload: Pickled | None = None
-        """The result as it came, None if there is none."""
-        self.error: Exception | None = None
-        """Why there is no result and never will be one."""
+        self.payload: Pickled | None = None  # The result as it came.
+        self.error: Exception | None = None  # Why there will never be one.
 
     def done(self) -> bool:
         """Return True if the function has returned or raised, or was cancelled."""
@@ -113,14 +102,21 @@ class RemoteValue:
             Exception: what the function raised.
         """
         if not self.done():
-            self._wait(timeout)
+            self.owner.check_process()
+            with self.owner.lock:
+                arrived = self._arrived = self._arrived or threading.Event()
+                if self.done():
+                    arrived.set()
+            if not arrived.wait(timeout=timeout):
+                raise CollectiveTimeoutError(
+                    f"The result of {self.name} was not there after {timeout} s. It may still "
+                    "come; join() says if its workers are gone."
+                )
         if self.error is not None:
             raise self.error
         if not self._value and self.payload is not None:
-            loaded = load(self.payload)  # Without the lock, for this runs code of the user.
-            with self.owner.lock:
-                self._value = self._value or [loaded]
-        return self._value[0]
+            self._value.append(load(self.payload))
+        return self._value[0]  # Where two threads have loaded it, the first one's.
 
     get = fetch
 
@@ -133,26 +129,14 @@ class RemoteValue:
         if self._arrived is not None:
             self._arrived.set()
 
-    def _wait(self, timeout: float | None) -> None:
-        self.owner.check_process()
-        with self.owner.lock:
-            if self.done():
-                return
-            arrived = self._arrived = self._arrived or threading.Event()
-        if not arrived.wait(timeout=timeout):
-            raise CollectiveTimeoutError(
-                f"The result of {self._name} was not there after {timeout} s. It may still come; "
-                "join() says if its workers are gone."
-            )
-
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        collected = _collected("A RemoteValue")
-        collected.values.append(self)
-        return _resolved, ("value", len(collected.values) - 1)
+        closure = _taker_of("A RemoteValue")
+        closure.inputs.append(self)
+        return input_value, (len(closure.inputs) - 1,)
 
     def __repr__(self) -> str:
         state = "failed" if self.error is not None else "done" if self.done() else "pending"
-        return f"<RemoteValue of {self._name}, {state}>"
+        return f"<RemoteValue of {self.name}, {state}>"
 
 
 class PerWorkerDataset:
@@ -165,17 +149,16 @@ class PerWorkerDataset:
 
     def __init__(self, function: Pickled, forget: Callable[[str], None]) -> None:
         self.function, self.forget = function, forget
-        self.function_key = key_of(function)
-        self.key = _key_of_life(self, forget)
+        self._function_key, self._key = key_of(function), _key_of_life(self, forget)
 
     def __iter__(self) -> _PerWorkerIterator:
         return _PerWorkerIterator(self)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        collected = _collected("A per-worker dataset, or its iterator,")
-        collected.functions[self.function_key] = self.function
-        collected.kept.append(self)
-        return _resolved, ("dataset", self.function_key, self.key)
+        closure = _taker_of("A per-worker dataset, or its iterator,")
+        closure.functions[self._function_key] = self.function
+        closure.kept.append(self)
+        return kept_dataset, (self._function_key, self._key)
 
 
 class _PerWorkerIterator:
@@ -196,7 +179,7 @@ class _PerWorkerIterator:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         keep_until_run(self)
-        return _resolved, ("iterator", self._dataset, self._key)
+        return keep, (self._key, functools.partial(iter, self._dataset))
 
 
 def _key_of_life(thing: object, forget: Callable[[str], None]) -> str:
@@ -206,16 +189,11 @@ def _key_of_life(thing: object, forget: Callable[[str], None]) -> str:
     return key
 
 
-def _collected(thing: str) -> Collected:
-    if _this_thread.collected is None:
+def _taker_of(thing: str) -> Closure:
+    closure = _pickled_for.get()
+    if closure is None:
         raise TypeError(
             f"{thing} can be sent to a worker only among the args or kwargs of schedule, not in "
             "what a function refers to; and it can not be pickled otherwise."
         )
-    return _this_thread.collected
-
-
-def _resolved(kind: str, *keys: Any) -> Any:
-    if _this_thread.resolve is None:
-        raise TypeError(f"A {kind} was unpickled outside of a worker.")
-    return _this_thread.resolve(kind, *keys)
+    return closure

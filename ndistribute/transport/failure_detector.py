@@ -60,12 +60,12 @@ class FailureDetector:
     def watch(self, connection: Watched) -> None:
         """Watch a connection until `forget`."""
         with self._lock:
+            self._watched.add(connection)  # First, lest what is forgotten meanwhile end the thread.
             if self._thread is None:
                 name = "ndistribute heartbeat"
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
                 thread.start()
                 self._thread = thread
-            self._watched.add(connection)
             if connection.beat_within / _BEATS < self._pause:
                 self._changed.set()
 

@@ -333,16 +333,27 @@ def test_join_has_a_deadline_and_everything_goes_on(coordinator):
     assert value.fetch() == "passed"
 
 
-def test_an_interrupted_join_leaves_everything_as_it_was(coordinator):
-    def interrupt() -> str:
-        main = threading.main_thread().ident
-        wait_until(lambda: sys._current_frames()[main].f_code.co_name == "wait")
+def interrupt_main() -> str:
+    main = threading.main_thread().ident
+    wait_until(lambda: sys._current_frames()[main].f_code.co_name == "wait")
+    while not BEGUN.wait(timeout=0.1):  # Python misses a signal just before it waits for a lock.
         os.kill(os.getpid(), signal.SIGINT)
-        return pass_gate()
+    return pass_gate()
 
-    value = coordinator.schedule(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        coordinator.join()
+
+def test_an_interrupted_join_leaves_everything_as_it_was(coordinator):
+    def once(*_: object) -> None:
+        if not BEGUN.is_set():
+            BEGUN.set()
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, once)
+    try:
+        value = coordinator.schedule(interrupt_main)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     GATE.set()
     coordinator.join()
     assert value.fetch() == "passed"

@@ -13,9 +13,7 @@ BOTH = ["+worker:0#a", "+worker:1#a"]
 
 
 def policy_of(cluster) -> ExitPolicy:
-    return ExitPolicy(
-        ClusterSpec(cluster), started=0.0, start_seconds=100.0, return_seconds=60.0, grace_seconds=2
-    )
+    return ExitPolicy(ClusterSpec(cluster), started=0.0, start_seconds=100.0, return_seconds=60.0)
 
 
 def after(policy: ExitPolicy, *events: str) -> Outlook | None:

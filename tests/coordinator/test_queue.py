@@ -6,10 +6,9 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from ndistribute.coordinator.coordinator import backoff_seconds
 from ndistribute.coordinator.pickling import dump
-from ndistribute.coordinator.queue import ATTEMPTS, Closure, ClosureQueue
-from ndistribute.coordinator.remote_value import RemoteValue
+from ndistribute.coordinator.queue import ATTEMPTS, ClosureQueue
+from ndistribute.coordinator.remote_value import Closure, RemoteValue
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 
 NOTHING = dump(None)
@@ -26,7 +25,7 @@ def queue_for(workers: int, patience: float = 60.0) -> ClosureQueue:
 
 def add(queue: ClosureQueue, *inputs: Closure) -> Closure:
     values = [one.result for one in inputs]
-    made = Closure("f", {}, NOTHING, values, [], RemoteValue(queue, "f"))
+    made = Closure(RemoteValue(queue, "f"), {}, [], values, NOTHING)
     queue.add(made)
     return made
 
@@ -164,14 +163,14 @@ def test_an_input_without_a_value_is_refused_and_takes_no_number():
 def test_all_workers_away_is_an_error_only_while_something_waits():
     queue = ClosureQueue(["worker:0", "worker:1"], patience=0.0)
     for worker in (0, 1):
-        queue.absent(worker, GONE)
+        queue.lose(worker, GONE)
     queue.join(0)
     value = add(queue).result
     queue.arrive(1)
-    queue.absent(0, GONE)
+    queue.lose(0, GONE)
     assert not value.done()
     queue.lose(1, GONE)
-    queue.absent(0, GONE)
+    queue.lose(0, GONE)
     with pytest.raises(WorkerLostError, match=r"1 function.*worker:0 \(gone\), worker:1 \(gone\)"):
         queue.join(0)
 
@@ -181,9 +180,22 @@ def test_all_workers_that_refuse_are_an_error_at_once():
     value = add(queue).result
     for worker in (0, 1):
         assert not value.done()
-        queue.absent(worker, AuthenticationError("another secret"))
+        queue.lose(worker, AuthenticationError("another secret"))
     with pytest.raises(AuthenticationError, match="No worker let this process in: another"):
         queue.join(0)
+
+
+def test_a_worker_that_refuses_is_named_at_once_and_once(caplog):
+    """It was tried again in silence, for as long as another worker was there."""
+    queue = ClosureQueue(["worker:0", "worker:1"])
+    queue.arrive(0)
+    for _ in range(3):
+        queue.lose(1, AuthenticationError("it belongs to another job"))
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == (
+        "WARNING",
+        "worker:1 gets no work, for it refuses: it belongs to another job",
+    )
 
 
 def test_the_queue_is_full_of_many_closures_or_of_long_arguments():
@@ -200,10 +212,3 @@ def test_the_queue_is_full_of_many_closures_or_of_long_arguments():
     assert queue.is_full()
     queue.close()
     assert not queue.is_full()
-
-
-def test_reconnecting_backs_off_up_to_two_seconds():
-    pauses = [backoff_seconds(failures) for failures in range(1, 200)]
-    assert pauses == sorted(pauses)
-    assert pauses[1] == 2 * pauses[0]
-    assert (pauses[0], pauses[-1]) == (0.1, 2.0)

@@ -87,8 +87,7 @@ def caller() -> Iterator[Caller]:
 def order(number: int, function: Callable[..., Any], *args: Any, known: bool = False) -> Run:
     pickled = dump(function)
     key = key_of(pickled)
-    functions = {} if known else {key: pickled}
-    return Run("series", number, 1, (key,), functions, dump((args, {})), ())
+    return Run("series", number, 1, {key: None if known else pickled}, dump((args, {})), ())
 
 
 def value(connection: Connection) -> Any:

@@ -47,7 +47,7 @@ TO_SERVERS: list[Record] = [
     Read((Item("nonsense"),)),
     Status("snapshot"),
 ]
-TO_WORKERS: list[Record] = [Run("n", 1, 1, ("k",), {"k": Pickled(b"x")}, Pickled(b"y"), ())]
+TO_WORKERS: list[Record] = [Run("n", 1, 1, {"k": Pickled(b"x")}, Pickled(b"y"), ())]
 
 
 @contextlib.contextmanager

@@ -151,6 +151,21 @@ def test_the_last_connection_may_be_forgotten_on_the_detectors_own_thread():
     assert last.ticks == 1
 
 
+def test_what_is_collected_in_the_middle_of_watch_ends_no_thread_that_is_needed():
+    """The new connection was watched by nobody then."""
+    own = FailureDetector()
+
+    class Late(Watched):
+        def __hash__(self) -> int:  # Called in the middle, as a finalizer may be.
+            own.forget(gone)
+            return id(self)
+
+    gone, late = Watched(own), Late(own)
+    own.watch(late)
+    wait_until(lambda: late.ticks > 1)
+    own.forget(late)
+
+
 def test_nothing_is_kept_alive_by_being_watched_and_one_thread_serves_all():
     with pair() as one, pair() as other:
         threads = os.listdir("/proc/self/task")
