@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 from tests.leaks import Snapshot, leaks_since
+from tests.zygote import held_by_zygote, shared_zygote
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -38,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, value in OPEN_MPI.items():
         os.environ.setdefault(name, value)
     config.pluginmanager.register(LeakCheck(), "ndistribute-leaks")
+
+
+def pytest_unconfigure() -> None:
+    """End the zygote that tests may have started."""
+    if held_by_zygote()[0] is not None:
+        shared_zygote().close()
+        shared_zygote.cache_clear()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
