@@ -7,6 +7,7 @@ the package's docstrings.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -35,6 +36,9 @@ hypothesis.settings.register_profile(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the profile, and the leak check for tests and docstrings alike."""
+    # Hundreds of processes import the package: without bytecode each of them would compile it.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     hypothesis.settings.load_profile("ndistribute")
     for name, value in OPEN_MPI.items():
         os.environ.setdefault(name, value)

@@ -28,7 +28,10 @@ __all__ = ["Forked", "Zygote", "held_by_zygote", "shared_zygote"]
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 60.0
 # What the processes need; none of it may depend on the environment or start a thread.
-PRELOADED = ("cloudpickle", "encodings.idna", "ndistribute.coordinator.worker", "tests.processes")
+PRELOADED = (
+    *("cloudpickle", "encodings.idna", "pytest"),
+    *("ndistribute.coordinator.worker", "tests.processes"),
+)
 _MOST_FDS = 64
 _MOST_BYTES = 1 << 18
 
