@@ -7,12 +7,14 @@ the package's docstrings.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
 from tests.leaks import Snapshot, leaks_since
+from tests.zygote import held_by_zygote, shared_zygote
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -34,10 +36,20 @@ hypothesis.settings.register_profile(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the profile, and the leak check for tests and docstrings alike."""
+    # Hundreds of processes import the package: without bytecode each of them would compile it.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     hypothesis.settings.load_profile("ndistribute")
     for name, value in OPEN_MPI.items():
         os.environ.setdefault(name, value)
     config.pluginmanager.register(LeakCheck(), "ndistribute-leaks")
+
+
+def pytest_unconfigure() -> None:
+    """End the zygote that tests may have started."""
+    if held_by_zygote()[0] is not None:
+        shared_zygote().close()
+        shared_zygote.cache_clear()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

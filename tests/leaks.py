@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.zygote import held_by_zygote
+
 __all__ = ["Snapshot", "leaks_since"]
 
 # How long a thread, process or file may take to go away by itself once a test has ended.
@@ -73,12 +75,12 @@ def _describe_thread(thread: threading.Thread) -> str:
 
 
 def _children() -> frozenset[int]:
-    """Return the ids of this process's children, but for multiprocessing's own janitor."""
+    """Return the ids of this process's children, but for those that live as long as it does."""
     children: set[int] = set()
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # A thread may end while we look.
             children.update(map(int, Path(f"/proc/self/task/{task}/children").read_bytes().split()))
-    return frozenset(children - {_janitor()._pid})
+    return frozenset(children - {pid for pid, _ in _lifelong()})
 
 
 def _open_files() -> frozenset[tuple[int, str]]:
@@ -86,8 +88,8 @@ def _open_files() -> frozenset[tuple[int, str]]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # The listing's own descriptor is closed by now.
             files.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
-    janitor = _janitor()._fd
-    return frozenset(file for file in files if file[0] != janitor)
+    lifelong = {fd for _, fd in _lifelong()}
+    return frozenset(file for file in files if file[0] not in lifelong)
 
 
 def _segments() -> frozenset[str]:
@@ -97,9 +99,13 @@ def _segments() -> frozenset[str]:
         return frozenset()
 
 
-def _janitor() -> Any:
-    """Return the process that multiprocessing starts once, and keeps, to unlink lost segments."""
-    return multiprocessing.resource_tracker._resource_tracker
+def _lifelong() -> tuple[tuple[int | None, int | None], ...]:
+    """Return the processes that are started once and kept, each with the file that leads to it.
+
+    They are that of multiprocessing which unlinks lost segments, and the zygote of the tests.
+    """
+    tracker: Any = multiprocessing.resource_tracker._resource_tracker
+    return (tracker._pid, tracker._fd), held_by_zygote()
 
 
 def _describe_child(pid: int) -> str:

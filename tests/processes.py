@@ -1,9 +1,8 @@
 """Runs functions on several real processes: starts them, collects results and tracebacks, kills.
 
 The processes stay, so that one start serves many tests. They are started like the workers of a job:
-over TCP with `TF_CONFIG` and a listening socket that they inherit, or by a real `mpiexec`. Where a
-test needs many of them they are forked from one that has imported the package: a start is then a
-matter of milliseconds.
+over TCP with `TF_CONFIG` and a listening socket that they inherit, or by a real `mpiexec`. Those
+over TCP are forked from one that has imported the package: a start is a matter of milliseconds.
 """
 
 from __future__ import annotations
@@ -26,15 +25,22 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Outcome", "Ranks", "find_mpiexec"]
+from tests.zygote import shared_zygote
+
+__all__ = ["LISTEN", "ROOT", "Outcome", "Ranks", "find_mpiexec"]
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 60.0
+LISTEN = "NDISTRIBUTE_LISTEN_FD"
 _LENGTH = struct.Struct("<Q")
-# The environments of the processes that one is to fork.
-_FORKS = "RANKS_FORKS"
+
+
+class _Process(Protocol):
+    pid: int
+
+    def wait(self, timeout: float) -> int: ...
 
 
 @dataclass
@@ -60,8 +66,8 @@ class Ranks:
 
     Args:
         size: how many.
-        wire: ``"tcp"`` for `TF_CONFIG` and sockets, ``"fork"`` for the same in processes that are
-            forked, ``"mpi"`` for `mpiexec`.
+        wire: ``"tcp"`` for `TF_CONFIG` and sockets, ``"python"`` for the same with a new
+            interpreter for each, where the environment matters at import, ``"mpi"`` for `mpiexec`.
         environ: more environment variables; a list gives each rank its own.
     """
 
@@ -189,62 +195,60 @@ def find_mpiexec() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
-def _start_over_tcp(
+def _start_forks(
     size: int, base: Mapping[str, str], each: Sequence[Mapping[str, str]]
-) -> list[subprocess.Popen[bytes]]:
+) -> list[_Process]:
     with contextlib.ExitStack() as stack:
-        doors, environs = _doors(stack, size, each)
         return [
-            _python({**base, **environ}, [door.fileno()])
-            for door, environ in zip(doors, environs, strict=True)
+            shared_zygote().start(
+                "tests.processes:serve", {**base, **environ}, {LISTEN: door.fileno()}
+            )
+            for door, environ in _doors(stack, size, each)
         ]
 
 
-def _start_by_forks(
+def _start_pythons(
     size: int, base: Mapping[str, str], each: Sequence[Mapping[str, str]]
-) -> list[subprocess.Popen[bytes]]:
+) -> list[_Process]:
     with contextlib.ExitStack() as stack:
-        doors, environs = _doors(stack, size, each)
-        return [_python({**base, _FORKS: json.dumps(environs)}, [door.fileno() for door in doors])]
+        return [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.processes"],
+                env={**base, **environ, LISTEN: str(door.fileno())},
+                cwd=ROOT,
+                pass_fds=[door.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+            )
+            for door, environ in _doors(stack, size, each)
+        ]
 
 
 def _doors(
     stack: contextlib.ExitStack, size: int, each: Sequence[Mapping[str, str]]
-) -> tuple[list[socket.socket], list[dict[str, str]]]:
+) -> list[tuple[socket.socket, dict[str, str]]]:
     """Listen for every rank, and return what its environment says of it."""
     doors = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(size)]
     addresses = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
     secret = secrets.token_hex(16)
     environs = []
-    for rank, door in enumerate(doors):
+    for rank, extra in enumerate(each):
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
         environs.append(
             {
                 "TF_CONFIG": json.dumps(config),
-                "NDISTRIBUTE_LISTEN_FD": str(door.fileno()),
                 "NDISTRIBUTE_SECRET": secret,
                 "RANKS_RANK": str(rank),
                 "RANKS_SIZE": str(size),
-                **each[rank],
+                **extra,
             }
         )
-    return doors, environs
-
-
-def _python(environ: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.processes"],
-        env=environ,
-        cwd=ROOT,
-        pass_fds=fds,
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-    )
+    return list(zip(doors, environs, strict=True))
 
 
 def _start_over_mpi(
     size: int, base: Mapping[str, str], each: Sequence[Mapping[str, str]]
-) -> list[subprocess.Popen[bytes]]:
+) -> list[_Process]:
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise FileNotFoundError("no mpiexec: pip install 'ndistribute[mpi]'")
@@ -254,13 +258,13 @@ def _start_over_mpi(
         extra = ["env", *(f"{name}={value}" for name, value in each[rank].items())]
         command += [":"] * (rank > 0) + ["-n", "1", *(extra if each[rank] else [])]
         command += [sys.executable, "-m", "tests.processes"]
-    plain = {k: v for k, v in base.items() if k not in ("TF_CONFIG", "NDISTRIBUTE_LISTEN_FD")}
+    plain = {k: v for k, v in base.items() if k not in ("TF_CONFIG", LISTEN)}
     return [
         subprocess.Popen(command, env=plain, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0)
     ]
 
 
-_STARTS = {"tcp": _start_over_tcp, "fork": _start_by_forks, "mpi": _start_over_mpi}
+_STARTS = {"tcp": _start_forks, "python": _start_pythons, "mpi": _start_over_mpi}
 
 
 def _send(line: socket.socket, payload: bytes) -> None:
@@ -289,7 +293,7 @@ def _rank_and_size() -> tuple[int, int]:
     return int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
 
 
-def _serve() -> None:
+def serve() -> None:
     """Run on a process: call what is asked for until nobody asks any more."""
     rank, size = _rank_and_size()
     with socket.socket(socket.AF_UNIX) as line:
@@ -325,25 +329,6 @@ def _outcome(module: str, name: str, rank: int, size: int, args: tuple[Any, ...]
     return outcome
 
 
-def _fork(environs: list[dict[str, str]]) -> bool:
-    """Fork a process for each environment, and wait for their ends; return true in one of them."""
-    importlib.import_module("ndistribute")
-    for environ in environs:
-        if os.fork() == 0:
-            os.environ.update(environ)
-            for other in environs:
-                if other is not environ:
-                    os.close(int(other["NDISTRIBUTE_LISTEN_FD"]))
-            return True
-    for environ in environs:
-        os.close(int(environ["NDISTRIBUTE_LISTEN_FD"]))
-    for _ in environs:
-        os.wait()
-    return False
-
-
 if __name__ == "__main__":
     # Under its own name, so that what is pickled here is found there.
-    processes = importlib.import_module("tests.processes")
-    if _FORKS not in os.environ or processes._fork(json.loads(os.environ.pop(_FORKS))):
-        processes._serve()
+    importlib.import_module("tests.processes").serve()

@@ -106,7 +106,12 @@ def test_a_skipped_call_is_a_mismatch_on_those_who_wait(three: Ranks) -> None:
 
 
 def told(rank: int, size: int) -> None:
-    joined_peers().enter()
+    """Enter a step when the others' failure has come here."""
+    peers = joined_peers()
+    deadline = time.monotonic() + 20.0
+    while peers.cause is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    peers.enter()
 
 
 def timed_out(rank: int, size: int, late: int) -> None:

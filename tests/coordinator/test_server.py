@@ -39,7 +39,7 @@ from ndistribute.parameter_server.messages import (
 )
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
-from tests.faults.tasks import Tasks, Zygote, free_addresses
+from tests.faults.tasks import Tasks, free_addresses
 
 ENVIRON = {
     "NDISTRIBUTE_SECRET": secrets.token_hex(16),
@@ -282,8 +282,7 @@ def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tm
     """SIGTERM writes what no snapshot holds yet, and is told from other ends by the status."""
     settings = {**ENVIRON, "NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path / "kept")}
     with (
-        contextlib.closing(Zygote()) as zygote,
-        Tasks(zygote, workers=0, chief=False, **settings) as tasks,
+        Tasks(workers=0, chief=False, **settings) as tasks,
         contextlib.closing(client_of(tasks.cluster["ps"][0], audience="ps:0")) as client,
         ThreadPoolExecutor(1) as pool,
     ):

@@ -18,7 +18,7 @@ from ndistribute.coordinator.coordinator import ClusterCoordinator
 from ndistribute.coordinator.queue import ATTEMPTS
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 from tests.coordinator import errands
-from tests.faults.tasks import Tasks, Zygote, wait_until
+from tests.faults.tasks import Tasks, wait_until
 
 pytest.importorskip("cloudpickle")
 
@@ -28,10 +28,8 @@ Command = Callable[..., ClusterCoordinator]
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Tasks]:
-    zygote = Zygote()
-    with Tasks(zygote, workers=2, servers=0, NDISTRIBUTE_HEARTBEAT_SECONDS="4") as workers:
+    with Tasks(workers=2, servers=0, NDISTRIBUTE_HEARTBEAT_SECONDS="4") as workers:
         yield workers
-    zygote.close()
 
 
 @pytest.fixture

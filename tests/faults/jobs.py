@@ -6,24 +6,23 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
-import sys
+import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.processes import ROOT, Ranks, find_mpiexec
+from tests.processes import LISTEN, ROOT, Ranks, find_mpiexec
+from tests.zygote import Forked, shared_zygote
 
 HEARTBEAT = 1.0
 FAST = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(HEARTBEAT)}
 
 WIRES: dict[str, Callable[[], Ranks]] = {
-    "shared": lambda: Ranks(2, "fork", FAST),
-    "ring": lambda: Ranks(3, "fork", {**FAST, "FAULTS_WIRE": "ring"}),
+    "shared": lambda: Ranks(2, environ=FAST),
+    "ring": lambda: Ranks(3, environ={**FAST, "FAULTS_WIRE": "ring"}),
     "hosts": lambda: Ranks(
-        3, "fork", [{**FAST, "NDISTRIBUTE_HOST_ID": host} for host in ("red", "red", "blue")]
+        3, environ=[{**FAST, "NDISTRIBUTE_HOST_ID": host} for host in ("red", "red", "blue")]
     ),
 }
 SIZES = {"shared": 2, "ring": 3, "hosts": 3, "mpi": 2}
@@ -47,7 +46,6 @@ class Ended:
 
     code: int
     output: str
-    seconds: float
 
 
 class Job:
@@ -63,51 +61,47 @@ class Job:
         script.write_text(textwrap.dedent(body))
         doors = [socket.create_server(("127.0.0.1", 0)) for _ in environs]
         self.addresses = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
-        self._began = time.monotonic()
-        self.processes = []
+        self.processes: list[Forked] = []
+        self._outputs = [tempfile.NamedTemporaryFile() for _ in environs]  # noqa: SIM115
         for index, (door, extra) in enumerate(zip(doors, environs, strict=True)):
             environ = {
                 **os.environ,
                 **FAST,
                 "PYTHONPATH": str(ROOT),
-                "PYTHONUNBUFFERED": "1",
                 "OPENBLAS_NUM_THREADS": "1",
                 "NDISTRIBUTE_SECRET": "the secret of this test",
                 "TF_CONFIG": config(self.addresses, index),
-                "NDISTRIBUTE_LISTEN_FD": str(door.fileno()),
+                "RUN_SCRIPT": str(script),
                 **extra,
             }
+            inherited = {} if extra.get(LISTEN) == "" else {LISTEN: door.fileno()}
             self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script)],
-                    env={name: value for name, value in environ.items() if value},
-                    pass_fds=[door.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
+                shared_zygote().start(
+                    "tests.zygote:run_script",
+                    {name: value for name, value in environ.items() if value},
+                    inherited,
+                    self._outputs[index].fileno(),
                 )
             )
         for door in doors:
             door.close()
 
-    def ended(self, timeout: float = 30.0) -> list[Ended]:
+    def ended(self, timeout: float = 50.0) -> list[Ended]:
         """Wait until all have ended, and say how."""
-        ends = []
-        for process in self.processes:
-            left = max(0.1, self._began + timeout - time.monotonic())
-            output, _ = process.communicate(timeout=left)
-            ends.append(Ended(process.returncode, output, time.monotonic() - self._began))
-        return ends
+        codes = [process.wait(timeout) for process in self.processes]
+        return [Ended(code, self.said(index)) for index, code in enumerate(codes)]
+
+    def said(self, index: int) -> str:
+        """Return what one has written so far."""
+        return Path(self._outputs[index].name).read_text()
 
     def close(self) -> None:
         """Kill what still runs."""
         for process in self.processes:
-            with contextlib.suppress(OSError):
-                process.kill()
-            process.wait(timeout=10.0)
-            if process.stdout is not None:
-                process.stdout.close()
+            process.kill()
+            process.wait(timeout=30.0)
+        for output in self._outputs:
+            output.close()
 
 
 @contextlib.contextmanager

@@ -3,88 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
-import queue
+import resource
 import secrets
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+import ndistribute as nd
 from ndistribute.cluster import SimpleClusterResolver
+from tests.zygote import Forked, shared_zygote
 
-__all__ = ["Tasks", "Zygote", "free_addresses", "wait_until"]
+__all__ = ["ROOT", "Tasks", "free_addresses", "run_task", "wait_until"]
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 30.0
-END_SECONDS = 10.0
+END_SECONDS = 30.0
 
 Task = tuple[str, int]
-
-
-class Zygote:
-    """Start tasks by forking; see `zygote.py`."""
-
-    def __init__(self) -> None:
-        self._codes: dict[int, int] = {}
-        self._told = threading.Condition()
-        self._started: queue.Queue[int] = queue.Queue()
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.faults.zygote"],
-            cwd=ROOT,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._pipes = self._process.stdin, self._process.stdout
-        self._listener = threading.Thread(target=self._listen)
-        self._listener.start()
-
-    def start(self, environ: Mapping[str, str]) -> int:
-        """Start a task, and return its process."""
-        self._pipes[0].write(json.dumps(environ).encode() + b"\n")
-        self._pipes[0].flush()
-        return self._started.get(timeout=START_SECONDS)
-
-    def code(self, pid: int, timeout: float) -> int | None:
-        """Wait until a task has ended, and return its exit status; None where it has not."""
-        with self._told:
-            self._told.wait_for(lambda: pid in self._codes, timeout)
-            return self._codes.get(pid)
-
-    def close(self) -> None:
-        """End all tasks."""
-        self._pipes[0].close()
-        self._process.wait(END_SECONDS)
-        self._listener.join(END_SECONDS)
-        self._pipes[1].close()
-
-    def _listen(self) -> None:
-        for line in self._pipes[1]:
-            told: dict[str, Any] = json.loads(line)
-            if "started" in told:
-                self._started.put(told["started"])
-                continue
-            with self._told:
-                self._codes[told["ended"]] = told["code"]
-                self._told.notify_all()
 
 
 class Tasks:
     """Run the servers and workers of a cluster whose chief is this process.
 
     Args:
-        zygote: what starts them.
         workers: how many.
         servers: how many.
         chief: whether the cluster has one.
@@ -93,7 +43,6 @@ class Tasks:
 
     def __init__(
         self,
-        zygote: Zygote,
         workers: int = 2,
         servers: int = 1,
         chief: bool = True,
@@ -102,8 +51,7 @@ class Tasks:
         jobs = {"ps": servers, "worker": workers, "chief": int(chief)}
         self.cluster = free_addresses(jobs)
         self.environ = {"NDISTRIBUTE_SECRET": secrets.token_hex(16), **environ}
-        self._zygote = zygote
-        self._pids: dict[Task, int] = {}
+        self._processes: dict[Task, Forked] = {}
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115, closed by __exit__
 
     def __enter__(self) -> Self:
@@ -115,7 +63,7 @@ class Tasks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for job, index in self._pids:
+        for job, index in self._processes:
             self.kill(job, index)
         if error is not None:
             error.add_note(f"What the tasks said:\n{self.said()}")
@@ -128,11 +76,16 @@ class Tasks:
             job: of the task.
             index: in the job.
             environ: what it has in its environment besides; TASK_RUNS names a function of
-                `loops.py` that it calls instead of serving.
+                `loops.py` that it calls instead of serving, TASK_LIMITS are set before, and
+                TASK_USER is whose process it becomes.
         """
         config = {"cluster": self.cluster, "task": {"type": job, "index": index}}
-        own = {"TF_CONFIG": json.dumps(config), "TASK_LOG": self._log.name}
-        self._pids[job, index] = self._zygote.start({**self.environ, **environ, **own})
+        own = {"TF_CONFIG": json.dumps(config)}
+        self._processes[job, index] = shared_zygote().start(
+            "tests.faults.tasks:run_task",
+            {**os.environ, **self.environ, **environ, **own},
+            output=self._log.fileno(),
+        )
 
     def start_all(self, job: str | None = None, **environ: str) -> None:
         """Start every server and worker, or every task of a job; see `start`."""
@@ -142,21 +95,22 @@ class Tasks:
 
     def pid(self, job: str, index: int) -> int:
         """Return which process a task is."""
-        return self._pids[job, index]
+        return self._processes[job, index].pid
 
     def send(self, job: str, index: int, number: signal.Signals) -> None:
         """Send a task a signal."""
-        _signal(self._pids[job, index], number)
+        with contextlib.suppress(ProcessLookupError):  # It has ended already.
+            self._processes[job, index].send_signal(number)
 
     def stop(self, job: str, index: int) -> None:
         """Stop a task, and wait until it has stopped."""
         self.send(job, index, signal.SIGSTOP)
-        stat = Path(f"/proc/{self._pids[job, index]}/stat")
+        stat = Path(f"/proc/{self.pid(job, index)}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
     def resident_megabytes(self, job: str, index: int) -> float:
         """Return how much memory a task holds."""
-        lines = Path(f"/proc/{self._pids[job, index]}/status").read_text().splitlines()
+        lines = Path(f"/proc/{self.pid(job, index)}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
     def kill(self, job: str, index: int) -> None:
@@ -166,10 +120,11 @@ class Tasks:
 
     def code(self, job: str, index: int, timeout: float = END_SECONDS) -> int:
         """Wait until a task has ended, and return its exit status."""
-        code = self._zygote.code(self._pids[job, index], timeout)
-        if code is None:
-            raise TimeoutError(f"{job}:{index} has not ended in {timeout} s:\n{self.said()}")
-        return code
+        try:
+            return self._processes[job, index].wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = f"{job}:{index} has not ended in {timeout} s:\n{self.said()}"
+            raise TimeoutError(late) from None
 
     def resolver(self, job: str = "chief", index: int = 0) -> SimpleClusterResolver:
         """Return the resolver of a task that this process is."""
@@ -188,9 +143,18 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         threading.Event().wait(0.002)
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # It has ended already.
-        os.kill(pid, number)
+def run_task() -> None:
+    """Be a task, in a process of its own, as the environment says."""
+    for name, value in json.loads(os.environ.get("TASK_LIMITS", "{}")).items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+    if "TASK_USER" in os.environ:
+        os.setuid(int(os.environ["TASK_USER"]))
+    if "TASK_RUNS" in os.environ:
+        getattr(importlib.import_module("tests.faults.loops"), os.environ["TASK_RUNS"])()
+        return
+    config = json.loads(os.environ["TF_CONFIG"])
+    task = config["task"]
+    nd.Server(config["cluster"], task["type"], task["index"]).join()
 
 
 def free_addresses(jobs: Mapping[str, int]) -> dict[str, list[str]]:

@@ -123,11 +123,9 @@ def test_a_killed_process_is_noticed_at_once_although_a_fork_of_it_lives_on(
     """,
     ).replace("import os, signal, sys", "import os, signal, sys\n    signal.alarm(60)")
     with job(tmp_path, body, [{"NDISTRIBUTE_HEARTBEAT_SECONDS": "20"}] * 2) as started:
-        other = started.processes[0]
-        assert other.stdout is not None
-        output = other.stdout.read()
-        killed = started.processes[1].stdout
-        assert killed is not None
-        os.kill(int(killed.readline().split()[1]), signal.SIGKILL)
+        started.processes[1].wait(50.0)
+        os.kill(int(started.said(1).split()[1]), signal.SIGKILL)
+        started.processes[0].wait(50.0)
+        output = started.said(0)
     assert "worker 1 (" in output
     assert "was lost: it closed its connection without a word" in output

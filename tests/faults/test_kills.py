@@ -20,7 +20,7 @@ import ndistribute as nd
 from ndistribute.coordinator import queue
 from tests.faults.commands import DEADLINE, commanded, taking_part
 from tests.faults.loops import counted
-from tests.faults.tasks import Tasks, Zygote, wait_until
+from tests.faults.tasks import Tasks, wait_until
 
 KILLS = int(os.environ.get("FAULTS_KILLS", "10"))
 SEED = int(os.environ.get("FAULTS_SEED", "0")) or random.SystemRandom().getrandbits(32)
@@ -46,11 +46,11 @@ def victim(rng: random.Random) -> tuple[str, int]:
     return rng.choice([("ps", 0), ("ps", 1), *(("worker", n) for n in range(WORKERS))])
 
 
-def test_every_update_that_a_worker_knows_of_is_there_once(zygote: Zygote, tmp_path: Path) -> None:
+def test_every_update_that_a_worker_knows_of_is_there_once(tmp_path: Path) -> None:
     """A server that was killed lost what it had acknowledged since its last snapshot."""
     print(f"FAULTS_SEED={SEED}")
     rng = random.Random(SEED)
-    with Tasks(zygote, workers=WORKERS, servers=2, chief=False, **logged(tmp_path)) as tasks:
+    with Tasks(workers=WORKERS, servers=2, chief=False, **logged(tmp_path)) as tasks:
         tasks.start_all("ps")
         lives: list[int] = []  # Which worker each was.
         killed = set()
@@ -112,7 +112,7 @@ def test_every_update_that_a_worker_knows_of_is_there_once(zygote: Zygote, tmp_p
 
 
 def test_every_function_changes_everything_once_whoever_is_killed(
-    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a function whose worker or server was killed half way, some updates were made twice."""
     print(f"FAULTS_SEED={SEED}")
@@ -120,7 +120,7 @@ def test_every_function_changes_everything_once_whoever_is_killed(
     rng = random.Random(SEED)
     log = tmp_path / "log"
     log.touch()
-    with Tasks(zygote, workers=WORKERS, servers=2, **logged(tmp_path)) as tasks:
+    with Tasks(workers=WORKERS, servers=2, **logged(tmp_path)) as tasks:
         tasks.start_all()
         with commanded(tasks, durability="log") as (strategy, coordinator):
             with strategy.scope():

@@ -22,7 +22,7 @@ from ndistribute import tensor_files
 from ndistribute.transport.address import split_address, unix_name
 from tests.coordinator import errands
 from tests.faults.commands import DEADLINE, commanded
-from tests.faults.tasks import Tasks, Zygote
+from tests.faults.tasks import Tasks
 
 STRANGERS = 1200
 NOBODY = 65534
@@ -44,16 +44,14 @@ def strangers(address: str, count: int) -> Iterator[socket.socket]:
 
 
 @pytest.mark.slow
-def test_silent_strangers_keep_nobody_out_and_snapshots_are_written(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_silent_strangers_keep_nobody_out_and_snapshots_are_written(tmp_path: Path) -> None:
     """They held all descriptors: no snapshot could be written, and no worker came back."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
     settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), **limits(NOFILE=1024)}
     try:
         with (
-            Tasks(zygote, workers=2, servers=1, **settings) as tasks,
+            Tasks(workers=2, servers=1, **settings) as tasks,
             contextlib.ExitStack() as opened,
         ):
             tasks.start_all()
@@ -79,9 +77,9 @@ def test_silent_strangers_keep_nobody_out_and_snapshots_are_written(
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_who_is_started_after_the_chief_has_left_ends_with_an_error(zygote: Zygote) -> None:
+def test_who_is_started_after_the_chief_has_left_ends_with_an_error() -> None:
     """It waited for the next chief for ever."""
-    with Tasks(zygote, workers=1, servers=1, NDISTRIBUTE_START_SECONDS="0.5") as tasks:
+    with Tasks(workers=1, servers=1, NDISTRIBUTE_START_SECONDS="0.5") as tasks:
         for job in ("ps", "worker"):
             tasks.start(job, 0)
         for job in ("ps", "worker"):
@@ -90,12 +88,10 @@ def test_who_is_started_after_the_chief_has_left_ends_with_an_error(zygote: Zygo
 
 
 @pytest.mark.parametrize("end", ["the chief leaves", "SIGTERM"])
-def test_a_server_whose_disk_is_full_at_its_end_says_so(
-    zygote: Zygote, tmp_path: Path, end: str
-) -> None:
+def test_a_server_whose_disk_is_full_at_its_end_says_so(tmp_path: Path, end: str) -> None:
     """Its status was 0, and what it had learned since the last snapshot was gone."""
     settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
-    with Tasks(zygote, workers=1, servers=1, **settings, **limits(FSIZE=100_000)) as tasks:
+    with Tasks(workers=1, servers=1, **settings, **limits(FSIZE=100_000)) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, _):
             with strategy.scope():
@@ -109,9 +105,9 @@ def test_a_server_whose_disk_is_full_at_its_end_says_so(
 
 
 @pytest.mark.parametrize("job", ["ps", "worker"])
-def test_too_few_descriptors_are_an_error_that_names_the_limit(zygote: Zygote, job: str) -> None:
+def test_too_few_descriptors_are_an_error_that_names_the_limit(job: str) -> None:
     """The process went on without its listener, and everybody waited for it."""
-    with Tasks(zygote, workers=1, servers=1) as tasks:
+    with Tasks(workers=1, servers=1) as tasks:
         tasks.start(job, 0, **limits(NOFILE=10))
         assert tasks.code(job, 0) == 1
         assert "Too many open files" in tasks.said() or "ulimit -n" in tasks.said()
@@ -119,17 +115,17 @@ def test_too_few_descriptors_are_an_error_that_names_the_limit(zygote: Zygote, j
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's processes can become others'")
 @pytest.mark.parametrize("job", ["ps", "worker"])
-def test_a_task_that_can_start_no_thread_ends_with_an_error(zygote: Zygote, job: str) -> None:
+def test_a_task_that_can_start_no_thread_ends_with_an_error(job: str) -> None:
     """It hung, as the thread that should have listened was waited for."""
-    with Tasks(zygote, workers=1, servers=1) as tasks:
+    with Tasks(workers=1, servers=1) as tasks:
         tasks.start(job, 0, TASK_USER=str(NOBODY), **limits(NPROC=1))
         assert tasks.code(job, 0) == 1
         assert "can't start new thread" in tasks.said()
 
 
-def test_what_needs_too_much_memory_fails_and_everything_goes_on(zygote: Zygote) -> None:
+def test_what_needs_too_much_memory_fails_and_everything_goes_on() -> None:
     """The server ended, and with it what all had learned."""
-    with Tasks(zygote, workers=1, servers=1, **limits(AS=2 << 30)) as tasks:
+    with Tasks(workers=1, servers=1, **limits(AS=2 << 30)) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             with strategy.scope():

@@ -18,7 +18,7 @@ from ndistribute.parameter_server.messages import Create, NewVariable, Reply, Tr
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
 from tests.faults.commands import DEADLINE, commanded
-from tests.faults.tasks import Tasks, Zygote
+from tests.faults.tasks import Tasks
 
 FUNCTIONS = int(os.environ.get("FAULTS_FUNCTIONS", "5000"))
 CLIENTS = int(os.environ.get("FAULTS_CLIENTS", "300"))
@@ -84,9 +84,9 @@ def test_heartbeats_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60 + FUNCTIONS // 50)
-def test_functions_that_are_over_leave_nothing_anywhere(zygote: Zygote) -> None:
+def test_functions_that_are_over_leave_nothing_anywhere() -> None:
     """The chief and the servers kept something of each function: 100,000 were gigabytes."""
-    with Tasks(zygote, workers=2, servers=1) as tasks:
+    with Tasks(workers=2, servers=1) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             with strategy.scope():

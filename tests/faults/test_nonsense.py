@@ -34,7 +34,7 @@ from ndistribute.transport.connection import Connection
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.secret import Credentials, credentials_of
 from tests.faults.commands import DEADLINE, commanded
-from tests.faults.tasks import Tasks, Zygote
+from tests.faults.tasks import Tasks
 
 FRAMES = int(os.environ.get("FAULTS_FRAMES", "1000"))
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
@@ -159,10 +159,10 @@ def framed(record: Record, accepted: Accepted, *, sealed: bool) -> bytes:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_malformed_frames_by_the_thousand_do_not_disturb_a_job_that_trains(
-    zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tenth of them ended the old server's connections with others, or filled its memory."""
-    with Tasks(zygote, workers=2, servers=1) as tasks:
+    with Tasks(workers=2, servers=1) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             every = [one for job in sorted(tasks.cluster) for one in tasks.cluster[job]]

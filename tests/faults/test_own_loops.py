@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.commands import taking_part
 from tests.faults.loops import Shared
-from tests.faults.tasks import Tasks, Zygote, wait_until
+from tests.faults.tasks import Tasks, wait_until
 
 
 def training(**options: Any) -> dict[str, str]:
@@ -25,8 +25,8 @@ def wait_for_steps(shared: Shared, *workers: int, count: int = 20) -> None:
     wait_until(lambda: all(shared.steps.numpy()[w] >= before[w] + count for w in workers))
 
 
-def test_a_worker_that_is_killed_comes_back_while_the_others_train(zygote: Zygote) -> None:
-    with Tasks(zygote, workers=2, servers=2, chief=False) as tasks:
+def test_a_worker_that_is_killed_comes_back_while_the_others_train() -> None:
+    with Tasks(workers=2, servers=2, chief=False) as tasks:
         tasks.start_all("ps")
         tasks.start_all("worker", **training())
         tasks.start("evaluator", 0, TASK_RUNS="watch")
@@ -47,12 +47,10 @@ def test_a_worker_that_is_killed_comes_back_while_the_others_train(zygote: Zygot
         assert [tasks.code("ps", index) for index in range(2)] == [0, 0]
 
 
-def test_workers_in_step_go_on_with_spare_ones_and_say_so_where_too_few_are_left(
-    zygote: Zygote,
-) -> None:
+def test_workers_in_step_go_on_with_spare_ones_and_say_so_where_too_few_are_left() -> None:
     options = {"replicas_to_aggregate": 2, "total_num_replicas": 3}
     impatient = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "1"}
-    with Tasks(zygote, workers=3, servers=2, chief=False, **impatient) as tasks:
+    with Tasks(workers=3, servers=2, chief=False, **impatient) as tasks:
         tasks.start_all("ps")
         tasks.start_all("worker", **training(**options))
         with taking_part(tasks) as observer:
@@ -70,8 +68,8 @@ def test_workers_in_step_go_on_with_spare_ones_and_say_so_where_too_few_are_left
             assert "1 of 2 needed are there" in tasks.said()
 
 
-def test_workers_within_bounds_go_on_without_one_that_was_killed(zygote: Zygote) -> None:
-    with Tasks(zygote, workers=2, servers=1, chief=False) as tasks:
+def test_workers_within_bounds_go_on_without_one_that_was_killed() -> None:
+    with Tasks(workers=2, servers=1, chief=False) as tasks:
         tasks.start_all("ps")
         tasks.start_all("worker", **training(max_staleness=1))
         with taking_part(tasks) as observer:
@@ -89,10 +87,10 @@ def test_workers_within_bounds_go_on_without_one_that_was_killed(zygote: Zygote)
     "options", [{}, {"max_staleness": 1}, {"replicas_to_aggregate": 2}], ids=str
 )
 def test_all_go_on_when_a_server_is_killed_and_comes_back(
-    zygote: Zygote, tmp_path: Path, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any]
 ) -> None:
     settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "0.05"}
-    with Tasks(zygote, workers=2, servers=2, chief=False, **settings) as tasks:
+    with Tasks(workers=2, servers=2, chief=False, **settings) as tasks:
         tasks.start_all("ps")
         tasks.start_all("worker", **training(**options))
         with taking_part(tasks) as observer:

@@ -21,7 +21,7 @@ from ndistribute.coordinator.server import CUT_SECONDS
 from tests.coordinator import errands
 from tests.faults.commands import DEADLINE, commanded, taking_part
 from tests.faults.loops import Shared
-from tests.faults.tasks import Tasks, Zygote, wait_until
+from tests.faults.tasks import Tasks, wait_until
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 IMPATIENT = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "0.5"}
@@ -46,12 +46,10 @@ def marked(strategy: Any, count: int) -> tuple[nd.Variable, Callable[[int], int]
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(tmp_path: Path) -> None:
     settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
     rng = random.Random(SEED)
-    with Tasks(zygote, workers=2, servers=1, **settings) as tasks:
+    with Tasks(workers=2, servers=1, **settings) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             marks, mark = marked(strategy, 300)
@@ -75,12 +73,10 @@ def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(
             assert abs(strategy.lost_updates - lost) <= 5
 
 
-def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(tmp_path: Path) -> None:
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
-    with Tasks(zygote, workers=2, servers=2, **IMPATIENT) as tasks:
+    with Tasks(workers=2, servers=2, **IMPATIENT) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             marks, mark = marked(strategy, 500)
@@ -110,8 +106,8 @@ def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(
             assert strategy.lost_updates == 0
 
 
-def test_everybody_waits_for_a_stopped_server(zygote: Zygote) -> None:
-    with Tasks(zygote, workers=2, servers=2, **IMPATIENT) as tasks:
+def test_everybody_waits_for_a_stopped_server() -> None:
+    with Tasks(workers=2, servers=2, **IMPATIENT) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             marks, mark = marked(strategy, 300)
@@ -125,8 +121,8 @@ def test_everybody_waits_for_a_stopped_server(zygote: Zygote) -> None:
             np.testing.assert_array_equal(marks.numpy(), 1)
 
 
-def test_a_function_that_raises_changes_nothing_wherever_it_runs(zygote: Zygote) -> None:
-    with Tasks(zygote, workers=2, servers=1) as tasks:
+def test_a_function_that_raises_changes_nothing_wherever_it_runs() -> None:
+    with Tasks(workers=2, servers=1) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             marks, mark = marked(strategy, 100)
@@ -151,11 +147,9 @@ def test_a_function_that_raises_changes_nothing_wherever_it_runs(zygote: Zygote)
             assert int(marks[50]) == 1
 
 
-def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path: Path) -> None:
     settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
-    with Tasks(zygote, workers=2, servers=2, **settings) as tasks:
+    with Tasks(workers=2, servers=2, **settings) as tasks:
         tasks.start_all()
         tasks.start("chief", 0, TASK_RUNS="command")
         with taking_part(tasks) as strategy:
@@ -176,8 +170,8 @@ def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(
         assert [tasks.code("worker", index) for index in range(2)] == [0, 0]
 
 
-def test_when_the_chief_is_stopped_for_too_long_all_end(zygote: Zygote) -> None:
-    with Tasks(zygote, workers=1, servers=1, NDISTRIBUTE_HEARTBEAT_SECONDS="1") as tasks:
+def test_when_the_chief_is_stopped_for_too_long_all_end() -> None:
+    with Tasks(workers=1, servers=1, NDISTRIBUTE_HEARTBEAT_SECONDS="1") as tasks:
         tasks.start_all()
         tasks.start("chief", 0, TASK_RUNS="command")
         with taking_part(tasks) as strategy:
@@ -188,8 +182,8 @@ def test_when_the_chief_is_stopped_for_too_long_all_end(zygote: Zygote) -> None:
         assert "the chief died" in tasks.said()
 
 
-def test_a_server_whose_port_is_taken_ends_and_says_so(zygote: Zygote) -> None:
-    with Tasks(zygote, workers=0, servers=1, chief=False) as tasks:
+def test_a_server_whose_port_is_taken_ends_and_says_so() -> None:
+    with Tasks(workers=0, servers=1, chief=False) as tasks:
         host, _, port = tasks.cluster["ps"][0].rpartition(":")
         with socket.create_server((host, int(port))):
             tasks.start("ps", 0)
@@ -197,8 +191,8 @@ def test_a_server_whose_port_is_taken_ends_and_says_so(zygote: Zygote) -> None:
         assert f"cannot listen at {host} port {port}" in tasks.said()
 
 
-def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other(zygote: Zygote) -> None:
-    with Tasks(zygote, workers=1, servers=1) as one, Tasks(zygote, workers=1, servers=1) as other:
+def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other() -> None:
+    with Tasks(workers=1, servers=1) as one, Tasks(workers=1, servers=1) as other:
         one.start_all()
         other.start_all()
         with commanded(one) as mine, commanded(other) as theirs:
@@ -216,8 +210,8 @@ def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other(zygote: Zygote)
 
 
 @pytest.mark.parametrize("secret", ["f" * 32, ""])
-def test_who_does_not_know_the_secret_is_told_so_at_once(zygote: Zygote, secret: str) -> None:
-    with Tasks(zygote, workers=1, servers=1) as tasks:
+def test_who_does_not_know_the_secret_is_told_so_at_once(secret: str) -> None:
+    with Tasks(workers=1, servers=1) as tasks:
         tasks.start_all()
         tasks.environ["NDISTRIBUTE_SECRET"] = secret
         began = time.monotonic()
@@ -226,9 +220,9 @@ def test_who_does_not_know_the_secret_is_told_so_at_once(zygote: Zygote, secret:
         assert time.monotonic() - began < 5
 
 
-def test_a_server_that_was_stopped_while_nobody_asks_it_goes_on(zygote: Zygote) -> None:
+def test_a_server_that_was_stopped_while_nobody_asks_it_goes_on() -> None:
     """It took an idle chief for dead, whose connection had been cut, and ended."""
-    with Tasks(zygote, workers=1, servers=1, **IMPATIENT) as tasks:
+    with Tasks(workers=1, servers=1, **IMPATIENT) as tasks:
         tasks.start_all()
         with commanded(tasks) as (strategy, coordinator):
             marks, mark = marked(strategy, 10)

@@ -23,27 +23,20 @@ import ndistribute as nd
 from ndistribute.transport.codec import encode, nbytes_of
 from ndistribute.transport.connection import Connection
 from tests.faults.loops import Shared
-from tests.faults.tasks import ROOT, Tasks, Zygote, wait_until
+from tests.faults.tasks import ROOT, Tasks, wait_until
 from tests.kinds import DEADLINE, in_thread, wait_until_in
 
 LARGE = np.random.default_rng(3).normal(size=(400, 400))
 Job = Callable[..., Tasks]
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def job(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """Return what starts the servers of a cluster of which this process is a task."""
     with contextlib.ExitStack() as stack:
 
         def start(**options: Any) -> Tasks:
-            tasks = stack.enter_context(Tasks(zygote, **{"chief": False, **options}))
+            tasks = stack.enter_context(Tasks(**{"chief": False, **options}))
             monkeypatch.setenv("NDISTRIBUTE_SECRET", tasks.environ["NDISTRIBUTE_SECRET"])
             tasks.start_all("ps")
             return tasks

@@ -42,7 +42,7 @@ def written(rank: int, size: int) -> bool:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_late_worker_of_a_real_job_is_found(tmp_path: Path, late: int):
-    with Ranks(2, "tcp", {"NDISTRIBUTE_TRACE": str(tmp_path)}) as ranks:
+    with Ranks(2, "python", {"NDISTRIBUTE_TRACE": str(tmp_path)}) as ranks:
         assert [outcome.result() for outcome in ranks.run(train, late)] == [2.0, 2.0]
         assert [outcome.result() for outcome in ranks.run(written)] == [True, True]
     traces = trace_report.read(tmp_path)
