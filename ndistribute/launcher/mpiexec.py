@@ -19,8 +19,6 @@ from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.hosts import Host
 from ndistribute.launcher.output import MPIEXEC
 
-__all__ = ["Mpiexec", "exit_code", "find_mpiexec", "mpiexec_command", "parse_tagged", "redirection"]
-
 _HOW = "Install both with: pip install ndistribute[mpi]"
 # Open MPI writes [1,0]<stdout>: and, since version 5, [job@1,0]<stdout>: ; MPICH writes [0] .
 _TAG = re.compile(rb"\[(?:[^\]\s]*,)?(?P<rank>\d+)\](?:<std(?:out|err|diag)>:)? ?")
@@ -93,14 +91,14 @@ def mpiexec_command(
     return [*command, *shell, sys.executable, "-m", "mpi4py", *python]
 
 
-def redirection(launcher: int, writers: Sequence[int]) -> str:
-    """Return a shell script with which ranks of this machine write to pipes of the launcher.
+def redirection(writers: Sequence[int]) -> str:
+    """Return a shell script with which ranks of this machine write to pipes of this process.
 
-    The writers are its descriptors of each rank in turn, for its output and for its errors. What
-    goes through mpiexec is marked by the write, and one line of Python's may be several.
+    There is one for the output and one for the errors of each rank in turn. What goes through
+    mpiexec is marked by the write, and one line of Python's may be several.
     """
     pairs = enumerate(zip(writers[::2], writers[1::2], strict=True))
-    fds = f"/proc/{launcher}/fd"
+    fds = f"/proc/{os.getpid()}/fd"
     cases = [f'{rank}) exec "$@" >{fds}/{out} 2>{fds}/{err};;' for rank, (out, err) in pairs]
     rank = "${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-$PMIX_RANK}}"
     return f'case "{rank}" in {" ".join(cases)} esac; exec "$@"'
