@@ -89,11 +89,7 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Return the hosts that a Slurm host list names, in order.
-
-    >>> expand_hosts("n[001-003,7],gpu-[1-2]x[3,5],login")
-    ['n001', 'n002', 'n003', 'n7', 'gpu-1x3', 'gpu-1x5', 'gpu-2x3', 'gpu-2x5', 'login']
-    """
+    """Return the hosts that a list such as ``n[001-003,7],gpu-[1-2]x[3,5]`` names, in order."""
     hosts: list[str] = []
     # The commas that stand outside brackets.
     entries = re.split(r",(?![^\[]*\])", text.strip())
@@ -114,11 +110,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Return how many tasks each node has.
-
-    >>> expand_tasks("2(x3),1")
-    [2, 2, 2, 1]
-    """
+    """Return how many tasks each node has: 2, 2, 2 and 1 for ``2(x3),1``."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())

@@ -38,11 +38,7 @@ class Host:
 
 
 def parse_hosts(text: str, separator: str = ",") -> list[Host]:
-    r"""Return the hosts of a list such as ``a:2,b``, or of a file with one in each line.
-
-    >>> parse_hosts("# rack 1\na slots=2\nb 2\n", separator="\n")
-    [Host(name='a', slots=2), Host(name='b', slots=2)]
-    """
+    """Return the hosts of a list such as ``a:2,b``, or of a file with one in each line."""
     entries = [entry.partition("#")[0].strip() for entry in text.split(separator)]
     hosts: dict[str, Host] = {}
     for entry in entries if separator == "," else filter(None, entries):
@@ -59,11 +55,7 @@ def parse_hosts(text: str, separator: str = ",") -> list[Host]:
 
 
 def assign(hosts: Sequence[Host], processes: int | None) -> list[Host]:
-    """Return how many of a number of processes each host gets, filling one after the other.
-
-    >>> assign([Host("a", 2), Host("b", 2), Host("c", 2)], 3)
-    [Host(name='a', slots=2), Host(name='b', slots=1)]
-    """
+    """Return how many of a number of processes each host gets, filling one after the other."""
     room = sum(host.slots for host in hosts)
     left = room if processes is None else processes
     if left < 1:

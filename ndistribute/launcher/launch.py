@@ -25,7 +25,7 @@ from ndistribute.cluster.resolvers import seconds_of
 from ndistribute.launcher import mpiexec
 from ndistribute.launcher.doctor import blas_settings, usable_cores
 from ndistribute.launcher.hosts import Host, is_this_machine, ssh_command
-from ndistribute.launcher.output import MPIEXEC, Console, Writer, ending, last_report
+from ndistribute.launcher.output import Console, Writer, ending, last_report
 from ndistribute.launcher.supervisor import (
     Outcome,
     Process,
@@ -64,12 +64,10 @@ class JobOptions:
 
     @property
     def processes(self) -> int:
-        """Return how many processes the job has."""
         return self.servers + self.chief + sum(host.slots for host in self.hosts)
 
     @property
     def is_local(self) -> bool:
-        """Return True if all of them are on this machine."""
         return all(is_this_machine(host.name) for host in self.hosts)
 
     @property
@@ -99,20 +97,10 @@ def saving_seconds(environ: Mapping[str, str]) -> float:
 
 
 def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
-    """Run a job to its end, starting again what fails where that was asked for.
+    """Run a job to its end, and return its exit code: of what failed first, or 124 for a timeout.
 
     Workers that compute together lose each other when one fails, so all of them start again. A
-    server or worker of a job with servers is started again alone. The launcher's own messages go
-    where the processes' errors go.
-
-    Returns:
-        0, or the exit code of the rank or task that failed first, 128 plus the number for a
-        signal; 124 for a timeout.
-
-    Raises:
-        MissingDependencyError: MPI was asked for and is not installed.
-        OSError: a port is in use, or a limit of this process is too low.
-        ValueError: the options do not fit each other.
+    server or worker of a job with servers is started again alone.
     """
     _open_standard_streams()
     _check_limits(options.processes)
@@ -129,22 +117,28 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         # One queue where both are one file, so that the order of lines is kept.
         err = out if os.path.sameopenfile(stdout, stderr) else Writer(stderr)
         console = opened.enter_context(contextlib.closing(Console(out, err, options.log_dir)))
-        ports = [] if mpi else _listen(options, opened)
+        # No port can be taken by others then, not even between two lives of a task, and who
+        # connects meanwhile waits.
+        listeners = {
+            rank: opened.enter_context(listen("127.0.0.1:0" if options.is_local else address))
+            for rank, (_, _, host, address) in enumerate([] if mpi else _places(options))
+            if host is None
+        }
         pipes = _pipes(options, opened) if mpi and options.is_local else []
         signals = opened.enter_context(signals_as_bytes())
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
-                _refuse_waiting(ports)
+                _refuse_waiting(list(listeners.values()))
             if mpi:
                 starts = [_mpi_start(mpi, options, environ, pipes)]
             else:
-                starts = _tasks(options, environ, ports)  # With a fresh secret.
+                starts = _tasks(options, environ, listeners)  # With a fresh secret.
             begin = partial(Process, environ)
             supervisor = Supervisor(begin, console, deadline, restarts, saving, signals)
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
             if mpi and outcome.reason == "failed":
-                code = mpiexec.exit_code(outcome.code, console.kept(MPIEXEC))
+                code = mpiexec.exit_code(outcome.code, console.kept(mpiexec.MPIEXEC))
                 outcome = replace(outcome, code=code)
             _report(options, outcome, console, attempt)
             if outcome.reason != "failed":
@@ -153,11 +147,11 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
 
 
 def dry_run(options: JobOptions) -> Iterator[str]:
-    """Yield what a job would start, line by line, with the secret left out; raise as `launch`."""
+    """Yield what a job would start, line by line, with the secret left out."""
     if options.mpi:
         starts = [_mpi_start(mpiexec.find_mpiexec(), options, os.environ)]
     else:
-        starts = _tasks(options, os.environ)
+        starts = _tasks(options, os.environ, {})
     for start in starts:
         settings = {n: "(hidden)" if n == _SECRET else v for n, v in start.settings.items()}
         shown = " ".join(f"{name}={shlex.quote(v)}" for name, v in sorted(settings.items()))
@@ -167,18 +161,41 @@ def dry_run(options: JobOptions) -> Iterator[str]:
         yield f"[{start.label}] {line}"
 
 
+def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
+    """Return the tasks: type, index, host if it is another, address; servers come first.
+
+    On several hosts they are at consecutive ports of each, on this machine at any free one.
+    """
+    if options.is_local:
+        workers = sum(host.slots for host in options.hosts)
+        counts = {"ps": options.servers, "worker": workers, "chief": int(options.chief)}
+        tasks = [(kind, index) for kind, count in counts.items() for index in range(count)]
+        return [(*task, None, f"127.0.0.1:PORT{rank}") for rank, task in enumerate(tasks)]
+    places: list[tuple[str, int, Host | None, str]] = []
+    for host in options.hosts:
+        is_here = is_this_machine(host.name)
+        # The other hosts must find this one: its name for itself would lead them to themselves.
+        name = socket.gethostname() if is_here else host.name.rpartition("@")[2]
+        ports = range(options.port, options.port + host.slots)
+        if not 0 < ports[0] <= ports[-1] < 1 << 16:
+            raise ValueError(f"--port {options.port} leaves no {host.slots} ports below 65536.")
+        for port in ports:
+            place = "worker", len(places), None if is_here else host, f"{name}:{port}"
+            places.append(place)
+    return places
+
+
 def _tasks(
-    options: JobOptions, environ: Mapping[str, str], ports: Sequence[socket.socket] = ()
+    options: JobOptions, environ: Mapping[str, str], listeners: Mapping[int, socket.socket]
 ) -> list[Start]:
-    """Return what to start; servers first, as all others need them."""
-    here = Host("localhost", 1)
-    places = [("ps", index, here) for index in range(options.servers)]
-    hosts = [host for host in options.hosts for _ in range(host.slots)]
-    places += [("worker", index, host) for index, host in enumerate(hosts)]
-    places += [("chief", 0, here)] if options.chief else []
+    """Return what to start; with the sockets that tasks of this machine inherit, by their ranks."""
+    places = _places(options)
+    addresses = [address for *_, address in places]
+    if options.is_local and listeners:
+        addresses = ["{}:{}".format(*listener.getsockname()) for listener in listeners.values()]
     cluster: dict[str, list[str]] = {}
-    for (task_type, _, _), address in zip(places, _addresses(options, ports), strict=True):
-        cluster.setdefault(task_type, []).append(address)
+    for (kind, *_), address in zip(places, addresses, strict=True):
+        cluster.setdefault(kind, []).append(address)
     job = job_environment(environ)
     server = {
         "NDISTRIBUTE_DURABILITY": "log" if options.durable else None,
@@ -186,58 +203,27 @@ def _tasks(
         "NDISTRIBUTE_SNAPSHOT_SECONDS": options.snapshot_seconds,
     }
     server_settings = {name: str(value) for name, value in server.items() if value is not None}
-    listeners = iter(ports)
     starts = []
-    for task_type, index, host in places:
-        is_server = task_type == "ps"
-        is_here = is_this_machine(host.name)
-        settings = task_environment(cluster, task_type, index, job)
-        if is_here:
+    for rank, (kind, index, host, _) in enumerate(places):
+        is_server = kind == "ps"
+        settings = task_environment(cluster, kind, index, job)
+        if host is None:
             # Servers add arrays up, which no BLAS does for them; the workers have the cores.
             settings |= blas_settings(environ, usable_cores() if is_server else options.sharing)
         settings |= server_settings if is_server else {}
-        label = f"{task_type}:{index}" if options.servers else str(index)
+        label = f"{kind}:{index}" if options.servers else str(index)
         starts.append(
             Start(
-                label="chief" if task_type == "chief" else label,
+                label="chief" if kind == "chief" else label,
                 argv=(sys.executable, *options.command),
                 settings=settings,
-                task_type=task_type,
-                host=None if is_here else host,
-                listener=next(listeners, None) if is_here else None,
+                task_type=kind,
+                host=host,
+                listener=listeners.get(rank),
                 saves=is_server and bool({**environ, **settings}.get(SNAPSHOT_DIR)),
             )
         )
     return starts
-
-
-def _addresses(options: JobOptions, ports: Sequence[socket.socket] = ()) -> list[str]:
-    """Return the addresses of the tasks; on several hosts consecutive ports on each of them."""
-    if options.is_local:
-        known = ["{}:{}".format(*port.getsockname()) for port in ports]
-        return known or [f"127.0.0.1:PORT{number}" for number in range(options.processes)]
-    addresses = []
-    for host in options.hosts:
-        # The other hosts must find this one: its name for itself would lead them to themselves.
-        name = socket.gethostname() if is_this_machine(host.name) else host.name.rpartition("@")[2]
-        addresses += [f"{name}:{options.port + slot}" for slot in range(host.slots)]
-        if not 0 < options.port <= options.port + host.slots - 1 < 1 << 16:
-            raise ValueError(f"--port {options.port} leaves no {host.slots} ports below 65536.")
-    return addresses
-
-
-def _listen(options: JobOptions, opened: contextlib.ExitStack) -> list[socket.socket]:
-    """Listen for every task of this machine, for as long as the job runs.
-
-    No port can be taken by others then, not even between two lives of a task, and who connects
-    meanwhile waits.
-    """
-    addresses = ["127.0.0.1:0"] * options.processes
-    if not options.is_local:
-        hosts = [host for host in options.hosts for _ in range(host.slots)]
-        known = zip(hosts, _addresses(options), strict=True)
-        addresses = [address for host, address in known if is_this_machine(host.name)]
-    return [opened.enter_context(listen(address)) for address in addresses]
 
 
 def _refuse_waiting(ports: Sequence[socket.socket]) -> None:
@@ -279,7 +265,7 @@ def _mpi_start(
         (reader, str(number // 2), ("stdout", "stderr")[number % 2])
         for number, (reader, _) in enumerate(pipes)
     ]
-    return Start(MPIEXEC, command, settings, outputs=outputs)
+    return Start(mpiexec.MPIEXEC, command, settings, outputs=outputs)
 
 
 def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: int) -> None:

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-# What stands for a rank in front of mpiexec's own lines, which it writes to either stream.
-MPIEXEC = "mpiexec"
+from ndistribute.launcher.mpiexec import MPIEXEC, parse_tagged
 
 _BREAK = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _LONGEST_LINE = 1 << 16
@@ -130,6 +129,7 @@ class Console:
         self._suffix = f".{attempt}.log" if attempt else ".log"
         self._logs: set[Path] = set()
         self._full: set[Path] = set()
+        self._lines: dict[tuple[str, str], Lines] = {}
         self._kept: dict[str, deque[bytes]] = {}
         self.reported: list[str] = []
 
@@ -137,6 +137,16 @@ class Console:
     def nobody_reads(self) -> bool:
         """Return True if whoever read the output has gone, rather than stopped for a while."""
         return any(isinstance(w.error, BrokenPipeError) for w in self._writers.values())
+
+    def feed(self, label: str, stream: str, data: bytes) -> None:
+        """Take the lines that are complete now; without data, that is at the end, all of them."""
+        cut = self._lines.setdefault((label, stream), Lines())
+        lines = cut.feed(data) if data else cut.close()
+        if label == MPIEXEC:
+            for rank, line in map(parse_tagged, lines):
+                self.take(rank, stream, [line])
+        else:
+            self.take(label, stream, lines)
 
     def take(self, rank: str, stream: str, lines: list[bytes]) -> None:
         """Keep and show lines of a rank."""
@@ -191,9 +201,6 @@ def last_report(lines: list[bytes], most: int = 200) -> list[bytes]:
     """Return the last traceback of what a process wrote, with those it was caused by.
 
     Where there is none, as after a syntax error, the last lines stand for it.
-
-    >>> last_report([b"loading", b"Traceback (most recent call last):", b"ValueError: no"])
-    [b'Traceback (most recent call last):', b'ValueError: no']
     """
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
     # Those of a group stand indented under the group's own.
@@ -215,9 +222,5 @@ def tells_of_another(lines: list[bytes]) -> bool:
 
 
 def ending(code: int) -> str:
-    """Return an exit code in words.
-
-    >>> ending(3), ending(137)
-    ('exit code 3', 'signal 9')
-    """
+    """Return an exit code in words."""
     return f"signal {code - 128}" if code > 128 else f"exit code {code}"

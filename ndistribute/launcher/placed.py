@@ -133,11 +133,7 @@ class PlacedTask:
 
 
 def tasks_of(num_workers: int, num_ps: int, options: JobOptions) -> list[tuple[str, int]]:
-    """Return the type and index of each task; servers first, for all others need them.
-
-    >>> tasks_of(2, 1, {"chief": True})
-    [('ps', 0), ('chief', 0), ('worker', 0), ('worker', 1)]
-    """
+    """Return the type and index of each task; servers first, for all others need them."""
     if num_workers < 1 or num_ps < 0:
         raise ValueError(f"A job has at least one worker; got {num_workers=} and {num_ps=}.")
     counts = {"ps": num_ps, "chief": int(options.get("chief", False)), "worker": num_workers}

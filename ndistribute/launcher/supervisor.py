@@ -16,14 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from ndistribute.launcher import reaper
 from ndistribute.launcher.hosts import Host, remote_script, ssh_command
-from ndistribute.launcher.mpiexec import parse_tagged
-from ndistribute.launcher.output import MPIEXEC, Console, Lines, ending, tells_of_another
+from ndistribute.launcher.mpiexec import MPIEXEC
+from ndistribute.launcher.output import Console, ending, tells_of_another
 from ndistribute.transport.listener import LISTEN_FD
 
 # How long a rank that only tells of another's end waits for that other one's own report.
@@ -98,12 +98,7 @@ class TaskState:
 
 
 def verdict(ended: TaskState, tasks: Collection[TaskState], restarts_left: int) -> Verdict:
-    """Return what follows from the end of a task, of all tasks of the job.
-
-    >>> killed, others = TaskState("ps", 137), [TaskState("worker"), TaskState("worker")]
-    >>> verdict(killed, [killed, *others], restarts_left=1).name
-    'AGAIN'
-    """
+    """Return what follows from the end of a task, of all tasks of the job."""
     chiefs = [task.code for task in tasks if task.task_type == "chief"]
     codes = chiefs or [task.code for task in tasks if task.task_type == "worker"]
     if all(code == 0 for code in codes):
@@ -117,29 +112,14 @@ def verdict(ended: TaskState, tasks: Collection[TaskState], restarts_left: int) 
 
 
 def restart_delay(restarts: int) -> float:
-    """Return how many seconds to wait before one more restart of what was restarted before.
-
-    >>> [restart_delay(n) for n in (0, 1, 2, 9)]
-    [0.0, 0.5, 1.0, 30.0]
-    """
+    """Return how many seconds to wait before one more restart of what was restarted before."""
     return min(_LONGEST_DELAY_SECONDS, 0.25 * 2**restarts) if restarts > 0 else 0.0
-
-
-@dataclass(eq=False)
-class _Source:
-    """One pipe: whose it is, and the line that is not complete yet."""
-
-    fd: int
-    label: str
-    stream: str
-    lines: Lines = field(default_factory=Lines)
 
 
 @dataclass(eq=False, kw_only=True)
 class _Task(TaskState):
     start: Start
     running: Running | None = None  # None: it waits to be started.
-    sources: list[_Source] = field(default_factory=list)
     restarts: int = 0
 
 
@@ -162,6 +142,7 @@ class Supervisor:
         self._failed: list[_Task] = []
         self._outcome: Outcome | None = None
         self._hurried = False
+        self._finish = partial(self._stop, Outcome("done", 0))
         self._due: dict[Callable[[], None], float] = {}
         if self.deadline is not None:
             self._due[partial(self._stop, Outcome("timeout", 124))] = self.deadline
@@ -213,53 +194,40 @@ class Supervisor:
         ended = partial(self._ended, task, task.running)
         self._selector.register(task.running.done, selectors.EVENT_READ, ended)
         for output in task.running.outputs:
-            source = _Source(*output)
-            os.set_blocking(source.fd, False)
-            task.sources.append(source)
-            read = partial(self._read, task, source)
-            self._selector.register(source.fd, selectors.EVENT_READ, read)
+            os.set_blocking(output[0], False)
+            read = partial(self._read, *output)
+            self._selector.register(output[0], selectors.EVENT_READ, read)
 
     def _grace(self, task: _Task) -> float:
         saving = self.saving_seconds if task.start.saves else 0.0
         return max(saving, reaper.GRACE_SECONDS)
 
-    def _read(self, task: _Task, source: _Source) -> bool:
+    def _read(self, fd: int, label: str, stream: str) -> bool:
         """Show what a pipe has; return False if it has nothing now."""
-        if source not in task.sources:
+        if fd not in self._selector.get_map():
             return False  # The task ended while another event of the same turn was handled.
         try:
-            data = os.read(source.fd, 1 << 16)
+            data = os.read(fd, 1 << 16)
         except BlockingIOError:
             return False
-        if data:
-            self._show(source, source.lines.feed(data))
-        else:
-            self._let_go(task, source)
+        self.console.feed(label, stream, data)
+        if not data:
+            self._selector.unregister(fd)
         return bool(data)
-
-    def _let_go(self, task: _Task, source: _Source) -> None:
-        self._show(source, source.lines.close())
-        self._selector.unregister(source.fd)
-        task.sources.remove(source)
-
-    def _show(self, source: _Source, lines: list[bytes]) -> None:
-        if source.label == MPIEXEC:
-            for rank, line in map(parse_tagged, lines):
-                self.console.take(rank, source.stream, [line])
-        else:
-            self.console.take(source.label, source.stream, lines)
 
     def _ended(self, task: _Task, running: Running) -> None:
         self._selector.unregister(running.done)
         task.code = running.code()
-        for source in list(task.sources):
+        for output in running.outputs:
             for _ in range(_MOST_READS):
-                if not self._read(task, source):
+                if not self._read(*output):
                     break
-            if source in task.sources:
-                self._let_go(task, source)
+            if output[0] in self._selector.get_map():
+                self._selector.unregister(output[0])
+                self.console.feed(*output[1:], b"")
         running.close()
-        task.tells_of_another = self._tells_of_another(task)
+        said = self.console.kept(task.start.label)
+        task.tells_of_another = bool(task.code) and tells_of_another(said)
         if self._outcome is not None:
             return
         can_restart = running.replaceable and self._give_up not in self._due
@@ -276,9 +244,6 @@ class Supervisor:
                 self._failed.clear()
                 self._drop_waiting()
                 self._due = {self._finish: time.monotonic() + _FINISH_SECONDS}
-
-    def _tells_of_another(self, task: _Task) -> bool:
-        return bool(task.code) and tells_of_another(self.console.kept(task.start.label))
 
     def _start_again(self, task: _Task) -> None:
         """Have a new process take the task's place; nothing else of the job notices."""
@@ -304,9 +269,6 @@ class Supervisor:
 
     def _give_up(self) -> None:
         self._stop(self._failure())
-
-    def _finish(self) -> None:
-        self._stop(Outcome("done", 0))
 
     def _signalled(self) -> None:
         signum = self.signals.recv(64)[0] if self.signals is not None else 0
