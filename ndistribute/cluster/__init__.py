@@ -11,10 +11,14 @@ from ndistribute.cluster.ranks import (
     mpi_rank_and_size,
     torchrun_size,
 )
-from ndistribute.cluster.resolvers import ClusterResolver, SimpleClusterResolver, number_in
+from ndistribute.cluster.resolvers import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    number_in,
+    worker_index,
+)
 from ndistribute.cluster.slurm import SlurmClusterResolver
 from ndistribute.cluster.spec import ClusterSpec
-from ndistribute.cluster.task import worker_index
 from ndistribute.cluster.tf_config import TFConfigClusterResolver
 
 __all__ = [

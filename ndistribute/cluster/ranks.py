@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ndistribute.cluster.resolvers import Bootstrap, ClusterResolver, number_in
+from ndistribute.cluster.resolvers import ClusterResolver, number_in
 from ndistribute.cluster.spec import ClusterSpec
-
-__all__ = ["MPIClusterResolver", "TorchrunClusterResolver", "mpi_rank_and_size", "torchrun_size"]
 
 # The variables of a rank and of the number of ranks. PMIx sets the rank alone: the size is in the
 # variables of whoever started it, Open MPI's mpiexec or Slurm's srun.
@@ -41,6 +39,8 @@ class MPIClusterResolver(ClusterResolver):
     (1, 4, ())
     """
 
+    bootstrap = "mpi"
+
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
         found = mpi_rank_and_size(os.environ if environ is None else environ)
         if found is None:
@@ -52,16 +52,6 @@ class MPIClusterResolver(ClusterResolver):
         rank, size = found
         cluster = ClusterSpec({"worker": [f"mpi:{other}" for other in range(size)]})
         super().__init__(cluster, "worker", rank, "mpi")
-
-    @property
-    def bootstrap(self) -> Bootstrap:
-        """Return ``"mpi"``."""
-        return "mpi"
-
-    @property
-    def worker_addresses(self) -> tuple[str, ...]:
-        """Return no addresses: the processes exchange them through MPI."""
-        return ()
 
 
 class TorchrunClusterResolver(ClusterResolver):
@@ -81,6 +71,8 @@ class TorchrunClusterResolver(ClusterResolver):
     ('node1:29501', '')
     """
 
+    address_hint = "The port is MASTER_PORT + 1: choose another with torchrun's --master-port."
+
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
         missing = [name for name in _OF_TORCHRUN if not environ.get(name)]
@@ -98,11 +90,6 @@ class TorchrunClusterResolver(ClusterResolver):
         first = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         cluster = ClusterSpec({"worker": [first, *[""] * (size - 1)]})
         super().__init__(cluster, "worker", rank, "torchrun")
-
-    @property
-    def address_hint(self) -> str:
-        """Return that the port follows from ``MASTER_PORT``."""
-        return "The port is MASTER_PORT + 1: choose another with torchrun's --master-port."
 
 
 def mpi_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int] | None:

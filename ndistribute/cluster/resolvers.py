@@ -6,12 +6,11 @@ connection and imports no MPI. Strategies ask only for what is defined here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ndistribute.cluster.spec import ClusterSpec
-
-__all__ = ["Bootstrap", "ClusterResolver", "SimpleClusterResolver", "number_in"]
 
 Bootstrap = Literal["tcp", "mpi"]
 
@@ -38,6 +37,11 @@ class ClusterResolver:
     (('a:1', 'b:1'), 1, False)
     """
 
+    # How the processes find each other: at their addresses, or through MPI.
+    bootstrap: Bootstrap = "tcp"
+    # Where the addresses come from and how to change them; empty if they were given.
+    address_hint: str = ""
+
     def __init__(
         self,
         cluster: ClusterSpec,
@@ -56,22 +60,13 @@ class ClusterResolver:
         return self._cluster
 
     @property
-    def bootstrap(self) -> Bootstrap:
-        """Return how the processes find each other: at these addresses, or through MPI."""
-        return "tcp"
-
-    @property
-    def address_hint(self) -> str:
-        """Return where the addresses come from and how to change them; empty if they were given."""
-        return ""
-
-    @property
     def worker_addresses(self) -> tuple[str, ...]:
         """Return the addresses of the chief and the workers in rank order; none under MPI.
 
         Where only that of rank 0 is known, the others are empty.
         """
-        return tuple(self._cluster.task_address(*task) for task in self._workers())
+        workers = self._workers() if self.bootstrap == "tcp" else []
+        return tuple(self._cluster.task_address(*task) for task in workers)
 
     @property
     def worker_index(self) -> int | None:
@@ -155,7 +150,6 @@ class SimpleClusterResolver(ClusterResolver):
         self._accelerators = num_accelerators
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
-        """Return the address that was given, else that of a task."""
         if self._master and task_type is None and task_id is None:
             return self._master
         return super().master(task_type, task_id)
@@ -163,10 +157,47 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return the accelerators that were given, else those of this machine."""
         if self._accelerators is not None:
             return dict(self._accelerators)
         return super().num_accelerators(task_type, task_id)
+
+
+_entered: list[ClusterResolver] = []
+
+
+def enter(task: ClusterResolver | None) -> None:
+    """Set which task this process is from now on, for all its threads; None: no task any more."""
+    _entered[:] = [] if task is None else [task]
+
+
+def current() -> ClusterResolver | None:
+    """Return which task this process is since its `Server` was made, or None.
+
+    What is sent to a worker asks here when it is unpickled: a strategy becomes that worker's own.
+    """
+    return _entered[0] if _entered else None
+
+
+def worker_index() -> int:
+    """Return the index of the worker that this process is, 0 for a process without a cluster.
+
+    A function that a coordinator sends to a worker calls it there, to know its share of the input.
+
+    Raises:
+        RuntimeError: this process is another task than a worker.
+
+    >>> worker_index()
+    0
+    """
+    task = current()
+    if task is None or task.task_id is None:
+        return 0
+    if task.task_type != "worker":
+        raise RuntimeError(
+            f"worker_index() was called on {task.task_type}:{task.task_id}, which is no worker: "
+            "call it in a function that is given to ClusterCoordinator.schedule."
+        )
+    return task.task_id
 
 
 def number_in(environ: Mapping[str, str], name: str) -> int:
@@ -175,6 +206,18 @@ def number_in(environ: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{name}={text!r} is no number.")
     return int(text)
+
+
+def seconds_of(environ: Mapping[str, str], name: str, usual: float) -> float:
+    """Return the seconds that a variable holds; if it is not set, the usual ones."""
+    text = environ.get(name) or str(usual)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} is a number of seconds above 0, here {text!r}.")
+    return seconds
 
 
 def _check(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> None:

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from ndistribute.cluster.resolvers import ClusterResolver, number_in
 from ndistribute.cluster.spec import ClusterSpec
 
-__all__ = ["SlurmClusterResolver", "expand_hosts", "expand_tasks"]
-
 # Below the ports that Linux gives to outgoing connections (32768 and up); 16 for each of the jobs
 # that may share a node, told apart by their number.
 _FIRST_PORT, _PORTS_PER_JOB, _DISTINCT_JOBS = 10_000, 16, 1_400
@@ -48,6 +46,11 @@ class SlurmClusterResolver(ClusterResolver):
     (('n1:9000', 'n1:9001', 'n2:9000', 'n2:9001'), 3)
     """
 
+    address_hint = (
+        "The ports are those that `srun --resv-ports` reserved, else follow from the job's "
+        "number: choose others with SlurmClusterResolver(port_base=...)."
+    )
+
     def __init__(
         self,
         jobs: Mapping[str, int] | None = None,
@@ -65,37 +68,28 @@ class SlurmClusterResolver(ClusterResolver):
             raise ValueError(
                 f"Slurm names {len(hosts)} nodes, but tasks for {len(tasks_per_node)} of them."
             )
-        nodes = _nodes_of_ranks(tasks_per_node, environ.get("SLURM_DISTRIBUTION", "block"))
+        places = _places(tasks_per_node, environ.get("SLURM_DISTRIBUTION", "block"))
         _need(environ, "SLURM_PROCID")
         rank = number_in(environ, "SLURM_PROCID")
-        _check_node(nodes, rank, environ)
-        jobs = {"worker": len(nodes)} if jobs is None else jobs
-        if sum(jobs.values()) != len(nodes):
+        _check_node([node for node, _ in places], rank, environ)
+        jobs = {"worker": len(places)} if jobs is None else jobs
+        if sum(jobs.values()) != len(places):
             raise ValueError(
                 f"The jobs {dict(jobs)} have {sum(jobs.values())} tasks, but Slurm started "
-                f"{len(nodes)}."
+                f"{len(places)}."
             )
         base = _port_base(environ) if port_base is None else port_base
-        addresses = iter(_addresses(hosts, nodes, base))
+        for port in (base, base + max(tasks_per_node) - 1):
+            if not 0 < port < 1 << 16:
+                raise ValueError(f"Port {port} is out of range: port_base={base} does not fit.")
+        addresses = iter([f"{hosts[node]}:{base + slot}" for node, slot in places])
         cluster = {job: list(itertools.islice(addresses, n)) for job, n in jobs.items() if n}
         tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
         super().__init__(ClusterSpec(cluster), *tasks[rank], "slurm")
 
-    @property
-    def address_hint(self) -> str:
-        """Return where the ports come from."""
-        return (
-            "The ports are those that `srun --resv-ports` reserved, else follow from the job's "
-            "number: choose others with SlurmClusterResolver(port_base=...)."
-        )
-
 
 def expand_hosts(text: str) -> list[str]:
-    """Return the hosts that a Slurm host list names, in order.
-
-    >>> expand_hosts("n[001-003,7],gpu-[1-2]x[3,5],login")
-    ['n001', 'n002', 'n003', 'n7', 'gpu-1x3', 'gpu-1x5', 'gpu-2x3', 'gpu-2x5', 'login']
-    """
+    """Return the hosts that a list such as ``n[001-003,7],gpu-[1-2]x[3,5]`` names, in order."""
     hosts: list[str] = []
     # The commas that stand outside brackets.
     entries = re.split(r",(?![^\[]*\])", text.strip())
@@ -116,11 +110,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Return how many tasks each node has.
-
-    >>> expand_tasks("2(x3),1")
-    [2, 2, 2, 1]
-    """
+    """Return how many tasks each node has: 2, 2, 2 and 1 for ``2(x3),1``."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
@@ -133,18 +123,16 @@ def expand_tasks(text: str) -> list[int]:
     return counts
 
 
-def _nodes_of_ranks(tasks_per_node: list[int], distribution: str) -> list[int]:
-    """Return the node of each rank."""
+def _places(tasks_per_node: list[int], distribution: str) -> list[tuple[int, int]]:
+    """Return the node of each rank, and how many ranks before it are on that node."""
     across_nodes = distribution.partition(":")[0].partition(",")[0].lower()
-    if across_nodes in ("block", "*", ""):
-        return [node for node, count in enumerate(tasks_per_node) for _ in range(count)]
-    if across_nodes == "cyclic":
-        rounds = range(max(tasks_per_node, default=0))
-        return [n for turn in rounds for n, count in enumerate(tasks_per_node) if turn < count]
-    raise ValueError(
-        f"SLURM_DISTRIBUTION={distribution!r}: where each rank is can be told for the block and "
-        "cyclic distributions only. Start the step with `srun --distribution=block`."
-    )
+    if across_nodes not in ("block", "*", "", "cyclic"):
+        raise ValueError(
+            f"SLURM_DISTRIBUTION={distribution!r}: where each rank is can be told for the block "
+            "and cyclic distributions only. Start the step with `srun --distribution=block`."
+        )
+    blocks = [(node, slot) for node, count in enumerate(tasks_per_node) for slot in range(count)]
+    return sorted(blocks, key=lambda place: place[::-1]) if across_nodes == "cyclic" else blocks
 
 
 def _check_node(nodes: list[int], rank: int, environ: Mapping[str, str]) -> None:
@@ -156,18 +144,6 @@ def _check_node(nodes: list[int], rank: int, environ: Mapping[str, str]) -> None
             f"Rank {rank} should be on node {nodes[rank]} but is on node {said}: the tasks are "
             "spread in an unknown way. Start the step with `srun --distribution=block`."
         )
-
-
-def _addresses(hosts: list[str], nodes: list[int], base: int) -> list[str]:
-    used = [0] * len(hosts)
-    addresses = []
-    for node in nodes:
-        port = base + used[node]
-        if not 0 < port < 1 << 16:
-            raise ValueError(f"Port {port} is out of range: choose another port_base than {base}.")
-        addresses.append(f"{hosts[node]}:{port}")
-        used[node] += 1
-    return addresses
 
 
 def _port_base(environ: Mapping[str, str]) -> int:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ClusterSpec", "only_task"]
-
 
 class ClusterSpec:
     """Describe the jobs of a cluster and the network address of each of their tasks.
@@ -114,11 +112,7 @@ class ClusterSpec:
 
 
 def only_task(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
-    """Return a task's job and index; what is None is known where there is only one.
-
-    >>> only_task(ClusterSpec({"ps": ["a:1"]}), None, None)
-    ('ps', 0)
-    """
+    """Return a task's job and index; what is None is known where there is only one."""
     if job is None:
         if len(cluster.jobs) != 1:
             raise ValueError(f"The cluster has the jobs {cluster.jobs}: say which by job_name.")

@@ -15,8 +15,6 @@ from typing import Any
 from ndistribute.cluster.resolvers import ClusterResolver
 from ndistribute.cluster.spec import ClusterSpec
 
-__all__ = ["TFConfigClusterResolver"]
-
 _ADDRESS = re.compile(r".+:(\d+)", re.ASCII)
 _EXAMPLE = (
     '{"cluster": {"worker": ["host1:12345", "host2:12345"]}, '

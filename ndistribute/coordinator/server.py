@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
-from ndistribute.cluster import task as this_task
-from ndistribute.cluster.seconds import seconds_of
+from ndistribute.cluster.resolvers import ClusterResolver, enter, seconds_of
 from ndistribute.cluster.spec import ClusterSpec, only_task
 from ndistribute.coordinator.worker import WorkerService
 from ndistribute.errors import DistributeError, WorkerLostError
@@ -325,7 +324,7 @@ class Server:
 
     def _services(self) -> dict[str, Service]:
         if self._job == "worker" and "chief" in self.cluster_spec.jobs:
-            this_task.enter(this_task.Task(self.cluster_spec, self._job, self._index))
+            enter(ClusterResolver(self.cluster_spec, self._job, self._index))
             self._service = worker = WorkerService(self.name)
             return {"coordinator": self._attendance.serve(worker)}
         if self._job not in ("ps", "local"):

@@ -25,8 +25,6 @@ from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.hosts import THREAD_VARIABLES
 from ndistribute.launcher.mpiexec import find_mpiexec
 
-__all__ = ["Finding", "better_kernel", "blas_settings", "examine", "usable_cores"]
-
 State = Literal["ok", "slow", "missing", "absent"]
 
 _LEAST_SHARED_MEMORY = 512 << 20
@@ -57,12 +55,7 @@ _OPTIONAL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found: ``missing`` is needed by every job, ``absent`` by some jobs only.
-
-    >>> print(Finding("ssh", "absent", "no ssh command", "apt-get install openssh-client"))
-    absent   ssh               no ssh command
-                               -> apt-get install openssh-client
-    """
+    """What one check found: ``missing`` is needed by every job, ``absent`` by some jobs only."""
 
     name: str
     state: State
@@ -76,16 +69,24 @@ class Finding:
 
 def examine(measure: bool = True) -> list[Finding]:
     """Look at everything; measure matrix products where another BLAS kernel may be faster."""
-    return [*_python(), *_blas(measure), *_packages(), *_machine(), *_network()]
+    python = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
+    widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in _cpu_flags()]
+    blas = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
+    return [
+        Finding("Python", "ok", python),
+        Finding("processor", "ok", f"{usable_cores()} cores, {[*widest, 'no AVX'][0]}"),
+        _either("BLAS", blas, "slow", "none known", "pip install --force-reinstall numpy"),
+        _kernel(measure),
+        *_packages(),
+        *_machine(),
+        *_network(),
+    ]
 
 
 def better_kernel(flags: Collection[str], architecture: str | None) -> str | None:
     """Return the OpenBLAS kernels to ask for, or None where it chose well or is not in use.
 
     For some families with AVX-512 it takes the AVX2 kernels: 100 GFLOP/s a core in place of 215.
-
-    >>> better_kernel({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}, "Haswell")
-    'SkylakeX'
     """
     wrong = architecture in _BELOW_AVX512 and frozenset(flags) >= _AVX512
     return "SkylakeX" if wrong else None
@@ -108,24 +109,6 @@ def blas_settings(environ: Mapping[str, str], parts: int) -> dict[str, str]:
 def usable_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def _python() -> Iterator[Finding]:
-    text = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
-    yield Finding("Python", "ok", text)
-    widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in _cpu_flags()]
-    yield Finding("processor", "ok", f"{usable_cores()} cores, {[*widest, 'no AVX'][0]}")
-
-
-def _blas(measure: bool) -> Iterator[Finding]:
-    text = "{internal_api} {version}, {num_threads} threads"
-    found = [text.format(**pool) for pool in _pools()]
-    yield _either("BLAS", found, "slow", "none known", "pip install --force-reinstall numpy")
-    yield _kernel(measure)
-    names = (*THREAD_VARIABLES, "MKL_NUM_THREADS")
-    found = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
-    text = " ".join(found) or "not set: `ndistribute run` shares the cores among its processes"
-    yield Finding("BLAS threads", "ok", text)
 
 
 def _kernel(measure: bool) -> Finding:
@@ -166,12 +149,10 @@ def _machine() -> Iterator[Finding]:
     else:
         remedy = "pip install 'ndistribute[cuda12]' (or cuda13, as `nvidia-smi` says)"
         yield Finding("GPUs", "slow", f"{count} in the machine, but none usable", remedy)
-    try:
-        status = os.statvfs("/dev/shm")
-        free = status.f_bavail * status.f_frsize
+    free, text = 0, "there is no /dev/shm"
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage("/dev/shm").free
         text = f"/dev/shm has {free >> 20} MiB free"
-    except OSError as error:
-        free, text = 0, f"/dev/shm: {error.strerror}"
     enough = [text] if free >= _LEAST_SHARED_MEMORY else []
     remedy = "mount -o remount,size=2G /dev/shm (in Docker: --shm-size=2g)"
     yield _either("shared memory", enough, "slow", text, remedy)
@@ -188,14 +169,14 @@ def _network() -> Iterator[Finding]:
     # In a process of its own: a name server that is gone would keep this one waiting.
     ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
     address = _said([sys.executable, "-I", "-S", "-c", ask, name], seconds=5.0)
-    text = f"{name} is {address} here, which no other host can reach"
     found = [f"{name} is {address}"] if address and not address.startswith("127.") else []
+    text = f"{name} is {address} here, which no other host can reach"
     remedy = f"add '<address> {name}' to /etc/hosts; needed for jobs on several hosts"
     text = text if address else f"{name} does not resolve"
     yield _either("host name", found, "absent", text, remedy)
-    found = [path] if (path := shutil.which("ssh")) else []
+    ssh = list(filter(None, [shutil.which("ssh")]))
     remedy = "apt-get install openssh-client"
-    yield _either("ssh", found, "absent", "no ssh; needed for --hosts", remedy)
+    yield _either("ssh", ssh, "absent", "no ssh; needed for --hosts", remedy)
 
 
 def _either(name: str, found: list[str], state: State, text: str, remedy: str) -> Finding:
@@ -236,10 +217,8 @@ def _said(
     command: list[str], seconds: float, environ: Mapping[str, str] | None = None
 ) -> str | None:
     """Return what a command prints, or None if it fails or takes too long."""
-    try:
-        done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, timeout=seconds, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            command, env=environ, stderr=subprocess.DEVNULL, text=True, timeout=seconds
+        ).strip()
+    return None

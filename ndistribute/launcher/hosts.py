@@ -12,22 +12,11 @@ import re
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ndistribute.launcher import reaper
+from ndistribute.transport.listener import LISTEN_FD
 
-__all__ = [
-    "LISTEN_FD",
-    "THREAD_VARIABLES",
-    "Host",
-    "assign",
-    "is_this_machine",
-    "parse_hosts",
-    "remote_script",
-    "ssh_command",
-]
-
-LISTEN_FD = "NDISTRIBUTE_LISTEN_FD"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 # A name has no dash at its start: ssh would take it for an option.
@@ -49,13 +38,7 @@ class Host:
 
 
 def parse_hosts(text: str, separator: str = ",") -> list[Host]:
-    r"""Return the hosts of a list such as ``a:2,b``, or of a file with one in each line.
-
-    >>> parse_hosts("a:2,b")
-    [Host(name='a', slots=2), Host(name='b', slots=1)]
-    >>> parse_hosts("# rack 1\na slots=2\nb 2\n", separator="\n")
-    [Host(name='a', slots=2), Host(name='b', slots=2)]
-    """
+    """Return the hosts of a list such as ``a:2,b``, or of a file with one in each line."""
     entries = [entry.partition("#")[0].strip() for entry in text.split(separator)]
     hosts: dict[str, Host] = {}
     for entry in entries if separator == "," else filter(None, entries):
@@ -72,11 +55,7 @@ def parse_hosts(text: str, separator: str = ",") -> list[Host]:
 
 
 def assign(hosts: Sequence[Host], processes: int | None) -> list[Host]:
-    """Return how many of a number of processes each host gets, filling one after the other.
-
-    >>> assign([Host("a", 2), Host("b", 2), Host("c", 2)], 3)
-    [Host(name='a', slots=2), Host(name='b', slots=1)]
-    """
+    """Return how many of a number of processes each host gets, filling one after the other."""
     room = sum(host.slots for host in hosts)
     left = room if processes is None else processes
     if left < 1:
@@ -85,10 +64,9 @@ def assign(hosts: Sequence[Host], processes: int | None) -> list[Host]:
         raise ValueError(f"-n {left} is more than the {room} processes that the hosts take.")
     used = []
     for host in hosts:
-        if left > 0:
-            used.append(Host(host.name, min(host.slots, left)))
-            left -= host.slots
-    return used
+        used.append(replace(host, slots=min(host.slots, left)))
+        left -= used[-1].slots
+    return [host for host in used if host.slots]
 
 
 def is_this_machine(name: str) -> bool:
@@ -104,10 +82,7 @@ def ssh_command(host: str) -> list[str]:
 
 
 def remote_script(
-    argv: Sequence[str],
-    settings: Mapping[str, str],
-    environ: Mapping[str, str],
-    sharing: int,
+    argv: Sequence[str], settings: Mapping[str, str], environ: Mapping[str, str], sharing: int
 ) -> str:
     """Return what the remote shell reads: go to the same folder, set the environment, run.
 

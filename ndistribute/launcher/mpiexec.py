@@ -17,10 +17,9 @@ from pathlib import Path
 
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.hosts import Host
-from ndistribute.launcher.output import MPIEXEC
 
-__all__ = ["Mpiexec", "exit_code", "find_mpiexec", "mpiexec_command", "parse_tagged", "redirection"]
-
+# What stands for a rank in front of mpiexec's own lines, which it writes to either stream.
+MPIEXEC = "mpiexec"
 _HOW = "Install both with: pip install ndistribute[mpi]"
 # Open MPI writes [1,0]<stdout>: and, since version 5, [job@1,0]<stdout>: ; MPICH writes [0] .
 _TAG = re.compile(rb"\[(?:[^\]\s]*,)?(?P<rank>\d+)\](?:<std(?:out|err|diag)>:)? ?")
@@ -43,10 +42,9 @@ def find_mpiexec() -> Mpiexec:
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if path is None:
         raise MissingDependencyError(f"--mpi needs mpiexec, and there is none. {_HOW}")
+    command = [path, "--version"]
     try:
-        said = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         raise MissingDependencyError(f"{path} --version failed: {error}. {_HOW}") from error
     text = said.stdout + said.stderr
@@ -70,10 +68,9 @@ def mpiexec_command(
     local: bool = True,
     redirect: str = "",
 ) -> list[str]:
-    """Return the command line that starts a job through MPI.
+    """Return the command line that starts a job through MPI, with variables by their names.
 
-    Every process gets the variables of this environment that are named. If all hosts are this
-    machine, MPI is not told of it. A shell script may redirect each rank's output.
+    If all hosts are this machine, MPI is not told of it. A script may redirect each rank's output.
     """
     where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     command = [mpi.path, "-n", str(sum(host.slots for host in hosts))]
@@ -93,37 +90,26 @@ def mpiexec_command(
     return [*command, *shell, sys.executable, "-m", "mpi4py", *python]
 
 
-def redirection(launcher: int, writers: Sequence[int]) -> str:
-    """Return a shell script with which ranks of this machine write to pipes of the launcher.
+def redirection(writers: Sequence[int]) -> str:
+    """Return a shell script with which ranks of this machine write to pipes of this process.
 
-    The writers are its descriptors of each rank in turn, for its output and for its errors. What
-    goes through mpiexec is marked by the write, and one line of Python's may be several.
+    There is one for the output and one for the errors of each rank in turn. What goes through
+    mpiexec is marked by the write, and one line of Python's may be several.
     """
     pairs = enumerate(zip(writers[::2], writers[1::2], strict=True))
-    fds = f"/proc/{launcher}/fd"
+    fds = f"/proc/{os.getpid()}/fd"
     cases = [f'{rank}) exec "$@" >{fds}/{out} 2>{fds}/{err};;' for rank, (out, err) in pairs]
     rank = "${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-$PMIX_RANK}}"
     return f'case "{rank}" in {" ".join(cases)} esac; exec "$@"'
 
 
 def exit_code(code: int, said: Sequence[bytes]) -> int:
-    """Return the code for what mpiexec said, which MPICH's does not tell of signals.
-
-    >>> exit_code(9, [b"... WITH THE EXIT STRING: Killed (signal 9)"])
-    137
-    """
-    for line in said:
-        match = re.search(rb"EXIT STRING: .*\(signal (\d+)\)", line)
-        if match:
-            return 128 + int(match[1])
-    return code
+    """Return the code for what mpiexec said: that of MPICH's does not tell of signals."""
+    match = re.search(rb"EXIT STRING: .*\(signal (\d+)\)", b"\n".join(said))
+    return 128 + int(match[1]) if match else code
 
 
 def parse_tagged(line: bytes) -> tuple[str, bytes]:
-    """Return the rank that a line came from, ``"mpiexec"`` for its own lines, and the rest.
-
-    >>> parse_tagged(b"[1,0]<stdout>: hello"), parse_tagged(b"[2] hello"), parse_tagged(b"oh")
-    (('0', b'hello'), ('2', b'hello'), ('mpiexec', b'oh'))
-    """
+    """Return the rank that a line came from, `MPIEXEC` for its own lines, and the rest."""
     match = _TAG.match(line)
     return (match["rank"].decode(), line[match.end() :]) if match else (MPIEXEC, line)

@@ -11,13 +11,9 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterable
-from io import FileIO
 from pathlib import Path
 
-__all__ = ["MPIEXEC", "Console", "Lines", "Writer", "ending", "last_report", "tells_of_another"]
-
-# What stands for a rank in front of mpiexec's own lines, which it writes to either stream.
-MPIEXEC = "mpiexec"
+from ndistribute.launcher.mpiexec import MPIEXEC, parse_tagged
 
 _BREAK = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _LONGEST_LINE = 1 << 16
@@ -57,29 +53,26 @@ class Writer:
     Of what waits, the oldest is dropped beyond a number of bytes; a line in its place says so.
     """
 
+    error: OSError | None = None
+
     def __init__(self, fd: int, most: int = 8 << 20) -> None:
         self._fd = fd
         self._most = most
         self._waiting: deque[bytes] = deque()
-        self._bytes = self._lost = 0
+        self._bytes = self._writing = self._lost = 0
         self._closing = False
         self._changed = threading.Condition()
-        self.error: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="ndistribute out", daemon=True)
         self._thread.start()
 
     def write(self, data: bytes) -> None:
         """Hand over bytes to be written."""
         with self._changed:
-            if self.error is not None:
-                self._lost += len(data)
-                return
             self._waiting.append(data)
             self._bytes += len(data)
-            while self._bytes > self._most and len(self._waiting) > 2:
-                self._lost += len(self._waiting[1])  # The first is being written.
-                self._bytes -= len(self._waiting[1])
-                del self._waiting[1]
+            while self._bytes > self._most and len(self._waiting) > 1:
+                self._lost += len(self._waiting[0])
+                self._bytes -= len(self._waiting.popleft())
             self._changed.notify_all()
 
     def close(self, patience: float = 10.0) -> int:
@@ -87,68 +80,56 @@ class Writer:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            while self._bytes and self._changed.wait(patience):
-                pass
-            lost = self._bytes + self._lost
-        if not self._bytes:
-            self._thread.join(patience)
-        return lost
+            while (self._bytes or self._writing) and self.error is None:
+                if not self._changed.wait(patience):
+                    return self._bytes + self._writing + self._lost
+        self._thread.join(patience)
+        return self._bytes + self._writing + self._lost
 
     def _run(self) -> None:
-        while True:
+        while self.error is None:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 if not self._waiting:
                     return
-                data = self._waiting[0]
-            try:
-                written = os.write(self._fd, data[:_WRITE_BYTES])
-            except OSError as error:
-                with self._changed:
+                data = self._waiting.popleft()
+                self._bytes -= len(data)
+                if self._lost:
+                    told = (
+                        f"ndistribute run: {self._lost} bytes were dropped here: nobody read them."
+                    )
+                    data = told.encode() + b"\n" + data
+                    self._lost = 0
+                self._writing = len(data)
+            while self._writing and self.error is None:
+                try:
+                    data = data[os.write(self._fd, data[:_WRITE_BYTES]) :]
+                except OSError as error:
                     self.error = error
-                    self._lost += self._bytes
-                    self._bytes = 0
-                    self._waiting.clear()
+                with self._changed:
+                    self._writing = len(data)
                     self._changed.notify_all()
-                return
-            with self._changed:
-                self._waiting[0] = data[written:]
-                self._bytes -= written
-                if not self._waiting[0]:
-                    self._waiting.popleft()
-                    self._tell_of_lost()
-                self._changed.notify_all()
-
-    def _tell_of_lost(self) -> None:
-        if self._lost:
-            told = b"ndistribute run: %d bytes were dropped here: nobody read them.\n" % self._lost
-            self._waiting.appendleft(told)
-            self._bytes += len(told)
-            self._lost = 0
 
 
 class Console:
     """Show lines with the rank or task they came from, and keep the last ones of each.
 
-    They go to two descriptors, and to a file for each rank or task if there is a folder for them.
+    They go to two writers, and to a file for each rank or task if there is a folder for them.
     """
 
-    def __init__(self, stdout: int, stderr: int, log_dir: Path | None = None) -> None:
+    def __init__(self, out: Writer, err: Writer, log_dir: Path | None = None) -> None:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
-        out = Writer(stdout)
-        # One queue where both are one file, so that the order of lines is kept.
-        same = os.path.sameopenfile(stdout, stderr)
-        self._writers = {"stdout": out, "stderr": out if same else Writer(stderr)}
+        self._writers = {"stdout": out, "stderr": err}
         self._log_dir = log_dir
-        self._logs: dict[Path, FileIO] = {}
         self.begin(0)
 
     def begin(self, attempt: int) -> None:
         """Forget what an earlier attempt at the job wrote; later ones get files of their own."""
-        self._close_logs()
         self._suffix = f".{attempt}.log" if attempt else ".log"
+        self._logs: set[Path] = set()
         self._full: set[Path] = set()
+        self._lines: dict[tuple[str, str], Lines] = {}
         self._kept: dict[str, deque[bytes]] = {}
         self.reported: list[str] = []
 
@@ -156,6 +137,16 @@ class Console:
     def nobody_reads(self) -> bool:
         """Return True if whoever read the output has gone, rather than stopped for a while."""
         return any(isinstance(w.error, BrokenPipeError) for w in self._writers.values())
+
+    def feed(self, label: str, stream: str, data: bytes) -> None:
+        """Take the lines that are complete now; without data, that is at the end, all of them."""
+        cut = self._lines.setdefault((label, stream), Lines())
+        lines = cut.feed(data) if data else cut.close()
+        if label == MPIEXEC:
+            for rank, line in map(parse_tagged, lines):
+                self.take(rank, stream, [line])
+        else:
+            self.take(label, stream, lines)
 
     def take(self, rank: str, stream: str, lines: list[bytes]) -> None:
         """Keep and show lines of a rank."""
@@ -184,8 +175,7 @@ class Console:
         self._kept.pop(rank, None)
 
     def close(self) -> None:
-        """Close the files, and wait for whoever still reads."""
-        self._close_logs()
+        """Wait for whoever still reads."""
         out, err = self._writers.values()
         lost = out.close()
         if err is not out:
@@ -194,18 +184,13 @@ class Console:
                 self.say(f"{lost} bytes of output were dropped at the end: {why}.")
             err.close()
 
-    def _close_logs(self) -> None:
-        for log in self._logs.values():
-            log.close()
-        self._logs.clear()
-
     def _log(self, path: Path, data: bytes) -> None:
         try:
-            if path not in self._logs:
-                # Not buffered: what a full disk did not take would be written again at the end.
-                self._logs[path] = path.open("wb", buffering=0)
-            while data:
-                data = data[self._logs[path].write(data) :]
+            # Not buffered: what a full disk did not take would be written again at the end.
+            with path.open("ab" if path in self._logs else "wb", buffering=0) as log:
+                self._logs.add(path)
+                while data:
+                    data = data[log.write(data) :]
         except OSError as error:
             if path not in self._full:
                 self._full.add(path)
@@ -216,15 +201,18 @@ def last_report(lines: list[bytes], most: int = 200) -> list[bytes]:
     """Return the last traceback of what a process wrote, with those it was caused by.
 
     Where there is none, as after a syntax error, the last lines stand for it.
-
-    >>> last_report([b"loading", b"Traceback (most recent call last):", b"ValueError: no"])
-    [b'Traceback (most recent call last):', b'ValueError: no']
     """
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
     # Those of a group stand indented under the group's own.
     while len(headers) > 1 and lines[headers[-1]][:1].isspace():
         headers.pop()
-    report = lines[_first_of_chain(lines, headers[-1]) :] if headers else lines[-20:]
+    start = headers[-1] if headers else max(0, len(lines) - 20)
+    while start >= 4 and lines[start - 2].strip() in _CHAINED:
+        start = end = start - 4  # The last line of the cause, which may have no traceback.
+        while start > 0 and lines[start - 1].strip() and not _HEADER.match(lines[start]):
+            start -= 1
+        start = start if _HEADER.match(lines[start]) else end
+    report = lines[start:]
     return report if len(report) <= most else [*report[: most // 2], b"...", *report[-most // 2 :]]
 
 
@@ -234,20 +222,5 @@ def tells_of_another(lines: list[bytes]) -> bool:
 
 
 def ending(code: int) -> str:
-    """Return an exit code in words.
-
-    >>> ending(3), ending(137)
-    ('exit code 3', 'signal 9')
-    """
+    """Return an exit code in words."""
     return f"signal {code - 128}" if code > 128 else f"exit code {code}"
-
-
-def _first_of_chain(lines: list[bytes], header: int) -> int:
-    """Return where a chain of tracebacks begins; a cause may be a line without a traceback."""
-    filled = [number for number in range(header) if lines[number].strip()][-2:]
-    if len(filled) < 2 or lines[filled[1]].strip() not in _CHAINED:
-        return header
-    start = end = filled[0]
-    while start > 0 and lines[start - 1].strip() and not _HEADER.match(lines[start]):
-        start -= 1
-    return _first_of_chain(lines, start) if _HEADER.match(lines[start]) else end

@@ -8,8 +8,6 @@ the job; of the engine it knows how to place such objects and how to call their 
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import os
 import pickle
 import select
@@ -20,32 +18,27 @@ import tempfile
 import threading
 import time
 import traceback
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import IO, Any, TypedDict
 
-from ndistribute.cluster.seconds import seconds_of
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.launcher import reaper
-from ndistribute.launcher.launch import job_environment, task_environment
-from ndistribute.launcher.output import Lines, ending, last_report, tells_of_another
-from ndistribute.launcher.supervisor import TaskState, Verdict, restart_delay, verdict
-
-__all__ = ["JobOptions", "PlacedTask", "Work", "run_job", "tasks_of"]
+from ndistribute.launcher.launch import (
+    SNAPSHOT_DIR,
+    job_environment,
+    saving_seconds,
+    task_environment,
+)
+from ndistribute.launcher.output import Console, Writer, ending, last_report
+from ndistribute.launcher.supervisor import Start, Supervisor, restart_delay
+from ndistribute.transport.listener import LISTEN_FD, listen
 
 Work = Callable[..., Any] | str | os.PathLike[str]
 
 _FOLLOW_SECONDS = 0.25
 _CHUNK_BYTES = 1 << 20
-_KEPT_LINES = 400
-_CALL = f"import sys; from {__name__} import main; sys.exit(main(*map(int, sys.argv[1:])))"
-# How long the rest has to end by itself once the work is done, and the others have to report what
-# failed when one only says that it lost another.
-_ENDING_SECONDS, _REPORT_SECONDS = 10.0, 3.0
-_SAVING_SECONDS = 600.0
-_log = logging.getLogger("ndistribute")
+_CALL = f"import sys; from {__name__} import main; sys.exit(main(int(sys.argv[1])))"
 
 
 class JobOptions(TypedDict, total=False):
@@ -76,65 +69,55 @@ class PlacedTask:
 
     def __init__(self, find_host: Callable[[], str]) -> None:
         host = find_host()
-        self._held = contextlib.ExitStack()
-        # Kept as long as the task is placed: nobody takes the port between two starts.
-        self._port = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._held.enter_context(self._port)
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind((host, 0))
         self._host = f"[{host}]" if ":" in host else host
-        # The engine may drop this object, or end this process, without a call: the task ends then.
-        weakref.finalize(self, self._held.close)
+        # Kept as long as the task is placed: nobody takes the port between two starts.
+        self._port = listen(f"{self._host}:0")
         self._process: subprocess.Popen[bytes]
-        self._result: IO[bytes]
+        self._file: IO[bytes]
 
     def address(self) -> str:
-        """Return where the task listens: from now on, so that who connects early waits for it."""
-        self._port.listen(128)
+        """Return where the task listens; who connects early waits for it."""
         return f"{self._host}:{self._port.getsockname()[1]}"
 
-    def start(self, work: bytes | list[str], environ: Mapping[str, str], saving: float) -> None:
-        """Start the task, or start it again after it has ended.
-
-        The work is a script and its arguments, or a pickle for `main`; a server may have some time
-        for saving a last snapshot.
-        """
+    def start(self, work: bytes | list[str], environ: Mapping[str, str], grace: float) -> None:
+        """Start a script with arguments, or a pickle for `main`; also again after its end."""
         port = self._port.fileno()
-        with tempfile.TemporaryFile() as call:
-            self._result = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
-            files = [call.fileno(), self._result.fileno()]
-            command = work if isinstance(work, list) else ["-c", _CALL, *map(str, files)]
-            if isinstance(work, bytes):
-                call.write(work)
-                call.seek(0)
-            grace = str(max(saving, reaper.GRACE_SECONDS))
-            reaping = [sys.executable, "-I", "-S", reaper.__file__, grace, sys.executable, *command]
-            settings = {
-                # What this process can import, the task can.
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                **environ,
-                "NDISTRIBUTE_LISTEN_FD": str(port),
-            }
-            self._process = subprocess.Popen(
-                # Ray kills the children of an actor that it ends, but not theirs: the shell stands
-                # between, so that the reaper lives on and ends the task with all that it started.
-                ["/bin/sh", "-c", '"$@"; exit $?', "sh", *reaping],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **settings},
-                pass_fds=[*files, port],
-                start_new_session=True,
-            )
-        if self._process.stdin is not None:
-            self._held.callback(self._process.stdin.close)
+        self._told = False
+        # It holds the call, and in its place what it came to.
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
+        command = work
+        if isinstance(work, bytes):
+            self._file.write(work)
+            self._file.seek(0)
+            command = ["-c", _CALL, str(self._file.fileno())]
+        python = sys.executable
+        # What this process can import, the task can.
+        environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environ}
+        self._process = subprocess.Popen(
+            # The engine may drop this object, or end this process, without a call: the task ends
+            # when its input is closed. Ray kills the children of an actor that it ends, but
+            # not theirs: the shell stands between, and the reaper lives on to end the task.
+            ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
+            + [python, "-I", "-S", reaper.__file__, str(grace), python, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environ, LISTEN_FD: str(port)},
+            pass_fds=[self._file.fileno(), port],
+            start_new_session=True,
+        )
 
-    def follow(self) -> tuple[bytes, int | None, bytes]:
+    def follow(self, end: bool) -> tuple[bytes, int | None, bytes]:
         """Return what the task has written, its exit code, and the pickle that `main` has left.
 
-        The code is None while it runs, and 128 plus the number if a signal ended it.
+        The code is None while it runs. If it is to end, it is, with all that it started.
         """
         process, output = self._process, self._process.stdout or sys.stdin
+        if end and process.stdin is not None and not self._told:
+            self._told = True  # Told twice, it would not wait for the grace.
+            with contextlib.suppress(BrokenPipeError):  # It has ended already.
+                process.stdin.write(b".")
+                process.stdin.flush()
         ready, _, _ = select.select([output], [], [], _FOLLOW_SECONDS)
         chunk = os.read(output.fileno(), _CHUNK_BYTES) if ready else b""
         if ready and not chunk:  # It has closed its output.
@@ -144,24 +127,13 @@ class PlacedTask:
         if chunk or code is None:
             return chunk, None, b""
         output.close()
-        with self._result as file:
+        with self._file as file:
             file.seek(0)
             return b"", code if code >= 0 else 128 - code, file.read()
 
-    def stop(self) -> None:
-        """Ask for the end of the task with all that it started; `follow` tells when it has come."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # It has ended already.
-                self._process.stdin.write(b".")
-                self._process.stdin.flush()
-
 
 def tasks_of(num_workers: int, num_ps: int, options: JobOptions) -> list[tuple[str, int]]:
-    """Return the type and index of each task; servers first, for all others need them.
-
-    >>> tasks_of(2, 1, {"chief": True})
-    [('ps', 0), ('chief', 0), ('worker', 0), ('worker', 1)]
-    """
+    """Return the type and index of each task; servers first, for all others need them."""
     if num_workers < 1 or num_ps < 0:
         raise ValueError(f"A job has at least one worker; got {num_workers=} and {num_ps=}.")
     counts = {"ps": num_ps, "chief": int(options.get("chief", False)), "worker": num_workers}
@@ -178,13 +150,8 @@ def run_job(
 ) -> list[Any]:
     """Run a job to its end, and return what the chief and the workers returned.
 
-    Args:
-        fn_or_script: what each task runs.
-        tasks: see `tasks_of`.
-        options: what the user asked for.
-        place: gives a handle of a `PlacedTask` for each task, for a ``with`` block.
-        call: calls a method of one, by handle and name, from several threads at once.
-        dumps: pickles functions and results.
+    In the block of `place` the engine has a `PlacedTask` for each of the tasks; `call` calls a
+    method of one, by its handle and name, from several threads at once.
     """
     work: bytes | list[str]
     if callable(fn_or_script):
@@ -192,185 +159,148 @@ def run_job(
     else:
         work = [os.fspath(fn_or_script), *map(str, options.get("args", ()))]
     timeout = options.get("timeout")
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    restarts = options.get("max_restarts", 0)
-    alone = tasks[0][0] == "ps"
+    deadline = None if timeout is None else time.monotonic() + timeout
     environ = {k: v for k, v in os.environ.items() if k.startswith("NDISTRIBUTE_")}
     environ |= options.get("environ", {})
+    saving = saving_seconds(environ)
+    again, alone = options.get("max_restarts", 0), 0
+    if tasks[0][0] == "ps":
+        again, alone = 0, again
+    console = Console(_InProgram(), _InProgram())
     attempt = 0
     while True:
-        with place() as placed:
-            known = [_Task(*task, handle) for task, handle in zip(tasks, placed, strict=True)]
-            running = _Attempt(known, work, environ, call, restarts if alone else 0)
-            failed = running.run(restart_delay(attempt), deadline)
-        if failed is None:
-            return [_loaded(task) for task in known if task.computes]
-        if alone or attempt == restarts:
-            raise _failure(failed)
+        console.begin(attempt)
+        placed: dict[str, _Placed] = {}
+        with place() as handles:
+            addresses = [call(handle, "address") for handle in handles]
+            starts = _starts(tasks, addresses, environ)
+            calls = {s.label: partial(call, h) for s, h in zip(starts, handles, strict=True)}
+            begin = partial(_Placed, placed, calls, work)
+            supervisor = Supervisor(begin, console, deadline, alone, saving)
+            outcome = supervisor.run(starts, restart_delay(attempt - 1))
+        if outcome.reason == "timeout":
+            raise TimeoutError("The job took longer than its timeout, and was stopped.")
+        if outcome.label is None:
+            return [placed[start.label].loaded() for start in starts if start.task_type != "ps"]
+        if outcome.reason == "unsaved" or attempt == again:
+            raise _failure(placed[outcome.label], console.kept(outcome.label))
         attempt += 1
-        _log.warning("%s failed: all start again (%d of %d)", failed, attempt, restarts)
+        console.say(f"{outcome.label} failed: all start again ({attempt} of {again}).")
 
 
-class _Task:
-    """A task as the program that asked for the job knows it."""
-
-    def __init__(self, kind: str, index: int, handle: Any) -> None:
-        self.kind = kind
-        self.index = index
-        self.handle = handle
-        self.address = ""
-        self.lines = Lines()
-        self.kept: deque[bytes] = deque(maxlen=_KEPT_LINES)
-        self.starts = 0
-        self.code: int | None = None
-        self.result = b""
-        self.lost: Exception | None = None
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.index} at {self.address}"
-
-    @property
-    def computes(self) -> bool:
-        return self.kind != "ps"
-
-    @property
-    def state(self) -> TaskState:
-        told = bool(self.code) and tells_of_another(list(self.kept))
-        return TaskState(self.kind, self.code, told)
+def _starts(
+    tasks: Sequence[tuple[str, int]], addresses: Sequence[str], environ: Mapping[str, str]
+) -> list[Start]:
+    cluster: dict[str, list[str]] = {}
+    for (kind, _), address in zip(tasks, addresses, strict=True):
+        cluster.setdefault(kind, []).append(address)
+    job = job_environment({**os.environ, **environ})
+    starts = []
+    for kind, index in tasks:
+        settings = {**environ, **task_environment(cluster, kind, index, job)}
+        saves = kind == "ps" and SNAPSHOT_DIR in settings
+        starts.append(Start(f"{kind}:{index}", (), settings, kind, saves=saves))
+    return starts
 
 
-class _Attempt:
-    """One attempt: a thread follows each task, and the caller's thread decides on what ends."""
+class _InProgram(Writer):
+    """Shows output where the program that called shows its own, such as in a notebook."""
+
+    def __init__(self) -> None:
+        self.error = None
+
+    def write(self, data: bytes) -> None:
+        sys.stdout.write(data.decode(errors="replace"))
+        sys.stdout.flush()
+
+
+class _Placed:
+    """A task as its supervisor knows it; a thread calls what the engine has placed."""
 
     def __init__(
         self,
-        tasks: Sequence[_Task],
+        placed: dict[str, _Placed],
+        calls: Mapping[str, Callable[..., Any]],
         work: bytes | list[str],
-        environ: Mapping[str, str],
-        call: Callable[..., Any],
-        restarts: int,
+        start: Start,
+        grace: float,
     ) -> None:
-        self._tasks = tasks
-        self._work = work
-        self._environ = environ
-        self._call = call
-        self._restarts = restarts
-        self._cluster: dict[str, list[str]] = {}
-        self._job = job_environment({**os.environ, **environ})
-        self._stopping = threading.Event()
-        self._output = threading.Lock()
+        placed[start.label] = self
+        self._call = calls[start.label]
+        self.name = f"{start.label} at {self._call('address')}"
+        self.rank = int(start.label.rpartition(":")[2])
+        self.result = b""
+        self.lost: Exception | None = None
+        self._code: int | None = None
+        self._asked = threading.Event()
+        # The thread closes its ends of them when the task has ended.
+        self._output, self._end = socket.socketpair(), socket.socketpair()
+        self.replaceable = True
+        self.outputs: Sequence[tuple[int, str, str]] = [
+            (self._output[0].fileno(), start.label, "stderr")
+        ]
+        self.done = self._end[0].fileno()
+        self.kill: Callable[[], None] = self._end[1].close
+        self.ask_to_end = self.hang_up = self._asked.set
+        follow = partial(self._follow, work, start.settings, grace)
+        threading.Thread(target=follow, name="ndistribute task", daemon=True).start()
 
-    def run(self, delay: float, deadline: float) -> _Task | None:
-        """Return the task that failed, None if the job ended well; nothing of it is left then."""
-        with ThreadPoolExecutor(len(self._tasks), "ndistribute-task") as pool:
-            try:
-                for task in self._tasks:
-                    task.address = self._call(task.handle, "address")
-                    self._cluster.setdefault(task.kind, []).append(task.address)
-                running = {pool.submit(self._follow, task, delay) for task in self._tasks}
-                return self._supervise(pool, running, deadline)
-            finally:
-                self._stopping.set()  # Each thread ends its task.
+    def code(self) -> int:
+        return 1 if self._code is None else self._code
 
-    def _supervise(
-        self, pool: ThreadPoolExecutor, running: set[Future[_Task]], deadline: float
-    ) -> _Task | None:
-        told: _Task | None = None  # One that only says that it lost another.
-        until = math.inf  # When the rest no longer matters.
-        while running:
-            left = min(until, deadline) - time.monotonic()
-            done, running = wait(running, max(0.0, min(left, 3600.0)), FIRST_COMPLETED)
-            if not done and time.monotonic() >= until:
-                break
-            if not done and time.monotonic() >= deadline:
-                raise TimeoutError("The job took longer than its timeout, and was stopped.")
-            for task in (future.result() for future in done):
-                follows = verdict(task.state, [t.state for t in self._tasks], self._restarts)
-                if follows is Verdict.FAIL or (follows is Verdict.AGAIN and task.lost):
-                    return task
-                if follows is Verdict.AGAIN:
-                    self._restarts -= 1
-                    _log.warning("%s had %s, and is started again", task, ending(task.code or 0))
-                    running.add(pool.submit(self._follow, task, restart_delay(task.starts)))
-                elif follows is Verdict.WAIT:
-                    told = told or task
-                    until = min(until, time.monotonic() + _REPORT_SECONDS)
-                elif follows is Verdict.FINISH:
-                    told = None
-                    until = min(until, time.monotonic() + _ENDING_SECONDS)
-        return told
+    def close(self) -> None:
+        self._output[0].close()
+        self._end[0].close()
 
-    def _follow(self, task: _Task, delay: float) -> _Task:
-        """Start a task and show its output until it has ended; end it where the job ends."""
-        task.code, task.starts = None, task.starts + 1
-        environ = task_environment(self._cluster, task.kind, task.index, self._job, sharing=None)
-        environ = {**self._environ, **environ}
-        saves = not task.computes and "NDISTRIBUTE_SNAPSHOT_DIR" in environ
+    def _follow(self, *work: Any) -> None:
         try:
-            if self._stopping.wait(delay):
-                return task
-            name = "NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS"
-            saving = seconds_of(environ, name, _SAVING_SECONDS) if saves else 0.0
-            self._call(task.handle, "start", self._work, environ, saving)
-            stopped = False
-            while task.code is None:
-                if self._stopping.is_set() and not stopped:
-                    self._call(task.handle, "stop")
-                    stopped = True
-                chunk, task.code, task.result = self._call(task.handle, "follow")
-                self._show(task, task.lines.feed(chunk))
-            self._show(task, task.lines.close())
+            self._call("start", *work)
+            while self._code is None:
+                chunk, self._code, self.result = self._call("follow", self._asked.is_set())
+                self._output[1].sendall(chunk)
         except Exception as error:  # The engine's process or the machine there is gone.
-            task.code, task.lost = 1, error
-        return task
+            self._code, self.lost, self.replaceable = 1, error, False
+        finally:
+            self._output[1].close()
+            self._end[1].close()
 
-    def _show(self, task: _Task, lines: Sequence[bytes]) -> None:
-        task.kept.extend(lines)
-        mark = f"[{task.kind}:{task.index}]"
-        text = "".join(f"{mark} {line.decode(errors='replace')}\n" for line in lines)
-        with self._output:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+    def loaded(self) -> Any:
+        """Return what a function returned or raised; None if the task left nothing."""
+        # It comes through the engine, from a process that was started by way of it.
+        return pickle.loads(self.result) if self.result else None  # noqa: S301
 
 
-def _failure(task: _Task) -> Exception:
+def _failure(task: _Placed, said: list[bytes]) -> Exception:
     if task.lost is not None:
-        lost = WorkerLostError(f"{task} is lost: {task.lost}", rank=task.index)
+        lost = WorkerLostError(f"{task.name} is lost: {task.lost}", rank=task.rank)
         lost.__cause__ = task.lost
         return lost
-    error = _loaded(task)
+    error = task.loaded()
     if isinstance(error, Exception):
-        error.add_note(f"It was raised by {task}; its traceback is in the output.")
+        error.add_note(f"It was raised by {task.name}; its traceback is in the output.")
         return error
-    report = b"\n".join(last_report(list(task.kept))).decode(errors="replace")
-    what = f"{task} ended with {ending(task.code or 0)}."
-    return WorkerLostError(
-        f"{what} Its last output:\n{report}" if report else what, rank=task.index
-    )
+    report = b"\n".join(last_report(said)).decode(errors="replace")
+    what = f"{task.name} ended with {ending(task.code())}."
+    return WorkerLostError(f"{what} Its last output:\n{report}" if report else what, rank=task.rank)
 
 
-def _loaded(task: _Task) -> Any:
-    """Return what a function returned or raised; None if the task left nothing."""
-    # It comes through the engine, from a process that was started by way of it.
-    return pickle.loads(task.result) if task.result else None  # noqa: S301
-
-
-def main(call_fd: int, result_fd: int) -> int:
-    """Call the function that one open file holds, and leave a pickle of its result in another."""
-    with open(call_fd, "rb") as file:
+def main(fd: int) -> int:
+    """Call the function that an open file holds, and leave a pickle of its result there."""
+    with open(fd, "r+b") as file:
         function, args, dumps = pickle.load(file)  # noqa: S301 (written by `PlacedTask`)
-    code = 0
-    try:
-        result = dumps(function(*args))
-    except Exception as error:
-        code = 1
-        traceback.print_exc()
+        file.seek(0)
+        file.truncate()
+        code = 0
         try:
-            result = dumps(error)
-            pickle.loads(result)  # noqa: S301 (some exceptions pickle, but do not come back)
-        except Exception:
-            text = "".join(traceback.format_exception_only(error))
-            result = dumps(DistributeError(text))
-    with open(result_fd, "wb") as file:
+            result = dumps(function(*args))
+        except Exception as error:
+            code = 1
+            traceback.print_exc()
+            try:
+                result = dumps(error)
+                pickle.loads(result)  # noqa: S301 (some exceptions pickle, but do not come back)
+            except Exception:
+                text = "".join(traceback.format_exception_only(error))
+                result = dumps(DistributeError(text))
         file.write(result)
     return code

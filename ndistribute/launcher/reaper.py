@@ -18,8 +18,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-__all__ = ["GRACE_SECONDS", "main"]
-
 # How long a process has between SIGTERM and SIGKILL, and what is left of it when it has ended.
 GRACE_SECONDS = 3.0
 _LEFT_BEHIND_SECONDS = 1.0
@@ -97,18 +95,16 @@ def _descendants() -> Iterator[list[int]]:
     family = [os.getpid()]
     for pid in family:
         family += [child for child, parent in parents.items() if parent == pid]
-    fds = []
-    try:
+    with contextlib.ExitStack() as opened:
+        fds = []
         for pid in family[1:]:
             with contextlib.suppress(OSError):
-                fds.append(os.pidfd_open(pid))
+                fd = os.pidfd_open(pid)
+                opened.callback(os.close, fd)
                 # Once the descriptor holds the process, its number can not be another's.
-                if _parent(str(pid)) not in family:
-                    os.close(fds.pop())
+                if _parent(str(pid)) in family:
+                    fds.append(fd)
         yield fds
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 def _parent(pid: str) -> int:
@@ -120,26 +116,21 @@ def _parent(pid: str) -> int:
 
 
 def _remove_segments(since: float) -> None:
-    """Remove the shared memory that MPI's ranks left when they were killed.
-
-    It was made since, belongs to this user, and no process has mapped it.
-    """
+    """Remove this user's new shared memory of MPI's that no process has mapped: it was killed."""
+    paths = []
     for entry in os.scandir("/dev/shm"):
         with contextlib.suppress(FileNotFoundError):
             status = entry.stat()
             is_ours = status.st_uid == os.getuid() and status.st_ctime >= since - 1.0
-            if is_ours and entry.name.startswith(_MPI_SEGMENTS) and not _is_mapped(entry.path):
-                os.unlink(entry.path)
-
-
-def _is_mapped(path: str) -> bool:
-    line_end = f" {path}\n".encode()
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/maps", "rb") as maps:
-                if line_end in maps.read():
-                    return True
-    return False
+            paths += [entry.path] if is_ours and entry.name.startswith(_MPI_SEGMENTS) else []
+    mapped = b""
+    for name in filter(str.isdigit, os.listdir("/proc") if paths else ()):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/maps", "rb") as maps:
+            mapped += maps.read()
+    for path in paths:
+        if f" {path}\n".encode() not in mapped:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 if __name__ == "__main__":

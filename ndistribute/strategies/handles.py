@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ndistribute.cluster import ClusterSpec, SimpleClusterResolver
-from ndistribute.cluster import task as this_task
+from ndistribute.cluster import ClusterSpec
+from ndistribute.cluster.resolvers import current
 from ndistribute.coordinator.worker import keep
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def strategy_of(handle: Handle) -> ParameterServerStrategy:
         found: ParameterServerStrategy | None = _process.made.get(handle.token)
     if found is not None:
         return found
-    task = this_task.current()
+    task = current()
     if task is None:
         raise RuntimeError(
             "a ParameterServerStrategy, or a variable of one, was sent to a process that is no "
@@ -118,8 +118,7 @@ def strategy_of(handle: Handle) -> ParameterServerStrategy:
         )
 
     def make() -> ParameterServerStrategy:
-        resolver = SimpleClusterResolver(task.cluster, task_type=task.job, task_id=task.index)
-        return ParameterServerStrategy.from_handle(resolver, handle)
+        return ParameterServerStrategy.from_handle(task, handle)
 
     kept: ParameterServerStrategy = keep(handle.token, make, ParameterServerStrategy.close)
     return kept

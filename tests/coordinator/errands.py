@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ndistribute.cluster.task import worker_index
+from ndistribute.cluster import worker_index
 
 
 def double(value: Any) -> Any:

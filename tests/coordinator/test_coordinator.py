@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ndistribute.cluster import SimpleClusterResolver
-from ndistribute.cluster.task import Task, enter, worker_index
+from ndistribute.cluster import SimpleClusterResolver, worker_index
+from ndistribute.cluster.resolvers import enter
 from ndistribute.coordinator import coordinator as coordinators
 from ndistribute.coordinator import worker
 from ndistribute.coordinator.coordinator import ClusterCoordinator
@@ -409,11 +409,11 @@ def test_only_the_chief_of_a_cluster_with_workers_has_a_coordinator():
 
 
 def test_only_a_worker_has_an_index():
-    cluster = SimpleClusterResolver({"worker": ["localhost:1"]}, task_type="worker", task_id=0)
+    jobs = {"worker": ["localhost:1", "localhost:2"], "ps": ["localhost:3"]}
     try:
-        enter(Task(cluster.cluster_spec(), "worker", 3))
-        assert worker_index() == 3
-        enter(Task(cluster.cluster_spec(), "ps", 0))
+        enter(SimpleClusterResolver(jobs, task_type="worker", task_id=1))
+        assert worker_index() == 1
+        enter(SimpleClusterResolver(jobs, task_type="ps", task_id=0))
         with pytest.raises(RuntimeError, match="ps:0, which is no worker"):
             worker_index()
     finally:

@@ -111,7 +111,7 @@ def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(
     code = cli.main(["doctor", "--fast"])
     said = capfd.readouterr().out
     names = (
-        "Python|processor|BLAS|BLAS kernels|BLAS threads|mpi4py|CuPy|NCCL|cloudpickle|"
+        "Python|processor|BLAS|BLAS kernels|mpi4py|CuPy|NCCL|cloudpickle|"
         "mpiexec|GPUs|shared memory|loopback|host name|ssh"
     )
     findings = doctor.examine(measure=False)

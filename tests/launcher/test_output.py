@@ -25,7 +25,7 @@ def console(tmp_path):
             console.close()
             return paths[0].read_bytes(), paths[1].read_bytes()
 
-        yield lambda *folder: Console(out.fileno(), err.fileno(), *folder), written
+        yield lambda *logs: Console(Writer(out.fileno()), Writer(err.fileno()), *logs), written
 
 
 @given(st.text("ab\n\r", max_size=40), st.lists(st.integers(0, 40), max_size=5))

@@ -154,7 +154,7 @@ def test_a_port_that_is_taken_is_named_before_anything_is_started(tmp_path, fake
         hosts = ["--hosts", "far.example:1,localhost:1", "--port", str(port)]
         done = run("run", *hosts, "show.py", env=fake_ssh)
     assert done.returncode == 2
-    assert f"can not listen at {socket.gethostname()}:{port}" in done.stderr
+    assert f"cannot listen at {socket.gethostname()} port {port}" in done.stderr
     assert not (tmp_path / "asked").exists()
 
 
