@@ -236,7 +236,7 @@ class _Link:
         self.name, self._connector = name, connector  # Without one the worker is in this process.
         # Closures are taken and sent under it. Reentrant, for a local worker is lost at once.
         self._sending = threading.RLock()
-        self._line: Connection | _LocalLine | None = None  # None while the worker is away.
+        self._connection: Connection | _LocalConnection | None = None  # While it is away.
         self._depth = 1  # How many closures it may have.
         self._known: dict[str, None] = {}  # The functions that the worker keeps, as it does.
         self.forgotten: collections.deque[str] = collections.deque()  # What it is to drop.
@@ -244,33 +244,33 @@ class _Link:
 
     def start(self) -> None:
         if self._connector is None:
-            self.arrive(_LocalLine(self))
+            self.arrive(_LocalConnection(self))
             return
         serve = functools.partial(self._serve, self._connector)
         self._thread = threading.Thread(target=serve, name=f"ndistribute {self.name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        if (line := self._line) is not None:
-            line.close()
+        if (connection := self._connection) is not None:
+            connection.close()
         if self._thread is not None:
             self._thread.join(timeout=_END_SECONDS)
 
     def fill(self, *, may_wait: bool = False) -> None:
         """Send the worker as much as it may have now, on another thread if this must not wait."""
         with self._sending:
-            line = self._line
-            if line is None:
+            connection = self._connection
+            if connection is None:
                 return
             try:
                 closures = self._queue.take(self._index, self._depth)
-                send = functools.partial(self._send, line, closures)
+                send = functools.partial(self._send, connection, closures)
                 if may_wait or self._thread is None or not any(map(_is_long, closures)):
                     send()
                 else:  # Were the worker stopped, this thread would serve nobody else.
                     threading.Thread(target=send, name="ndistribute sender", daemon=True).start()
             except BaseException as error:
-                line.abort(f"a thread that sent was interrupted by {type(error).__name__}")
+                connection.abort(f"a thread that sent was interrupted by {type(error).__name__}")
                 raise
 
     def finish(self, outcome: Outcome) -> None:
@@ -285,27 +285,27 @@ class _Link:
 
     send = finish  # To a worker in this process it is the other end of a connection.
 
-    def arrive(self, line: Connection | _LocalLine) -> None:
+    def arrive(self, connection: Connection | _LocalConnection) -> None:
         with self._sending:
             self._known.clear()
             self.forgotten.clear()
             self._depth = 1
-            self._line = line
+            self._connection = connection
             self._queue.arrive(self._index)
         self.fill(may_wait=True)
 
     def lose(self, problem: Exception) -> None:
         """Give back what the worker had, which is away, or still away."""
         with self._sending:
-            self._line = None
+            self._connection = None
             self._queue.lose(self._index, problem)
 
-    def _send(self, line: Connection | _LocalLine, closures: Sequence[Closure]) -> None:
+    def _send(self, connection: Connection | _LocalConnection, closures: Sequence[Closure]) -> None:
         with self._sending, contextlib.suppress(ConnectionLostError, TimeoutError):
             # The thread that receives sees a loss too, and gives all back.
             if self.forgotten:
                 count = len(self.forgotten)
-                line.send(Forget(tuple(self.forgotten.popleft() for _ in range(count))))
+                connection.send(Forget(tuple(self.forgotten.popleft() for _ in range(count))))
             for closure in closures:
                 order = Run(
                     self._owner._series,
@@ -316,7 +316,7 @@ class _Link:
                     tuple(_payloads(closure)),
                 )
                 try:
-                    line.send(order)
+                    connection.send(order)
                 except ValueError as error:  # It is too long.
                     self._queue.finish(self._index, closure.number, error)
                     continue
@@ -362,7 +362,7 @@ def _is_long(closure: Closure) -> bool:
     return sum(part.nbytes for part in parts) > _LONG_BYTES
 
 
-class _LocalLine:
+class _LocalConnection:
     """Carry records to a worker in this process, by calls."""
 
     def __init__(self, link: _Link) -> None:

@@ -107,7 +107,7 @@ class ExitPolicy:
         return Outlook(at, f"{' and '.join(parts)} {within}")
 
 
-class _Attendance:
+class _Membership:
     """Wait until an exit policy says that the work is over; it is told whom a service serves."""
 
     requests: Any
@@ -222,7 +222,7 @@ class Server:
             start_seconds=seconds_of(environ, "NDISTRIBUTE_START_SECONDS", _START_SECONDS),
             return_seconds=seconds_of(environ, "NDISTRIBUTE_RETURN_SECONDS", _RETURN_SECONDS),
         )
-        self._attendance = _Attendance(policy)
+        self._membership = _Membership(policy)
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._rpc: RpcServer | None = None
@@ -245,7 +245,7 @@ class Server:
     def start(self) -> None:
         """Listen; once it does so, or has stopped, this does nothing."""
         with self._lock:
-            if self._rpc is not None or self._attendance.released:
+            if self._rpc is not None or self._membership.released:
                 return
             # The other tasks' addresses count too: where all are local, so is the secret.
             jobs = map(self.cluster_spec.job_tasks, sorted(self.cluster_spec.jobs))
@@ -281,14 +281,14 @@ class Server:
         over = True
         with _sigterm_as_exit() as disarm:
             try:
-                outlook = self._attendance.wait(timeout)
+                outlook = self._membership.wait(timeout)
                 over = outlook is not None
             finally:  # Also after SIGTERM or Ctrl-C.
                 if over:
                     disarm()
                     self.stop(_FAREWELL_SECONDS)
         if outlook is None:
-            return self._attendance.released
+            return self._membership.released
         if outlook.lost:
             raise WorkerLostError(f"{self.name} ends: {outlook.lost}.")
         _log.info("%s ends: all who used it have left", self.name)
@@ -314,7 +314,7 @@ class Server:
                     rpc.close(timeout)
                     self._close_service()
             finally:
-                self._attendance.release()
+                self._membership.release()
 
     def __enter__(self) -> Self:
         return self
@@ -326,7 +326,7 @@ class Server:
         if self._job == "worker" and "chief" in self.cluster_spec.jobs:
             enter(ClusterResolver(self.cluster_spec, self._job, self._index))
             self._service = worker = WorkerService(self.name)
-            return {"coordinator": self._attendance.serve(worker)}
+            return {"coordinator": self._membership.serve(worker)}
         if self._job not in ("ps", "local"):
             return {}
         self._service = store = StoreService(
@@ -336,8 +336,8 @@ class Server:
             durability="log" if self._durability == "log" else "snapshot",
             return_seconds=silence_seconds(self._environ),
         )
-        self._attendance.policy.resumed = store.resumed
-        return {"ps": self._attendance.serve(store)}
+        self._membership.policy.resumed = store.resumed
+        return {"ps": self._membership.serve(store)}
 
     def _close_service(self) -> None:
         service, self._service = self._service, None  # What was served is not held any longer.

@@ -247,9 +247,9 @@ def test_a_chief_that_connected_again_is_here_although_its_old_connection_ends_l
         service.connected(old)
         service.connected(new)
         service.disconnected(old, died=True)
-        assert server._attendance.policy.outlook() is None
+        assert server._membership.policy.outlook() is None
         service.disconnected(new, died=True)
-        assert server._attendance.policy.outlook().lost == "the chief died"
+        assert server._membership.policy.outlook().lost == "the chief died"
 
 
 def test_servers_end_once_all_workers_have_left_whoever_else_is_there():
