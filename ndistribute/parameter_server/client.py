@@ -37,24 +37,20 @@ class Caller(Protocol):
     name: str
     instance: str
 
-    def start(self, request: Record, timeout: float | None) -> Any: ...
+    def start(self, request: Record) -> Any: ...
     def close(self) -> None: ...
 
 
 class ServerClient:
     """Ask one server, from any number of threads at once, and notice when it was started again.
 
-    Args:
-        caller: carries requests; closed with this.
-        title: the server, as messages name it.
-        timeout: seconds that a request may take; the server may be started again meanwhile.
+    The caller, which carries requests, is closed with this; messages name the server by its title.
     """
 
-    def __init__(self, caller: Caller, title: str, timeout: float) -> None:
+    def __init__(self, caller: Caller, title: str) -> None:
         self.name, self.title = caller.name, title
         self.close = caller.close
         self._caller = caller
-        self._timeout = timeout
         self._lock = threading.Lock()
         self._lives: dict[str, m.Report] = {}
 
@@ -75,7 +71,7 @@ class ServerClient:
 
     def start(self, request: Record) -> Any:
         """Send a request; `finish` has the reply."""
-        return self._caller.start(request, self._timeout)
+        return self._caller.start(request)
 
     def finish(self, call: Any) -> Any:
         """Return the reply to a request; raise what a failure means."""

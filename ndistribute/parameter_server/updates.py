@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, MutableMapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +32,7 @@ _LAST_STEP = 1 << 62
 
 
 def plan(
-    variables: Variables,
-    aggregates: MutableMapping[str, Aggregation],
-    client: str,
-    change: m.Change,
+    variables: Variables, aggregates: ChainMap[str, Aggregation], client: str, change: m.Change
 ) -> Planned:
     """Return a function that makes a client's change, or refuse it."""
     match change:
