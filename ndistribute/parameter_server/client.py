@@ -37,24 +37,20 @@ class Caller(Protocol):
     name: str
     instance: str
 
-    def start(self, request: Record, timeout: float | None) -> Any: ...
+    def start(self, request: Record) -> Any: ...
     def close(self) -> None: ...
 
 
 class ServerClient:
     """Ask one server, from any number of threads at once, and notice when it was started again.
 
-    Args:
-        caller: carries requests; closed with this.
-        title: the server, as messages name it.
-        timeout: seconds that a request may take; the server may be started again meanwhile.
+    The caller, which carries requests, is closed with this; messages name the server by its title.
     """
 
-    def __init__(self, caller: Caller, title: str, timeout: float) -> None:
+    def __init__(self, caller: Caller, title: str) -> None:
         self.name, self.title = caller.name, title
         self.close = caller.close
         self._caller = caller
-        self._timeout = timeout
         self._lock = threading.Lock()
         self._lives: dict[str, m.Report] = {}
 
@@ -75,7 +71,7 @@ class ServerClient:
 
     def start(self, request: Record) -> Any:
         """Send a request; `finish` has the reply."""
-        return self._caller.start(request, self._timeout)
+        return self._caller.start(request)
 
     def finish(self, call: Any) -> Any:
         """Return the reply to a request; raise what a failure means."""
@@ -120,8 +116,8 @@ class Servers:
         self._clients = tuple(clients)
         self._buffer = WriteBuffer(self._change)
         self._lock = threading.Lock()
-        self._last = 0  # The number of the last transaction, and those that may be sent again.
-        self._open: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._open: list[set[int]] = [set() for _ in clients]  # Numbers that may be sent again.
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -206,25 +202,24 @@ class Servers:
 
     def _change(self, changes: Changes, running: Closure | None) -> Outcomes:
         """Make changes under the next number of a closure, or of this process."""
-        if running is not None:
-            number, low_water = running.sequence(), running.low_water
-        else:
-            with self._lock:
-                number = self._last = self._last + 1
-                self._open.add(number)
-                low_water = min(self._open)
         orders = {}
-        for i, some in changes.items():
-            name = running.series if running is not None else self._clients[i].name
-            orders[i] = m.Transaction(name, number, low_water, tuple(some))
+        with self._lock:  # A number is known to be open before another thread sends a higher one.
+            number = next(self._numbers) if running is None else running.sequence()
+            for i, some in changes.items():
+                if running is None:
+                    self._open[i].add(number)
+                    name, low_water = self._clients[i].name, min(self._open[i])
+                else:
+                    name, low_water = running.series, running.low_water
+                orders[i] = m.Transaction(name, number, low_water, tuple(some))
         try:
             return {i: reply.outcomes for i, reply in self.ask(orders).items()}
         finally:
-            if running is None:
-                self._open.discard(number)
-            else:
-                lives = (self._clients[i].current_life for i in orders)
-                running.reports.update({life.server: life for life in lives if life is not None})
+            for i in orders:
+                if running is None:
+                    self._open[i].discard(number)
+                elif life := self._clients[i].current_life:
+                    running.reports[life.server] = life
 
 
 def _described(name: str, array: Array) -> m.NewVariable:

@@ -122,9 +122,9 @@ class AwaitStep(Record, frozen=True):
 class AwaitClock(Record, frozen=True):
     """Say which step this client is about to begin, and wait for slower ones.
 
-    The answer, how many members there are, comes once `count` came and all that are there have
-    reached `clock - slack`. Who left counts no more; a client whose name is the same up to a ``#``
-    has its place. Who begins anew is counted from the others' clocks, so that they do not wait.
+    It is over once `count` came and all that are there have reached `clock - slack`. Who left
+    counts no more; a client whose name is the same up to a ``#`` has its place. Who begins anew
+    goes on from the others' clocks, so that they do not wait: the answer is the clock that counts.
     """
 
     name: str  # Of the group.

@@ -204,8 +204,8 @@ class LocalServer(StoreService):
         super().__init__(None, "the server in this process")
         self.store.variables.adopts = False
 
-    def connect(self, name: str) -> _Client:
-        return _Client(self, name)
+    def connect(self, name: str, timeout: float) -> _Client:
+        return _Client(self, name, timeout)
 
 
 class _Client:
@@ -213,16 +213,16 @@ class _Client:
 
     instance = "the only one"
 
-    def __init__(self, server: LocalServer, name: str) -> None:
-        self.name = name
+    def __init__(self, server: LocalServer, name: str, timeout: float) -> None:
+        self.name, self._timeout = name, timeout
         self._server = server
         self._closed = False
         server.connected(self)
 
-    def start(self, request: Any, timeout: float | None) -> _Call:
+    def start(self, request: Any) -> _Call:
         if self._closed:
             raise WorkerLostError(f"{self.name} was closed.")
-        call = _Call(self.name, timeout)
+        call = _Call(self.name, self._timeout)
         reply = self._server.handle(self, call, request)
         if reply is not None:
             self.send(reply, call)
@@ -242,7 +242,7 @@ class _Call:
 
     instance = _Client.instance
 
-    def __init__(self, name: str, timeout: float | None) -> None:
+    def __init__(self, name: str, timeout: float) -> None:
         self.arrived = threading.Event()
         self.reply: Any = None
         self._name, self._timeout = name, timeout

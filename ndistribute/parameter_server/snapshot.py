@@ -285,29 +285,28 @@ def _requests(path: Path) -> Iterator[Logged]:
         size, start = os.fstat(file.fileno()).st_size, 0
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
         while start < size:
-            parts = _record(data[start:])
-            if parts is None:
+            ends = _ends(data, start)
+            if ends is None:
                 _log.warning("%s: the last %d bytes are not whole and cut off", path, size - start)
                 file.truncate(start)
                 os.fsync(file.fileno())
                 return
-            control, *buffers = parts
-            start += _HEAD.size + 8 * len(buffers) + sum(map(len, parts))
+            start = ends[-1]
+            control, *buffers = (data[begin:end] for begin, end in itertools.pairwise(ends))
             yield decoder.decode(control, buffers)
 
 
-def _record(data: memoryview) -> list[memoryview] | None:
-    """Return control record and buffers of the request at the beginning, or None."""
+def _ends(data: memoryview, start: int) -> list[int] | None:
+    """Return where the parts of a record end, its head first; None if it is not whole."""
     try:
-        checksum, control_bytes, count = _HEAD.unpack_from(data)
-        lengths = struct.unpack_from(f"<{count}Q", data, _HEAD.size)
+        checksum, control, count = _HEAD.unpack_from(data, start)
+        lengths = struct.unpack_from(f"<{count}Q", data, start + _HEAD.size)
     except struct.error:
         return None
-    start = _HEAD.size + 8 * count
-    ends = list(itertools.accumulate((control_bytes, *lengths), initial=start))
-    if ends[-1] > len(data) or zlib.crc32(data[4 : ends[-1]]) != checksum:
-        return None
-    return [data[begin:end] for begin, end in itertools.pairwise(ends)]
+    head = start + _HEAD.size + 8 * count
+    ends = list(itertools.accumulate((control, *lengths), initial=head))
+    whole = ends[-1] <= len(data) and zlib.crc32(data[start + 4 : ends[-1]]) == checksum
+    return ends if whole else None
 
 
 def _write(file: int, buffer: Buffer) -> None:

@@ -44,43 +44,28 @@ class Applied:
 
 
 @dataclass(slots=True)
-class Clock:
-    """Hold how far a member of a group is, and by how much that is more than it said."""
-
-    client: str
-    value: int
-    ahead: int
-
-
-@dataclass(slots=True)
 class ClockGroup:
-    """Hold the clocks of the members that are there, and all members that ever came."""
+    """Hold the clocks of the clients that are there, and all members that ever came."""
 
-    present: dict[str, Clock] = field(default_factory=dict)
+    present: dict[str, int] = field(default_factory=dict)
     came: set[str] = field(default_factory=set)
 
     def arrive(self, client: str, clock: int) -> None:
-        held = self.present.pop(_member(client), None)
-        if held is None or held.client != client:
+        """Note that a client is about to begin a step."""
+        member = _member(client)
+        self.came.add(member)
+        if client not in self.present:
+            for earlier in [other for other in self.present if _member(other) == member]:
+                del self.present[earlier]
             # Counted from the others' steps: else they would wait while it repeats what they did.
-            slowest = min((other.value for other in self.present.values()), default=0)
-            held = Clock(client, clock, max(0, slowest - clock))
-        held.value = max(held.value, clock + held.ahead)
-        self.present[_member(client)] = held
-        self.came.add(_member(client))
-
-    def leave(self, client: str) -> None:
-        """Count on a client no more, unless its successor came before it was known that it left."""
-        held = self.present.get(_member(client))
-        if held is not None and held.client == client:
-            del self.present[_member(client)]
+            clock = max(clock, min(self.present.values(), default=0))
+        self.present[client] = max(clock, self.present.get(client, 0))
 
     def reply(self, client: str, request: m.AwaitClock) -> m.Number | None:
-        clock = self.present.get(_member(client))
+        clock = self.present.get(client)
         if clock is None or len(self.came) < request.count:
             return None
-        slowest = min(held.value for held in self.present.values())
-        return m.Number(len(self.present)) if slowest >= clock.value - request.slack else None
+        return m.Number(clock) if min(self.present.values()) >= clock - request.slack else None
 
 
 class Store:
@@ -106,8 +91,7 @@ class Store:
     def clients(self) -> frozenset[str]:
         """Return the clients that others may wait for: who does not come back must leave."""
         members = {client for held in self.aggregates.values() for client in held.members}
-        clocks = (clock for group in self.clocks.values() for clock in group.present.values())
-        return frozenset(members.union(clock.client for clock in clocks))
+        return frozenset(members.union(*(group.present for group in self.clocks.values())))
 
     @property
     def totals(self) -> m.Totals:
@@ -139,7 +123,7 @@ class Store:
         for aggregate in self.aggregates.values():
             aggregate.leave(client)
         for group in self.clocks.values():
-            group.leave(client)
+            group.present.pop(client, None)
         return self._serve()
 
     def _reply(self, request: m.Request) -> m.Reply:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, MutableMapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +32,7 @@ _LAST_STEP = 1 << 62
 
 
 def plan(
-    variables: Variables,
-    aggregates: MutableMapping[str, Aggregation],
-    client: str,
-    change: m.Change,
+    variables: Variables, aggregates: ChainMap[str, Aggregation], client: str, change: m.Change
 ) -> Planned:
     """Return a function that makes a client's change, or refuse it."""
     match change:
@@ -162,14 +160,11 @@ class Aggregation:
         """Refuse a set that is not like the step's first."""
         if at_step != self.step or not self.givers:
             return
-        if tuple(self.sums) != given.names:
-            names = f"{', '.join(given.names)}, not of {', '.join(self.sums)}"
-            raise Refused(f"gradients for step {self.step} are of {names} as the first ones.")
-        for name, gradient in zip(given.names, given.gradients, strict=True):
-            first, this = _kind_of(self.sums[name][0]), _kind_of(gradient)
-            if this != first:
-                kinds = f"for step {self.step} was {first}, got {this}"
-                raise Refused(f"the first gradient of {name!r} {kinds}. All must be the same.")
+        first = {name: _kind_of(kept[0]) for name, kept in self.sums.items()}
+        these = dict(zip(given.names, map(_kind_of, given.gradients), strict=True))
+        if these != first:
+            unlike = sorted(these.items() ^ first.items())
+            raise Refused(f"gradients for step {self.step} are unlike the first ones in {unlike}.")
 
     def add(self, client: str, given: Apply, at_step: int) -> bool:
         """Add a set that was checked; return False if it comes late or is the client's second."""

@@ -121,11 +121,7 @@ class Variables:
 
 
 def check_fits(
-    name: str,
-    array: Array,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    indices: Array | None = None,
+    name: str, array: Array, shape: tuple[int, ...], dtype: Any, indices: Array | None = None
 ) -> None:
     """Refuse a shape or dtype that is not a variable's, or with indices that of so many rows."""
     wanted, rows = array.shape, ""

@@ -236,8 +236,8 @@ class ParameterServerStrategy(Strategy):
     def connect(self) -> list[ServerClient]:
         """Return a client of each server; called once."""
         if self._cluster is None:
-            caller = LocalServer().connect(self._role.task)
-            return [ServerClient(caller, "the server in this process", self._timeout)]
+            caller = LocalServer().connect(self._role.task, self._timeout)
+            return [ServerClient(caller, "the server in this process")]
         cluster = self._cluster
         every = [a for job in sorted(cluster.jobs) for a in cluster.job_tasks(job) if a is not None]
         credentials = credentials_of(every)
@@ -253,7 +253,7 @@ class ParameterServerStrategy(Strategy):
                 replies=Reply,
                 timeout=self._timeout,
             )
-            clients.append(ServerClient(client, title, self._timeout))
+            clients.append(ServerClient(client, title))
         return clients
 
     def _new_namespace(self, restore: bool) -> contextlib.AbstractContextManager[str]:

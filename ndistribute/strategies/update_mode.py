@@ -132,7 +132,8 @@ class _Bounded:
     def _wait(self, servers: Servers) -> None:
         with _naming(f"worker(s) that are more than {self._slack} step(s) behind"):
             wait = AwaitClock(self._group, self._clock, self._slack, self._workers)
-            servers.ask({0: wait})
+            # One that begins anew goes on from where the others are.
+            self._clock = servers.ask({0: wait})[0].value
 
 
 class _Synchronous:

@@ -251,7 +251,7 @@ def test_all_wait_until_all_came_and_then_none_runs_away(calls):
     first = begin(calls, "a", 0, slack=1)
     assert first not in calls.replies
     assert may(calls, "b", 0, slack=1)
-    assert calls.replies[first].value == 2
+    assert calls.replies[first].value == 0
     assert may(calls, "a", 1, slack=1)
     ahead = begin(calls, "a", 2, slack=1)
     assert ahead not in calls.replies
@@ -266,7 +266,7 @@ def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls
     waits = begin(calls, "w:1#2", 0, count=3)
     assert waits not in calls.replies
     assert may(calls, "w:2#1", 0, count=3)
-    assert calls.replies[waits].value == 3
+    assert calls.replies[waits].value == 0
     ahead = begin(calls, "w:0#1", 1, count=3)
     calls.leave("w:1#2")
     assert ahead not in calls.replies
@@ -279,7 +279,7 @@ def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(c
     begin(calls, "w:1#1", 0)
     ahead = begin(calls, "w:0#1", 1)
     assert may(calls, "w:1#2", 1)
-    assert calls.replies[ahead].value == 2
+    assert calls.replies[ahead].value == 1
     calls.leave("w:1#1")
     assert begin(calls, "w:0#1", 2) not in calls.replies  # The second one is still there.
 
@@ -289,20 +289,21 @@ def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(c
         begin(calls, "w:0#1", clock, slack=1)
         begin(calls, "w:1#1", clock, slack=1)
     calls.leave("w:1#1")
-    assert may(calls, "w:1#2", 0, slack=1)
+    for _ in range(2):  # The first answer may be lost.
+        assert calls.replies[begin(calls, "w:1#2", 0, slack=1)].value == 9
     calls = calls.restored()
     assert may(calls, "w:0#1", 10, slack=1)
     ahead = begin(calls, "w:0#1", 11, slack=1)
     assert ahead not in calls.replies
-    assert may(calls, "w:1#2", 1, slack=1)
-    assert calls.replies[ahead].value == 2
+    assert may(calls, "w:1#2", 10, slack=1)
+    assert calls.replies[ahead].value == 11
 
 
 def test_a_client_stands_at_a_clock_once(calls):
     first, second = begin(calls, "a", 0), begin(calls, "a", 0)
     assert calls.replies[first].kind == "superseded"
     begin(calls, "b", 0)
-    assert calls.replies[second].value == 2
+    assert calls.replies[second].value == 0
 
 
 def test_numbers_without_sense_are_refused(calls):

@@ -22,7 +22,7 @@ class LocallyServed(nd.ParameterServerStrategy):
     def connect(self) -> list[ServerClient]:
         name = f"{self.cluster_resolver.task_type}:{self.cluster_resolver.task_id}#{id(self)}"
         return [
-            ServerClient(holder.connect(name), f"ps:{index}", self.timeout_seconds)
+            ServerClient(holder.connect(name, self.timeout_seconds), f"ps:{index}")
             for index, holder in enumerate(self._holders)
         ]
 
