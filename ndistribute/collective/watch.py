@@ -188,6 +188,8 @@ class Watch:
                 data += line.sock.recv(line.sock.pending())  # No selector sees what TLS holds.
         except _LATER:
             return
+        except ConnectionResetError:
+            data = b""  # So it looks where a process ends that had not read all.
         except OSError as error:
             self._lose(line, f"its connection broke ({error})")
             return
