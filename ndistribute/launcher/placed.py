@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import IO, Any, TypedDict
@@ -89,9 +90,8 @@ class PlacedTask:
         # What this process can import, the task can.
         environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environ}
         self._process = subprocess.Popen(
-            # The engine may drop this object, or end this process, without a call: the task ends
-            # when its input is closed. Ray kills the children of an actor that it ends, but
-            # not theirs: the shell stands between, and the reaper lives on to end the task.
+            # Ray kills the children of an actor that it ends, but not theirs: the shell stands
+            # between, so that the reaper lives on and ends the task with all that it started.
             ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
             + [python, "-I", "-S", reaper.__file__, str(grace), python, *command],
             stdin=subprocess.PIPE,
@@ -101,6 +101,9 @@ class PlacedTask:
             pass_fds=[self._file.fileno(), port],
             start_new_session=True,
         )
+        if self._process.stdin is not None:
+            # The engine may drop this object without a call: the task ends then as well.
+            weakref.finalize(self, self._process.stdin.close)
 
     def follow(self, end: bool) -> tuple[bytes, int | None, bytes]:
         """Return what the task has written, its exit code, and the pickle that `main` has left.
