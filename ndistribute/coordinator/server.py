@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Literal, Self
 
-from ndistribute.cluster.resolvers import ClusterResolver, enter, seconds_of
+from ndistribute.cluster.resolvers import ClusterResolver, enter_task, seconds_of
 from ndistribute.cluster.spec import ClusterSpec, only_task
 from ndistribute.coordinator.worker import WorkerService
 from ndistribute.errors import DistributeError, WorkerLostError
@@ -417,7 +417,7 @@ class Server:
     def _services(self) -> dict[str, Service]:
         silence = silence_seconds(self._environ)
         if self._job == "worker" and "chief" in self._cluster.jobs:
-            enter(ClusterResolver(self._cluster, self._job, self._index))
+            enter_task(ClusterResolver(self._cluster, self._job, self._index))
             self._service = worker = WorkerService(self.name)
             return {"coordinator": _Attended(worker, self._attendance)}
         if self._job not in _HOLDING:
