@@ -40,7 +40,7 @@ from ndistribute.transport.listener import LISTEN_FD, listen
 DEFAULT_PORT = 23_450
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SECRET = "NDISTRIBUTE_SECRET"
-_JOB_ID = "NDISTRIBUTE_JOB_ID"
+JOB_ID = "NDISTRIBUTE_JOB_ID"
 # Those of a surrounding job: each process gets its own.
 _OURS = ("TF_CONFIG", LISTEN_FD)
 
@@ -78,7 +78,7 @@ class JobOptions:
 
 def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the id and the secret that all tasks of a job share: the user's, or fresh ones."""
-    job = {_JOB_ID: environ.get(_JOB_ID) or secrets.token_hex(16)}
+    job = {JOB_ID: environ.get(JOB_ID) or secrets.token_hex(16)}
     given = {name: environ[name] for name in (_SECRET, f"{_SECRET}_FILE") if environ.get(name)}
     return job | (given or {_SECRET: secrets.token_hex(32)})
 
@@ -113,7 +113,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     # Ranks that MPI brings together need no secret, and mpiexec would send it to them in the open.
     dropped = (*_OURS, _SECRET) if mpi else _OURS
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
-    environ[_JOB_ID] = job_environment(environ)[_JOB_ID]
+    environ[JOB_ID] = job_environment(environ)[JOB_ID]
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     restarts, again = (options.max_restarts, 0) if options.servers else (0, options.max_restarts)
     with contextlib.ExitStack() as opened:
@@ -258,7 +258,7 @@ def _mpi_start(
         mpi,
         options.hosts,
         options.command,
-        sorted({*ours, *settings, _JOB_ID} - {_SECRET}),
+        sorted({*ours, *settings, JOB_ID} - {_SECRET}),
         local=options.is_local,
         redirect=mpiexec.redirection([writer for _, writer in pipes]) if pipes else "",
     )

@@ -25,7 +25,12 @@ from typing import IO, Any, TypedDict
 
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.launcher import reaper
-from ndistribute.launcher.launch import saving_seconds, task_environments
+from ndistribute.launcher.launch import (
+    JOB_ID,
+    job_environment,
+    saving_seconds,
+    task_environments,
+)
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import Process, Start, Supervisor, restart_delay
 from ndistribute.transport.listener import LISTEN_FD, listen
@@ -160,6 +165,7 @@ def run_job(
     deadline = None if timeout is None else time.monotonic() + timeout
     environ = {k: v for k, v in os.environ.items() if k.startswith("NDISTRIBUTE_")}
     environ |= options.get("environ", {})
+    environ[JOB_ID] = job_environment(environ)[JOB_ID]
     again, alone = options.get("max_restarts", 0), 0
     if tasks[0][0] == "ps":
         again, alone = 0, again
@@ -188,7 +194,7 @@ def run_job(
 def _starts(
     tasks: Sequence[tuple[str, int]], addresses: Sequence[str], environ: Mapping[str, str]
 ) -> list[Start]:
-    known = task_environments(tasks, addresses, {**os.environ, **environ})
+    known = task_environments(tasks, addresses, environ)  # With a fresh secret.
     starts = []
     for (kind, index), own in zip(tasks, known, strict=True):
         settings = {**environ, **own}
