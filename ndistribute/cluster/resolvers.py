@@ -165,12 +165,12 @@ class SimpleClusterResolver(ClusterResolver):
 _entered: list[ClusterResolver] = []
 
 
-def enter(task: ClusterResolver | None) -> None:
+def enter_task(task: ClusterResolver | None) -> None:
     """Set which task this process is from now on, for all its threads; None: no task any more."""
     _entered[:] = [] if task is None else [task]
 
 
-def current() -> ClusterResolver | None:
+def current_task() -> ClusterResolver | None:
     """Return which task this process is since its `Server` was made, or None.
 
     What is sent to a worker asks here when it is unpickled: a strategy becomes that worker's own.
@@ -189,7 +189,7 @@ def worker_index() -> int:
     >>> worker_index()
     0
     """
-    task = current()
+    task = current_task()
     if task is None or task.task_id is None:
         return 0
     if task.task_type != "worker":

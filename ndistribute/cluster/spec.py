@@ -113,17 +113,14 @@ class ClusterSpec:
 
 def only_task(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
     """Return a task's job and index; what is None is known where there is only one."""
-    if job is None:
-        if len(cluster.jobs) != 1:
-            raise ValueError(f"The cluster has the jobs {cluster.jobs}: say which by job_name.")
-        (job,) = cluster.jobs
-    indices = cluster.task_indices(job)
-    if index is None:
-        if len(indices) != 1:
-            raise ValueError(f"The job {job!r} has the tasks {indices}: say which by task_index.")
-        (index,) = indices
-    cluster.task_address(job, index)
-    return job, index
+    jobs = cluster.jobs if job is None else [job]
+    if len(jobs) != 1:
+        raise ValueError(f"The cluster has the jobs {jobs}: say which by job_name.")
+    indices = cluster.task_indices(jobs[0]) if index is None else [index]
+    if len(indices) != 1:
+        raise ValueError(f"The job {jobs[0]!r} has the tasks {indices}: say which by task_index.")
+    cluster.task_address(jobs[0], indices[0])
+    return jobs[0], indices[0]
 
 
 def _tasks(job: Any, tasks: Any) -> dict[int, str]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
-from ndistribute.cluster.resolvers import ClusterResolver, enter, seconds_of
+from ndistribute.cluster.resolvers import ClusterResolver, enter_task, seconds_of
 from ndistribute.cluster.spec import ClusterSpec, only_task
 from ndistribute.coordinator.worker import WorkerService
 from ndistribute.errors import DistributeError, WorkerLostError
@@ -324,7 +324,7 @@ class Server:
 
     def _services(self) -> dict[str, Service]:
         if self._job == "worker" and "chief" in self.cluster_spec.jobs:
-            enter(ClusterResolver(self.cluster_spec, self._job, self._index))
+            enter_task(ClusterResolver(self.cluster_spec, self._job, self._index))
             self._service = worker = WorkerService(self.name)
             return {"coordinator": self._membership.serve(worker)}
         if self._job not in ("ps", "local"):

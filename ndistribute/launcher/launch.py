@@ -25,7 +25,7 @@ from ndistribute.cluster.resolvers import seconds_of
 from ndistribute.launcher import mpiexec
 from ndistribute.launcher.doctor import blas_settings, usable_cores
 from ndistribute.launcher.hosts import Host, is_this_machine, ssh_command
-from ndistribute.launcher.output import Console, Writer, ending, last_report
+from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import (
     Outcome,
     Process,
@@ -38,9 +38,9 @@ from ndistribute.transport.listener import LISTEN_FD, listen
 
 # Below those that Linux gives to outgoing connections; only used where there are several hosts.
 DEFAULT_PORT = 23_450
-SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
+_SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SECRET = "NDISTRIBUTE_SECRET"
-_JOB_ID = "NDISTRIBUTE_JOB_ID"
+JOB_ID = "NDISTRIBUTE_JOB_ID"
 # Those of a surrounding job: each process gets its own.
 _OURS = ("TF_CONFIG", LISTEN_FD)
 
@@ -78,22 +78,27 @@ class JobOptions:
 
 def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the id and the secret that all tasks of a job share: the user's, or fresh ones."""
-    job = {_JOB_ID: environ.get(_JOB_ID) or secrets.token_hex(16)}
+    job = {JOB_ID: environ.get(JOB_ID) or secrets.token_hex(16)}
     given = {name: environ[name] for name in (_SECRET, f"{_SECRET}_FILE") if environ.get(name)}
     return job | (given or {_SECRET: secrets.token_hex(32)})
 
 
-def task_environment(
-    cluster: Mapping[str, Sequence[str]], task_type: str, index: int, job: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the variables that tell a task which one it is."""
-    config = {"cluster": cluster, "task": {"type": task_type, "index": index}}
-    return {"TF_CONFIG": json.dumps(config), "PYTHONUNBUFFERED": "1", **job}
+def task_environments(
+    tasks: Sequence[tuple[str, int]], addresses: Sequence[str], environ: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return the variables that tell each of a job's tasks which one it is."""
+    cluster: dict[str, list[str]] = {}
+    for (kind, _), address in zip(tasks, addresses, strict=True):
+        cluster.setdefault(kind, []).append(address)
+    common = {"PYTHONUNBUFFERED": "1", **job_environment(environ)}
+    configs = [{"cluster": cluster, "task": {"type": k, "index": index}} for k, index in tasks]
+    return [{"TF_CONFIG": json.dumps(config), **common} for config in configs]
 
 
-def saving_seconds(environ: Mapping[str, str]) -> float:
-    """Return how long a server has for its last snapshot."""
-    return seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS", 600.0)
+def saving_seconds(task_type: str, environ: Mapping[str, str]) -> float:
+    """Return how long a task has for a last snapshot, 0 if it makes none."""
+    seconds = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS", 600.0)
+    return seconds if task_type == "ps" and environ.get(_SNAPSHOT_DIR) else 0.0
 
 
 def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
@@ -108,8 +113,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     # Ranks that MPI brings together need no secret, and mpiexec would send it to them in the open.
     dropped = (*_OURS, _SECRET) if mpi else _OURS
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
-    environ[_JOB_ID] = job_environment(environ)[_JOB_ID]
-    saving = saving_seconds(environ)
+    environ[JOB_ID] = job_environment(environ)[JOB_ID]
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     restarts, again = (options.max_restarts, 0) if options.servers else (0, options.max_restarts)
     with contextlib.ExitStack() as opened:
@@ -135,7 +139,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
             else:
                 starts = _tasks(options, environ, listeners)  # With a fresh secret.
             begin = partial(Process, environ)
-            supervisor = Supervisor(begin, console, deadline, restarts, saving, signals)
+            supervisor = Supervisor(begin, console, deadline, restarts, signals)
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
             if mpi and outcome.reason == "failed":
                 code = mpiexec.exit_code(outcome.code, console.kept(mpiexec.MPIEXEC))
@@ -193,20 +197,17 @@ def _tasks(
     addresses = [address for *_, address in places]
     if options.is_local and listeners:
         addresses = ["{}:{}".format(*listener.getsockname()) for listener in listeners.values()]
-    cluster: dict[str, list[str]] = {}
-    for (kind, *_), address in zip(places, addresses, strict=True):
-        cluster.setdefault(kind, []).append(address)
-    job = job_environment(environ)
+    known = task_environments([place[:2] for place in places], addresses, environ)
     server = {
         "NDISTRIBUTE_DURABILITY": "log" if options.durable else None,
-        SNAPSHOT_DIR: options.snapshot_dir and str(options.snapshot_dir.absolute()),
+        _SNAPSHOT_DIR: options.snapshot_dir and str(options.snapshot_dir.absolute()),
         "NDISTRIBUTE_SNAPSHOT_SECONDS": options.snapshot_seconds,
     }
     server_settings = {name: str(value) for name, value in server.items() if value is not None}
     starts = []
     for rank, (kind, index, host, _) in enumerate(places):
         is_server = kind == "ps"
-        settings = task_environment(cluster, kind, index, job)
+        settings = known[rank]
         if host is None:
             # Servers add arrays up, which no BLAS does for them; the workers have the cores.
             settings |= blas_settings(environ, usable_cores() if is_server else options.sharing)
@@ -220,7 +221,7 @@ def _tasks(
                 task_type=kind,
                 host=host,
                 listener=listeners.get(rank),
-                saves=is_server and bool({**environ, **settings}.get(SNAPSHOT_DIR)),
+                saving=saving_seconds(kind, {**environ, **settings}),
             )
         )
     return starts
@@ -257,7 +258,7 @@ def _mpi_start(
         mpi,
         options.hosts,
         options.command,
-        sorted({*ours, *settings, _JOB_ID} - {_SECRET}),
+        sorted({*ours, *settings, JOB_ID} - {_SECRET}),
         local=options.is_local,
         redirect=mpiexec.redirection([writer for _, writer in pipes]) if pipes else "",
     )
@@ -283,7 +284,7 @@ def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: in
     if outcome.reason == "unsaved":
         what, then = "ended without a last snapshot", ""
     last = " Its last words:" if report else ""
-    console.say(f"{who} {what} ({ending(outcome.code)}){then}.{last}", report)
+    console.say(f"{who} {what} ({exit_text(outcome.code)}){then}.{last}", report)
     left = 0 if options.servers else options.max_restarts - attempt
     if left and outcome.reason == "failed":
         console.say(f"starting again in {restart_delay(attempt):g} s ({left} left).")
@@ -291,11 +292,9 @@ def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: in
 
 def _open_standard_streams() -> None:
     """Open what is closed, or the next file that is opened would take its number."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(fd)
 
 
 def _check_limits(processes: int) -> None:

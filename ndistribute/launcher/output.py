@@ -27,26 +27,6 @@ _LOST_ANOTHER = re.compile(rb"^(?:[\w.]*\.)?WorkerLostError\b")
 _WRITE_BYTES = 1 << 14
 
 
-class Lines:
-    """Cut a stream of bytes into lines."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete now, without their ends."""
-        *lines, self._rest = _BREAK.split(self._rest + data)
-        if len(self._rest) > _LONGEST_LINE:
-            lines.append(self._rest)
-            self._rest = b""
-        return lines
-
-    def close(self) -> list[bytes]:
-        """Return what was not ended by a line break."""
-        rest, self._rest = self._rest.rstrip(b"\r"), b""
-        return [rest] if rest else []
-
-
 class Writer:
     """Write to a descriptor from a thread, so that a reader who stops reading stops nothing else.
 
@@ -129,7 +109,7 @@ class Console:
         self._suffix = f".{attempt}.log" if attempt else ".log"
         self._logs: set[Path] = set()
         self._full: set[Path] = set()
-        self._lines: dict[tuple[str, str], Lines] = {}
+        self._rests: dict[tuple[str, str], bytes] = {}
         self._kept: dict[str, deque[bytes]] = {}
         self.reported: list[str] = []
 
@@ -140,8 +120,12 @@ class Console:
 
     def feed(self, label: str, stream: str, data: bytes) -> None:
         """Take the lines that are complete now; without data, that is at the end, all of them."""
-        cut = self._lines.setdefault((label, stream), Lines())
-        lines = cut.feed(data) if data else cut.close()
+        *lines, rest = _BREAK.split(self._rests.get((label, stream), b"") + data)
+        rest = rest if data else rest.rstrip(b"\r")
+        if rest and (not data or len(rest) > _LONGEST_LINE):
+            lines.append(rest)
+            rest = b""
+        self._rests[label, stream] = rest
         if label == MPIEXEC:
             for rank, line in map(parse_tagged, lines):
                 self.take(rank, stream, [line])
@@ -221,6 +205,6 @@ def tells_of_another(lines: list[bytes]) -> bool:
     return any(_LOST_ANOTHER.match(line) for line in last_report(lines))
 
 
-def ending(code: int) -> str:
+def exit_text(code: int) -> str:
     """Return an exit code in words."""
     return f"signal {code - 128}" if code > 128 else f"exit code {code}"

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import IO, Any, TypedDict
@@ -25,13 +26,13 @@ from typing import IO, Any, TypedDict
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.launcher import reaper
 from ndistribute.launcher.launch import (
-    SNAPSHOT_DIR,
+    JOB_ID,
     job_environment,
     saving_seconds,
-    task_environment,
+    task_environments,
 )
-from ndistribute.launcher.output import Console, Writer, ending, last_report
-from ndistribute.launcher.supervisor import Start, Supervisor, restart_delay
+from ndistribute.launcher.output import Console, Writer, exit_text, last_report
+from ndistribute.launcher.supervisor import Process, Start, Supervisor, restart_delay
 from ndistribute.transport.listener import LISTEN_FD, listen
 
 Work = Callable[..., Any] | str | os.PathLike[str]
@@ -94,9 +95,8 @@ class PlacedTask:
         # What this process can import, the task can.
         environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environ}
         self._process = subprocess.Popen(
-            # The engine may drop this object, or end this process, without a call: the task ends
-            # when its input is closed. Ray kills the children of an actor that it ends, but
-            # not theirs: the shell stands between, and the reaper lives on to end the task.
+            # Ray kills the children of an actor that it ends, but not theirs: the shell stands
+            # between, so that the reaper lives on and ends the task with all that it started.
             ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
             + [python, "-I", "-S", reaper.__file__, str(grace), python, *command],
             stdin=subprocess.PIPE,
@@ -106,6 +106,9 @@ class PlacedTask:
             pass_fds=[self._file.fileno(), port],
             start_new_session=True,
         )
+        if self._process.stdin is not None:
+            # The engine may drop this object without a call: the task ends then as well.
+            weakref.finalize(self, self._process.stdin.close)
 
     def follow(self, end: bool) -> tuple[bytes, int | None, bytes]:
         """Return what the task has written, its exit code, and the pickle that `main` has left.
@@ -162,7 +165,7 @@ def run_job(
     deadline = None if timeout is None else time.monotonic() + timeout
     environ = {k: v for k, v in os.environ.items() if k.startswith("NDISTRIBUTE_")}
     environ |= options.get("environ", {})
-    saving = saving_seconds(environ)
+    environ[JOB_ID] = job_environment(environ)[JOB_ID]
     again, alone = options.get("max_restarts", 0), 0
     if tasks[0][0] == "ps":
         again, alone = 0, again
@@ -176,7 +179,7 @@ def run_job(
             starts = _starts(tasks, addresses, environ)
             calls = {s.label: partial(call, h) for s, h in zip(starts, handles, strict=True)}
             begin = partial(_Placed, placed, calls, work)
-            supervisor = Supervisor(begin, console, deadline, alone, saving)
+            supervisor = Supervisor(begin, console, deadline, alone)
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
         if outcome.reason == "timeout":
             raise TimeoutError("The job took longer than its timeout, and was stopped.")
@@ -191,15 +194,12 @@ def run_job(
 def _starts(
     tasks: Sequence[tuple[str, int]], addresses: Sequence[str], environ: Mapping[str, str]
 ) -> list[Start]:
-    cluster: dict[str, list[str]] = {}
-    for (kind, _), address in zip(tasks, addresses, strict=True):
-        cluster.setdefault(kind, []).append(address)
-    job = job_environment({**os.environ, **environ})
+    known = task_environments(tasks, addresses, environ)  # With a fresh secret.
     starts = []
-    for kind, index in tasks:
-        settings = {**environ, **task_environment(cluster, kind, index, job)}
-        saves = kind == "ps" and SNAPSHOT_DIR in settings
-        starts.append(Start(f"{kind}:{index}", (), settings, kind, saves=saves))
+    for (kind, index), own in zip(tasks, known, strict=True):
+        settings = {**environ, **own}
+        saving = saving_seconds(kind, settings)
+        starts.append(Start(f"{kind}:{index}", (), settings, kind, saving=saving))
     return starts
 
 
@@ -214,7 +214,7 @@ class _InProgram(Writer):
         sys.stdout.flush()
 
 
-class _Placed:
+class _Placed(Process):
     """A task as its supervisor knows it; a thread calls what the engine has placed."""
 
     def __init__(
@@ -223,27 +223,26 @@ class _Placed:
         calls: Mapping[str, Callable[..., Any]],
         work: bytes | list[str],
         start: Start,
-        grace: float,
     ) -> None:
         placed[start.label] = self
         self._call = calls[start.label]
         self.name = f"{start.label} at {self._call('address')}"
         self.rank = int(start.label.rpartition(":")[2])
         self.result = b""
-        self.lost: Exception | None = None
         self._code: int | None = None
         self._asked = threading.Event()
         # The thread closes its ends of them when the task has ended.
         self._output, self._end = socket.socketpair(), socket.socketpair()
-        self.replaceable = True
-        self.outputs: Sequence[tuple[int, str, str]] = [
-            (self._output[0].fileno(), start.label, "stderr")
-        ]
+        self.outputs = [(self._output[0].fileno(), start.label, "stderr")]
         self.done = self._end[0].fileno()
-        self.kill: Callable[[], None] = self._end[1].close
-        self.ask_to_end = self.hang_up = self._asked.set
-        follow = partial(self._follow, work, start.settings, grace)
+        self.kill = self._end[1].close
+        follow = partial(self._follow, work, start.settings, start.grace)
         threading.Thread(target=follow, name="ndistribute task", daemon=True).start()
+
+    def ask_to_end(self) -> None:
+        self._asked.set()
+
+    hang_up = ask_to_end
 
     def code(self) -> int:
         return 1 if self._code is None else self._code
@@ -259,7 +258,7 @@ class _Placed:
                 chunk, self._code, self.result = self._call("follow", self._asked.is_set())
                 self._output[1].sendall(chunk)
         except Exception as error:  # The engine's process or the machine there is gone.
-            self._code, self.lost, self.replaceable = 1, error, False
+            self._code, self.lost = 1, error
         finally:
             self._output[1].close()
             self._end[1].close()
@@ -280,7 +279,7 @@ def _failure(task: _Placed, said: list[bytes]) -> Exception:
         error.add_note(f"It was raised by {task.name}; its traceback is in the output.")
         return error
     report = b"\n".join(last_report(said)).decode(errors="replace")
-    what = f"{task.name} ended with {ending(task.code())}."
+    what = f"{task.name} ended with {exit_text(task.code())}."
     return WorkerLostError(f"{what} Its last output:\n{report}" if report else what, rank=task.rank)
 
 

@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from ndistribute.launcher import reaper
 from ndistribute.launcher.hosts import Host, remote_script, ssh_command
 from ndistribute.launcher.mpiexec import MPIEXEC
-from ndistribute.launcher.output import Console, ending, tells_of_another
+from ndistribute.launcher.output import Console, exit_text, tells_of_another
 from ndistribute.transport.listener import LISTEN_FD
 
 # How long a rank that only tells of another's end waits for that other one's own report.
@@ -47,32 +46,20 @@ class Start:
     task_type: str = "worker"
     host: Host | None = None  # The machine to reach by ssh; None: this one.
     listener: socket.socket | None = None  # Inherited under its number.
-    saves: bool = False  # It may write a last snapshot when it is told to end.
+    saving: float = 0.0  # How many seconds it has for a last snapshot when it is told to end.
     outputs: Sequence[tuple[int, str, str]] = ()  # Pipes to read beside its own.
 
-
-class Running(Protocol):
-    """A task that was started: a process of this machine, or what an engine has placed."""
-
-    done: int  # A descriptor that can be read once it has ended.
-    outputs: Sequence[tuple[int, str, str]]  # Pipes to read: whose, and which stream.
-    replaceable: bool  # False if what is needed to start it again is lost.
-    kill: Callable[[], None]  # After which it is not waited for any longer.
-
-    def code(self) -> int: ...  # 128 plus the number for a signal.
-    def ask_to_end(self) -> None: ...  # With a grace.
-    def hang_up(self) -> None: ...  # As if the launcher were gone; at once if asked before.
-    def close(self) -> None: ...
+    @property
+    def grace(self) -> float:
+        return max(self.saving, reaper.GRACE_SECONDS)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended, the exit code that tells of it, and what failed first.
+    """How an attempt ended, the exit code that tells of it, and what failed first."""
 
-    The reason is ``done``, ``failed``, ``timeout``, ``signal``, ``deaf`` (nobody reads the output)
-    or ``unsaved`` (a server did not write its last snapshot).
-    """
-
+    # "done", "failed", "timeout", "signal", "unread" (nobody reads the output) or "unsaved" (a
+    # server did not write its last snapshot).
     reason: str
     code: int
     label: str | None = None
@@ -119,7 +106,7 @@ def restart_delay(restarts: int) -> float:
 @dataclass(eq=False, kw_only=True)
 class _Task(TaskState):
     start: Start
-    running: Running | None = None  # None: it waits to be started.
+    running: Process | None = None  # None: it waits to be started.
     restarts: int = 0
 
 
@@ -127,11 +114,10 @@ class _Task(TaskState):
 class Supervisor:
     """Run one attempt."""
 
-    begin: Callable[[Start, float], Running]  # Starts a task; with the seconds of its grace.
+    begin: Callable[[Start], Process]
     console: Console
     deadline: float | None  # The moment of `time.monotonic` at which everything is stopped.
     restarts: int  # How many tasks, the chief aside, may be started again alone.
-    saving_seconds: float  # How long a server has for its last snapshot.
     signals: socket.socket | None = None  # From which the signals that end the job can be read.
 
     def __post_init__(self) -> None:
@@ -170,7 +156,7 @@ class Supervisor:
         outcome = self._outcome or (self._failure() if self._failed else Outcome("done", 0))
         for task in self._tasks:
             # SIGTERM is how it was asked to end; with that code it has done so in order.
-            if task.start.saves and task.code not in (0, 128 + signal.SIGTERM):
+            if task.start.saving and task.code not in (0, 128 + signal.SIGTERM):
                 unsaved = Outcome("unsaved", task.code or 1, task.start.label)
                 return outcome if outcome.reason == "failed" else unsaved
         return outcome
@@ -187,20 +173,16 @@ class Supervisor:
             for key, _ in self._selector.select(max(0.0, left)):
                 key.data()
             if self.console.nobody_reads:
-                self._stop(Outcome("deaf", 128 + signal.SIGPIPE))
+                self._stop(Outcome("unread", 128 + signal.SIGPIPE))
 
     def _start(self, task: _Task) -> None:
-        task.running = self.begin(task.start, self._grace(task))
+        task.running = self.begin(task.start)
         ended = partial(self._ended, task, task.running)
         self._selector.register(task.running.done, selectors.EVENT_READ, ended)
         for output in task.running.outputs:
             os.set_blocking(output[0], False)
             read = partial(self._read, *output)
             self._selector.register(output[0], selectors.EVENT_READ, read)
-
-    def _grace(self, task: _Task) -> float:
-        saving = self.saving_seconds if task.start.saves else 0.0
-        return max(saving, reaper.GRACE_SECONDS)
 
     def _read(self, fd: int, label: str, stream: str) -> bool:
         """Show what a pipe has; return False if it has nothing now."""
@@ -215,7 +197,7 @@ class Supervisor:
             self._selector.unregister(fd)
         return bool(data)
 
-    def _ended(self, task: _Task, running: Running) -> None:
+    def _ended(self, task: _Task, running: Process) -> None:
         self._selector.unregister(running.done)
         task.code = running.code()
         for output in running.outputs:
@@ -230,7 +212,7 @@ class Supervisor:
         task.tells_of_another = bool(task.code) and tells_of_another(said)
         if self._outcome is not None:
             return
-        can_restart = running.replaceable and self._give_up not in self._due
+        can_restart = running.lost is None and self._give_up not in self._due
         match verdict(task, self._tasks, self.restarts if can_restart else 0):
             case Verdict.AGAIN:
                 self._start_again(task)
@@ -251,7 +233,7 @@ class Supervisor:
         task.restarts += 1
         self.restarts -= 1
         when = f"starting it again in {delay:g} s ({self.restarts} left)"
-        self.console.say(f"{label} ended ({ending(task.code or 0)}); {when}.")
+        self.console.say(f"{label} ended ({exit_text(task.code or 0)}); {when}.")
         self.console.forget(label)
         task.running = task.code = None
         self._due[partial(self._start, task)] = time.monotonic() + delay
@@ -277,7 +259,7 @@ class Supervisor:
             return
         # Asked again, it does not wait for the grace; and once more, nor for last snapshots.
         for task in self._tasks:
-            if task.running is not None and (self._hurried or not task.start.saves):
+            if task.running is not None and (self._hurried or not task.start.saving):
                 task.running.hang_up()
                 self._due[task.running.kill] = time.monotonic() + _REAPING_SECONDS
         self._hurried = True
@@ -293,28 +275,43 @@ class Supervisor:
             if task.running is not None and task.code is None:
                 task.running.ask_to_end()
                 # It is ended in time, if it can be reached: the other host may be gone.
-                self._due[task.running.kill] = now + self._grace(task) + _REAPING_SECONDS
+                self._due[task.running.kill] = now + task.start.grace + _REAPING_SECONDS
 
     def _drop_waiting(self) -> None:
         self._tasks = [task for task in self._tasks if task.running is not None]
 
     def _tell_of_savers(self) -> None:
-        savers = [t.start.label for t in self._tasks if t.start.saves and t.code is None]
+        savers = [task.start for task in self._tasks if task.start.saving and task.code is None]
         if savers:
-            wait = f"waiting {self.saving_seconds:g} s at most"
-            self.console.say(f"{wait} until {', '.join(savers)} wrote a last snapshot.")
+            labels = ", ".join(start.label for start in savers)
+            wait = f"waiting {savers[0].saving:g} s at most"
+            self.console.say(f"{wait} until {labels} wrote a last snapshot.")
 
 
 class Process:
-    """A started process with its reaper, which ends it when its input is closed."""
+    """A started process with its reaper, which ends it when its input is closed.
 
-    replaceable = True
+    One that an engine has placed looks the same to a supervisor.
+    """
 
-    def __init__(self, environ: Mapping[str, str], start: Start, grace: float) -> None:
+    done: int  # A descriptor that can be read once it has ended.
+    outputs: Sequence[tuple[int, str, str]]  # Pipes to read: whose, and which stream.
+    kill: Callable[[], None]  # After which it is not waited for any longer.
+    lost: Exception | None = None  # Why what is needed to start it again is not there.
+
+    def __init__(self, environ: Mapping[str, str], start: Start) -> None:
         own, script, fds = dict(environ), "", []
         if start.host is None:
             mpi = ["mpi"] if start.label == MPIEXEC else []
-            argv = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(grace), *start.argv]
+            argv = [
+                sys.executable,
+                "-I",
+                "-S",
+                reaper.__file__,
+                *mpi,
+                str(start.grace),
+                *start.argv,
+            ]
             own |= start.settings
         else:
             argv = ssh_command(start.host.name)
@@ -332,21 +329,24 @@ class Process:
             start_new_session=True,
             pass_fds=fds,
         )
-        self.kill: Callable[[], None] = self._popen.kill
+        self.kill = self._popen.kill
         self.done = os.pidfd_open(self._popen.pid)
         streams = (self._popen.stdout, "stdout"), (self._popen.stderr, "stderr")
         pipes = [(pipe.fileno(), start.label, name) for pipe, name in streams if pipe is not None]
-        self.outputs: Sequence[tuple[int, str, str]] = (*pipes, *start.outputs)
+        self.outputs = (*pipes, *start.outputs)
         self._write(script.encode())
 
     def code(self) -> int:
+        """Return the exit code, 128 plus the number for a signal."""
         code = self._popen.wait(reaper.GRACE_SECONDS)
         return code if code >= 0 else 128 - code
 
     def ask_to_end(self) -> None:
+        """Have it ended with a grace."""
         self._write(b".")
 
     def hang_up(self) -> None:
+        """Have it ended as if the launcher were gone; at once if it was asked before."""
         if self._popen.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._popen.stdin.close()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ndistribute.cluster import ClusterSpec
-from ndistribute.cluster.resolvers import current
+from ndistribute.cluster.resolvers import current_task
 from ndistribute.coordinator.worker import keep
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def strategy_of(handle: Handle) -> ParameterServerStrategy:
         found: ParameterServerStrategy | None = _process.made.get(handle.token)
     if found is not None:
         return found
-    task = current()
+    task = current_task()
     if task is None:
         raise RuntimeError(
             "a ParameterServerStrategy, or a variable of one, was sent to a process that is no "

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ndistribute.cluster import SimpleClusterResolver, worker_index
-from ndistribute.cluster.resolvers import enter
+from ndistribute.cluster.resolvers import enter_task
 from ndistribute.coordinator import coordinator as coordinators
 from ndistribute.coordinator import worker
 from ndistribute.coordinator.coordinator import ClusterCoordinator
@@ -411,10 +411,10 @@ def test_only_the_chief_of_a_cluster_with_workers_has_a_coordinator():
 def test_only_a_worker_has_an_index():
     jobs = {"worker": ["localhost:1", "localhost:2"], "ps": ["localhost:3"]}
     try:
-        enter(SimpleClusterResolver(jobs, task_type="worker", task_id=1))
+        enter_task(SimpleClusterResolver(jobs, task_type="worker", task_id=1))
         assert worker_index() == 1
-        enter(SimpleClusterResolver(jobs, task_type="ps", task_id=0))
+        enter_task(SimpleClusterResolver(jobs, task_type="ps", task_id=0))
         with pytest.raises(RuntimeError, match="ps:0, which is no worker"):
             worker_index()
     finally:
-        enter(None)
+        enter_task(None)

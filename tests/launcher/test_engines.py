@@ -203,6 +203,33 @@ def test_nothing_is_left_of_a_job_whose_program_is_killed(tmp_path_factory, tmp_
         assert have_ended(tmp_path, 120.0)
 
 
+def test_a_task_ends_when_its_engine_drops_what_it_has_placed(tmp_path):
+    """As Dask does, without a call, when the program that asked for the job is gone."""
+    script = tmp_path / "hang.py"
+    script.write_text("import os, time\nprint(os.getpid())\ntime.sleep(300)\n")
+    program = tmp_path / "engine.py"
+    program.write_text(f"""
+import os, select
+from ndistribute.launcher.placed import PlacedTask
+placed = PlacedTask(lambda: "127.0.0.1")
+placed.start([{str(script)!r}], {{}}, 3.0)
+while not (said := placed.follow(False)[0]):
+    pass
+end = os.pidfd_open(int(said))
+del placed
+print(bool(select.select([end], [], [], 20)[0]))
+""")
+    done = subprocess.run(
+        [sys.executable, program],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
 @pytest.mark.parametrize("engine", WITHOUT)
 def test_an_engine_that_is_not_installed_is_named(engine):
     run = {"ray": ray.run, "dask": dask.run}[engine]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.launcher.output import Console, Lines, Writer, last_report, tells_of_another
+from ndistribute.launcher.output import Console, Writer, last_report, tells_of_another
 
 
 @pytest.fixture
@@ -28,26 +28,41 @@ def console(tmp_path):
         yield lambda *logs: Console(Writer(out.fileno()), Writer(err.fileno()), *logs), written
 
 
+class Memory(Writer):
+    """A writer whose lines can be looked at."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.lines += [line.removeprefix(b"[0] ") for line in data.split(b"\n")[:-1]]
+
+
+def shown(*pieces: bytes) -> list[list[bytes]]:
+    """Return the lines that are shown after each of some pieces of a stream, and at its end."""
+    out, seen = Memory(), []
+    console = Console(out, out)
+    for piece in (*pieces, b""):
+        console.feed("0", "stdout", piece)
+        seen.append(out.lines)
+        out.lines = []
+    return seen
+
+
 @given(st.text("ab\n\r", max_size=40), st.lists(st.integers(0, 40), max_size=5))
 def test_lines_do_not_depend_on_how_the_bytes_arrive(text, cuts):
     data = text.encode()
-    places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    pieces, whole = Lines(), Lines()
-    found = [line for a, b in itertools.pairwise(places) for line in pieces.feed(data[a:b])]
-    assert found + pieces.close() == whole.feed(data) + whole.close()
+    places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
+    pieces = [data[a:b] for a, b in itertools.pairwise(places)]
+    assert [*itertools.chain(*shown(*pieces))] == [*itertools.chain(*shown(data))]
 
 
 def test_a_progress_bar_is_seen_as_it_goes_on():
-    lines = Lines()
-    assert lines.feed(b"10%\r20%\r") == [b"10%"]
-    assert lines.feed(b"30%\r\nnext") == [b"20%", b"30%"]
-    assert lines.close() == [b"next"]
+    assert shown(b"10%\r20%\r", b"30%\r\nnext") == [[b"10%"], [b"20%", b"30%"], [b"next"]]
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory():
-    lines = Lines()
-    assert [len(line) for line in lines.feed(b"x" * 100_000)] == [100_000]
-    assert lines.close() == []
+    assert shown(b"x" * 100_000) == [[b"x" * 100_000], []]
 
 
 def test_a_log_holds_both_streams_without_the_rank(tmp_path, console):
