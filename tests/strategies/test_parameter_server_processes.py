@@ -262,7 +262,7 @@ def test_an_interrupt_is_not_held_up_by_a_server_that_is_away(job: Job) -> None:
             raise KeyboardInterrupt
 
     def interrupt_main() -> None:
-        wait_until_in("_wait", [main])
+        wait_until_in("_poll", [main])
         while not interrupts:
             signal.pthread_kill(main, signal.SIGINT)
             threading.Event().wait(0.05)
