@@ -123,9 +123,6 @@ class Listener:
         *,
         check: handshake.Check = lambda hello: "",
     ) -> None:
-        self._tls = tls_context(credentials.tls, server=True) if credentials.tls else None
-        own = handshake.signed(hello, credentials.job)
-        self._steps = functools.partial(handshake.accept, credentials.secret, own, check)
         self._on_peer = on_peer
         # An eighth of the descriptors at most: the others are for the job.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -133,11 +130,16 @@ class Listener:
         self._logged, self._unlogged = -_SECONDS_BETWEEN_RECORDS, 0
         self._strangers: dict[socket.socket, _Stranger] = {}  # The oldest comes first.
         self._closing = False
-        self._selector = selectors.DefaultSelector()
-        self._waker, woken = socket.socketpair()
-        self._spare = self._waker.dup()  # Holds a descriptor for when there are none.
-        self._sockets = [*sockets, woken]
-        try:
+        with contextlib.ExitStack() as on_error:
+            for sock in sockets:
+                on_error.enter_context(sock)
+            own = handshake.signed(hello, credentials.job)
+            self._steps = functools.partial(handshake.accept, credentials.secret, own, check)
+            self._tls = tls_context(credentials.tls, server=True) if credentials.tls else None
+            self._selector = on_error.enter_context(selectors.DefaultSelector())
+            self._waker, woken = map(on_error.enter_context, socket.socketpair())
+            self._spare = on_error.enter_context(self._waker.dup())  # For when there are no others.
+            self._sockets = [*sockets, woken]
             for sock in sockets:
                 sock.setblocking(False)
                 let_in = functools.partial(self._accept, sock)
@@ -146,9 +148,7 @@ class Listener:
             name = "ndistribute listener"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
-        except BaseException:
-            self.let_go()
-            raise
+            on_error.pop_all()
         not_for_forks.add(self)
 
     def close(self) -> None:
