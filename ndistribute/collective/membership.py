@@ -167,15 +167,14 @@ def _collect(
         own = on_error.enter_context(_listen_beside(collecting))
         addresses = {0: _address_of(own)}
         hello = Hello(name="worker 0", purpose="addresses")
-        held.enter_context(
-            Listener(
-                [collecting],
-                credentials,
-                hello,
-                lambda sock, accepted: arrived.put((sock, accepted.hello)),
-                check=check,
-            )
+        listener = Listener(
+            [collecting],
+            credentials,
+            hello,
+            lambda sock, accepted: arrived.put((sock, accepted.hello)),
+            check=check,
         )
+        held.callback(listener.close)
         waiting = []
         while len(addresses) < size:
             try:

@@ -536,20 +536,19 @@ class _NonBlockingTls:
         self.fileno, self.close = sock.fileno, sock.close
 
     def sendmsg(self, buffers: Sequence[Buffer], *_: object) -> int:
-        try:
-            with self._lock:
-                return self._tls.send(buffers[0])
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
+        return self._try(self._tls.send, buffers[0])
 
     def recvmsg_into(self, views: Sequence[memoryview], *_: object) -> tuple[int, tuple[()]]:
+        return self._try(self._tls.recv_into, views[0]), ()
+
+    def _try(self, operation: Callable[..., int], buffer: Buffer) -> int:
         try:
             with self._lock:
-                return self._tls.recv_into(views[0]), ()
+                return operation(buffer)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
         except ssl.SSLZeroReturnError:
-            return 0, ()
+            return 0
 
     def shutdown(self, how: int) -> None:
         socket.socket.shutdown(self._tls, how)  # SSLSocket's own would end reading as well.

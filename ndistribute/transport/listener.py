@@ -20,27 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
+from ndistribute.transport import handshake
 from ndistribute.transport.address import is_of_this_user, name_of_peer, split_address, unix_name
 from ndistribute.transport.failure_detector import not_for_forks
-from ndistribute.transport.handshake import (
-    WOULD_BLOCK,
-    Accepted,
-    Check,
-    Exchange,
-    Hello,
-    accept,
-    signed,
-    tls_error,
-)
 from ndistribute.transport.secret import Credentials, tls_context
 
 MAXIMUM_STRANGERS = 128
 HANDSHAKE_SECONDS = 5.0
 LISTEN_FD = "NDISTRIBUTE_LISTEN_FD"
 _BACKLOG = 512
-_ACCEPTED_AT_ONCE = 16
 _LINGER_SECONDS = 0.2  # For a peer that is refused to read why.
 _SAFE_SECONDS = 0.05  # A handshake takes milliseconds, so one that has just begun is left in peace.
 _SECONDS_BETWEEN_RECORDS = 1.0
@@ -111,7 +100,7 @@ class _Stranger:
 
     sock: socket.socket
     peer: str
-    exchange: Exchange
+    exchange: handshake.Exchange
     deadline: float
     silent: bool = True
     leaving: object = None
@@ -129,15 +118,11 @@ class Listener:
         self,
         sockets: Sequence[socket.socket],
         credentials: Credentials,
-        hello: Hello,
-        on_peer: Callable[[socket.socket, Accepted], None],
+        hello: handshake.Hello,
+        on_peer: Callable[[socket.socket, handshake.Accepted], None],
         *,
-        check: Check = lambda hello: "",
+        check: handshake.Check = lambda hello: "",
     ) -> None:
-        self._tls = tls_context(credentials.tls, server=True) if credentials.tls else None
-        self._steps = functools.partial(
-            accept, credentials.secret, signed(hello, credentials.job), check
-        )
         self._on_peer = on_peer
         # An eighth of the descriptors at most: the others are for the job.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -145,11 +130,16 @@ class Listener:
         self._logged, self._unlogged = -_SECONDS_BETWEEN_RECORDS, 0
         self._strangers: dict[socket.socket, _Stranger] = {}  # The oldest comes first.
         self._closing = False
-        self._selector = selectors.DefaultSelector()
-        self._waker, woken = socket.socketpair()
-        self._spare = self._waker.dup()  # Holds a descriptor for when there are none.
-        self._sockets = [*sockets, woken]
-        try:
+        with contextlib.ExitStack() as on_error:
+            for sock in sockets:
+                on_error.enter_context(sock)
+            own = handshake.signed(hello, credentials.job)
+            self._steps = functools.partial(handshake.accept, credentials.secret, own, check)
+            self._tls = tls_context(credentials.tls, server=True) if credentials.tls else None
+            self._selector = on_error.enter_context(selectors.DefaultSelector())
+            self._waker, woken = map(on_error.enter_context, socket.socketpair())
+            self._spare = on_error.enter_context(self._waker.dup())  # For when there are no others.
+            self._sockets = [*sockets, woken]
             for sock in sockets:
                 sock.setblocking(False)
                 let_in = functools.partial(self._accept, sock)
@@ -158,9 +148,7 @@ class Listener:
             name = "ndistribute listener"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
-        except BaseException:
-            self._end()
-            raise
+            on_error.pop_all()
         not_for_forks.add(self)
 
     def close(self) -> None:
@@ -175,16 +163,13 @@ class Listener:
         if self._unlogged:
             _log.warning("refused connections (%d more since the last record)", self._unlogged)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def let_go(self) -> None:
-        """Close a forked child's copies of the sockets; the parent's listener goes on."""
+        """Close all sockets: at the end, or a forked child's copies of them."""
         self._closing = True
-        self._end()
+        self._selector.close()
+        for sock in (*self._strangers, *self._sockets, self._waker, self._spare):
+            sock.close()
+        not_for_forks.discard(self)
 
     def _run(self) -> None:
         try:
@@ -201,32 +186,23 @@ class Listener:
         except Exception:
             _log.exception("the listener failed: nobody else can connect")
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._selector.close()
-        for sock in (*self._strangers, *self._sockets, self._waker, self._spare):
-            sock.close()
-        not_for_forks.discard(self)
+            self.let_go()
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
-            if len(self._strangers) >= self._most and not self._drop_one():
-                time.sleep(_SAFE_SECONDS / 10)  # All have only just begun.
-                return
-            try:
-                sock, _ = listener.accept()
-            except ConnectionError:
-                continue  # It was gone before it was accepted.
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._make_room(listener, error)
-                return
-            if sock.family == socket.AF_UNIX and not is_of_this_user(sock):
-                self._log_refusal("another user of this host", "only this user's processes may")
-                sock.close()
-                continue
+        if len(self._strangers) >= self._most and not self._drop_one():
+            time.sleep(_SAFE_SECONDS / 10)  # All have only just begun.
+            return
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # It was gone before it was accepted.
+        except OSError as error:
+            self._make_room(listener, error)
+            return
+        if sock.family == socket.AF_UNIX and not is_of_this_user(sock):
+            self._log_refusal("another user of this host", "only this user's processes may")
+            sock.close()
+        else:
             self._begin(sock)
 
     def _begin(self, sock: socket.socket) -> None:
@@ -236,7 +212,7 @@ class Listener:
             if self._tls is not None and sock.family != socket.AF_UNIX:
                 # Its first use shakes hands for TLS.
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            exchange = Exchange(self._steps(peer))
+            exchange = handshake.Exchange(self._steps(peer))
             stranger = _Stranger(sock, peer, exchange, time.monotonic() + HANDSHAKE_SECONDS)
             serve = functools.partial(self._serve, stranger)
             self._selector.register(sock, selectors.EVENT_READ, serve)
@@ -280,10 +256,10 @@ class Listener:
                     self._drop(stranger, stranger.leaving)
                 return
             accepted = stranger.exchange.advance(stranger.sock)
-        except WOULD_BLOCK:
+        except handshake.WOULD_BLOCK:
             return
         except ssl.SSLError as error:
-            self._refuse(stranger, tls_error(stranger.peer, error), _ALERT)
+            self._refuse(stranger, handshake.tls_error(stranger.peer, error), _ALERT)
             return
         except Exception as error:
             # Whatever a stranger provokes costs this connection, and nothing else.

@@ -8,7 +8,6 @@ reads a request, lets its service handle it, and answers.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -320,19 +319,13 @@ class RpcServer:
         self._threads: dict[threading.Thread, Connection] = {}
         self._closing = False
         self._silence = silence_seconds(environ)
-        with contextlib.ExitStack() as on_error:
-            sock = on_error.enter_context(listen(address, environ))
-            self.port: int = sock.getsockname()[1]
-            own = f"{address.rpartition(':')[0]}:{self.port}"
-            unix = listen_unix(own) if unix_wanted(environ) else None
-            self._listener = Listener(
-                [sock] if unix is None else [on_error.enter_context(unix), sock],
-                credentials,
-                Hello(name=name, instance=self.instance),
-                self._on_peer,
-                check=self._refusal,
-            )
-            on_error.pop_all()
+        sock = listen(address, environ)
+        self.port: int = sock.getsockname()[1]
+        own = f"{address.rpartition(':')[0]}:{self.port}"
+        unix = listen_unix(own) if unix_wanted(environ) else None
+        sockets = [sock] if unix is None else [unix, sock]
+        hello = Hello(name=name, instance=self.instance)
+        self._listener = Listener(sockets, credentials, hello, self._on_peer, check=self._refusal)
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening and end all connections; a second call does nothing."""

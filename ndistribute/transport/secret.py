@@ -154,20 +154,12 @@ def _secret_in(folder: Path) -> bytes:
         folder.chmod(0o700)
     path = folder / "secret"
     if not path.exists():
-        _create(path)
-    return _read(path, f"{str(path)!r}", os.O_NOFOLLOW)
-
-
-def _create(path: Path) -> None:
-    """Put a new secret in place, whole or not at all, unless another process was faster."""
-    handle, name = tempfile.mkstemp(prefix=".secret-", dir=path.parent)
-    try:
-        with open(handle, "w") as file:
+        with tempfile.NamedTemporaryFile("w", prefix=".secret-", dir=folder) as file:
             file.write(secrets.token_hex(32) + "\n")
-        with contextlib.suppress(FileExistsError):
-            os.link(name, path)
-    finally:
-        os.unlink(name)
+            file.flush()
+            with contextlib.suppress(FileExistsError):  # Another process was faster.
+                os.link(file.name, path)
+    return _read(path, f"{str(path)!r}", os.O_NOFOLLOW)
 
 
 def tls_files(environ: Mapping[str, str]) -> TlsFiles | None:

@@ -69,7 +69,7 @@ class House:
 @contextlib.contextmanager
 def opened(*args, **options) -> Iterator[House]:
     made = House(*args, **options)
-    with made.listener:
+    with contextlib.closing(made.listener):
         yield made
     while not made.visitors.empty():
         made.visitor()
@@ -244,7 +244,8 @@ def test_a_version_6_address_serves_as_well():
         sock = listen("[::1]:0")
     except OSError:
         pytest.skip("this host has no IPv6 loopback")
-    with Listener([sock], CREDENTIALS, Hello(name="six"), lambda visitor, _: visitor.close()):
+    six = Listener([sock], CREDENTIALS, Hello(name="six"), lambda visitor, _: visitor.close())
+    with contextlib.closing(six):
         client = socket.create_connection(sock.getsockname()[:2], timeout=5)
         client, accepted = shake(client)
         client.close()
