@@ -58,7 +58,7 @@ def result_of(*launcher: str, replicas: int = 1) -> tuple[float, float]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         check=False,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
     )

@@ -15,7 +15,7 @@ from tests.faults.tasks import free_addresses
 ROOT = Path(__file__).parents[1]
 SCRIPT = "examples/parameter_server.py"
 ENVIRON = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-SECONDS = 50.0
+SECONDS = 110.0
 EPOCHS = ("--epochs", "12")
 
 

@@ -71,7 +71,7 @@ def test_random_faults_at_random_moments_hang_nobody_and_spoil_no_sum(jobs: Jobs
         if fault in DEADLY:
             jobs.end(wire)
         else:
-            again = job.run(steps.worked_again, timeout=20.0)
+            again = job.run(steps.worked_again, timeout=60.0)
             assert [o.value for o in again] == [True] * job.size, f"{about}: {again}"
 
 
