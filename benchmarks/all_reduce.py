@@ -85,7 +85,7 @@ def _groups(quick: bool, cores: int, processes: int) -> list[Group]:
     ]
     within = [
         Group(_title(n, "replica", size), tuple(_replicas(size, n, cores)))
-        for n in ((1, 2) if quick else (1, 2, 4))
+        for n in ((2,) if quick else (1, 2, 4))
         for size in (QUICK_THREAD_SIZES if quick else THREAD_SIZES)
     ]
     return [*across, *within]

@@ -55,7 +55,7 @@ class Settings:
     Args:
         repetitions: of each contender.
         seconds: how long a repetition takes, about.
-        quick: whether the groups are small and the figures mean nothing.
+        quick: whether the groups are small, a repetition is one step and the figures mean nothing.
         cores: how many cores the workers may use.
         pythons: the interpreter of each side that takes part.
         only: groups whose names contain this take part.
@@ -92,7 +92,7 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=benchmark.title)
     parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     add_options(parser)
-    parser.add_argument("--repetitions", type=int, help="of each contender; 9, quick 3")
+    parser.add_argument("--repetitions", type=int, help="of each contender; 9, quick 1")
     parser.add_argument("--only", default="", metavar="TEXT", help="groups whose name has this")
     if benchmark.of_processes:
         parser.add_argument("--processes", type=int, default=2, help="that meet; 2")
@@ -101,8 +101,8 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
         benchmark = benchmark.of_processes(options.processes)
     available = len(os.sched_getaffinity(0))
     settings = Settings(
-        repetitions=options.repetitions or (3 if options.quick else 9),
-        seconds=0.02 if options.quick else 0.4,
+        repetitions=options.repetitions or (1 if options.quick else 9),
+        seconds=0.4,
         quick=options.quick,
         cores=options.cores or min(available, benchmark.max_cores),
         pythons=pythons(options),
@@ -222,6 +222,8 @@ class _Run:
     def _steps(self, turn: _Turn) -> int:
         """Warm up, and return how many steps take about as long as a repetition should."""
         seconds = self._settings.seconds
+        if self._settings.quick:
+            return 1
         self._ask_to_run(turn, WARM_STEPS)
         steps = 1
         while True:

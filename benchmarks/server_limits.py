@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "scheduled": lambda: scheduled(1000 if quick else 100_000),
         "beaten": lambda: beaten(200 if quick else WEEK_OF_BEATS),
         "scaled": lambda: [
-            row for n in ((2, 4) if quick else (16, 32, 64)) for row in scaled(n, 2 if quick else 4)
+            row for n in ((1, 2) if quick else (16, 32, 64)) for row in scaled(n, 2 if quick else 4)
         ],
     }
     rows = [row for name, make in measure.items() if options.only in (None, name) for row in make()]

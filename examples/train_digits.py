@@ -17,7 +17,6 @@ import sys
 from typing import Any
 
 import numpy as np
-from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 import ndistribute as nd
@@ -53,6 +52,8 @@ def make_strategy(name: str, replicas: int) -> nd.Strategy:
 
 def load_data(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Return training and test data: 1,437 and 360 images of 8 x 8 pixels."""
+    from sklearn.datasets import load_digits  # Here, for parameter servers load no data.
+
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images = (digits.data / 16.0).astype(np.float32)[order]

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # No wait of a test may take longer, in seconds.
-DEADLINE = 20.0
+DEADLINE = 40.0
 
 # So many float64 are reduced by slice owners, not whole by the last replica to arrive.
 LARGE = SMALL_BYTES // 8 + 100

@@ -67,7 +67,7 @@ class _Recorder:
 def run_pytest(rank: int, size: int, arguments: Sequence[str]) -> Lockstep:
     """Run tests on this worker, while the others run the same."""
     recorder = _Recorder()
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "timeout=25"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "timeout=60"]
     os.chdir(ROOT)
     # What a process keeps for life, such as MPI's own memory, is no leak of the first test.
     next(iter(worker_kinds().values()))().close()

@@ -218,7 +218,7 @@ def test_the_command_fits_predicts_and_writes(tmp_path: Path):
     command += ["--scaling", str(scaling), "--out", str(tmp_path)]
     command += ["--network", "25GbE", "--workers-per-host", "4"]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "ring over tcp" in done.stdout

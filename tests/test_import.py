@@ -44,7 +44,7 @@ print(json.dumps(asked))
 
 def _python(*arguments: str) -> str:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=50).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=110).stdout
 
 
 def test_import_asks_for_no_optional_package():

@@ -42,7 +42,7 @@ def test_a_running_thread_is_found_with_its_stack():
     thread.start()
     (leak,) = leaks_since(before, 0.05)
     done.set()
-    thread.join(10)
+    thread.join(40)
     assert leak.startswith("daemon thread 'left-behind'")
     assert "in wait" in leak
 

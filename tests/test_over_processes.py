@@ -16,7 +16,7 @@ import pytest
 from tests.lockstep import Lockstep, run_pytest
 from tests.processes import Ranks, find_mpiexec
 
-SECONDS = 100
+SECONDS = 300
 STRATEGIES, VARIABLES = "tests/strategies", "tests/variables"
 EQUIVALENCE = "tests/test_equivalence.py"
 

@@ -70,7 +70,7 @@ def python(source: str, *arguments: str):
         yield process
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=40)
         process.stdout.close()
 
 

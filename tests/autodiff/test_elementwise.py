@@ -78,12 +78,12 @@ UNARY = {
 }
 
 
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("name", BINARY)
-def test_binary(name, shapes):
-    rng = np.random.default_rng(3)
-    x, y = (rng.uniform(0.5, 1.8, shape) for shape in shapes)
-    check_gradients(BINARY[name], x, y)
+def test_binary(name):
+    for shapes in SHAPES:
+        rng = np.random.default_rng(3)
+        x, y = (rng.uniform(0.5, 1.8, shape) for shape in shapes)
+        check_gradients(BINARY[name], x, y)
 
 
 @pytest.mark.parametrize("name", BINARY)
@@ -94,26 +94,26 @@ def test_one_argument_is_a_number(name):
     check_gradients(lambda x: BINARY[name](y, x), x)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)], ids=str)
 @pytest.mark.parametrize("name", UNARY)
-def test_unary(name, shape):
-    x = np.random.default_rng(5).uniform(0.2, 1.6, shape)
-    check_gradients(UNARY[name], x)
+def test_unary(name):
+    for shape in [(), (3,), (2, 0), (2, 3)]:
+        x = np.random.default_rng(5).uniform(0.2, 1.6, shape)
+        check_gradients(UNARY[name], x)
 
 
-@pytest.mark.parametrize("number", [2, 1.1, np.float32(1.1)], ids=repr)
 @pytest.mark.parametrize(
     "ufunc", [one for one in BINARY.values() if isinstance(one, np.ufunc)], ids=repr
 )
-def test_a_number_beside_float32_keeps_float32(ufunc, number):
+def test_a_number_beside_float32_keeps_float32(ufunc):
     if ufunc is np.float_power:
         pytest.skip("computes in float64, as its name says")
     x = np.full((2, 3), 1.5, np.float32)
-    for value, (gradient,) in (
-        gradients_of(lambda x: ufunc(probe(x), number), x),
-        gradients_of(lambda x: ufunc(number, probe(x)), x),
-    ):
-        assert value.dtype == gradient.dtype == np.float32
+    for number in (2, 1.1, np.float32(1.1)):
+        for value, (gradient,) in (
+            gradients_of(lambda x, y=number: ufunc(probe(x), y), x),
+            gradients_of(lambda x, y=number: ufunc(y, probe(x)), x),
+        ):
+            assert value.dtype == gradient.dtype == np.float32
 
 
 @pytest.mark.parametrize(

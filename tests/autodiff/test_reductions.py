@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -11,16 +13,15 @@ REDUCTIONS = ["sum", "mean", "prod", "max", "min", "var", "std", "amax", "amin"]
 AXES = [None, 0, 1, -1, (0, 1), (-1, 0), ()]
 
 
-@pytest.mark.parametrize("keepdims", [False, True])
-@pytest.mark.parametrize("axis", AXES, ids=str)
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_reduction(name, axis, keepdims):
-    if axis == () and name in ("var", "std"):
-        pytest.skip("the deviation of one element is 0")
+def test_reduction(name):
     x = np.random.default_rng(0).uniform(0.5, 2, (3, 4))
     function = getattr(np, name)
-    check_gradients(lambda x: function(x, axis=axis, keepdims=keepdims), x)
-    check_gradients(lambda x: np.multiply(function(x * x, axis, keepdims=keepdims), 3), x)
+    axes = AXES[:-1] if name in ("var", "std") else AXES  # The deviation of one element is 0.
+    for axis, keepdims in itertools.product(axes, [False, True]):
+        kept = {"keepdims": keepdims}
+        check_gradients(lambda x, a=axis, kept=kept: function(x, axis=a, **kept), x)
+        check_gradients(lambda x, a=axis, kept=kept: np.multiply(function(x * x, a, **kept), 3), x)
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "prod", "max", "min", "var", "std", "cumsum"])

@@ -22,10 +22,10 @@ def test_threads_record_for_themselves():
         x = np.full((5, 3), k + 1.0)
         results = []
         for _ in range(20):
-            barrier.wait(timeout=20)
+            barrier.wait(timeout=50)
             with GradientTape() as tape:
                 h = np.tanh(x @ w) * np.float64(k)
-                barrier.wait(timeout=20)
+                barrier.wait(timeout=50)
                 loss = np.sum(h * h)
             results.append(tape.gradient(loss, w))
         return results
@@ -56,7 +56,7 @@ def test_a_tracked_array_is_a_constant_to_another_thread():
             return plain, own.gradient(z, [x, y])
 
         with ThreadPoolExecutor(1) as pool:
-            plain, (to_x, to_y) = pool.submit(other).result(timeout=20)
+            plain, (to_x, to_y) = pool.submit(other).result(timeout=50)
         z = x * x
     assert not isinstance(plain, Tracked)
     assert to_x is None

@@ -128,7 +128,7 @@ def test_blas_threads_are_the_cores_of_a_worker():
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_slurm_script_is_one_that_bash_reads(path):
-    subprocess.run(["bash", "-n", path], check=True, timeout=10)
+    subprocess.run(["bash", "-n", path], check=True, timeout=60)
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", path.read_text(), re.MULTILINE))
     assert {"nodes", "ntasks-per-node", "cpus-per-task", "time"} <= set(options)
 
@@ -162,7 +162,7 @@ def imitated(tmp_path):
             env=environ,
             capture_output=True,
             text=True,
-            timeout=10,
+            timeout=60,
             check=True,
         )
         return done.stdout.split("\n")

@@ -49,7 +49,7 @@ def ranks(port: int, numbers=(0, 1), size: int = 2, **environ: str):
 
 
 def outputs(processes) -> list[str]:
-    return [process.communicate(timeout=50)[0].strip() for process in processes]
+    return [process.communicate(timeout=110)[0].strip() for process in processes]
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_script_runs_unchanged_under_torchrun(tmp_path):
         env={**environment(), "TMPDIR": os.fspath(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=110,
         check=False,
     )
     assert job.returncode == 0, job.stderr

@@ -177,7 +177,7 @@ def trained(rank: int, size: int, implementation: str) -> dict[str, Any]:
     """Train a matrix and rows of a table; return how replicas meet, and what came of it."""
     if GROUND != "real":
         world()
-    options = nd.CommunicationOptions(timeout_seconds=20.0, implementation=implementation)
+    options = nd.CommunicationOptions(timeout_seconds=40.0, implementation=implementation)
     own = [f"gpu:{rank}"] if GROUND == "real" else [f"gpu:{2 * rank}", f"gpu:{2 * rank + 1}"]
     devices = os.environ["DEVICES"].split(",") if "DEVICES" in os.environ else own
     with nd.MultiWorkerMirroredStrategy(communication_options=options, devices=devices) as strategy:

@@ -32,7 +32,7 @@ from tests.collective.nccl_world import WorldNccl
 from tests.gpu.imitation.clock import set_world
 from tests.gpu.imitation.module import modules
 
-OPTIONS = CommunicationOptions(timeout_seconds=20.0)
+OPTIONS = CommunicationOptions(timeout_seconds=40.0)
 DTYPES = "bool int8 uint16 int32 int64 float16 bfloat16 float32 float64 complex64".split()
 GROUND = os.environ.get("NCCL_GROUND", "host")
 

@@ -145,7 +145,7 @@ class WorldComm:
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         if self._gpu is not None:
-            self._gpu.join(timeout=10.0)
+            self._gpu.join(timeout=30.0)
         self._line.close()
 
     def await_end(self, seconds: float) -> str:

@@ -224,7 +224,7 @@ def differing_broadcast(rank: int, size: int, odd: int) -> None:
 def recovered_sum(rank: int, size: int) -> float:
     """Make the group whole again, and use it."""
     backend = ring()
-    joined_peers().recover(backend.reset, timeout=20.0)
+    joined_peers().recover(backend.reset, timeout=40.0)
     (total,) = all_reduced(backend, [np.full(100_000, rank, np.float64)], ReduceOp.SUM)
     return float(total[-1])
 

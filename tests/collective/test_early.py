@@ -63,7 +63,7 @@ def test_the_first_bucket_travels_before_the_last_gradient_is_there(courier: Exe
     early = EarlyReduction(lambda flat: started.set(), courier, [LeafSpec(F8, 8)] * 2, 64, 5.0)
     early.begin()
     early.add(1, np.ones(8))
-    assert started.wait(timeout=5.0)
+    assert started.wait(timeout=30.0)
     early.add(0, np.ones(8))
     early.finish()
 
@@ -101,7 +101,7 @@ def test_a_step_that_was_left_half_way_leaves_nothing_for_the_next(courier: Exec
 def test_a_reduction_that_does_not_end_is_not_waited_for_for_ever(courier: Executor) -> None:
     release = threading.Event()
     early = EarlyReduction(
-        lambda flat: release.wait(timeout=10.0), courier, [LeafSpec(F8, 2)], 64, 0.05
+        lambda flat: release.wait(timeout=30.0), courier, [LeafSpec(F8, 2)], 64, 0.05
     )
     early.begin()
     early.add(0, np.ones(2))

@@ -24,7 +24,7 @@ from ndistribute.device import Device, list_devices
 from ndistribute.stream import Stream
 from tests.collective import nccl_calls, nccl_faults, nccl_job
 from tests.collective.nccl_world import WorldNccl
-from tests.processes import Outcome, Ranks, find_mpiexec
+from tests.processes import AT_ONCE, Outcome, Ranks, find_mpiexec
 
 pytest.importorskip("ml_dtypes")
 
@@ -128,7 +128,7 @@ def test_different_calls_are_an_error_everywhere_and_the_next_step_works(
         outcomes = pair.run(nccl_faults.another_call, odd, what)
         told = [o.error for i, o in enumerate(outcomes) if what != "skipped" or i != odd]
         assert set(told) == {"CollectiveMismatchError"}
-        assert max(outcome.seconds for outcome in outcomes) < 5
+        assert max(outcome.seconds for outcome in outcomes) < AT_ONCE
         check_recovery(pair)
 
 
@@ -141,7 +141,7 @@ def test_gpus_that_wait_for_another_call_are_released(what: str) -> None:
         assert results(made.run(nccl_job.plain_sum)) == [[1.0], [1.0]]
         outcomes = made.run(nccl_faults.another_call, 1, what)
         assert outcomes[0].error in ("CollectiveMismatchError", "WorkerLostError")
-        assert outcomes[0].seconds < 10
+        assert outcomes[0].seconds < AT_ONCE
         assert results(made.run(nccl_faults.usable_again)) == [[1.0], [1.0]]
 
 
@@ -153,7 +153,7 @@ def test_a_gpu_whose_peer_was_killed_is_released(victim: int) -> None:
     with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
         outcomes = made.run(nccl_faults.killed, victim)
         assert outcomes[1 - victim].error == "WorkerLostError"
-        assert outcomes[1 - victim].seconds < 15
+        assert outcomes[1 - victim].seconds < AT_ONCE
 
 
 def test_an_exception_on_one_worker_reaches_the_others(pair: Ranks) -> None:
@@ -161,7 +161,7 @@ def test_an_exception_on_one_worker_reaches_the_others(pair: Ranks) -> None:
     outcomes = pair.run(nccl_faults.another_call, 1, "error")
     assert [outcome.error for outcome in outcomes] == ["WorkerLostError", "ArithmeticError"]
     assert "no such digit" in outcomes[0].text
-    assert outcomes[0].seconds < 5
+    assert outcomes[0].seconds < AT_ONCE
     check_recovery(pair)
 
 
@@ -169,7 +169,7 @@ def test_an_exception_on_one_worker_reaches_the_others(pair: Ranks) -> None:
 def test_a_first_call_that_differs_is_found_before_nccl_connects(fresh: Ranks, what: str) -> None:
     outcomes = fresh.run(nccl_faults.another_call, 1, what)
     assert outcomes[0].error in ("CollectiveMismatchError", "WorkerLostError")
-    assert outcomes[0].seconds < 10
+    assert outcomes[0].seconds < AT_ONCE
     check_recovery(fresh)
 
 
@@ -200,7 +200,7 @@ def test_what_nccl_or_a_gpu_fails_to_do_is_an_error_everywhere(
     outcomes = fresh.run(failure, 1)
     assert {outcome.error for outcome in outcomes} == {error}
     assert all(text in outcome.text for outcome in outcomes)
-    assert max(outcome.seconds for outcome in outcomes) < 10
+    assert max(outcome.seconds for outcome in outcomes) < AT_ONCE
     check_recovery(fresh)
 
 
@@ -215,7 +215,7 @@ def test_a_late_worker_is_a_timeout_everywhere(pair: Ranks) -> None:
     results(pair.run(nccl_faults.recovered))
     outcomes = pair.run(nccl_faults.late, 1, 0.6)
     assert {outcome.error for outcome in outcomes} == {"CollectiveTimeoutError"}
-    assert max(outcome.seconds for outcome in outcomes) < 10
+    assert max(outcome.seconds for outcome in outcomes) < AT_ONCE
     check_recovery(pair)
 
 
@@ -229,7 +229,7 @@ def test_a_killed_worker_is_known_at_once(
     assert outcomes[victim].error == "Lost"
     assert outcomes[1 - victim].error == "WorkerLostError"
     assert f"worker {victim}" in outcomes[1 - victim].text
-    assert outcomes[1 - victim].seconds < 5
+    assert outcomes[1 - victim].seconds < AT_ONCE
 
 
 def test_a_connection_that_comes_too_late_is_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_a_stopped_worker_is_known_when_its_heartbeats_stay_away() -> None:
         made.signal(1, signal.SIGKILL)
         assert outcome.error == "WorkerLostError"
         assert "worker 1" in outcome.text
-        assert outcome.seconds < 5
+        assert outcome.seconds < AT_ONCE
 
 
 @pytest.mark.parametrize("ground", ["cupy", pytest.param("real", marks=pytest.mark.gpu)])

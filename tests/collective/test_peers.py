@@ -12,7 +12,7 @@ import pytest
 from ndistribute.collective.backend import Call
 from ndistribute.errors import DistributeError
 from tests.collective.joined import joined_peers
-from tests.processes import Ranks
+from tests.processes import AT_ONCE, Ranks
 
 FAST = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "1"}
 
@@ -24,7 +24,7 @@ def three() -> Iterator[Ranks]:
 
 
 def exchanged(rank: int, size: int) -> list[bytes]:
-    return joined_peers().exchange("names", f"rank {rank}".encode(), timeout=10.0)
+    return joined_peers().exchange("names", f"rank {rank}".encode(), timeout=50.0)
 
 
 def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three: Ranks) -> None:
@@ -59,7 +59,7 @@ def waited(rank: int, size: int, failing: int, error: str | None) -> None:
 
 def recovered(rank: int, size: int) -> int:
     peers = joined_peers()
-    peers.recover(lambda: None, timeout=20.0)
+    peers.recover(lambda: None, timeout=50.0)
     return peers.generation
 
 
@@ -75,7 +75,7 @@ def test_an_exception_on_one_rank_reaches_all_and_the_group_recovers(
             assert outcome.error == "WorkerLostError"
             assert f"worker {failing} failed: ValueError: boom" in outcome.text
             assert outcome.attributes["rank"] == failing
-            assert outcome.seconds < 1.0
+            assert outcome.seconds < AT_ONCE
     generations = {o.result() for o in three.run(recovered)}
     assert len(generations) == 1
     assert [o.result()[2] for o in three.run(exchanged)] == [b"rank 2"] * 3
@@ -99,7 +99,7 @@ def test_a_skipped_call_is_a_mismatch_on_those_who_wait(three: Ranks) -> None:
     for rank in (0, 2):
         assert outcomes[rank].error == "CollectiveMismatchError"
         assert "all_gather #3: worker 1" in outcomes[rank].text
-        assert outcomes[rank].seconds < 1.0
+        assert outcomes[rank].seconds < AT_ONCE
     late = three.run(told, ranks=[1])[0]
     assert late.error == "CollectiveMismatchError"
     assert {o.error for o in three.run(recovered)} == {None}
@@ -108,7 +108,7 @@ def test_a_skipped_call_is_a_mismatch_on_those_who_wait(three: Ranks) -> None:
 def told(rank: int, size: int) -> None:
     """Enter a step when the others' failure has come here."""
     peers = joined_peers()
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 50.0
     while peers.cause is None and time.monotonic() < deadline:
         time.sleep(0.001)
     peers.enter()
@@ -140,7 +140,7 @@ def test_a_late_rank_is_named(three: Ranks) -> None:
 def lingering(rank: int, size: int) -> tuple[str, float]:
     """Wait until the group breaks, and say how and when."""
     peers = joined_peers()
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 50.0
     while time.monotonic() < deadline:
         try:
             peers.check()
@@ -150,7 +150,7 @@ def lingering(rank: int, size: int) -> tuple[str, float]:
     raise TimeoutError("nobody told this rank anything")
 
 
-def test_a_killed_process_is_known_to_all_within_a_second() -> None:
+def test_a_killed_process_is_known_to_all_at_once() -> None:
     with Ranks(3) as ranks:
         for outcome in ranks.run(exchanged):
             outcome.result()
@@ -162,7 +162,7 @@ def test_a_killed_process_is_known_to_all_within_a_second() -> None:
         for rank in (0, 2):
             text, when = outcomes[rank].result()
             assert f"worker 1 ({os.uname().nodename}, pid {ranks.pids[1]}) was lost" in text
-            assert when - killed < 1.0
+            assert when - killed < AT_ONCE
 
 
 def test_a_stopped_process_is_lost_after_the_heartbeat_timeout_and_not_before() -> None:
@@ -176,7 +176,7 @@ def test_a_stopped_process_is_lost_after_the_heartbeat_timeout_and_not_before() 
         finally:
             ranks.signal(1, signal.SIGCONT)
         assert "nothing was heard of it for" in text
-        assert 0.8 < when - stopped < 3.0
+        assert 0.8 < when - stopped < AT_ONCE
         # The one that was stopped learns that the others went on without it.
         assert ranks.run(lingering, ranks=[1])[0].result()[0]
 

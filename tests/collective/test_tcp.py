@@ -18,7 +18,7 @@ from ndistribute.collective.header import encode
 from ndistribute.collective.reduce_op import ReduceOp
 from tests.collective import ring_calls
 from tests.collective.joined import joined_peers
-from tests.processes import Outcome, Ranks
+from tests.processes import AT_ONCE, Outcome, Ranks
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +57,22 @@ def reduce_for_ever(rank: int, size: int, ready: str, length: int) -> None:
 
 
 def wait_for_files(*paths: str) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 50.0
     while not all(os.path.exists(path) for path in paths):
         assert time.monotonic() < deadline, f"{paths} did not appear"
         time.sleep(0.005)
 
 
 @pytest.mark.parametrize("length", [10, 2_000_000], ids=["small", "large"])
-def test_a_killed_rank_is_named_to_all_others_within_a_second(tmp_path, length: int) -> None:
+def test_a_killed_rank_is_named_to_all_others_at_once(tmp_path, length: int) -> None:
     with Ranks(3) as ranks:
         ready = str(tmp_path / "ready")
         ranks.start(reduce_for_ever, ready, length)
         wait_for_files(*(f"{ready}.{rank}" for rank in range(3)))
         ranks.signal(1, signal.SIGKILL)
         killed = time.monotonic()
-        outcomes = ranks.collect(timeout=20.0)
-        assert time.monotonic() - killed < 1.0
+        outcomes = ranks.collect(timeout=50.0)
+        assert time.monotonic() - killed < AT_ONCE
     assert outcomes[1].error == "Lost"
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error == "WorkerLostError", outcome
@@ -117,7 +117,7 @@ def test_a_stream_that_is_cut_off_or_broken_is_an_error(
         assert other.error == error, other
         assert text in other.text
         assert other.attributes["rank"] == odd
-        assert other.seconds < 1.5
+        assert other.seconds < AT_ONCE
         recover(two)
 
 
@@ -129,7 +129,7 @@ def test_a_short_stop_does_no_harm(two: Ranks, tmp_path) -> None:
         time.sleep(0.3)  # The length of the stop.
         two.signal(rank, signal.SIGCONT)
     (tmp_path / "ready.go").touch()
-    for outcome in two.collect(timeout=20.0):
+    for outcome in two.collect(timeout=50.0):
         outcome.result()
 
 

@@ -31,7 +31,7 @@ BEGUN = threading.Event()
 
 def pass_gate() -> str:
     BEGUN.set()
-    GATE.wait(timeout=20)
+    GATE.wait(timeout=50)
     return "passed"
 
 
@@ -155,7 +155,7 @@ def test_an_iterator_that_nobody_holds_is_dropped_on_the_worker(coordinator):
         assert coordinator.schedule(next, (iterator,)).fetch() == 0
         del iterator
         coordinator.schedule(double, (1,))  # Which tells the worker.
-        assert dropped.wait(timeout=10)
+        assert dropped.wait(timeout=50)
     finally:
         _dropped.clear()
 
@@ -273,7 +273,7 @@ def test_a_value_belongs_to_its_coordinator(coordinator):
 def test_a_full_queue_lets_schedule_wait(coordinator, monkeypatch):
     monkeypatch.setattr(coordinator._queue, "capacity", 3)
     coordinator.schedule(pass_gate)
-    assert BEGUN.wait(timeout=10)
+    assert BEGUN.wait(timeout=50)
     results = []
     full = threading.Event()
 
@@ -285,10 +285,10 @@ def test_a_full_queue_lets_schedule_wait(coordinator, monkeypatch):
 
     producer = threading.Thread(target=produce)
     producer.start()
-    assert full.wait(timeout=10)
+    assert full.wait(timeout=50)
     assert len(results) <= 4
     GATE.set()
-    producer.join(timeout=20)
+    producer.join(timeout=50)
     coordinator.join()
     assert coordinator.fetch(results) == list(range(0, 20, 2))
 
@@ -315,10 +315,10 @@ def test_an_error_without_words_is_raised_like_any_other(coordinator, thrown, ra
     values = [coordinator.schedule(throw, (thrown,)) for _ in range(20)]
     GATE.set()
     with pytest.raises(raised):
-        coordinator.join(timeout=20)
+        coordinator.join(timeout=50)
     with pytest.raises(CancelledError, match=thrown.__name__):
         values[-1].fetch()
-    assert coordinator.schedule(double, (1,)).fetch(timeout=20) == 2
+    assert coordinator.schedule(double, (1,)).fetch(timeout=50) == 2
 
 
 def test_join_has_a_deadline_and_everything_goes_on(coordinator):
@@ -329,7 +329,7 @@ def test_join_has_a_deadline_and_everything_goes_on(coordinator):
         value.fetch(timeout=0.01)
     assert not coordinator.done()
     GATE.set()
-    coordinator.join(timeout=20)
+    coordinator.join(timeout=50)
     assert value.fetch() == "passed"
 
 
@@ -362,14 +362,14 @@ def test_an_interrupted_join_leaves_everything_as_it_was(coordinator):
 def test_closing_cancels_what_is_not_over(coordinator):
     running = coordinator.schedule(pass_gate)
     waiting = [coordinator.schedule(double, (1,)) for _ in range(3)]
-    assert BEGUN.wait(timeout=10)
+    assert BEGUN.wait(timeout=50)
     closer = threading.Thread(target=coordinator.close)
     closer.start()
     for value in (running, *waiting):
         with pytest.raises(CancelledError):
-            value.fetch(timeout=10)
+            value.fetch(timeout=50)
     GATE.set()
-    closer.join(timeout=20)
+    closer.join(timeout=50)
     with pytest.raises(RuntimeError, match="closed"):
         coordinator.schedule(double, (1,))
     coordinator.close()

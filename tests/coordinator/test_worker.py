@@ -33,7 +33,7 @@ from tests.faults.tasks import wait_until
 
 pytest.importorskip("cloudpickle")
 
-SECONDS = 20.0
+SECONDS = 50.0
 GATE = threading.Event()
 BEGUN = threading.Event()
 NOTED: list[Any] = []

@@ -22,7 +22,7 @@ from tests.faults.tasks import Tasks, wait_until
 
 pytest.importorskip("cloudpickle")
 
-SECONDS = 30.0
+SECONDS = 50.0
 Command = Callable[..., ClusterCoordinator]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 import ndistribute as nd
 
-DEADLINE = 20.0
+DEADLINE = 40.0
 SMALL, LARGE = 100, 300_000
 _COLLECTIVE_FILES = ("shared_memory.py", "ring.py")
 
@@ -117,7 +117,7 @@ def struck_inside(action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(5.0)
+        thread.join(DEADLINE)
 
 
 def strike(number: int, note: str) -> None:

@@ -26,7 +26,7 @@ from tests.zygote import Forked, shared_zygote
 __all__ = ["ROOT", "Tasks", "free_addresses", "run_task", "wait_until"]
 
 ROOT = Path(__file__).parents[2]
-END_SECONDS = 30.0
+END_SECONDS = 40.0
 
 Task = tuple[str, int]
 
@@ -135,7 +135,7 @@ class Tasks:
         return Path(self._log.name).read_text(errors="replace")
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 50.0) -> None:
     """Wait for what no event tells of."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -23,13 +23,14 @@ BODY = """
     steps.until_told(rank, 2)
 """
 
+# A connection that ends with bytes unread is "broken", another "closed without a word".
 ENDINGS = {
     "sys.exit(0)": (0, "has finished"),
     "sys.exit(3)": (3, "has finished"),
-    "os._exit(4)": (4, "was lost: it closed its connection without a word"),
+    "os._exit(4)": (4, "was lost: it"),
     "raise KeyError('lesson')": (1, "ended with KeyError: 'lesson'"),
     "raise KeyboardInterrupt": (-2, "ended with KeyboardInterrupt"),
-    "os.abort()": (-6, "was lost: it closed its connection without a word"),
+    "os.abort()": (-6, "was lost: it"),
 }
 
 
@@ -128,4 +129,4 @@ def test_a_killed_process_is_noticed_at_once_although_a_fork_of_it_lives_on(
         started.processes[0].wait(50.0)
         output = started.said(0)
     assert "worker 1 (" in output
-    assert "was lost: it closed its connection without a word" in output
+    assert "was lost: it" in output

@@ -37,7 +37,7 @@ def strangers(address: str, count: int) -> Iterator[socket.socket]:
     """Yield connections that say nothing."""
     for number in range(count):
         sock = socket.socket(socket.AF_UNIX if number % 2 else socket.AF_INET)
-        sock.settimeout(10)
+        sock.settimeout(30)
         with contextlib.suppress(OSError):  # It is shut out, as is right.
             sock.connect(unix_name(address) if number % 2 else split_address(address))
         yield sock

@@ -22,6 +22,7 @@ from tests.coordinator import errands
 from tests.faults.commands import DEADLINE, commanded, taking_part
 from tests.faults.loops import Shared
 from tests.faults.tasks import Tasks, wait_until
+from tests.processes import AT_ONCE
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 IMPATIENT = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "0.5"}
@@ -156,11 +157,9 @@ def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path: Path) ->
             shared = Shared(strategy)
             wait_until(lambda: int(np.sum(shared.steps)) > 200)
             seen = int(np.sum(shared.steps))
-        began = time.monotonic()
         tasks.kill("chief", 0)
         for job in ("ps", "worker"):
             assert [tasks.code(job, index) for index in range(2)] == [1, 1]
-        assert time.monotonic() - began < 10
         tasks.start_all()
         with commanded(tasks, restore=True) as (strategy, coordinator):
             shared = Shared(strategy)
@@ -217,7 +216,7 @@ def test_who_does_not_know_the_secret_is_told_so_at_once(secret: str) -> None:
         began = time.monotonic()
         with pytest.raises(nd.AuthenticationError), taking_part(tasks, "chief"):
             pass
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < AT_ONCE
 
 
 def test_a_server_that_was_stopped_while_nobody_asks_it_goes_on() -> None:

@@ -71,7 +71,7 @@ def test_random_faults_at_random_moments_hang_nobody_and_spoil_no_sum(jobs: Jobs
         if fault in DEADLY:
             jobs.end(wire)
         else:
-            again = job.run(steps.worked_again, timeout=20.0)
+            again = job.run(steps.worked_again, timeout=60.0)
             assert [o.value for o in again] == [True] * job.size, f"{about}: {again}"
 
 
@@ -83,9 +83,9 @@ def strike(job: Ranks, who: int, fault: str, rng: random.Random) -> list[Outcome
     job.start(steps.disturbed, who, fault, after, length, inside)
     if fault == "stop":
         others = [rank for rank in range(job.size) if rank != who]
-        found = dict(zip(others, job.collect(20.0, others), strict=True))
+        found = dict(zip(others, job.collect(50.0, others), strict=True))
         job.signal(who, signal.SIGCONT)
-        found[who] = job.collect(20.0, [who])[0]
+        found[who] = job.collect(50.0, [who])[0]
         return [found[rank] for rank in range(job.size)]
     if fault == "pause":
         pause = threading.Event()
@@ -94,4 +94,4 @@ def strike(job: Ranks, who: int, fault: str, rng: random.Random) -> list[Outcome
             job.signal(who, signal.SIGSTOP)
             pause.wait(rng.random() / 4)
             job.signal(who, signal.SIGCONT)
-    return job.collect(20.0)
+    return job.collect(50.0)

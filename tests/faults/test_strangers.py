@@ -35,7 +35,7 @@ def bother(port: int, count: int, seed: int, problems: list[Exception]) -> None:
     held: list[socket.socket] = []
     try:
         for number in range(count):
-            sock = socket.create_connection(("127.0.0.1", port), timeout=10.0)
+            sock = socket.create_connection(("127.0.0.1", port), timeout=30.0)
             sock.sendall(malformed(number, rng))
             held.append(sock)
             if len(held) > 50:  # Many stay open and silent for a while.
@@ -76,7 +76,7 @@ def test_a_job_goes_on_while_thousands_of_malformed_frames_come(wire: str) -> No
         while any(stranger.is_alive() for stranger in strangers):
             assert [o.result() for o in job.run(steps.worked, 10)] == [True] * job.size
         for stranger in strangers:
-            stranger.join(10.0)
+            stranger.join(30.0)
         assert not problems, problems
         growth = [memory_of(pid) - old for pid, old in zip(job.pids, before, strict=True)]
         assert max(growth) < GROWTH_BYTES, growth

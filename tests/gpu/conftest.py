@@ -26,24 +26,18 @@ TWICE, TWO, BACK = ["gpu:0"] * 2, ["gpu:0", "gpu:1"], ["gpu:1", "gpu:0"]
 
 LAYOUTS: dict[str, Callable[[], nd.Strategy]] = {
     "second-device": lambda: nd.OneDeviceStrategy("gpu:1"),
-    "mirrored-one": lambda: nd.MirroredStrategy(["gpu:0"]),
     "mirrored-shared": lambda: nd.MirroredStrategy(TWICE),
     "mirrored-nccl": lambda: nd.MirroredStrategy(TWO),
-    "mirrored-nccl-back": lambda: nd.MirroredStrategy(BACK),
     "mirrored-ring": lambda: nd.MirroredStrategy(TWO, nd.RingAllReduce()),
     "mirrored-one-reduces": lambda: nd.MirroredStrategy(BACK, nd.ReductionToOneDevice()),
-    "mirrored-three": lambda: nd.MirroredStrategy([*TWO, "gpu:0"]),
     "mirrored-with-cpu": lambda: nd.MirroredStrategy(["cpu:0", "gpu:0"]),
     "central-shared": lambda: nd.CentralStorageStrategy(TWICE),
-    "central-two": lambda: nd.CentralStorageStrategy(TWO),
     "central-on-gpu": lambda: nd.CentralStorageStrategy(TWO, parameter_device="gpu:1"),
-    "central-elsewhere": lambda: nd.CentralStorageStrategy(TWICE, parameter_device="gpu:1"),
     "central-for-cpus": lambda: nd.CentralStorageStrategy(["cpu:0", "cpu:1"], "gpu:0"),
     "served-one": lambda: nd.ParameterServerStrategy(devices=["gpu:0"]),
     "served-two": lambda: nd.ParameterServerStrategy(devices=TWO),
 }
 ON_ONE_GPU = {
-    "mirrored-one",
     "mirrored-shared",
     "mirrored-with-cpu",
     "central-shared",

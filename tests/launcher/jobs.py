@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 30
+SECONDS = 60
 # What a job sets itself must not come from whoever runs the tests.
 UNSET = (
     "TF_CONFIG NDISTRIBUTE_SECRET NDISTRIBUTE_SECRET_FILE NDISTRIBUTE_LISTEN_FD "

@@ -37,11 +37,11 @@ own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
 assert "%s:%s" % own.getsockname() == workers[rank], workers
 host, port = workers[1 - rank].split(":")
 if rank == 0:
-    with socket.create_connection((host, int(port)), timeout=10) as peer:
+    with socket.create_connection((host, int(port)), timeout=50) as peer:
         peer.sendall(b"hello")
         print("answer", peer.recv(5).decode(), *sys.argv[1:])
 else:
-    own.settimeout(10)
+    own.settimeout(50)
     peer, _ = own.accept()
     with peer:
         peer.sendall(peer.recv(5)[::-1])
@@ -111,7 +111,7 @@ class WorkerLostError(Exception):
     pass
 host, port = config["cluster"]["worker"][1].split(":")
 if rank == 0:
-    peer = socket.create_connection((host, int(port)), timeout=10)
+    peer = socket.create_connection((host, int(port)), timeout=50)
     raise WorkerLostError("rank 1 is gone")
 own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
 own.accept()[0].recv(1)  # until rank 0 has ended: its connection goes with it
@@ -158,7 +158,7 @@ def test_a_signal_to_the_launcher_ends_all(script, signum):
     with started("run", "-n", "2", script("print('pid', os.getpid())\nwait()")) as job:
         pids = read_pids(job, 2)
         job.send_signal(signum)
-        assert job.wait(10) == 128 + signum
+        assert job.wait(50) == 128 + signum
         assert lasting(pids) == []
 
 
@@ -181,7 +181,7 @@ def test_what_ignores_sigterm_is_killed_after_a_grace(script):
         pids, orphans = read_pids(job, 2), read_pids(killed, 4)
         killed.kill()
         job.terminate()
-        assert job.wait(15) == 128 + signal.SIGTERM
+        assert job.wait(50) == 128 + signal.SIGTERM
         assert lasting(pids, 0) == []
         assert lasting(orphans) == []
 
@@ -192,7 +192,7 @@ def test_a_rank_that_was_stopped_is_killed_as_well(script):
         os.kill(pids[0], signal.SIGSTOP)
         job.terminate()
         job.terminate()  # Asked twice, it does not wait for the grace to pass.
-        assert job.wait(15) == 128 + signal.SIGTERM
+        assert job.wait(50) == 128 + signal.SIGTERM
         assert lasting(pids, 0) == []
 
 
@@ -227,7 +227,7 @@ if rank == 0:
         print("somebody of the last attempt")
     except BlockingIOError:
         own.setblocking(True)
-    socket.create_connection(own.getsockname(), timeout=10)
+    socket.create_connection(own.getsockname(), timeout=50)
     with open({str(tmp_path / "tries")!r} + "0") as tries:
         sys.exit(len(tries.readlines()) < 3 and 5)
 """)
@@ -295,7 +295,7 @@ def test_a_reader_that_goes_away_ends_the_job(script):
     with started("run", "-n", "2", path) as job:
         pids = read_pids(job, 2)
         job.stdout.close()
-        assert job.wait(15) == 128 + signal.SIGPIPE
+        assert job.wait(50) == 128 + signal.SIGPIPE
         assert lasting(pids) == []
 
 

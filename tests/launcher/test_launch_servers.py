@@ -45,7 +45,7 @@ def serve():
 def tell(index, word):
     while True:
         try:
-            with socket.create_connection(place("ps", index), timeout=10) as peer:
+            with socket.create_connection(place("ps", index), timeout=50) as peer:
                 peer.sendall(word)
                 return peer.recv(8)
         except OSError:
@@ -130,7 +130,7 @@ def test_who_waits_for_a_server_is_served_by_its_next_life(script):
 if job == "ps":
     serve()
 else:
-    first, second = [socket.create_connection(place("ps", 0), timeout=10) for _ in range(2)]
+    first, second = [socket.create_connection(place("ps", 0), timeout=50) for _ in range(2)]
     with first, second:
         first.sendall(b"die")  # Before it accepts the second.
         second.sendall(b"end")
@@ -218,7 +218,7 @@ def test_without_the_chief_all_is_over(script):
         pids = read_pids(job, 4)
         (chief,) = lives(path.parent, "chief0")
         os.kill(chief, signal.SIGKILL)
-        assert job.wait(10) == 128 + signal.SIGKILL
+        assert job.wait(50) == 128 + signal.SIGKILL
         assert lasting(pids, 0) == []
         assert "chief failed first (signal 9)" in job.stderr.read()
 
@@ -229,7 +229,7 @@ def test_no_task_outlives_the_launcher(script, signum):
         pids = read_pids(job, 3)
         job.send_signal(signum)
         expected = 128 + signum if signum != signal.SIGKILL else -signum
-        assert job.wait(10) == expected
+        assert job.wait(50) == expected
         assert lasting(pids) == []
 
 

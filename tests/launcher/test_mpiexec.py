@@ -162,7 +162,7 @@ def test_no_rank_outlives_the_launcher(script, end):
     with started("run", "--mpi", "-n", "2", path) as job:
         pids = read_pids(job, 2)
         getattr(job, end)()
-        job.wait(10)
+        job.wait(50)
         assert lasting(pids) == []
 
 

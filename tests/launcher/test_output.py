@@ -131,7 +131,7 @@ def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path, console):
 def errors_of(program: str) -> list[bytes]:
     """Run a program that fails, and return the lines of its standard error."""
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, timeout=20, check=False
+        [sys.executable, "-c", program], capture_output=True, timeout=60, check=False
     )
     return done.stderr.splitlines()
 

@@ -178,7 +178,7 @@ def test_no_process_outlives_the_launcher_on_another_host(tmp_path, fake_ssh, en
     with started("run", "--hosts", "far:1,farther:1", script, env=fake_ssh) as job:
         pids = read_pids(job, 2)
         getattr(job, end)()
-        job.wait(10)
+        job.wait(50)
         assert lasting(pids) == []
 
 

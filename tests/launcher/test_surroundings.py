@@ -83,7 +83,7 @@ with own.accept()[0] as peer:
         assert ignored == ["True", "True"]
         job.send_signal(signal.SIGHUP)
         job.send_signal(signal.SIGINT)
-        with socket.create_connection((host, int(port)), timeout=10) as peer:
+        with socket.create_connection((host, int(port)), timeout=50) as peer:
             peer.sendall(b"hello")
         assert job.wait(SECONDS) == 0
     assert (tmp_path / "logs" / "rank-0.log").read_text() == "hello\n"

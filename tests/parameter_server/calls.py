@@ -140,7 +140,7 @@ class Client:
     def ask(self, request, call=1):
         """Return the reply, waiting for one that comes later."""
         reply = self.service.handle(self, call, request)
-        return reply if reply is not None else self.sent.get(timeout=20)[1]
+        return reply if reply is not None else self.sent.get(timeout=50)[1]
 
     def change(self, *changes, sequence=None):
         """Make a transaction under the next number."""

@@ -115,18 +115,18 @@ def test_a_server_answers_while_it_writes_what_was_before(tmp_path, monkeypatch)
 
     def slowly(*args):
         began.set()
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=50)
         return write(*args)
 
     monkeypatch.setattr(tensor_files, "write", slowly)
     with serving(tmp_path) as (service, client):
         client.ask(Create((new("w", ONES),)))
         assert service.handle(client, 7, Status("snapshot")) is None
-        assert began.wait(timeout=10)
+        assert began.wait(timeout=50)
         assert client.change(add("w", ONES)).total == 1
         assert client.sent.empty()
         go_on.set()
-        assert client.sent.get(timeout=10)[1].total == 0
+        assert client.sent.get(timeout=50)[1].total == 0
     with serving(tmp_path) as (_, client):
         assert client.value("w").tolist() == [2, 2, 2]
 
@@ -184,7 +184,7 @@ def test_a_client_that_leaves_is_waited_for_no_longer_unless_it_is_back():
         service.disconnected(b, died=True)
         assert a.sent.empty()
         service.disconnected(again, died=False)
-        call, reply = a.sent.get(timeout=10)
+        call, reply = a.sent.get(timeout=50)
         assert (call, reply.kind) == (9, "left")
 
 
@@ -196,7 +196,7 @@ def test_who_died_while_a_server_was_away_is_waited_for_no_longer(tmp_path):
         give(a, 1)
     with serving(tmp_path, return_seconds=0.1) as (service, a):
         assert service.handle(a, 5, AwaitStep("t", 2, 2)) is None
-        call, reply = a.sent.get(timeout=10)
+        call, reply = a.sent.get(timeout=50)
         assert (call, reply.kind) == (5, "left")
         assert "worker:1#b" in reply.message
 
@@ -243,20 +243,20 @@ def test_one_sync_serves_all_that_wait_and_reads_do_not_wait(tmp_path, monkeypat
     def slowly(file):
         syncs.append(file)
         began.set()
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=50)
         sync(file)
 
     with serving(tmp_path, "log") as (service, client), ThreadPoolExecutor(6) as pool:
         client.ask(Create((new("w", ONES),)))
         monkeypatch.setattr(os, "fdatasync", slowly)
         first = pool.submit(client.change, add("w", ONES))
-        assert began.wait(timeout=10)
+        assert began.wait(timeout=50)
         others = [Client(service, f"{name}#1") for name in "abcde"]
         waiting = [pool.submit(other.change, add("w", ONES)) for other in others]
         until(lambda: client.value("w")[0] == 7)
         assert not any(future.done() for future in (first, *waiting))
         go_on.set()
-        assert sorted(future.result(timeout=10).total for future in (first, *waiting)) == [
+        assert sorted(future.result(timeout=50).total for future in (first, *waiting)) == [
             *range(1, 7)
         ]
         assert len(syncs) == 2

@@ -109,7 +109,7 @@ def _is_refused(work: Callable[[], object]) -> bool:
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 50.0
     while not condition() and time.monotonic() < deadline:
         threading.Event().wait(0.001)
 

@@ -27,7 +27,7 @@ for step in range(1, steps + 1):
         pass
 thread = threading.Thread(target=lambda: timeline.span("pack").__enter__(), name="idle")
 thread.start()
-thread.join(10)
+thread.join(40)
 if last:
     timeline.flush()
     print("flushed", flush=True)
@@ -47,7 +47,7 @@ def start(directory: Path, *arguments: int) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> None:
     with process:
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 def spans(recorder_directory: Path) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def test_many_threads_lose_no_event(tmp_path: Path):
     barrier = threading.Barrier(4)
 
     def work(number: int) -> None:
-        barrier.wait(10)
+        barrier.wait(40)
         for step in range(3000):
             recorder.add("compute", f"{number}.{step}", step, step + 1)
 
@@ -172,7 +172,7 @@ def test_a_forked_child_writes_a_file_of_its_own(tmp_path: Path):
     subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "NDISTRIBUTE_TRACE": str(tmp_path)},
-        timeout=30,
+        timeout=60,
         check=True,
     )
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}

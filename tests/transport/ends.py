@@ -26,7 +26,7 @@ from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.rpc import Client, RpcServer
 from ndistribute.transport.secret import Credentials, TlsFiles, tls_context
 
-SECONDS = 10.0
+SECONDS = 40.0
 CREDENTIALS = Credentials(b"a secret of the job", "a job")
 STRANGER = Credentials(b"a secret of another", "a job")
 ROOT = Path(__file__).parents[2]
@@ -142,7 +142,7 @@ def authority(folder: Path) -> TlsFiles:
     """Return the files of a certificate of an authority of its own."""
 
     def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=30)
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=60)
 
     key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes".split()
     openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")

@@ -87,7 +87,7 @@ def half(unix: bool = False, **more) -> Iterator[tuple[Connection, socket.socket
     one, other = sockets(unix)
     connection = one_end(one, "a", **more)
     with other:
-        other.settimeout(10.0)
+        other.settimeout(40.0)
         try:
             yield connection, other
         finally:
@@ -347,7 +347,7 @@ def test_good_bye_arrives_although_much_was_not_read(ends):
     assert other.receive(soon())[1].text == "last words"
     assert lost(other).clean
     other.close()
-    closing.join(10.0)
+    closing.join(40.0)
 
 
 def test_closing_ends_although_the_other_end_never_ceases_to_send():
@@ -364,9 +364,9 @@ def test_closing_ends_although_the_other_end_never_ceases_to_send():
         flooding.start()
         began = time.monotonic()
         connection.close()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0
         done.set()
-        flooding.join(10.0)
+        flooding.join(40.0)
 
 
 def test_closing_wakes_who_receives_and_who_sends(ends):
@@ -379,7 +379,7 @@ def test_closing_wakes_who_receives_and_who_sends(ends):
             waiting.set()
 
     def close() -> None:
-        waiting.wait(5.0)
+        waiting.wait(40.0)
         one.close()
 
     sent, received, _ = at_once(send, lambda: one.receive(soon()), close)
@@ -396,16 +396,16 @@ def test_cutting_wakes_who_receives_and_who_sends_and_tells_why(ends):
     began = threading.Barrier(3)
 
     def send() -> None:
-        began.wait(5.0)
+        began.wait(40.0)
         while True:
             one.send(note(3 * MEGABYTES))
 
     def receive() -> None:
-        began.wait(5.0)
+        began.wait(40.0)
         one.receive(soon())
 
     def cut() -> None:
-        began.wait(5.0)
+        began.wait(40.0)
         one.abort("the test says so.")
 
     for error in at_once(send, receive, cut)[:2]:
@@ -482,7 +482,7 @@ def test_memory_of_long_messages_is_given_back_when_it_lies_idle(kind, monkeypat
                     waiting.start()  # One waits for the next message, and one does nothing.
                 wait_until(lambda: tracemalloc.get_traced_memory()[0] < 4 * MEGABYTES)
             one.close()
-            waiting.join(10.0)
+            waiting.join(40.0)
     finally:
         tracemalloc.stop()
 

@@ -136,7 +136,7 @@ def test_a_crowd_that_waits_costs_no_thread_and_delays_nobody(house, sent):
     with strangers(house, MAXIMUM_STRANGERS + 100, sent):
         began = time.monotonic()
         assert house.join() == "house"
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 15.0
         assert threading.active_count() == threads
         assert len(house.listener._strangers) <= MAXIMUM_STRANGERS
 
@@ -236,7 +236,7 @@ def test_it_listens_where_it_was_told_and_nowhere_else():
         host, port = sock.getsockname()
         assert host == "127.0.0.2"
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=5)
+            socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
 
 
 def test_a_version_6_address_serves_as_well():
@@ -246,7 +246,7 @@ def test_a_version_6_address_serves_as_well():
         pytest.skip("this host has no IPv6 loopback")
     six = Listener([sock], CREDENTIALS, Hello(name="six"), lambda visitor, _: visitor.close())
     with contextlib.closing(six):
-        client = socket.create_connection(sock.getsockname()[:2], timeout=5)
+        client = socket.create_connection(sock.getsockname()[:2], timeout=SECONDS)
         client, accepted = shake(client)
         client.close()
         assert accepted.hello.name == "six"
@@ -317,7 +317,7 @@ def test_files_that_are_no_certificates_are_named_and_no_passphrase_is_asked_for
     empty, locked = tmp_path / "empty.pem", tmp_path / "locked.pem"
     empty.touch()
     words = ["openssl", "ec", "-in", ours.key, "-out", locked, "-aes128", "-passout", "pass:open"]
-    subprocess.run(words, check=True, capture_output=True, timeout=30)
+    subprocess.run(words, check=True, capture_output=True, timeout=60)
     for broken in (
         TlsFiles("nowhere.pem", ours.key, ours.ca),
         TlsFiles(ours.cert, ours.key, str(empty)),

@@ -86,7 +86,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_message_is_known_at_once():
         began = time.monotonic()
         with pytest.raises(ConnectionLostError):
             connection.receive(soon(60))
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0
     with met() as (connection, child):
         sent, _ = at_once(lambda: connection.send(LONG), lambda: child.signal(signal.SIGKILL))
         assert isinstance(sent, ConnectionLostError)

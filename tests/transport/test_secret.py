@@ -66,7 +66,7 @@ def test_a_file_that_others_may_use_is_refused_with_the_command_that_mends_it(
         find_secret(LOCAL, environ)
     command = re.search(r"chmod 600 .*", str(caught.value))
     assert command is not None
-    subprocess.run(command[0], shell=True, check=True, timeout=10)
+    subprocess.run(command[0], shell=True, check=True, timeout=60)
     assert find_secret(LOCAL, environ) == GOOD.encode()
 
 
@@ -91,7 +91,7 @@ def test_beyond_this_host_a_missing_secret_is_an_error_whose_command_makes_one(h
     command = re.search(r"python (-c \".*\")", str(caught.value))
     assert command is not None
     made = subprocess.run(
-        f"{sys.executable} {command[1]}", shell=True, check=True, capture_output=True, timeout=30
+        f"{sys.executable} {command[1]}", shell=True, check=True, capture_output=True, timeout=60
     )
     secret = made.stdout.decode().strip()
     assert find_secret(AWAY, {"NDISTRIBUTE_SECRET": secret}) == secret.encode()
