@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from ndistribute.parameter_server.closure import (
 from ndistribute.transport.codec import Array, Record
 
 _SMALL_BYTES = 1 << 14  # An initial value of so few bytes is sent without asking if it is wanted.
+_TURN_SECONDS = 0.1  # So long one of several replies is waited for before the others are looked at.
 _ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
 _log = logging.getLogger("ndistribute")
 
@@ -73,9 +75,9 @@ class ServerClient:
         """Send a request; `finish` has the reply."""
         return self._caller.start(request)
 
-    def finish(self, call: Any) -> Any:
-        """Return the reply to a request; raise what a failure means."""
-        reply = call.result()
+    def finish(self, call: Any, until: float = float("inf")) -> Any:
+        """Return the reply to a request, None if it has not come by then; raise a failure."""
+        reply = call.result(until)
         if isinstance(reply, m.Changed):
             with self._lock:
                 known = self._lives.get(call.instance)  # What else it began with, `meet` asks.
@@ -148,6 +150,24 @@ class Servers:
         if errors:
             raise errors[0]
         return replies
+
+    def replies(self, requests: Mapping[int, Record]) -> Generator[tuple[int, Any], None, None]:
+        """Yield each server's reply once it has come; who stops halfway waits no more."""
+        calls: dict[int, Any] = {}
+        try:
+            for i, request in requests.items():
+                calls[i] = self._clients[i].start(request)
+            while calls:
+                for i, call in list(calls.items()):
+                    until = time.monotonic() + _TURN_SECONDS if len(calls) > 1 else float("inf")
+                    reply = self._clients[i].finish(call, until)
+                    if reply is not None:
+                        del calls[i]
+                        self._clients[i].meet()
+                        yield i, reply
+        finally:
+            for call in calls.values():
+                call.cancel()
 
     def ask_all(self, request: Record) -> None:
         """Wait until every server has done what a request asks."""

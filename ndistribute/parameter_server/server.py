@@ -246,9 +246,11 @@ class _Call:
         self.arrived = threading.Event()
         self.reply: Any = None
         self._name, self._timeout = name, timeout
+        self._deadline = time.monotonic() + timeout
 
-    def result(self) -> Any:
-        if not self.arrived.wait(timeout=self._timeout):
+    def result(self, until: float = float("inf")) -> Any:
+        left = min(until, self._deadline) - time.monotonic()
+        if not self.arrived.wait(timeout=max(0.0, left)) and time.monotonic() > self._deadline:
             within = f"within {self._timeout:g} s"
             raise CollectiveTimeoutError(f"{self._name}: no answer in this process {within}.")
         return self.reply

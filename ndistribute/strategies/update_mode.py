@@ -151,26 +151,32 @@ class _Synchronous:
         outcomes: dict[int, tuple[Outcome, ...]] = {}
         # A worker that comes later learns the step from having its first gradients dropped.
         steps = {server: self._steps.get((name, server), 0) for server in applies}
-        waiting = dict(steps)
+        waiting, lost = set(steps), set(steps)
         while waiting:
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
                     f"the step of {name!r} was not made in {self._timeout:g} s."
                 )
             given = {
-                server: [Aggregate(aggregate, step, self._needed, applies[server])]
-                for server, step in waiting.items()
+                server: [Aggregate(aggregate, steps[server], self._needed, applies[server])]
+                for server in lost
             }
             servers.change(given, outcomes.update)
+            lost.clear()
             awaited = {
-                server: AwaitStep(aggregate, step + 1, self._needed)
-                for server, step in waiting.items()
+                server: AwaitStep(aggregate, steps[server] + 1, self._needed) for server in waiting
             }
-            with _naming(f"{self._needed} workers' gradients for a step of {name!r}"):
-                reached = servers.ask(awaited)
-            for server, reply in reached.items():
-                # A server that was restored from a snapshot may have lost this worker's gradients.
-                if reply.value > steps[server]:
-                    self._steps[name, server] = reply.value
-                    del waiting[server]
+            with (
+                _naming(f"{self._needed} workers' gradients for a step of {name!r}"),
+                contextlib.closing(servers.replies(awaited)) as replies,
+            ):
+                for server, reply in replies:
+                    if reply.value > steps[server]:
+                        self._steps[name, server] = reply.value
+                        waiting.remove(server)
+                    else:
+                        # It was restored from a snapshot, and has lost this worker's gradients.
+                        # The others' workers may wait for them there, before they go on elsewhere.
+                        lost.add(server)
+                        break
         then(outcomes)

@@ -218,8 +218,10 @@ class Connection:
                 if file >= 0:
                     os.close(file)
 
-    def receive(self, deadline: float = float("inf")) -> tuple[int, Any]:
-        """Return the next record, and the number of the call that it belongs to.
+    def receive(
+        self, deadline: float = float("inf"), until: float = float("inf")
+    ) -> tuple[int, Any]:
+        """Return the next record, which begins by `until`, and the number of the call it is for.
 
         A `TimeoutError` leaves the connection whole, a `MalformedError` cuts it.
         """
@@ -229,7 +231,7 @@ class Connection:
                     raise ConnectionLostError(*self._lost)
                 begun = False
                 try:
-                    self._read_header(deadline)
+                    self._read_header(min(until, deadline))
                     begun = True
                     found = self._read_frame(deadline)
                 except BaseException as error:

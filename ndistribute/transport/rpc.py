@@ -53,12 +53,14 @@ class Call:
         self._told = False
         self._try(self._send)
 
-    def result(self) -> Any:
-        """Return the reply; see `Client.call`."""
+    def result(self, until: float = float("inf")) -> Any:
+        """Return the reply, see `Client.call`; None if it has not come by then."""
         pauses = iter(_PAUSES)
         while self.reply is None:
+            if time.monotonic() > until:
+                return None
             if self._problem is None:
-                self._try(functools.partial(self._client._receive, self))
+                self._try(functools.partial(self._client._receive, self, until))
             else:
                 self._again(next(pauses, _PAUSES[-1]))
         if isinstance(self.reply, Failed):
@@ -199,20 +201,20 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def _receive(self, call: Call) -> None:
+    def _receive(self, call: Call, until: float) -> None:
         """Wait for a reply: receive it, or let the thread that receives deliver it."""
         connection, me = call.connection, threading.get_ident()
         try:
             with self._turn:
                 while connection in self._receiving and not call.settled:
-                    left = call.deadline - time.monotonic()
+                    left = min(call.deadline, until) - time.monotonic()
                     if left <= 0:
                         raise TimeoutError
                     self._turn.wait(timeout=left)
                 if call.settled:
                     return
                 self._receiving[connection] = me
-            number, reply = connection.receive(call.deadline)
+            number, reply = connection.receive(call.deadline, until)
             asked = self._pending.pop(number, None)
             if asked is not None:  # Else whoever asked waits no more.
                 asked.reply = reply
@@ -220,7 +222,8 @@ class Client:
             # What came for another thread may have got lost.
             if self._receiving.get(connection) == me and not isinstance(error, TimeoutError):
                 connection.abort("the thread that received was interrupted.")
-            raise
+            if not (isinstance(error, TimeoutError) and until <= time.monotonic() < call.deadline):
+                raise
         finally:
             with self._turn:  # An interrupt may come anywhere, and others wait for this thread.
                 if self._receiving.get(connection) == me:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,13 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute.parameter_server.client import ServerClient, Servers
+from ndistribute.parameter_server.messages import Aggregate, AwaitStep, Gradient
+from ndistribute.parameter_server.server import LocalServer
+from ndistribute.strategies.update_mode import update_mode_of
 from tests.faults.tasks import free_addresses
 from tests.kinds import DEADLINE
+from tests.parameter_server.calls import apply
 
 
 @pytest.fixture
@@ -83,3 +90,57 @@ def test_the_same_numbers_over_unix_sockets_and_over_tcp(
                     weights.assign_add(weights * 0.5)
                     seen.append(weights.numpy().tolist())
     assert seen[:3] == seen[3:]
+
+
+class Restarted:
+    """Carry requests to a server, and to the one in its place from the first wait there on."""
+
+    instance = ""
+
+    def __init__(self, before: LocalServer, after: LocalServer, name: str) -> None:
+        self.name, self.waiting = name, threading.Event()
+        self._now, self._after = (one.connect(name, DEADLINE) for one in (before, after))
+
+    def start(self, request: Any) -> Any:
+        if isinstance(request, AwaitStep):
+            self._now = self._after
+        call = self._now.start(request)
+        if isinstance(request, AwaitStep):
+            self.waiting.set()
+        return call
+
+    def close(self) -> None:
+        self._after.close()
+
+
+def test_a_worker_that_is_told_of_a_loss_does_not_wait_for_another_server_first() -> None:
+    """It waited there for a worker that waited for what it had to give once more: for ever."""
+    old, fresh, other = LocalServer(), LocalServer(), LocalServer()
+    applies = {i: apply("sgd", "w", Gradient(np.ones(2))) for i in range(2)}
+    callers = Restarted(old, fresh, "worker:0#a"), Restarted(fresh, fresh, "worker:1#a")
+    users = [
+        Servers([ServerClient(caller, "ps:0"), ServerClient(other.connect(caller.name, 9.0), "")])
+        for caller in callers
+    ]
+    for server in (old, fresh, other):
+        local = Servers([ServerClient(server.connect("chief:0#a", 9.0), "")])
+        local.create({0: [("w", np.zeros(2)), ("n", np.array(0))]})
+    # The first step was made on both servers, but the first one's snapshot is older.
+    for user in users:
+        user.change({i: [Aggregate("sgd", 0, 2, one)] for i, one in applies.items()})
+    modes = [
+        update_mode_of(2, 2, None, None, namespace="", coordinated=False, timeout=DEADLINE)
+        for _ in users
+    ]
+    modes[0]._steps = {("sgd", 0): 1, ("sgd", 1): 1}  # The other worker has not heard of it.
+    push = [
+        lambda mode=mode, user=user: mode.push(user, "sgd", applies, lambda outcomes: None)
+        for mode, user in zip(modes, users, strict=True)
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        behind = pool.submit(lambda: (push[1](), push[1]()))
+        assert callers[1].waiting.wait(DEADLINE)
+        push[0]()
+        behind.result(DEADLINE)
+    for user in users:
+        user.close()
