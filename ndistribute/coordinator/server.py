@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
+
 from ndistribute.cluster.resolvers import ClusterResolver, enter_task, seconds_of
 from ndistribute.cluster.spec import ClusterSpec, only_task
 from ndistribute.coordinator.worker import WorkerService
@@ -35,6 +37,9 @@ A chief that is alive, and took this process for lost since it was stopped, come
 _RETURN_SECONDS = 60.0  # A task that died may be started again.
 _START_SECONDS = 600.0  # The first of those for whom a server was started have so long to come.
 _FAREWELL_SECONDS = 1.0
+# The C library keeps memory for use again up to twice the largest block that was freed. Before a
+# worker has freed any, each step's arrays are new pages: a sixth of a step of an MLP went on them.
+_FREED_BYTES = 24 << 20
 _SAVE_SECONDS = 30.0
 _log = logging.getLogger("ndistribute")
 
@@ -325,6 +330,7 @@ class Server:
     def _services(self) -> dict[str, Service]:
         if self._job == "worker" and "chief" in self.cluster_spec.jobs:
             enter_task(ClusterResolver(self.cluster_spec, self._job, self._index))
+            np.empty(_FREED_BYTES, np.uint8)  # Freed at once; its pages are never touched.
             self._service = worker = WorkerService(self.name)
             return {"coordinator": self._membership.serve(worker)}
         if self._job not in ("ps", "local"):
