@@ -164,9 +164,16 @@ class Watch:
                 elif mask & selectors.EVENT_READ:
                     self._read(key.data)
             self._write()
-            now = time.monotonic()
-            for line in list(self._lines.values()):
-                if now - line.heard > self.beat_within:
+            self._lose_the_silent()
+
+    def _lose_the_silent(self) -> None:
+        now = time.monotonic()
+        silent = [one for one in self._lines.values() if now - one.heard > self.beat_within]
+        if silent:
+            # A process that was stopped itself has not read yet what the others said meanwhile.
+            unread = [key.data for key, _ in self._selector.select(0)]
+            for line in silent:
+                if line not in unread:
                     self._lose(line, f"nothing was heard of it for {now - line.heard:.1f} s")
 
     def _finished(self) -> bool:

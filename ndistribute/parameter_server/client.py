@@ -6,6 +6,7 @@ are numbered, so that each is made once however often it is sent.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import threading
@@ -119,6 +120,7 @@ class Servers:
         self._buffer = WriteBuffer(self._change)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        atexit.register(self.close)  # So that servers see this process leave, and not die.
         self._open: list[set[int]] = [set() for _ in clients]  # Numbers that may be sent again.
 
     def __len__(self) -> int:
@@ -217,6 +219,7 @@ class Servers:
 
     def close(self) -> None:
         """Say good-bye to the servers; a second call does nothing."""
+        atexit.unregister(self.close)
         for client in self._clients:
             client.close()
 

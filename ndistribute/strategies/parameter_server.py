@@ -29,6 +29,7 @@ from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.handles import Handle, new_handle, new_namespace, strategy_of
 from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.timeline import span
+from ndistribute.transport.failure_detector import detector
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
 from ndistribute.variables.copies import Copies, LocalCopy
@@ -170,7 +171,7 @@ class ParameterServerStrategy(Strategy):
         self._placed = 0
         self._servers = Servers(self.connect())
         self._copies = Copies(self._servers)
-        weakref.finalize(self, self._servers.close)
+        weakref.finalize(self, detector.close_soon, self._servers.close).atexit = False
         with contextlib.nullcontext("") if _handle else self._new_namespace(restore) as namespace:
             self._handle = _handle or new_handle(
                 self,

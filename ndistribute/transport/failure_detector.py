@@ -8,18 +8,24 @@ thread a process beats on all its connections and listens for the others' beats.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 SILENCE_SECONDS = 60.0
 _BEATS = 8  # In the time after which a silent process counts as lost.
 _LONGEST_PAUSE_SECONDS = 5.0
 _log = logging.getLogger("ndistribute")
+
+
+Orders = queue.SimpleQueue[Callable[[], None] | None]
+"""What to close, and None: look again what is watched. It may be put from a finalizer."""
 
 
 class Watched(Protocol):
@@ -53,21 +59,38 @@ class FailureDetector:
         # Collected garbage may be closed, and so forgotten, in the middle of `watch`.
         self._lock = threading.RLock()
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self._changed = threading.Event()
+        self._orders: Orders = queue.SimpleQueue()
         self._pause = 0.0
         self._thread: threading.Thread | None = None
 
     def watch(self, connection: Watched) -> None:
         """Watch a connection until `forget`."""
+        fresh, pause = None, min(connection.beat_within / _BEATS, _LONGEST_PAUSE_SECONDS)
         with self._lock:
-            self._watched.add(connection)  # First, lest what is forgotten meanwhile end the thread.
+            self._watched.add(connection)
             if self._thread is None:
                 name = "ndistribute heartbeat"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
-                thread.start()
-                self._thread = thread
-            if connection.beat_within / _BEATS < self._pause:
-                self._changed.set()
+                fresh = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread, self._pause = fresh, pause
+            elif pause < self._pause:
+                self._orders.put(None)
+        if fresh is not None:
+            try:
+                fresh.start()  # Without the lock, which garbage found on that thread may take.
+            except RuntimeError:
+                with self._lock:
+                    self._thread = None if self._thread is fresh else self._thread
+                raise
+
+    def close_soon(self, close: Callable[[], None]) -> None:
+        """Close what was found to be garbage, on a thread of its own if anything is connected.
+
+        Garbage is found in the middle of anything, also of what holds a lock that closing takes.
+        """
+        if self._thread is None:
+            close()
+        else:
+            self._orders.put(close)
 
     def forget(self, connection: Watched) -> None:
         """Watch a connection no more; with the last one the thread ends, which this waits for."""
@@ -77,14 +100,17 @@ class FailureDetector:
                 return
             # Whoever watches next starts another thread, so that this one is sure to end.
             thread, self._thread = self._thread, None
-            changed, self._changed = self._changed, threading.Event()
-        changed.set()
-        if thread is not None and thread is not threading.current_thread():
+            orders, self._orders = self._orders, queue.SimpleQueue()
+        orders.put(None)
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        before, changed = time.monotonic(), self._changed
+        before, orders = time.monotonic(), self._orders
         while True:
+            with contextlib.suppress(queue.Empty, RuntimeError):  # Or no thread can start.
+                if (close := orders.get(timeout=self._pause)) is not None:
+                    threading.Thread(target=close, name="ndistribute close", daemon=True).start()
             with self._lock:
                 if self._thread is not threading.current_thread():
                     return
@@ -103,8 +129,6 @@ class FailureDetector:
                 except Exception:  # The others are watched all the same.
                     _log.exception("a connection could not be watched")
             del watched, connection  # Nothing is kept alive by being watched.
-            changed.wait(timeout=self._pause)
-            changed.clear()
 
 
 detector = FailureDetector()

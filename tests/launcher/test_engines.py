@@ -206,7 +206,7 @@ def test_nothing_is_left_of_a_job_whose_program_is_killed(tmp_path_factory, tmp_
 def test_a_task_ends_when_its_engine_drops_what_it_has_placed(tmp_path):
     """As Dask does, without a call, when the program that asked for the job is gone."""
     script = tmp_path / "hang.py"
-    script.write_text("import os, time\nprint(os.getpid())\ntime.sleep(300)\n")
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(300)\n")
     program = tmp_path / "engine.py"
     program.write_text(f"""
 import os, select

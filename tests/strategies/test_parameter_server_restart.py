@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from ndistribute.parameter_server.client import ServerClient, Servers
 from ndistribute.parameter_server.messages import Aggregate, AwaitStep, Gradient
 from ndistribute.parameter_server.server import LocalServer
 from ndistribute.strategies.update_mode import update_mode_of
+from ndistribute.transport.failure_detector import detector
 from tests.faults.tasks import free_addresses
 from tests.kinds import DEADLINE
 from tests.parameter_server.calls import apply
@@ -90,6 +93,20 @@ def test_the_same_numbers_over_unix_sockets_and_over_tcp(
                     weights.assign_add(weights * 0.5)
                     seen.append(weights.numpy().tolist())
     assert seen[:3] == seen[3:]
+
+
+def test_a_strategy_may_be_collected_while_another_one_connects(
+    cluster: dict[str, list[str]],
+) -> None:
+    """It was closed on the heartbeat thread that another thread was starting, and both hung."""
+    with nd.Server(cluster, "ps", 0), worker(cluster), ThreadPoolExecutor(1) as pool:
+        dropped = worker(cluster)
+        dropped.itself = dropped  # type: ignore[attr-defined]
+        seen = weakref.ref(dropped)
+        del dropped
+        with detector._lock:  # As in the middle of connecting.
+            pool.submit(gc.collect).result(DEADLINE)
+        assert seen() is None
 
 
 class Restarted:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ndistribute.transport.connection import Connection
 from ndistribute.transport.failure_detector import FailureDetector, detector, silence_seconds
-from tests.transport.ends import Child, Echo, one_end, pair, serving, sockets, wait_until
+from tests.transport.ends import SECONDS, Child, Echo, one_end, pair, serving, sockets, wait_until
 
 SILENCE = 1.6
 ENVIRON = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(SILENCE)}
@@ -164,6 +166,24 @@ def test_what_is_collected_in_the_middle_of_watch_ends_no_thread_that_is_needed(
     own.watch(late)
     wait_until(lambda: late.ticks > 1)
     own.forget(late)
+
+
+def test_garbage_is_closed_on_a_thread_of_its_own_whatever_it_was_found_in():
+    own, done = FailureDetector(), threading.Event()
+    one, garbage = Watched(own), Watched(own)
+    for each in (one, garbage):
+        own.watch(each)
+
+    def close() -> None:
+        own.forget(garbage)
+        done.set()
+
+    with own._lock, ThreadPoolExecutor(1) as pool:  # As in the middle of `watch`.
+        pool.submit(own.close_soon, close).result(SECONDS)
+    assert done.wait(SECONDS)
+    own.forget(one)
+    own.close_soon(done.clear)  # Nothing is connected, so nothing is in the way.
+    assert not done.is_set()
 
 
 def test_nothing_is_kept_alive_by_being_watched_and_one_thread_serves_all():
