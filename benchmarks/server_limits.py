@@ -6,7 +6,6 @@ Nothing but real processes of this machine; each says itself what it holds.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,8 @@ from benchmarks.cluster import Cluster, commanded
 from benchmarks.machine import machine
 from benchmarks.report import markdown, shown, write_json
 from benchmarks.task import facts
+from ndistribute.transport import failure_detector
+from ndistribute.transport.failure_detector import SILENCE_SECONDS
 
 __all__ = ["main"]
 
@@ -53,28 +54,28 @@ def scheduled(count: int) -> list[Row]:
     return rows
 
 
+class _Beats:
+    """What the failure detector watches beside connections, to count how often it does."""
+
+    beat_within = SILENCE_SECONDS
+    count = 0
+
+    def tick(self, now: float, excused: bool) -> None:
+        self.count += 1
+
+
 def beaten(count: int) -> list[Row]:
     """Let heartbeats go as many times as in a week, and see what all processes hold on the way."""
-    from ndistribute.transport import failure_detector
-
     beats = 60_000  # In the time of silence that is allowed, 60 s: one each millisecond.
-    ticks, rows = itertools.count(), []
+    rows, made = [], _Beats()
     cluster = Cluster(1, 1, {"BENCHMARK_BEATS": str(beats)})
-    wait = failure_detector.detector._changed.wait
-
-    def counted(timeout: float | None = None) -> bool:
-        next(ticks)
-        return wait(timeout)
-
-    with (
-        mock.patch.object(failure_detector, "_BEATS", beats),
-        mock.patch.object(failure_detector.detector._changed, "wait", counted),
-        commanded(cluster),
-    ):
+    with mock.patch.object(failure_detector, "_BEATS", beats), commanded(cluster):
+        failure_detector.detector.watch(made)
         for total in (count // 10, count):
-            while (made := next(ticks)) < total:
+            while made.count < total:
                 time.sleep(0.1)
-            rows += [{"": f"{made} heartbeats: chief"} | facts(), *_rows(cluster, "")]
+            rows += [{"": f"{made.count} heartbeats: chief"} | facts(), *_rows(cluster, "")]
+        failure_detector.detector.forget(made)
     return rows
 
 
