@@ -60,6 +60,10 @@ class Outcome(Record, frozen=True):
     reports: tuple[Report, ...] = ()  # How many updates the servers had made after the closure's.
 
 
+def _let_go(thing: Any) -> None:
+    """Do nothing about a thing that needs no more than to be held no longer."""
+
+
 class _Session:
     """What belongs to the connection of one coordinator."""
 
@@ -76,14 +80,14 @@ class _Session:
     def forget(self, keys: Iterable[str] | None = None) -> None:
         """Drop what stands under some keys; None: all."""
         for key in list(self.kept) if keys is None else keys:
-            thing, drop = self.kept.pop(key, (None, id))
+            thing, drop = self.kept.pop(key, (None, _let_go))
             try:
                 drop(thing)
             except Exception:
                 _log.exception("a %s could not be dropped", type(thing).__name__)
 
 
-def keep(key: str, make: Loader, drop: Callable[[Any], object] = id) -> Any:
+def keep(key: str, make: Loader, drop: Callable[[Any], object] = _let_go) -> Any:
     """Return what a worker has under a key for the coordinator whose function it runs or loads.
 
     It is made when it is first asked for, and dropped when the coordinator forgets it, or leaves.

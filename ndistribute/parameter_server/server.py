@@ -1,8 +1,8 @@
 """`StoreService`: a store that answers the connections of a server, and outlives its process.
 
-The store is locked while it is changed and while its arrays are lent to a snapshot. Nobody waits
-for the disk under the lock: snapshots are written, and the log is synced, beside it. A
-`LocalServer` is the same for clients of its own process, as function calls.
+The store is locked while it is changed, while its arrays are lent to a snapshot, and while a new
+log is begun. Snapshots are written, and the log is synced, beside the lock. A `LocalServer` is the
+same for clients of its own process, as function calls.
 """
 
 from __future__ import annotations

@@ -175,8 +175,9 @@ class _Synchronous:
                         self._steps[name, server] = reply.value
                         waiting.remove(server)
                     else:
-                        # It was restored from a snapshot, and has lost this worker's gradients.
-                        # The others' workers may wait for them there, before they go on elsewhere.
+                        # The server was restored from a snapshot, and has lost this worker's
+                        # gradients. Others may wait for them there before they give theirs to
+                        # another server, so this worker must not wait for that one first.
                         lost.add(server)
                         break
         then(outcomes)

@@ -142,6 +142,7 @@ def test_a_worker_that_is_told_of_a_loss_does_not_wait_for_another_server_first(
     for server in (old, fresh, other):
         local = Servers([ServerClient(server.connect("chief:0#a", 9.0), "")])
         local.create({0: [("w", np.zeros(2)), ("n", np.array(0))]})
+        local.close()
     # The first step was made on both servers, but the first one's snapshot is older.
     for user in users:
         user.change({i: [Aggregate("sgd", 0, 2, one)] for i, one in applies.items()})
