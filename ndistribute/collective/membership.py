@@ -10,53 +10,32 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
+from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
 from ndistribute.transport.address import split_address
-from ndistribute.transport.failure_detector import SILENCE_SECONDS, silence_seconds
-from ndistribute.transport.handshake import Hello, authenticate
-from ndistribute.transport.listener import Listener, listen
+from ndistribute.transport.codec import Record
+from ndistribute.transport.failure_detector import silence_seconds
+from ndistribute.transport.listener import listen
+from ndistribute.transport.rpc import Client, Peer, RpcServer
 from ndistribute.transport.secret import Credentials, credentials_of, tls_files
-
-__all__ = [
-    "Membership",
-    "host_identity",
-    "membership_from_addresses",
-    "membership_from_exchange",
-    "membership_from_rank_0",
-]
-
-_RETRY_SECONDS = 0.05
-_ATTEMPT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Say which process of a group this is, and how it meets the others.
-
-    Args:
-        rank: which process this is.
-        addresses: ``host:port`` of every process, in rank order.
-        listener: a listening socket for this process's own address.
-        credentials: the job's secret and identity, and this process's certificate.
-        host: what processes that can share memory have in common.
-        heartbeat_seconds: after how long a silence a process counts as lost.
-    """
+    """Say which process of a group this is, and how it meets the others."""
 
     rank: int
-    addresses: tuple[str, ...]
-    listener: socket.socket
+    addresses: tuple[str, ...]  # Of every process, in rank order.
+    listener: socket.socket  # For this process's own address.
     credentials: Credentials
-    host: str
-    heartbeat_seconds: float = SILENCE_SECONDS
+    host: str  # What processes that can share memory have in common.
+    heartbeat_seconds: float  # After so long a silence a process counts as lost.
 
     @property
     def size(self) -> int:
@@ -64,178 +43,132 @@ class Membership:
         return len(self.addresses)
 
 
-def membership_from_addresses(
-    addresses: Sequence[str], rank: int, environ: Mapping[str, str] | None = None
-) -> Membership:
-    """Describe a process of a cluster whose addresses are known, as from `TF_CONFIG`.
-
-    Raises:
-        AuthenticationError: the job has no secret, and not all addresses are loopback.
-        OSError: this process can not listen at its address.
-    """
+def membership_from_addresses(addresses: Sequence[str], rank: int) -> Membership:
+    """Describe a process of a cluster whose addresses are known, as from `TF_CONFIG`."""
     # The port comes last: nothing is left open where a setting is wrong.
-    environ = os.environ if environ is None else environ
-    credentials = credentials_of(addresses, environ)
-    heartbeat = silence_seconds(environ)
-    return Membership(
-        rank,
-        tuple(addresses),
-        listen(addresses[rank], environ),
-        credentials,
-        host_identity(environ),
-        heartbeat,
-    )
+    credentials, host, silence = credentials_of(addresses), host_identity(), silence_seconds()
+    listener = listen(addresses[rank], os.environ)
+    return Membership(rank, tuple(addresses), listener, credentials, host, silence)
 
 
-def membership_from_exchange(
-    exchange: Callable[[bytes], Sequence[bytes]],
-    rank: int,
-    environ: Mapping[str, str] | None = None,
-) -> Membership:
+def membership_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> Membership:
     """Describe a process that can already exchange small messages with the others, as over MPI.
 
-    Args:
-        exchange: returns what every process passed, in rank order.
-        rank: which process this is.
-        environ: where settings are read.
+    The exchange returns what every process passed, in rank order.
     """
-    environ = os.environ if environ is None else environ
-    host = host_identity(environ)
+    host = host_identity()
     hosts = exchange(f"{host}\n{socket.gethostname()}".encode())
     together = len({text.partition(b"\n")[2] for text in hosts}) == 1
     listener = listen("127.0.0.1:0" if together else f"{_outward_address()}:0")
-    name, port = listener.getsockname()[:2]
     # The launcher's own channel is trusted: whoever is on it may know the secret.
-    own = {"address": f"{name}:{port}", "secret": secrets.token_hex(32)}
+    own = {"address": _address_of(listener), "secret": secrets.token_hex(32)}
     everyone = [json.loads(text) for text in exchange(json.dumps(own).encode())]
+    secret = everyone[0]["secret"].encode()
     return Membership(
         rank,
         tuple(each["address"] for each in everyone),
         listener,
-        Credentials(everyone[0]["secret"].encode(), "started by MPI", tls_files(environ)),
+        Credentials(secret, "started by MPI", tls_files(os.environ)),
         host,
-        silence_seconds(environ),
+        silence_seconds(),
     )
 
 
-def membership_from_rank_0(
-    first: str, rank: int, size: int, timeout: float, environ: Mapping[str, str] | None = None
-) -> Membership:
+def membership_from_rank_0(first: str, rank: int, size: int, timeout: float) -> Membership:
     """Describe a process of a job in which only one address is known, as from torchrun.
 
     Rank 0 listens there. The others tell it where they listen, and it tells all of them.
-
-    Args:
-        first: the address at which rank 0 collects the others' addresses.
-        rank: which process this is.
-        size: how many there are.
-        timeout: seconds to wait for all of them.
-        environ: where settings are read.
-
-    Raises:
-        AuthenticationError: the job has no secret, or a process has another one.
-        CollectiveTimeoutError: not all processes started in time.
-        OSError: rank 0 can not listen at the address.
     """
-    environ = os.environ if environ is None else environ
-    credentials = credentials_of([first], environ)
-    heartbeat = silence_seconds(environ)
-    deadline = time.monotonic() + timeout
-    if rank == 0:
-        listener, addresses = _collect(first, size, credentials, deadline)
-    else:
-        listener, addresses = _report(first, rank, size, credentials, deadline)
-    return Membership(
-        rank, tuple(addresses), listener, credentials, host_identity(environ), heartbeat
-    )
-
-
-def _collect(
-    first: str, size: int, credentials: Credentials, deadline: float
-) -> tuple[socket.socket, list[str]]:
-    """Wait for the addresses of all other processes, and send all of them to each."""
-    arrived: queue.SimpleQueue[tuple[socket.socket, Hello]] = queue.SimpleQueue()
-
-    def check(hello: Hello) -> str:
-        rank = hello.details.get("rank")
-        if hello.details.get("size") == size and rank in range(1, size):
-            return ""
-        return f"it is worker {rank} of {hello.details.get('size')}, here is worker 0 of {size}"
-
-    with contextlib.ExitStack() as on_error, contextlib.ExitStack() as held:
-        collecting = listen(first)
-        own = on_error.enter_context(_listen_beside(collecting))
-        addresses = {0: _address_of(own)}
-        hello = Hello(name="worker 0", purpose="addresses")
-        listener = Listener(
-            [collecting],
-            credentials,
-            hello,
-            lambda sock, accepted: arrived.put((sock, accepted.hello)),
-            check=check,
-        )
-        held.callback(listener.close)
-        waiting = []
-        while len(addresses) < size:
-            try:
-                sock, peer = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                missing = ", ".join(str(n) for n in range(size) if n not in addresses)
-                raise CollectiveTimeoutError(
-                    f"worker 0 waited at {first} for worker(s) {missing} to start. Were all {size} "
-                    "processes started, with the same secret, and is that address reachable?",
-                    op="start",
-                ) from None
-            addresses[int(peer.details["rank"])] = str(peer.details["address"])
-            waiting.append(held.enter_context(sock))
-        everyone = [addresses[n] for n in range(size)]
-        for sock in waiting:
-            with contextlib.suppress(OSError):  # Who is gone is missed when the group connects.
-                sock.settimeout(_ATTEMPT_SECONDS)
-                sock.sendall(json.dumps(everyone).encode())
+    credentials, host, silence = credentials_of([first]), host_identity(), silence_seconds()
+    exchange = _ask_rank_0 if rank else _answer_all
+    with contextlib.ExitStack() as on_error:
+        listener = on_error.enter_context(_listen_towards(first))
+        here = _Here(rank, _address_of(listener))
+        addresses = exchange(first, size, here, credentials, timeout)
         on_error.pop_all()
-    return own, everyone
+    return Membership(rank, tuple(addresses), listener, credentials, host, silence)
 
 
-def _report(
-    first: str, rank: int, size: int, credentials: Credentials, deadline: float
-) -> tuple[socket.socket, list[str]]:
-    """Tell rank 0 where this process listens, and return where all do."""
-    reason: Exception = TimeoutError("there was no time to try")
-    pause = threading.Event()
-    while (left := deadline - time.monotonic()) > 0:
-        with contextlib.ExitStack() as on_error:
-            try:
-                sock = socket.create_connection(split_address(first), min(left, _ATTEMPT_SECONDS))
-                # Where rank 0 can be reached from, the others can be reached at.
-                own = on_error.enter_context(_listen_beside(sock))
-                details: dict[str, str | int] = {"rank": rank, "size": size}
-                details["address"] = _address_of(own)
-                hello = Hello(name=f"worker {rank}", purpose="addresses", details=details)
-                until = min(deadline, time.monotonic() + _ATTEMPT_SECONDS)
-                sock, _ = authenticate(sock, credentials, hello, deadline=until)
-                with sock:
-                    sock.settimeout(max(0.001, deadline - time.monotonic()))
-                    text = b"".join(iter(lambda: sock.recv(65536), b""))  # noqa: B023
-                everyone = [str(address) for address in json.loads(text)]
-                on_error.pop_all()
-                return own, everyone
-            except AuthenticationError:
-                raise
-            except (OSError, ValueError) as error:  # It is not there yet, or it was cut off.
-                reason = error
-        pause.wait(_RETRY_SECONDS)
-    raise CollectiveTimeoutError(
-        f"worker {rank} waited for worker 0 at {first}: {type(reason).__name__}: {reason}. Were "
-        f"all {size} processes started, with the same secret, and is that address reachable?",
-        rank=0,
-        op="start",
-    ) from reason
+class _Here(Record, frozen=True):
+    """Tell rank 0 where a process listens."""
+
+    rank: int
+    address: str
 
 
-def _listen_beside(sock: socket.socket) -> socket.socket:
-    """Return a socket that listens at a free port of the address that another one has here."""
-    host = sock.getsockname()[0]
+class _Everyone(Record, frozen=True):
+    """Tell a process where all of them listen, in rank order."""
+
+    addresses: list[str]
+
+
+class _Collector:
+    """Answer all processes once each has said where it listens."""
+
+    requests, sealed = _Here, False
+
+    def __init__(self, size: int, own: str) -> None:
+        self.addresses = [own, *[""] * (size - 1)]
+        self.changed = threading.Condition()
+        self._asking: list[tuple[Peer, int]] = []
+
+    def connected(self, peer: Peer) -> None: ...
+
+    def disconnected(self, peer: Peer, died: bool) -> None: ...
+
+    def handle(self, peer: Peer, call: int, request: _Here) -> None:
+        with self.changed:
+            self.addresses[request.rank] = request.address
+            self._asking.append((peer, call))
+            if all(self.addresses):
+                for one, number in self._asking:  # Who is gone is missed when the group connects.
+                    one.send(_Everyone(self.addresses), number)
+                self.changed.notify()
+
+
+def _answer_all(
+    first: str, size: int, here: _Here, credentials: Credentials, timeout: float
+) -> list[str]:
+    collector = _Collector(size, here.address)
+    known, changed = collector.addresses, collector.changed
+    server = RpcServer(first, credentials, f"worker 0 of {size}", {"addresses": collector})
+    with contextlib.closing(server), changed:
+        if not changed.wait_for(lambda: all(known), timeout):
+            missing = ", ".join(str(rank) for rank, address in enumerate(known) if not address)
+            raise CollectiveTimeoutError(
+                f"worker 0 waited at {first} for worker(s) {missing} to start. Were all {size} "
+                "processes started, with the same secret, and is that address reachable?",
+                op="start",
+            )
+    return known
+
+
+def _ask_rank_0(
+    first: str, size: int, here: _Here, credentials: Credentials, timeout: float
+) -> list[str]:
+    name, audience = f"worker {here.rank}", f"worker 0 of {size}"
+    client = Client(
+        first, credentials, name=name, purpose="addresses", audience=audience, replies=_Everyone
+    )
+    with contextlib.closing(client):
+        try:
+            everyone: _Everyone = client.call(here, timeout)
+        except (CollectiveTimeoutError, WorkerLostError) as error:
+            raise CollectiveTimeoutError(
+                f"{name} waited for the addresses of all {size} processes: were all of them "
+                f"started? {error}",
+                rank=0,
+                op="start",
+            ) from error
+    return everyone.addresses
+
+
+def _listen_towards(address: str) -> socket.socket:
+    """Return a socket that listens, at a free port, where replies from an address come in."""
+    found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
+    with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+        probe.connect(found[0][4])  # Sends nothing: it asks the system for the way.
+        host = probe.getsockname()[0]
     return listen(f"[{host}]:0" if ":" in host else f"{host}:0")
 
 
