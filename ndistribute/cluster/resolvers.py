@@ -215,8 +215,8 @@ def seconds_of(environ: Mapping[str, str], name: str, usual: float) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{name} is a number of seconds above 0, here {text!r}.")
+    if not 0.01 <= seconds < math.inf:
+        raise ValueError(f"{name} must be a number of seconds, at least 0.01; got {text!r}.")
     return seconds
 
 

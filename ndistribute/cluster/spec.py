@@ -93,6 +93,11 @@ class ClusterSpec:
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
+    def addresses(self) -> list[str]:
+        """Return the addresses of all known tasks, job after job in the order of their names."""
+        jobs = [self._jobs[job] for job in sorted(self._jobs)]
+        return [tasks[index] for tasks in jobs for index in sorted(tasks)]
+
     def _job(self, name: str) -> dict[int, str]:
         if name not in self._jobs:
             raise ValueError(f"No such job in cluster: {name!r}")

@@ -177,13 +177,12 @@ def _address_of(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def host_identity(environ: Mapping[str, str] | None = None) -> str:
+def host_identity(environ: Mapping[str, str] = os.environ) -> str:
     """Return a text that is the same for processes that can map each other's memory.
 
     >>> host_identity({"NDISTRIBUTE_HOST_ID": "blue"})
     'blue'
     """
-    environ = os.environ if environ is None else environ
     if environ.get("NDISTRIBUTE_HOST_ID"):
         return environ["NDISTRIBUTE_HOST_ID"]
     # Containers of one machine share its boot but see neither each other's processes nor memory.

@@ -392,8 +392,7 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
         )
     if "worker" not in cluster.jobs:
         raise ValueError(f"The cluster has no workers: its jobs are {cluster.jobs}.")
-    jobs = map(cluster.job_tasks, sorted(cluster.jobs))
-    credentials = credentials_of([one for job in jobs for one in job if one is not None])
+    credentials = credentials_of(cluster.addresses())
     name = f"{me}#{secrets.token_hex(6)}"
 
     def connector(index: int) -> Connection:

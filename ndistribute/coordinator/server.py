@@ -253,9 +253,7 @@ class Server:
             if self._rpc is not None or self._membership.released:
                 return
             # The other tasks' addresses count too: where all are local, so is the secret.
-            jobs = map(self.cluster_spec.job_tasks, sorted(self.cluster_spec.jobs))
-            addresses = [address for job in jobs for address in job if address is not None]
-            credentials = credentials_of(addresses, self._environ)
+            credentials = credentials_of(self.cluster_spec.addresses(), self._environ)
             services = self._services()
             try:
                 self._rpc = RpcServer(

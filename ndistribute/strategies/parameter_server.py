@@ -240,8 +240,7 @@ class ParameterServerStrategy(Strategy):
             caller = LocalServer().connect(self._role.task, self._timeout)
             return [ServerClient(caller, "the server in this process")]
         cluster = self._cluster
-        every = [a for job in sorted(cluster.jobs) for a in cluster.job_tasks(job) if a is not None]
-        credentials = credentials_of(every)
+        credentials = credentials_of(cluster.addresses())
         clients = []
         for index in cluster.task_indices("ps"):
             title = f"ps:{index}"

@@ -72,9 +72,8 @@ class ConnectionLostError(DistributeError, ConnectionError):
         self.clean = clean
 
 
-def unix_wanted(environ: Mapping[str, str] | None = None) -> bool:
+def unix_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if processes of one host are to meet at Unix sockets."""
-    environ = os.environ if environ is None else environ
     return environ.get("NDISTRIBUTE_UNIX_SOCKETS", "1") != "0"
 
 

@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from ndistribute.cluster.resolvers import seconds_of
+
 SILENCE_SECONDS = 60.0
 _BEATS = 8  # In the time after which a silent process counts as lost.
 _LONGEST_PAUSE_SECONDS = 5.0
@@ -38,18 +40,9 @@ class Watched(Protocol):
         """Beat, and cut it after a long silence, unless this process itself did not run."""
 
 
-def silence_seconds(environ: Mapping[str, str] | None = None) -> float:
+def silence_seconds(environ: Mapping[str, str] = os.environ) -> float:
     """Return after how many seconds of silence a process counts as lost."""
-    text = (os.environ if environ is None else environ).get("NDISTRIBUTE_HEARTBEAT_SECONDS", "")
-    try:
-        seconds = float(text or SILENCE_SECONDS)
-    except ValueError:
-        seconds = -1.0
-    if not 0.01 <= seconds < float("inf"):
-        raise ValueError(
-            f"NDISTRIBUTE_HEARTBEAT_SECONDS must be a number of at least 0.01, got {text!r}."
-        )
-    return seconds
+    return seconds_of(environ, "NDISTRIBUTE_HEARTBEAT_SECONDS", SILENCE_SECONDS)
 
 
 class FailureDetector:

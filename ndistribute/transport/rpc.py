@@ -311,7 +311,7 @@ class RpcServer:
         name: str,
         services: Mapping[str, Service],
         *,
-        environ: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
         # Those of later lives sort behind those of earlier ones.
         self.instance = f"{time.time_ns():016x}-{secrets.token_hex(4)}"

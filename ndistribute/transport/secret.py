@@ -48,10 +48,9 @@ class Credentials:
 
 
 def credentials_of(
-    addresses: Sequence[str], environ: Mapping[str, str] | None = None
+    addresses: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> Credentials:
     """Return what this process shows to the others of its job, which are at these addresses."""
-    environ = os.environ if environ is None else environ
     # Launchers set an identity; where nobody did, it is made of the addresses.
     described = hashlib.sha256(json.dumps(list(addresses)).encode()).hexdigest()[:16]
     job = environ.get("NDISTRIBUTE_JOB_ID") or f"of addresses {described}"

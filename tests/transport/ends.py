@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ class Echo:
 
 @contextlib.contextmanager
 def serving(
-    credentials: Credentials = CREDENTIALS, port: int = 0, environ: dict[str, str] | None = None
+    credentials: Credentials = CREDENTIALS, port: int = 0, environ: Mapping[str, str] = os.environ
 ) -> Iterator[tuple[Echo, str]]:
     """Serve an `Echo`, and yield it with its address."""
     echo = Echo()

@@ -102,7 +102,7 @@ def test_one_that_says_good_bye_has_not_died(unix_job):
 @pytest.mark.parametrize("text", ["0", "-1", "0.001", "inf", "nan", "soon"])
 def test_what_is_no_time_is_an_error_where_a_server_or_a_connection_is_made(text, monkeypatch):
     environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": text}
-    with pytest.raises(ValueError, match=r"must be a number of at least 0\.01"):
+    with pytest.raises(ValueError, match=r"must be a number of seconds, at least 0\.01"):
         silence_seconds(environ)
     with pytest.raises(ValueError, match="NDISTRIBUTE_HEARTBEAT_SECONDS"), serving(environ=environ):
         pass
