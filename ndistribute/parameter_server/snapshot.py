@@ -27,7 +27,7 @@ from ndistribute.parameter_server.messages import Failure, Logged, Totals
 from ndistribute.parameter_server.store import Applied, ClockGroup, Store
 from ndistribute.parameter_server.updates import Aggregation
 from ndistribute.parameter_server.variables import Cell, Refused
-from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode, nbytes_of
+from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 
 _CLAIM_SECONDS = 30.0  # A process that is being stopped still writes its last snapshot.
 _SYNC_SECONDS = 60.0
@@ -109,7 +109,7 @@ class UpdateLog:
     def append(self, request: Logged) -> None:
         """Write a request to the file, though not yet to the disk; after an error none of it."""
         control, buffers = encode(request)
-        count, lengths = len(buffers), map(nbytes_of, buffers)
+        count, lengths = len(buffers), list(map(len, buffers))
         head = struct.pack(f"<II{count}Q", len(control), count, *lengths) + control
         checksum = 0
         for part in (head, *buffers):
@@ -118,7 +118,7 @@ class UpdateLog:
         try:
             for part in (head, *buffers):
                 _write(self._file, part)
-            self.written += len(head) + sum(map(nbytes_of, buffers))
+            self.written += len(head) + sum(lengths)
         except OSError:
             try:
                 os.ftruncate(self._file, self.written)

@@ -11,17 +11,18 @@ import functools
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+MAX_DIMENSIONS = 32
 Array = npt.NDArray[Any]
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
-
-MAX_DIMENSIONS = 32
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
     "float16 float32 float64 bfloat16 complex64 complex128".split()
@@ -36,6 +37,14 @@ class Record(
     msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True, eq=False
 ):
     """Be the base of everything that travels as a control record."""
+
+
+class _Described(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What stands in a control record for an array."""
+
+    number: _Count
+    dtype: str
+    shape: _Shape
 
 
 _buffers = threading.local()
@@ -78,11 +87,6 @@ class Decoder(Generic[T]):
             _buffers.now = []
 
 
-def nbytes_of(buffer: Buffer) -> int:
-    """Return how many bytes a buffer has."""
-    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
-
-
 def _write_array(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"a {type(value).__name__} can not be sent.")
@@ -96,19 +100,15 @@ def _write_array(value: Any) -> Any:
 
 
 def _read_array(kind: Any, node: Any) -> Any:
-    try:
-        number, name, shape = node
-        data = _buffers.now[number]
-        nbytes = nbytes_of(data)
-        plain = number >= 0 and len(shape) <= MAX_DIMENSIONS and all(type(n) is int for n in shape)
-        if plain and min(shape, default=0) >= 0:
-            # An array without elements needs dimensions that NumPy can multiply all the same.
-            spanned = math.prod(n for n in shape if n) * _dtype_of(name).itemsize
-            if spanned < 1 << 62 and (spanned if 0 not in shape else 0) == nbytes:
-                return np.ndarray(shape, _dtype_of(name), data)
-    except (TypeError, ValueError, IndexError, KeyError) as error:
-        raise MalformedError(f"an array is described by {str(node)[:80]!r}: {error}") from error
-    raise MalformedError(f"{nbytes} bytes can not be {name} of shape {str(shape)[:80]}.")
+    found = msgspec.convert(node, _Described)
+    if found.number >= len(_buffers.now):
+        raise MalformedError(f"buffer {found.number} of {len(_buffers.now)} is missing.")
+    data, dtype, shape = _buffers.now[found.number], _dtype_of(found.dtype), found.shape
+    # An array without elements needs dimensions that NumPy can multiply all the same.
+    spanned = math.prod(n for n in shape if n) * dtype.itemsize
+    if spanned >= 1 << 62 or (0 if 0 in shape else spanned) != len(data):
+        raise MalformedError(f"{len(data)} bytes can not be {dtype} of shape {shape}.")
+    return np.ndarray(shape, dtype, data)
 
 
 @functools.lru_cache

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.transport.codec import encode, nbytes_of
+from ndistribute.transport.codec import encode
 from ndistribute.transport.connection import Connection
 from tests.faults.loops import Shared
 from tests.faults.tasks import ROOT, Tasks, wait_until
@@ -57,7 +57,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def count(connection: Connection, record: Any, *args: Any) -> None:
         control, buffers = encode(record)
-        lengths.append(len(control) + sum(map(nbytes_of, buffers)))
+        lengths.append(len(control) + sum(map(len, buffers)))
         send(connection, record, *args)
 
     monkeypatch.setattr(Connection, "send", count)
