@@ -190,30 +190,56 @@ def tls_error(peer: str, error: ssl.SSLError) -> AuthenticationError:
 
 def join(secret: bytes, hello: Hello, peer: str) -> Steps:
     """Return the connecting side of a handshake with a server that errors name `peer`."""
-    mine = _greeting(_CLIENT)
-    yield mine
-    said = _Transcript(secret, mine + (yield from _receive_greeting(peer, _SERVER)), peer)
+    said = yield from _greet(secret, _CLIENT, peer)
     yield said.mac(b"client proof")
     server = _decoded((yield from said.hear(b"server hello")), peer)
-    yield said.say(b"client hello", _packed(hello))
+    yield said.say(b"client hello", encode(hello)[0])
     yield from said.hear(b"server verdict")
     return Accepted(server, said.mac(b"server frames"), said.mac(b"client frames"))
 
 
 def accept(secret: bytes, hello: Hello, check: Check, peer: str) -> Steps:
     """Return the accepting side; the job and version of its hello are to be the client's too."""
-    theirs = yield from _receive_greeting(peer, _CLIENT, answer=(mine := _greeting(_SERVER)))
-    said = _Transcript(secret, theirs + mine, peer)
+    said = yield from _greet(secret, _SERVER, peer)
     if not hmac.compare_digest((yield _PROOF_BYTES), said.mac(b"client proof")):
         yield _WRONG_SECRET
         raise said.wrong_secret()
-    yield said.say(b"server hello", _packed(hello))
+    yield said.say(b"server hello", encode(hello)[0])
     client = _decoded((yield from said.hear(b"client hello")), peer)
     if reason := _mismatch(hello, client, check):
         yield said.say(b"server verdict", reason.encode()[:MAXIMUM_HELLO_BYTES], _REFUSED)
         raise AuthenticationError(f"{client.name or peer} was refused: {reason}")
     yield said.say(b"server verdict")
     return Accepted(client, said.mac(b"client frames"), said.mac(b"server frames"))
+
+
+def _greet(secret: bytes, role: bytes, peer: str) -> Generator[bytes | int, bytes, _Transcript]:
+    """Exchange greetings: the client's goes first."""
+    own = _GREETING.pack(_MAGIC, _PROTOCOL, role, secrets.token_bytes(32))
+    if role == _CLIENT:
+        yield own
+    magic = yield len(_MAGIC)
+    if magic != _MAGIC:
+        hint = f"it began with {magic!r}. Check the addresses: another program may have the port"
+        if magic[0] in _TLS_RECORDS and magic[1] == _TLS_MAJOR:
+            yield own  # To a peer's TLS this is an error, and so it learns.
+            hint = "it uses TLS. Set NDISTRIBUTE_TLS_CERT, _KEY and _CA for all processes, or none"
+        raise AuthenticationError(f"The peer {peer} is no process of this job: {hint}.")
+    other = magic + (yield _GREETING.size - len(magic))
+    if role == _SERVER:
+        yield own  # Also to a peer of another version: so it learns ours.
+    _, protocol, other_role, _ = _GREETING.unpack(other)
+    if protocol != _PROTOCOL:
+        raise AuthenticationError(
+            f"The peer {peer} speaks version {protocol} of the handshake, and this process version "
+            f"{_PROTOCOL}. Install the same version of ndistribute for all processes of the job."
+        )
+    if other_role != (_SERVER if role == _CLIENT else _CLIENT):
+        raise AuthenticationError(
+            f"The peer {peer} sent back the greeting of this process's own side, "
+            "so it is no process of this job, or this process connected to itself."
+        )
+    return _Transcript(secret, own + other if role == _CLIENT else other + own, peer)
 
 
 class _Transcript:
@@ -230,8 +256,10 @@ class _Transcript:
         return hmac.digest(self._key, b"ndistribute " + label + b"\0" + self._said, "sha256")
 
     def say(self, label: bytes, payload: bytes = b"", verdict: bytes = _ACCEPTED) -> bytes:
+        if (length := len(payload)) > MAXIMUM_HELLO_BYTES:
+            raise ValueError(f"a hello of {length} bytes: at most {MAXIMUM_HELLO_BYTES} travel.")
         self._said += payload
-        return _FIRST.pack(verdict, len(payload)) + payload + self.mac(label + verdict)
+        return _FIRST.pack(verdict, length) + payload + self.mac(label + verdict)
 
     def hear(self, label: bytes) -> Generator[bytes | int, bytes, bytes]:
         """Return what the peer says, which is known to be its own."""
@@ -281,45 +309,6 @@ def _mismatch(server: Hello, client: Hello, check: Check) -> str:
             "you start the processes yourself, give all the same cluster and NDISTRIBUTE_JOB_ID."
         )
     return reason
-
-
-def _greeting(role: bytes) -> bytes:
-    return _GREETING.pack(_MAGIC, _PROTOCOL, role, secrets.token_bytes(32))
-
-
-def _receive_greeting(
-    peer: str, role: bytes, answer: bytes = b""
-) -> Generator[bytes | int, bytes, bytes]:
-    magic = yield len(_MAGIC)
-    if magic != _MAGIC:
-        hint = f"it began with {magic!r}. Check the addresses: another program may have the port"
-        if magic[0] in _TLS_RECORDS and magic[1] == _TLS_MAJOR:
-            if answer:
-                yield answer  # To a peer's TLS this is an error, and so it learns.
-            hint = "it uses TLS. Set NDISTRIBUTE_TLS_CERT, _KEY and _CA for all processes, or none"
-        raise AuthenticationError(f"The peer {peer} is no process of this job: {hint}.")
-    greeting = magic + (yield _GREETING.size - len(magic))
-    if answer:
-        yield answer  # Also to a peer of another version: so it learns ours.
-    _, protocol, theirs, _ = _GREETING.unpack(greeting)
-    if protocol != _PROTOCOL:
-        raise AuthenticationError(
-            f"The peer {peer} speaks version {protocol} of the handshake, and this process version "
-            f"{_PROTOCOL}. Install the same version of ndistribute for all processes of the job."
-        )
-    if theirs != role:
-        raise AuthenticationError(
-            f"The peer {peer} sent back the greeting of this process's own side, "
-            "so it is no process of this job, or this process connected to itself."
-        )
-    return greeting
-
-
-def _packed(hello: Hello) -> bytes:
-    payload, _ = encode(hello)
-    if len(payload) > MAXIMUM_HELLO_BYTES:
-        raise ValueError(f"a hello of {len(payload)} bytes: at most {MAXIMUM_HELLO_BYTES} travel.")
-    return payload
 
 
 def _decoded(payload: bytes, peer: str) -> Hello:
