@@ -66,7 +66,7 @@ def name_of_peer(sock: socket.socket) -> str:
     except OSError:
         return "who is gone"
     if not isinstance(name, tuple):
-        return "without an address"  # A pair of sockets within this host.
+        return "on this host"  # By a Unix socket.
     return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
 
 

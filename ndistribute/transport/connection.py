@@ -269,7 +269,6 @@ class Connection:
             locks = [self._writing, self._reading]
             held = [lock for lock in locks if lock.acquire(timeout=_FAREWELL_SECONDS)]
             self._free()
-            not_for_forks.discard(self)
             for lock in held:
                 lock.release()
 

@@ -169,7 +169,6 @@ class Listener:
         self._selector.close()
         for sock in (*self._strangers, *self._sockets, self._waker, self._spare):
             sock.close()
-        not_for_forks.discard(self)
 
     def _run(self) -> None:
         try:
@@ -199,17 +198,13 @@ class Listener:
         except OSError as error:
             self._make_room(listener, error)
             return
-        if sock.family == socket.AF_UNIX and not is_of_this_user(sock):
-            self._log_refusal("another user of this host", "only this user's processes may")
-            sock.close()
-        else:
-            self._begin(sock)
-
-    def _begin(self, sock: socket.socket) -> None:
         peer = name_of_peer(sock)
         try:
             sock.setblocking(False)
-            if self._tls is not None and sock.family != socket.AF_UNIX:
+            if sock.family == socket.AF_UNIX:
+                if not is_of_this_user(sock):
+                    raise PermissionError("it is another user's, and only this user's may connect")
+            elif self._tls is not None:
                 # Its first use shakes hands for TLS.
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             exchange = handshake.Exchange(self._steps(peer))
@@ -224,13 +219,11 @@ class Listener:
     def _drop_one(self) -> bool:
         """Drop the stranger that is least likely to be a good peer; return False if all may be."""
         latest = time.monotonic() + HANDSHAKE_SECONDS - _SAFE_SECONDS
-        strangers = self._strangers.values()
-        old = [each for each in strangers if each.deadline < latest]
-        leaving = [each for each in strangers if each.leaving is not None]
-        for stranger in (*leaving, *[each for each in old if each.silent], *old):
+        old = [each for each in self._strangers.values() if each.deadline < latest]
+        if old:
+            stranger = min(old, key=lambda each: (each.leaving is None, not each.silent))
             self._drop(stranger, "too many connections wait, and it is the oldest")
-            return True
-        return False
+        return bool(old)
 
     def _make_room(self, listener: socket.socket, error: OSError) -> None:
         """Send the next one away when no descriptor is left, with one that was kept for this."""
