@@ -120,7 +120,7 @@ def _session() -> _Session:
 class WorkerService:
     """Run the closures of all coordinators, one at a time; a `Service` of "coordinator"."""
 
-    requests = Run | Forget
+    requests: Any = Run | Forget
     sealed = True
 
     def __init__(self, name: str, result_bytes: int = RESULT_BYTES) -> None:

@@ -32,7 +32,7 @@ import numpy as np
 from ndistribute.errors import AuthenticationError, DistributeError
 from ndistribute.transport.address import is_of_this_user, split_address, unix_name
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
-from ndistribute.transport.failure_detector import detector, not_for_forks, silence_seconds
+from ndistribute.transport.failure_detector import FORKED, detector, not_for_forks, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.secret import Credentials
 from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
@@ -274,11 +274,7 @@ class Connection:
 
     def let_go(self) -> None:
         """Close a forked child's copy of the socket; the parent's connection goes on."""
-        fork = (
-            "this process is a fork of the one that made the connection: make strategies, servers "
-            "and coordinators in the process that uses them."
-        )
-        self._lost, self._closed = (fork, False), True
+        self._lost, self._closed = (FORKED, False), True
         self._writing, self._reading = threading.Lock(), threading.Lock()  # Who held them is gone.
         self._free()
 

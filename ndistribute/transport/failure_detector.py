@@ -21,10 +21,13 @@ from typing import Any, Protocol
 from ndistribute.cluster.resolvers import seconds_of
 
 SILENCE_SECONDS = 60.0
+FORKED = (
+    "this process is a fork of the one that made the connection: make strategies, servers and "
+    "coordinators in the process that uses them."
+)
 _BEATS = 8  # In the time after which a silent process counts as lost.
 _LONGEST_PAUSE_SECONDS = 5.0
 _log = logging.getLogger("ndistribute")
-
 
 Orders = queue.SimpleQueue[Callable[[], None] | None]
 """What to close, and None: look again what is watched. It may be put from a finalizer."""
@@ -33,8 +36,7 @@ Orders = queue.SimpleQueue[Callable[[], None] | None]
 class Watched(Protocol):
     """What the detector needs of a connection."""
 
-    beat_within: float
-    """The shorter of the silences, in seconds, after which the ends count each other as lost."""
+    beat_within: float  # The shorter of the silences after which the ends are lost to each other.
 
     def tick(self, now: float, excused: bool) -> None:
         """Beat, and cut it after a long silence, unless this process itself did not run."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from ndistribute import errors
 from ndistribute.transport.codec import Decoder, MalformedError, Record
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect, unix_wanted
-from ndistribute.transport.failure_detector import detector, silence_seconds
+from ndistribute.transport.failure_detector import FORKED, detector, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen, listen_unix
 from ndistribute.transport.secret import Credentials
@@ -235,10 +235,7 @@ class Client:
         if connection is not None and connection.is_open:
             return connection
         if os.getpid() != self._process:
-            raise RuntimeError(
-                "this process is a fork of the one that made the connection: make strategies and "
-                "coordinators in the process that uses them."
-            )
+            raise RuntimeError(FORKED)
         if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise ConnectionLostError("another thread connects to it.")
         try:
@@ -280,13 +277,8 @@ class Peer:
 class Service(Protocol):
     """What answers the connections of one purpose."""
 
-    @property
-    def requests(self) -> Any:
-        """The union of the kinds of records that it reads."""
-
-    @property
-    def sealed(self) -> bool:
-        """Whether frames carry a MAC, because something in them is unpickled."""
+    requests: Any  # The union of the kinds of records that it reads.
+    sealed: bool  # Whether frames carry a MAC, because something in them is unpickled.
 
     def connected(self, peer: Peer) -> None:
         """Know that a client is here."""
