@@ -8,18 +8,16 @@ the network.
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import socket
 import ssl
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 
 from ndistribute.collective.messages import HEARTBEAT, Message, Reader
-from ndistribute.transport.failure_detector import detector
+from ndistribute.transport.failure_detector import detector, not_for_forks
 
 __all__ = ["Watch"]
 
@@ -89,7 +87,7 @@ class Watch:
         self._thread = threading.Thread(
             target=self._run, name=f"ndistribute-watch-{rank}", daemon=True
         )
-        _watches.add(self)
+        not_for_forks.add(self)
 
     def start(self) -> None:
         """Begin; from now on the owner is called."""
@@ -138,7 +136,7 @@ class Watch:
         self._thread.join(timeout=timeout + 5.0)
 
     def let_go(self) -> None:
-        """Close the connections without a word, where they are another process's."""
+        """Close a fork's copies, which would hide from the others that this process has died."""
         for line in list(self._lines.values()):
             with contextlib.suppress(OSError):
                 line.sock.close()
@@ -238,15 +236,3 @@ class Watch:
         with contextlib.suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 pass
-
-
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-
-
-def _let_go_of_all() -> None:
-    """Close a fork's copies, which would hide from the others that the process itself has died."""
-    for watch in list(_watches):
-        watch.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go_of_all)

@@ -29,9 +29,6 @@ _BEATS = 8  # In the time after which a silent process counts as lost.
 _LONGEST_PAUSE_SECONDS = 5.0
 _log = logging.getLogger("ndistribute")
 
-Orders = queue.SimpleQueue[Callable[[], None] | None]
-"""What to close, and None: look again what is watched. It may be put from a finalizer."""
-
 
 class Watched(Protocol):
     """What the detector needs of a connection."""
@@ -54,7 +51,8 @@ class FailureDetector:
         # Collected garbage may be closed, and so forgotten, in the middle of `watch`.
         self._lock = threading.RLock()
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self._orders: Orders = queue.SimpleQueue()
+        # What to close, and None: look again what is watched. It may be put from a finalizer.
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pause = 0.0
         self._thread: threading.Thread | None = None
 
