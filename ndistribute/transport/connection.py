@@ -86,10 +86,7 @@ def connect(
     deadline: float,
     sealed: bool = False,
 ) -> Connection:
-    """Return an authenticated connection to a process: by a Unix socket if it is on this host.
-
-    If nobody answers there, that is a `ConnectionLostError`.
-    """
+    """Return an authenticated connection to a process: by a Unix socket if it is on this host."""
     deadline = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
     by_unix = functools.partial(_unix_socket, address, deadline)
     wanted = unix_wanted()
@@ -204,9 +201,7 @@ class Connection:
                 parts: list[Buffer] = [head]
                 if ring is None:
                     for buffer, length in zip(buffers, lengths, strict=True):
-                        parts.append(buffer)
-                        if padding := padded(length) - length:
-                            parts.append(_PADDING[:padding])
+                        parts += buffer, _PADDING[: padded(length) - length]
                 self._write(parts, deadline, file)
                 if ring is not None:
                     for buffer in buffers:

@@ -265,13 +265,12 @@ class Peer:
         self.name = connection.peer.name
         self._connection = connection
 
-    def send(self, record: Record, call: int = 0) -> bool:
-        """Send a record, from any thread; return False if the other end is gone."""
+    def send(self, record: Record, call: int = 0) -> None:
+        """Send a record, from any thread."""
         try:
             self._connection.send(record, call)
-            return True
         except (ConnectionLostError, TimeoutError):
-            return False
+            return  # The service learns of it by `disconnected`.
 
 
 class Service(Protocol):
@@ -391,10 +390,9 @@ def _converse(service: Service, connection: Connection, peer: Peer) -> bool:
         try:
             reply = service.handle(peer, call, request)
             del request
-            here = reply is None or peer.send(reply, call)
+            if reply is not None:
+                peer.send(reply, call)
         except Exception as error:
             _log.exception("a request of %s failed", peer.name)
-            here = peer.send(Failed(f"{type(error).__name__}: {error}"), call)
+            peer.send(Failed(f"{type(error).__name__}: {error}"), call)
         reply = None  # It may hold what is to be given back while nothing is asked.
-        if not here:
-            return True

@@ -66,10 +66,8 @@ class Ring:
 
 
 def make_file() -> int:
-    """Return a descriptor of new memory for a ring.
-
-    It can not shrink, and is taken at once, so that neither end is ever killed for using it.
-    """
+    """Return a descriptor of new memory for a ring."""
+    # It can not shrink, and is taken at once, so that neither end is ever killed for using it.
     file = os.memfd_create("ndistribute-messages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(file, 0, _SIZE)
