@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
-from ndistribute.transport.address import split_address
+from ndistribute.transport.address import address_of, split_address
 from ndistribute.transport.codec import Record
 from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.listener import listen
@@ -61,7 +61,7 @@ def membership_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank:
     together = len({text.partition(b"\n")[2] for text in hosts}) == 1
     listener = listen("127.0.0.1:0" if together else f"{_outward_address()}:0")
     # The launcher's own channel is trusted: whoever is on it may know the secret.
-    own = {"address": _address_of(listener), "secret": secrets.token_hex(32)}
+    own = {"address": address_of(*listener.getsockname()[:2]), "secret": secrets.token_hex(32)}
     everyone = [json.loads(text) for text in exchange(json.dumps(own).encode())]
     secret = everyone[0]["secret"].encode()
     return Membership(
@@ -83,7 +83,7 @@ def membership_from_rank_0(first: str, rank: int, size: int, timeout: float) -> 
     exchange = _ask_rank_0 if rank else _answer_all
     with contextlib.ExitStack() as on_error:
         listener = on_error.enter_context(_listen_towards(first))
-        here = _Here(rank, _address_of(listener))
+        here = _Here(rank, address_of(*listener.getsockname()[:2]))
         addresses = exchange(first, size, here, credentials, timeout)
         on_error.pop_all()
     return Membership(rank, tuple(addresses), listener, credentials, host, silence)
@@ -169,12 +169,7 @@ def _listen_towards(address: str) -> socket.socket:
     with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
         probe.connect(found[0][4])  # Sends nothing: it asks the system for the way.
         host = probe.getsockname()[0]
-    return listen(f"[{host}]:0" if ":" in host else f"{host}:0")
-
-
-def _address_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return listen(address_of(host, 0))
 
 
 def host_identity(environ: Mapping[str, str] = os.environ) -> str:

@@ -35,6 +35,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def address_of(host: str, port: int) -> str:
+    """Return the address of a host's port; a host of IPv6 stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Return True for ``localhost``, ``127.0.0.0/8`` and ``::1``.
 
@@ -67,7 +72,7 @@ def name_of_peer(sock: socket.socket) -> str:
         return "who is gone"
     if not isinstance(name, tuple):
         return "on this host"  # By a Unix socket.
-    return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+    return address_of(*name[:2])
 
 
 def is_of_this_user(sock: socket.socket) -> bool:
