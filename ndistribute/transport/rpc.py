@@ -242,9 +242,9 @@ class Client:
             connection = self._connection
             if self._closing.is_set():
                 raise ConnectionLostError("the client was closed.")
-            if connection is not None and connection.is_open:
-                return connection
             if connection is not None:
+                if connection.is_open:
+                    return connection
                 connection.close()
             who = self._address, self._credentials, self._hello, self._kinds
             self._connection = connection = connect(*who, deadline=deadline)

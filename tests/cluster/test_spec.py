@@ -36,6 +36,7 @@ def test_dense_tasks_are_a_list_and_sparse_ones_a_dictionary():
     assert cluster.as_dict() == {"worker": ["a:1", "b:1"], "ps": {2: "c:1"}, "chief": {}}
     assert cluster.job_tasks("ps") == [None, None, "c:1"]
     assert cluster.job_tasks("chief") == []
+    assert cluster.addresses() == ["c:1", "a:1", "b:1"]
     assert "ClusterSpec({'worker': ['a:1', 'b:1']" in repr(cluster)
 
 
