@@ -71,7 +71,7 @@ def name_of_peer(sock: socket.socket) -> str:
     except OSError:
         return "who is gone"
     if not isinstance(name, tuple):
-        return "on this host"  # By a Unix socket.
+        return "localhost"  # By a Unix socket.
     return address_of(*name[:2])
 
 
