@@ -29,13 +29,6 @@ State = Literal["ok", "slow", "missing", "absent"]
 
 _LEAST_SHARED_MEMORY = 512 << 20
 _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
-# A kernel has to be worth the setting; less is within what a measurement moves by.
-_WORTH = 1.1
-_MEASURE = """
-import timeit, numpy as np
-a = np.ones((512, 512), np.float32)
-print(2 * 512**3 / min(timeit.repeat(lambda: a @ a, number=1, repeat=20)) / 1e9)
-"""
 _AVX512 = frozenset(("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"))
 # Those that OpenBLAS has for x86-64 processors without AVX-512; an unknown one is left alone.
 _BELOW_AVX512 = frozenset(
@@ -67,8 +60,8 @@ class Finding:
         return f"{line}\n{'':26} -> {self.remedy}" if self.remedy else line
 
 
-def examine(measure: bool = True) -> list[Finding]:
-    """Look at everything; measure matrix products where another BLAS kernel may be faster."""
+def examine() -> list[Finding]:
+    """Look at everything."""
     python = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
     widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in _cpu_flags()]
     blas = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
@@ -76,7 +69,7 @@ def examine(measure: bool = True) -> list[Finding]:
         Finding("Python", "ok", python),
         Finding("processor", "ok", f"{usable_cores()} cores, {[*widest, 'no AVX'][0]}"),
         _either("BLAS", blas, "slow", "none known", "pip install --force-reinstall numpy"),
-        _kernel(measure),
+        _kernel(),
         *_packages(),
         *_machine(),
         *_network(),
@@ -111,17 +104,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _kernel(measure: bool) -> Finding:
+def _kernel() -> Finding:
     chosen = _architecture()
     better = better_kernel(_cpu_flags(), chosen)
     if better is None:
         return Finding("BLAS kernels", "ok", chosen or "not OpenBLAS's")
     text = f"{chosen}, on a processor with AVX-512"
-    now, then = (_gemm_rate(chosen), _gemm_rate(better)) if measure else (None, None)
-    if now is not None and then is not None:
-        text += f": {now:.0f} GFLOP/s a core, {then:.0f} with {better}"
-        if then < _WORTH * now:
-            return Finding("BLAS kernels", "ok", text)
     mine = os.environ.get(_KERNEL_VARIABLE)
     remedy = f"unset {_KERNEL_VARIABLE}" if mine else f"export {_KERNEL_VARIABLE}={better}"
     return Finding("BLAS kernels", "slow", text, f"{remedy} (`ndistribute run` then sets it)")
@@ -168,11 +156,13 @@ def _network() -> Iterator[Finding]:
     name = socket.gethostname()
     # In a process of its own: a name server that is gone would keep this one waiting.
     ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
-    address = _said([sys.executable, "-I", "-S", "-c", ask, name], seconds=5.0)
-    found = [f"{name} is {address}"] if address and not address.startswith("127.") else []
-    text = f"{name} is {address} here, which no other host can reach"
+    found, text = [], f"{name} does not resolve"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        python = [sys.executable, "-I", "-S", "-c", ask, name]
+        said = subprocess.check_output(python, stderr=subprocess.DEVNULL, text=True, timeout=5)
+        found = [] if said.startswith("127.") else [f"{name} is {said.strip()}"]
+        text = f"{name} is {said.strip()} here, which no other host can reach"
     remedy = f"add '<address> {name}' to /etc/hosts; needed for jobs on several hosts"
-    text = text if address else f"{name} does not resolve"
     yield _either("host name", found, "absent", text, remedy)
     ssh = list(filter(None, [shutil.which("ssh")]))
     remedy = "apt-get install openssh-client"
@@ -204,21 +194,3 @@ def _architecture() -> str | None:
     """Return the kernels that NumPy's OpenBLAS uses in this process, or None if it uses another."""
     found = [pool["architecture"] for pool in _pools() if pool["internal_api"] == "openblas"]
     return found[0] if found else None
-
-
-def _gemm_rate(kernel: str | None) -> float | None:
-    """Measure one core's float32 products with some kernels, in GFLOP/s; None if it can not be."""
-    environ = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), _KERNEL_VARIABLE: kernel or ""}
-    rate = _said([sys.executable, "-c", _MEASURE], 30.0, environ)
-    return None if rate is None else float(rate)
-
-
-def _said(
-    command: list[str], seconds: float, environ: Mapping[str, str] | None = None
-) -> str | None:
-    """Return what a command prints, or None if it fails or takes too long."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(
-            command, env=environ, stderr=subprocess.DEVNULL, text=True, timeout=seconds
-        ).strip()
-    return None
