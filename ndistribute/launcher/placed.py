@@ -12,7 +12,6 @@ import os
 import pickle
 import select
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,10 +20,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import IO, Any, TypedDict
+from typing import Any, TypedDict
 
 from ndistribute.errors import DistributeError, WorkerLostError
-from ndistribute.launcher import reaper
 from ndistribute.launcher.launch import (
     JOB_ID,
     job_environment,
@@ -33,12 +31,15 @@ from ndistribute.launcher.launch import (
 )
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import Process, Start, Supervisor, restart_delay
-from ndistribute.transport.listener import LISTEN_FD, listen
+from ndistribute.transport.listener import listen
 
 Work = Callable[..., Any] | str | os.PathLike[str]
 
 _FOLLOW_SECONDS = 0.25
 _CHUNK_BYTES = 1 << 20
+# Ray kills the children of an actor that it ends, but not theirs: with a shell between, the reaper
+# lives on and ends the task with all that it started. Both streams go into one.
+_APART = ("/bin/sh", "-c", 'exec 2>&1; "$@"; exit $?', "sh")
 _CALL = f"import sys; from {__name__} import main; sys.exit(main(int(sys.argv[1])))"
 
 
@@ -73,8 +74,6 @@ class PlacedTask:
         self._host = f"[{host}]" if ":" in host else host
         # Kept as long as the task is placed: nobody takes the port between two starts.
         self._port = listen(f"{self._host}:0")
-        self._process: subprocess.Popen[bytes]
-        self._file: IO[bytes]
 
     def address(self) -> str:
         """Return where the task listens; who connects early waits for it."""
@@ -82,7 +81,6 @@ class PlacedTask:
 
     def start(self, work: bytes | list[str], environ: Mapping[str, str], grace: float) -> None:
         """Start a script with arguments, or a pickle for `main`; also again after its end."""
-        port = self._port.fileno()
         self._told = False
         # It holds the call, and in its place what it came to.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
@@ -91,48 +89,33 @@ class PlacedTask:
             self._file.write(work)
             self._file.seek(0)
             command = ["-c", _CALL, str(self._file.fileno())]
-        python = sys.executable
         # What this process can import, the task can.
         environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environ}
-        self._process = subprocess.Popen(
-            # Ray kills the children of an actor that it ends, but not theirs: the shell stands
-            # between, so that the reaper lives on and ends the task with all that it started.
-            ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
-            + [python, "-I", "-S", reaper.__file__, str(grace), python, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environ, LISTEN_FD: str(port)},
-            pass_fds=[self._file.fileno(), port],
-            start_new_session=True,
-        )
-        if self._process.stdin is not None:
-            # The engine may drop this object without a call: the task ends then as well.
-            weakref.finalize(self, self._process.stdin.close)
+        argv = [sys.executable, *command]
+        start = Start("", argv, environ, listener=self._port, saving=grace)
+        process = Process(os.environ, start, _APART, [self._file.fileno()])
+        # The engine may drop this object without a call: the task ends then as well.
+        self._process, self._close = process, weakref.finalize(self, process.close)
 
     def follow(self, end: bool) -> tuple[bytes, int | None, bytes]:
         """Return what the task has written, its exit code, and the pickle that `main` has left.
 
         The code is None while it runs. If it is to end, it is, with all that it started.
         """
-        process, output = self._process, self._process.stdout or sys.stdin
-        if end and process.stdin is not None and not self._told:
+        process, output = self._process, self._process.outputs[0][0]
+        if end and not self._told:
             self._told = True  # Told twice, it would not wait for the grace.
-            with contextlib.suppress(BrokenPipeError):  # It has ended already.
-                process.stdin.write(b".")
-                process.stdin.flush()
-        ready, _, _ = select.select([output], [], [], _FOLLOW_SECONDS)
-        chunk = os.read(output.fileno(), _CHUNK_BYTES) if ready else b""
-        if ready and not chunk:  # It has closed its output.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_FOLLOW_SECONDS)
-        code = process.poll()
-        if chunk or code is None:
+            process.ask_to_end()
+        ready = select.select([output, process.done], [], [], _FOLLOW_SECONDS)[0]
+        chunk = os.read(output, _CHUNK_BYTES) if output in ready else b""
+        # Without a chunk it may have closed its output, and go on.
+        if chunk or not ready or not select.select([process.done], [], [], _FOLLOW_SECONDS)[0]:
             return chunk, None, b""
-        output.close()
+        code = process.code()
+        self._close()
         with self._file as file:
             file.seek(0)
-            return b"", code if code >= 0 else 128 - code, file.read()
+            return b"", code, file.read()
 
 
 def tasks_of(num_workers: int, num_ps: int, options: JobOptions) -> list[tuple[str, int]]:
@@ -195,12 +178,10 @@ def _starts(
     tasks: Sequence[tuple[str, int]], addresses: Sequence[str], environ: Mapping[str, str]
 ) -> list[Start]:
     known = task_environments(tasks, addresses, environ)  # With a fresh secret.
-    starts = []
-    for (kind, index), own in zip(tasks, known, strict=True):
-        settings = {**environ, **own}
-        saving = saving_seconds(kind, settings)
-        starts.append(Start(f"{kind}:{index}", (), settings, kind, saving=saving))
-    return starts
+    return [
+        Start(f"{kind}:{index}", (), {**environ, **own}, kind, saving=saving_seconds(kind, environ))
+        for (kind, index), own in zip(tasks, known, strict=True)
+    ]
 
 
 class _InProgram(Writer):

@@ -12,12 +12,13 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from subprocess import PIPE, Popen
+from typing import IO, cast
 
 from ndistribute.launcher import reaper
 from ndistribute.launcher.hosts import Host, remote_script, ssh_command
@@ -299,41 +300,35 @@ class Process:
     kill: Callable[[], None]  # After which it is not waited for any longer.
     lost: Exception | None = None  # Why what is needed to start it again is not there.
 
-    def __init__(self, environ: Mapping[str, str], start: Start) -> None:
-        own, script, fds = dict(environ), "", []
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        start: Start,
+        around: Sequence[str] = (),
+        inherited: Sequence[int] = (),
+    ) -> None:
+        own, script, fds = dict(environ), "", [*inherited]
         if start.host is None:
             mpi = ["mpi"] if start.label == MPIEXEC else []
-            argv = [
-                sys.executable,
-                "-I",
-                "-S",
-                reaper.__file__,
-                *mpi,
-                str(start.grace),
-                *start.argv,
-            ]
+            reaping = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(start.grace)]
+            cmd = [*around, *reaping, *start.argv]
             own |= start.settings
         else:
-            argv = ssh_command(start.host.name)
+            cmd = ssh_command(start.host.name)
             script = remote_script(start.argv, start.settings, environ, start.host.slots)
         if start.listener is not None:
-            fds = [start.listener.fileno()]
-            own[LISTEN_FD] = str(fds[0])
-        pipe = subprocess.PIPE
-        self._popen = subprocess.Popen(
-            argv,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            env=own,
-            start_new_session=True,
-            pass_fds=fds,
+            fds.append(start.listener.fileno())
+            own[LISTEN_FD] = str(fds[-1])
+        self._popen = Popen(
+            cmd, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=own, start_new_session=True, pass_fds=fds
         )
         self.kill = self._popen.kill
         self.done = os.pidfd_open(self._popen.pid)
-        streams = (self._popen.stdout, "stdout"), (self._popen.stderr, "stderr")
-        pipes = [(pipe.fileno(), start.label, name) for pipe, name in streams if pipe is not None]
-        self.outputs = (*pipes, *start.outputs)
+        pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        self._input, *self._pipes = (cast("IO[bytes]", pipe) for pipe in pipes)
+        streams = zip(self._pipes, ("stdout", "stderr"), strict=True)
+        mine = [(pipe.fileno(), start.label, stream) for pipe, stream in streams]
+        self.outputs = (*mine, *start.outputs)
         self._write(script.encode())
 
     def code(self) -> int:
@@ -347,21 +342,19 @@ class Process:
 
     def hang_up(self) -> None:
         """Have it ended as if the launcher were gone; at once if it was asked before."""
-        if self._popen.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._popen.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
 
     def close(self) -> None:
         self.hang_up()
-        for stream in filter(None, (self._popen.stdout, self._popen.stderr)):
-            stream.close()
+        for pipe in self._pipes:
+            pipe.close()
         os.close(self.done)
 
     def _write(self, data: bytes) -> None:
-        if self._popen.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
-                self._popen.stdin.write(data)
-                self._popen.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
+            self._input.write(data)
+            self._input.flush()
 
 
 @contextlib.contextmanager
