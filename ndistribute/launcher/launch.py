@@ -128,14 +128,15 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
             for rank, (_, _, host, address) in enumerate([] if mpi else _places(options))
             if host is None
         }
-        pipes = _pipes(options, opened) if mpi and options.is_local else []
+        ranks = options.processes if mpi and options.is_local else 0
+        pipes = mpiexec.rank_pipes(ranks, opened) if ranks else ([], "")
         signals = opened.enter_context(signals_as_bytes())
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
                 _refuse_waiting(list(listeners.values()))
             if mpi:
-                starts = [_mpi_start(mpi, options, environ, pipes)]
+                starts = [_mpi_start(mpi, options, environ, *pipes)]
             else:
                 starts = _tasks(options, environ, listeners)  # With a fresh secret.
             begin = partial(Process, environ)
@@ -234,20 +235,12 @@ def _refuse_waiting(ports: Sequence[socket.socket]) -> None:
             port.accept()[0].close()
 
 
-def _pipes(options: JobOptions, opened: contextlib.ExitStack) -> list[tuple[int, int]]:
-    """Return two pipes for each rank of this machine: for its output and its errors."""
-    pipes = [os.pipe() for _ in range(2 * options.processes)]
-    for pipe in pipes:
-        for fd in pipe:
-            opened.callback(os.close, fd)
-    return pipes
-
-
 def _mpi_start(
     mpi: mpiexec.Mpiexec,
     options: JobOptions,
     environ: Mapping[str, str],
-    pipes: Sequence[tuple[int, int]] = (),
+    outputs: Sequence[tuple[int, str, str]] = (),
+    redirect: str = "",
 ) -> Start:
     settings = blas_settings(environ, options.sharing)
     if mpi.family != "mpich" or options.is_local:
@@ -260,12 +253,8 @@ def _mpi_start(
         options.command,
         sorted({*ours, *settings, JOB_ID} - {_SECRET}),
         local=options.is_local,
-        redirect=mpiexec.redirection([writer for _, writer in pipes]) if pipes else "",
+        redirect=redirect,
     )
-    outputs = [
-        (reader, str(number // 2), ("stdout", "stderr")[number % 2])
-        for number, (reader, _) in enumerate(pipes)
-    ]
     return Start(mpiexec.MPIEXEC, command, settings, outputs=outputs)
 
 
