@@ -39,7 +39,7 @@ class Writer:
         self._fd = fd
         self._most = most
         self._waiting: deque[bytes] = deque()
-        self._bytes = self._writing = self._lost = 0
+        self._bytes = self._lost = 0  # What is not written yet, and what never will be.
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="ndistribute out", daemon=True)
@@ -60,11 +60,11 @@ class Writer:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            while (self._bytes or self._writing) and self.error is None:
+            while self._bytes and self.error is None:
                 if not self._changed.wait(patience):
-                    return self._bytes + self._writing + self._lost
+                    return self._bytes + self._lost
         self._thread.join(patience)
-        return self._bytes + self._writing + self._lost
+        return self._bytes + self._lost
 
     def _run(self) -> None:
         while self.error is None:
@@ -73,21 +73,20 @@ class Writer:
                 if not self._waiting:
                     return
                 data = self._waiting.popleft()
-                self._bytes -= len(data)
                 if self._lost:
-                    told = (
-                        f"ndistribute run: {self._lost} bytes were dropped here: nobody read them."
-                    )
-                    data = told.encode() + b"\n" + data
-                    self._lost = 0
-                self._writing = len(data)
-            while self._writing and self.error is None:
+                    told = f"{self._lost} bytes were dropped here: nobody read them."
+                    line = f"ndistribute run: {told}\n".encode()
+                    self._bytes += len(line)
+                    data, self._lost = line + data, 0
+            while data and self.error is None:
+                written = 0
                 try:
-                    data = data[os.write(self._fd, data[:_WRITE_BYTES]) :]
+                    written = os.write(self._fd, data[:_WRITE_BYTES])
                 except OSError as error:
                     self.error = error
+                data = data[written:]
                 with self._changed:
-                    self._writing = len(data)
+                    self._bytes -= written
                     self._changed.notify_all()
 
 
