@@ -1,7 +1,6 @@
 """Says what this machine has for distributed jobs, and what is missing or slow with its remedy.
 
-No check raises: a broken machine is what they are for. What a process should set for its BLAS
-before NumPy loads is found out here as well.
+No check raises: a broken machine is what they are for. Launchers ask here what to set for BLAS.
 """
 
 from __future__ import annotations
@@ -77,19 +76,14 @@ def examine() -> list[Finding]:
 
 
 def better_kernel(flags: Collection[str], architecture: str | None) -> str | None:
-    """Return the OpenBLAS kernels to ask for, or None where it chose well or is not in use.
-
-    For some families with AVX-512 it takes the AVX2 kernels: 100 GFLOP/s a core in place of 215.
-    """
+    """Return the OpenBLAS kernels to ask for, or None where it chose well or is not in use."""
+    # For some families with AVX-512 it takes those for AVX2: 100 GFLOP/s a core in place of 215.
     wrong = architecture in _BELOW_AVX512 and frozenset(flags) >= _AVX512
     return "SkylakeX" if wrong else None
 
 
 def blas_settings(environ: Mapping[str, str], parts: int) -> dict[str, str]:
-    """Return the variables to add for one of several processes that share this machine's cores.
-
-    What the user has set stays: threads where neither variable is set, kernels where none are.
-    """
+    """Return what to add for each of several processes that share the cores; the user's stays."""
     settings = {}
     if not any(environ.get(name) for name in THREAD_VARIABLES):
         settings = dict.fromkeys(THREAD_VARIABLES, str(max(1, usable_cores() // parts)))

@@ -102,11 +102,7 @@ def saving_seconds(task_type: str, environ: Mapping[str, str]) -> float:
 
 
 def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
-    """Run a job to its end, and return its exit code: of what failed first, or 124 for a timeout.
-
-    Workers that compute together lose each other when one fails, so all of them start again. A
-    server or worker of a job with servers is started again alone.
-    """
+    """Run a job to its end; return the exit code of what failed first, 124 for a timeout, or 0."""
     _open_standard_streams()
     _check_limits(options.processes)
     mpi = mpiexec.find_mpiexec() if options.mpi else None
@@ -115,6 +111,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
+    # Workers that compute together lose each other: all start again. Beside servers one does alone.
     restarts, again = (options.max_restarts, 0) if options.servers else (0, options.max_restarts)
     with contextlib.ExitStack() as opened:
         out = Writer(stdout)
@@ -167,10 +164,7 @@ def dry_run(options: JobOptions) -> Iterator[str]:
 
 
 def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
-    """Return the tasks: type, index, host if it is another, address; servers come first.
-
-    On several hosts they are at consecutive ports of each, on this machine at any free one.
-    """
+    """Return the tasks, servers first: type, index, host if it is another machine, address."""
     if options.is_local:
         workers = sum(host.slots for host in options.hosts)
         counts = {"ps": options.servers, "worker": workers, "chief": int(options.chief)}

@@ -28,10 +28,7 @@ _WRITE_BYTES = 1 << 14
 
 
 class Writer:
-    """Write to a descriptor from a thread, so that a reader who stops reading stops nothing else.
-
-    Of what waits, the oldest is dropped beyond a number of bytes; a line in its place says so.
-    """
+    """Write from a thread: who stops reading stops nothing else, and the oldest is dropped then."""
 
     error: OSError | None = None
 
@@ -46,7 +43,6 @@ class Writer:
         self._thread.start()
 
     def write(self, data: bytes) -> None:
-        """Hand over bytes to be written."""
         with self._changed:
             self._waiting.append(data)
             self._bytes += len(data)
@@ -91,10 +87,7 @@ class Writer:
 
 
 class Console:
-    """Show lines with the rank or task they came from, and keep the last ones of each.
-
-    They go to two writers, and to a file for each rank or task if there is a folder for them.
-    """
+    """Show lines with the rank or task they came from, keep each one's last, and write logs."""
 
     def __init__(self, out: Writer, err: Writer, log_dir: Path | None = None) -> None:
         if log_dir is not None:
@@ -132,7 +125,6 @@ class Console:
             self.take(label, stream, lines)
 
     def take(self, rank: str, stream: str, lines: list[bytes]) -> None:
-        """Keep and show lines of a rank."""
         if not lines:
             return
         if self._log_dir is not None:
@@ -158,7 +150,6 @@ class Console:
         self._kept.pop(rank, None)
 
     def close(self) -> None:
-        """Wait for whoever still reads."""
         out, err = self._writers.values()
         lost = out.close()
         if err is not out:
@@ -181,10 +172,7 @@ class Console:
 
 
 def last_report(lines: list[bytes], most: int = 200) -> list[bytes]:
-    """Return the last traceback of what a process wrote, with those it was caused by.
-
-    Where there is none, as after a syntax error, the last lines stand for it.
-    """
+    """Return the last traceback of what a process wrote, with its causes; else the last lines."""
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
     # Those of a group stand indented under the group's own.
     while len(headers) > 1 and lines[headers[-1]][:1].isspace():

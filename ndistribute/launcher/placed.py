@@ -64,10 +64,7 @@ class JobOptions(TypedDict, total=False):
 
 
 class PlacedTask:
-    """Start one task of a job on this machine, and follow it to its end.
-
-    It is told how to find this machine's address, by which the others of the job reach it.
-    """
+    """Start one task of a job on this machine, whose address it can find, and follow it."""
 
     def __init__(self, find_host: Callable[[], str]) -> None:
         host = find_host()
@@ -98,10 +95,7 @@ class PlacedTask:
         self._process, self._close = process, weakref.finalize(self, process.close)
 
     def follow(self, end: bool) -> tuple[bytes, int | None, bytes]:
-        """Return what the task has written, its exit code, and the pickle that `main` has left.
-
-        The code is None while it runs. If it is to end, it is, with all that it started.
-        """
+        """Return what the task wrote, its exit code or None, and the pickle that `main` left."""
         process, output = self._process, self._process.outputs[0][0]
         if end and not self._told:
             self._told = True  # Told twice, it would not wait for the grace.
@@ -136,8 +130,7 @@ def run_job(
 ) -> list[Any]:
     """Run a job to its end, and return what the chief and the workers returned.
 
-    In the block of `place` the engine has a `PlacedTask` for each of the tasks; `call` calls a
-    method of one, by its handle and name, from several threads at once.
+    In the block of `place` the engine has a `PlacedTask` for each task; `call` calls its methods.
     """
     work: bytes | list[str]
     if callable(fn_or_script):

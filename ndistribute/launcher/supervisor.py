@@ -135,10 +135,7 @@ class Supervisor:
             self._due[partial(self._stop, Outcome("timeout", 124))] = self.deadline
 
     def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
-        """Start everything after a delay, and return once all of it has ended.
-
-        An error, such as of one that can not be started, is raised once all others have ended.
-        """
+        """Start everything after a delay; return, or raise an error, once all of it has ended."""
         self._tasks = [_Task(start.task_type, start=start) for start in starts]
         for task in self._tasks:
             self._due[partial(self._start, task)] = time.monotonic() + delay
@@ -290,10 +287,7 @@ class Supervisor:
 
 
 class Process:
-    """A started process with its reaper, which ends it when its input is closed.
-
-    One that an engine has placed looks the same to a supervisor.
-    """
+    """A started process with its reaper, which ends it when its input is closed."""
 
     done: int  # A descriptor that can be read once it has ended.
     outputs: Sequence[tuple[int, str, str]]  # Pipes to read: whose, and which stream.
@@ -337,7 +331,6 @@ class Process:
         return code if code >= 0 else 128 - code
 
     def ask_to_end(self) -> None:
-        """Have it ended with a grace."""
         self._write(b".")
 
     def hang_up(self) -> None:
@@ -359,13 +352,11 @@ class Process:
 
 @contextlib.contextmanager
 def signals_as_bytes() -> Iterator[socket.socket]:
-    """Turn the signals that end a program into bytes that can be waited for.
-
-    Those that were ignored, as by nohup and in jobs that sh runs in the background, stay so.
-    """
+    """Give a socket from which the signals that end a program can be read, a byte each."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     ending_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # What is ignored, as by nohup and in jobs that sh runs in the background, stays so.
     heeded = [signum for signum in ending_signals if signal.getsignal(signum) != signal.SIG_IGN]
     with reader, writer:
         before = {signum: signal.signal(signum, lambda *_: None) for signum in heeded}
