@@ -83,22 +83,27 @@ def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return job | (given or {_SECRET: secrets.token_hex(32)})
 
 
-def task_environments(
-    tasks: Sequence[tuple[str, int]], addresses: Sequence[str], environ: Mapping[str, str]
-) -> list[dict[str, str]]:
-    """Return the variables that tell each of a job's tasks which one it is."""
+def task_starts(
+    tasks: Sequence[tuple[str, int]],
+    addresses: Sequence[str],
+    environ: Mapping[str, str],
+    of_servers: Mapping[str, str],
+) -> list[Start]:
+    """Return the start of each task of a job, which tells it who it is, with a fresh secret."""
     cluster: dict[str, list[str]] = {}
     for (kind, _), address in zip(tasks, addresses, strict=True):
         cluster.setdefault(kind, []).append(address)
     common = {"PYTHONUNBUFFERED": "1", **job_environment(environ)}
-    configs = [{"cluster": cluster, "task": {"type": k, "index": index}} for k, index in tasks]
-    return [{"TF_CONFIG": json.dumps(config), **common} for config in configs]
-
-
-def saving_seconds(task_type: str, environ: Mapping[str, str]) -> float:
-    """Return how long a task has for a last snapshot, 0 if it makes none."""
     seconds = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS", 600.0)
-    return seconds if task_type == "ps" and environ.get(_SNAPSHOT_DIR) else 0.0
+    keeps = environ.get(_SNAPSHOT_DIR) or of_servers.get(_SNAPSHOT_DIR)
+    starts = []
+    for kind, index in tasks:
+        config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+        settings = {"TF_CONFIG": json.dumps(config), **common}
+        settings |= of_servers if kind == "ps" else {}
+        saving = seconds if kind == "ps" and keeps else 0.0
+        starts.append(Start(f"{kind}:{index}", (), settings, kind, saving=saving))
+    return starts
 
 
 def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
@@ -192,32 +197,25 @@ def _tasks(
     addresses = [address for *_, address in places]
     if options.is_local and listeners:
         addresses = ["{}:{}".format(*listener.getsockname()) for listener in listeners.values()]
-    known = task_environments([place[:2] for place in places], addresses, environ)
     server = {
         "NDISTRIBUTE_DURABILITY": "log" if options.durable else None,
         _SNAPSHOT_DIR: options.snapshot_dir and str(options.snapshot_dir.absolute()),
         "NDISTRIBUTE_SNAPSHOT_SECONDS": options.snapshot_seconds,
     }
-    server_settings = {name: str(value) for name, value in server.items() if value is not None}
-    starts = []
+    of_servers = {name: str(value) for name, value in server.items() if value is not None}
+    starts = task_starts([place[:2] for place in places], addresses, environ, of_servers)
     for rank, (kind, index, host, _) in enumerate(places):
-        is_server = kind == "ps"
-        settings = known[rank]
-        if host is None:
-            # Servers add arrays up, which no BLAS does for them; the workers have the cores.
-            settings |= blas_settings(environ, usable_cores() if is_server else options.sharing)
-        settings |= server_settings if is_server else {}
+        # Servers add arrays up, which no BLAS does for them; the workers have the cores.
+        parts = usable_cores() if kind == "ps" else options.sharing
+        blas = blas_settings(environ, parts) if host is None else {}
         label = f"{kind}:{index}" if options.servers else str(index)
-        starts.append(
-            Start(
-                label="chief" if kind == "chief" else label,
-                argv=(sys.executable, *options.command),
-                settings=settings,
-                task_type=kind,
-                host=host,
-                listener=listeners.get(rank),
-                saving=saving_seconds(kind, {**environ, **settings}),
-            )
+        starts[rank] = replace(
+            starts[rank],
+            label="chief" if kind == "chief" else label,
+            argv=(sys.executable, *options.command),
+            settings={**starts[rank].settings, **blas},
+            host=host,
+            listener=listeners.get(rank),
         )
     return starts
 

@@ -23,12 +23,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 from ndistribute.errors import DistributeError, WorkerLostError
-from ndistribute.launcher.launch import (
-    JOB_ID,
-    job_environment,
-    saving_seconds,
-    task_environments,
-)
+from ndistribute.launcher.launch import JOB_ID, job_environment, task_starts
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import Process, Start, Supervisor, restart_delay
 from ndistribute.transport.listener import listen
@@ -152,9 +147,9 @@ def run_job(
         placed: dict[str, _Placed] = {}
         with place() as handles:
             addresses = [call(handle, "address") for handle in handles]
-            starts = _starts(tasks, addresses, environ)
+            starts = task_starts(tasks, addresses, environ, {})
             calls = {s.label: partial(call, h) for s, h in zip(starts, handles, strict=True)}
-            begin = partial(_Placed, placed, calls, work)
+            begin = partial(_Placed, environ, placed, calls, work)
             supervisor = Supervisor(begin, console, deadline, alone)
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
         if outcome.reason == "timeout":
@@ -165,16 +160,6 @@ def run_job(
             raise _failure(placed[outcome.label], console.kept(outcome.label))
         attempt += 1
         console.say(f"{outcome.label} failed: all start again ({attempt} of {again}).")
-
-
-def _starts(
-    tasks: Sequence[tuple[str, int]], addresses: Sequence[str], environ: Mapping[str, str]
-) -> list[Start]:
-    known = task_environments(tasks, addresses, environ)  # With a fresh secret.
-    return [
-        Start(f"{kind}:{index}", (), {**environ, **own}, kind, saving=saving_seconds(kind, environ))
-        for (kind, index), own in zip(tasks, known, strict=True)
-    ]
 
 
 class _InProgram(Writer):
@@ -193,6 +178,7 @@ class _Placed(Process):
 
     def __init__(
         self,
+        environ: Mapping[str, str],
         placed: dict[str, _Placed],
         calls: Mapping[str, Callable[..., Any]],
         work: bytes | list[str],
@@ -210,7 +196,7 @@ class _Placed(Process):
         self.outputs = [(self._output[0].fileno(), start.label, "stderr")]
         self.done = self._end[0].fileno()
         self.kill = self._end[1].close
-        follow = partial(self._follow, work, start.settings, start.grace)
+        follow = partial(self._follow, work, {**environ, **start.settings}, start.grace)
         threading.Thread(target=follow, name="ndistribute task", daemon=True).start()
 
     def ask_to_end(self) -> None:
