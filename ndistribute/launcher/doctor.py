@@ -67,7 +67,9 @@ def examine() -> list[Finding]:
     return [
         Finding("Python", "ok", python),
         Finding("processor", "ok", f"{usable_cores()} cores, {[*widest, 'no AVX'][0]}"),
-        _either("BLAS", blas, "slow", "none known", "pip install --force-reinstall numpy"),
+        _either(
+            "BLAS", "".join(blas[:1]), "slow", "none known", "pip install --force-reinstall numpy"
+        ),
         _kernel(),
         *_packages(),
         *_machine(),
@@ -111,10 +113,10 @@ def _kernel() -> Finding:
 
 def _packages() -> Iterator[Finding]:
     for name, packages, remedy in _OPTIONAL:
-        found = []
+        found = ""
         for package in packages.split():
             with contextlib.suppress(metadata.PackageNotFoundError):
-                found.append(f"{package} {metadata.version(package)}")
+                found = found or f"{package} {metadata.version(package)}"
         yield _either(name, found, "absent", "not installed", remedy)
     try:
         mpi = find_mpiexec()
@@ -135,7 +137,7 @@ def _machine() -> Iterator[Finding]:
     with contextlib.suppress(OSError):
         free = shutil.disk_usage("/dev/shm").free
         text = f"/dev/shm has {free >> 20} MiB free"
-    enough = [text] if free >= _LEAST_SHARED_MEMORY else []
+    enough = text if free >= _LEAST_SHARED_MEMORY else ""
     remedy = "mount -o remount,size=2G /dev/shm (in Docker: --shm-size=2g)"
     yield _either("shared memory", enough, "slow", text, remedy)
 
@@ -143,29 +145,28 @@ def _machine() -> Iterator[Finding]:
 def _network() -> Iterator[Finding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            found, text = [f"127.0.0.1 gives free ports: {listener.getsockname()[1]}"], ""
+            found, text = f"127.0.0.1 gives free ports: {listener.getsockname()[1]}", ""
     except OSError as error:
-        found, text = [], f"no free port on 127.0.0.1: {error.strerror}"
+        found, text = "", f"no free port on 127.0.0.1: {error.strerror}"
     yield _either("loopback", found, "missing", text, "ip link set lo up")
     name = socket.gethostname()
     # In a process of its own: a name server that is gone would keep this one waiting.
     ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
-    found, text = [], f"{name} does not resolve"
+    found, text = "", f"{name} does not resolve"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         python = [sys.executable, "-I", "-S", "-c", ask, name]
         said = subprocess.check_output(python, stderr=subprocess.DEVNULL, text=True, timeout=5)
-        found = [] if said.startswith("127.") else [f"{name} is {said.strip()}"]
+        found = "" if said.startswith("127.") else f"{name} is {said.strip()}"
         text = f"{name} is {said.strip()} here, which no other host can reach"
     remedy = f"add '<address> {name}' to /etc/hosts; needed for jobs on several hosts"
     yield _either("host name", found, "absent", text, remedy)
-    ssh = list(filter(None, [shutil.which("ssh")]))
-    remedy = "apt-get install openssh-client"
+    ssh, remedy = shutil.which("ssh"), "apt-get install openssh-client"
     yield _either("ssh", ssh, "absent", "no ssh; needed for --hosts", remedy)
 
 
-def _either(name: str, found: list[str], state: State, text: str, remedy: str) -> Finding:
+def _either(name: str, found: str | None, state: State, text: str, remedy: str) -> Finding:
     """Return that something was found, or else in which state it is and how to mend it."""
-    return Finding(name, "ok", found[0]) if found else Finding(name, state, text, remedy)
+    return Finding(name, "ok", found) if found else Finding(name, state, text, remedy)
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -239,13 +239,9 @@ def _mpi_start(
         # MPICH marks every write with the rank; what is not buffered would be marked in mid-line.
         settings["PYTHONUNBUFFERED"] = "1"
     ours = [name for name in environ if name.startswith(("NDISTRIBUTE_", "OMP_", "OPENBLAS_"))]
+    names = sorted({*ours, *settings, JOB_ID} - {_SECRET})
     command = mpiexec.mpiexec_command(
-        mpi,
-        options.hosts,
-        options.command,
-        sorted({*ours, *settings, JOB_ID} - {_SECRET}),
-        local=options.is_local,
-        redirect=redirect,
+        mpi, options.hosts, options.command, names, local=options.is_local, redirect=redirect
     )
     return Start(mpiexec.MPIEXEC, command, settings, outputs=outputs)
 

@@ -137,9 +137,8 @@ def run_job(
     environ = {k: v for k, v in os.environ.items() if k.startswith("NDISTRIBUTE_")}
     environ |= options.get("environ", {})
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
-    again, alone = options.get("max_restarts", 0), 0
-    if tasks[0][0] == "ps":
-        again, alone = 0, again
+    most = options.get("max_restarts", 0)
+    again, alone = (0, most) if tasks[0][0] == "ps" else (most, 0)
     console = Console(_InProgram(), _InProgram())
     attempt = 0
     while True:
