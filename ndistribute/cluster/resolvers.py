@@ -171,10 +171,7 @@ def enter_task(task: ClusterResolver | None) -> None:
 
 
 def current_task() -> ClusterResolver | None:
-    """Return which task this process is since its `Server` was made, or None.
-
-    What is sent to a worker asks here when it is unpickled: a strategy becomes that worker's own.
-    """
+    """Return which task this process is since its `Server` was made, or None."""
     return _entered[0] if _entered else None
 
 

@@ -1,8 +1,7 @@
 """Reads from Slurm's environment which task of a step this process is, and where the others are.
 
 Every task works out all addresses by itself: hosts in the order of Slurm's list, tasks in the order
-of Slurm's ranks, consecutive ports for those that share a node. Slurm's abbreviations, for lists of
-hosts and for tasks on each node, are expanded here, so no `scontrol` is needed.
+of Slurm's ranks, consecutive ports for those that share a node. No `scontrol` is needed.
 """
 
 from __future__ import annotations

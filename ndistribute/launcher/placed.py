@@ -1,8 +1,7 @@
 """Runs the tasks of a job where an engine such as Ray or Dask has placed them.
 
 The engine keeps one `PlacedTask` on the machine of each task, which starts the task in a process of
-its own and ends it with all that it started. `run_job` drives them from the program that asked for
-the job; of the engine it knows how to place such objects and how to call their methods.
+its own. `run_job` drives them from the program that asked for the job.
 """
 
 from __future__ import annotations
@@ -119,14 +118,11 @@ def run_job(
     fn_or_script: Work,
     tasks: Sequence[tuple[str, int]],
     options: JobOptions,
-    place: Callable[[], contextlib.AbstractContextManager[Sequence[Any]]],
-    call: Callable[..., Any],
+    place: Callable[[], contextlib.AbstractContextManager[Sequence[Any]]],  # Of `PlacedTask`s.
+    call: Callable[..., Any],  # Calls a method of one, by its handle and name, from any thread.
     dumps: Callable[[Any], bytes],
 ) -> list[Any]:
-    """Run a job to its end, and return what the chief and the workers returned.
-
-    In the block of `place` the engine has a `PlacedTask` for each task; `call` calls its methods.
-    """
+    """Run a job to its end, and return what the chief and the workers returned."""
     work: bytes | list[str]
     if callable(fn_or_script):
         work = dumps((fn_or_script, tuple(options.get("args", ())), dumps))

@@ -182,26 +182,24 @@ class Supervisor:
             read = partial(self._read, *output)
             self._selector.register(output[0], selectors.EVENT_READ, read)
 
-    def _read(self, fd: int, label: str, stream: str) -> bool:
-        """Show what a pipe has; return False if it has nothing now."""
-        if fd not in self._selector.get_map():
-            return False  # The task ended while another event of the same turn was handled.
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return False
-        self.console.feed(label, stream, data)
-        if not data:
-            self._selector.unregister(fd)
-        return bool(data)
+    def _read(self, fd: int, label: str, stream: str, most: int = 1) -> None:
+        """Show what a pipe has now, with so many reads at most."""
+        # In another event of the same turn its task may have ended, and the pipe with it.
+        while most > 0 and fd in self._selector.get_map():
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return
+            self.console.feed(label, stream, data)
+            if not data:
+                self._selector.unregister(fd)
+            most -= 1
 
     def _ended(self, task: _Task, running: Process) -> None:
         self._selector.unregister(running.done)
         task.code = running.code()
         for output in running.outputs:
-            for _ in range(_MOST_READS):
-                if not self._read(*output):
-                    break
+            self._read(*output, _MOST_READS)
             if output[0] in self._selector.get_map():
                 self._selector.unregister(output[0])
                 self.console.feed(*output[1:], b"")
