@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start a script in several processes"))
     doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
-    doctor.add_argument("--fast", action="store_true", help="measure nothing")
+    doctor.add_argument("--fast", action="store_true", help="the same: nothing is measured")
     doctor.set_defaults(act=_doctor)
     bench = commands.add_parser("bench", help="run a benchmark of the repository")
     bench.add_argument("name", choices=_BENCHMARKS)
@@ -203,7 +203,7 @@ def _run(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from ndistribute.launcher.doctor import examine
 
-    findings = examine(measure=not options.fast)
+    findings = examine()
     for finding in findings:
         sys.stdout.write(f"{finding}\n")
     lacking = sum(finding.state == "missing" for finding in findings)

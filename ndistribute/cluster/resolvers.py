@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ndistribute.cluster.spec import ClusterSpec
 
@@ -171,10 +171,7 @@ def enter_task(task: ClusterResolver | None) -> None:
 
 
 def current_task() -> ClusterResolver | None:
-    """Return which task this process is since its `Server` was made, or None.
-
-    What is sent to a worker asks here when it is unpickled: a strategy becomes that worker's own.
-    """
+    """Return which task this process is since its `Server` was made, or None."""
     return _entered[0] if _entered else None
 
 
@@ -200,12 +197,18 @@ def worker_index() -> int:
     return task.task_id
 
 
+def number_of(value: Any, what: str) -> int:
+    """Return a number, also one in quotes; raise ValueError for anything else."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)  # Templates that fill in an environment variable often quote it.
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{what} is {value!r}, which is no number.")
+    return value
+
+
 def number_in(environ: Mapping[str, str], name: str) -> int:
     """Return the number that a variable holds; raise ValueError unless it is 0 or above."""
-    text = environ.get(name, "")
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{name}={text!r} is no number.")
-    return int(text)
+    return number_of(environ.get(name, ""), name)
 
 
 def seconds_of(environ: Mapping[str, str], name: str, usual: float) -> float:

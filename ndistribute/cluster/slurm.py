@@ -1,8 +1,7 @@
 """Reads from Slurm's environment which task of a step this process is, and where the others are.
 
 Every task works out all addresses by itself: hosts in the order of Slurm's list, tasks in the order
-of Slurm's ranks, consecutive ports for those that share a node. Slurm's abbreviations, for lists of
-hosts and for tasks on each node, are expanded here, so no `scontrol` is needed.
+of Slurm's ranks, consecutive ports for those that share a node. No `scontrol` is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from ndistribute.cluster.resolvers import ClusterResolver, number_in
+from ndistribute.cluster.resolvers import ClusterResolver, number_in, number_of
 from ndistribute.cluster.spec import ClusterSpec
 
 # Below the ports that Linux gives to outgoing connections (32768 and up); 16 for each of the jobs
@@ -69,8 +68,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"Slurm names {len(hosts)} nodes, but tasks for {len(tasks_per_node)} of them."
             )
         places = _places(tasks_per_node, environ.get("SLURM_DISTRIBUTION", "block"))
-        _need(environ, "SLURM_PROCID")
-        rank = number_in(environ, "SLURM_PROCID")
+        rank = number_of(_need(environ, "SLURM_PROCID"), "SLURM_PROCID")
         _check_node([node for node, _ in places], rank, environ)
         jobs = {"worker": len(places)} if jobs is None else jobs
         if sum(jobs.values()) != len(places):
@@ -100,11 +98,10 @@ def expand_hosts(text: str) -> list[str]:
         pieces = _PART.split(entry)
         if any(bracket in piece for piece in pieces[::2] for bracket in "[]"):
             raise ValueError(f"The host list {text!r} has brackets that do not match in {entry!r}.")
-        ranges = [_ranges(piece, text) for piece in pieces[1::2]]
-        if len(hosts) + math.prod(sum(len(r) for r, _ in part) for part in ranges) > _MOST_HOSTS:
+        words = [[piece] for piece in pieces]
+        words[1::2] = [_numbers(piece, text) for piece in pieces[1::2]]
+        if len(hosts) + math.prod(map(len, words)) > _MOST_HOSTS:
             raise ValueError(f"The host list {text!r} names more than {_MOST_HOSTS} hosts.")
-        words: list[list[str]] = [[piece] for piece in pieces]
-        words[1::2] = [[str(n).zfill(w) for r, w in part for n in r] for part in ranges]
         hosts += map("".join, itertools.product(*words))
     return hosts
 
@@ -165,12 +162,13 @@ def _need(environ: Mapping[str, str], *names: str) -> str:
     )
 
 
-def _ranges(inside: str, text: str) -> list[tuple[range, int]]:
-    """Return the ranges in brackets, each with the width in which its first number is written."""
-    ranges = []
+def _numbers(inside: str, text: str) -> list[str]:
+    """Return the numbers in brackets, as they are written; of a range not many more than may be."""
+    numbers: list[str] = []
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
         if match is None or (match[2] and int(match[2]) < int(match[1])):
             raise ValueError(f"The host list {text!r} has a malformed range {part!r}.")
-        ranges.append((range(int(match[1]), int(match[2] or match[1]) + 1), len(match[1])))
-    return ranges
+        named = range(int(match[1]), int(match[2] or match[1]) + 1)[: _MOST_HOSTS + 1]
+        numbers += [str(number).zfill(len(match[1])) for number in named]
+    return numbers

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ndistribute.cluster.resolvers import ClusterResolver
+from ndistribute.cluster.resolvers import ClusterResolver, number_of
 from ndistribute.cluster.spec import ClusterSpec
 
 _ADDRESS = re.compile(r".+:(\d+)", re.ASCII)
@@ -56,7 +56,7 @@ class TFConfigClusterResolver(ClusterResolver):
             if not isinstance(task_type, str | None):
                 raise ValueError(f"'type' in 'task' is {task_type!r}, not a string.")
             if task_id is None and task.get("index") is not None:
-                task_id = _number(task["index"], "'index' in 'task'")
+                task_id = number_of(task["index"], "'index' in 'task'")
             super().__init__(cluster, task_type, task_id, str(config.get("environment", "")))
         except (TypeError, ValueError) as error:
             what = f"it is not JSON: {error}." if isinstance(error, json.JSONDecodeError) else error
@@ -68,7 +68,7 @@ def _cluster(described: dict[str, Any]) -> ClusterSpec:
     for job, tasks in described.items():
         if isinstance(tasks, dict):  # Only some tasks are known, and JSON's keys are strings.
             what = f"a task's index in job {job!r}"
-            jobs[job] = {_number(index, what): address for index, address in tasks.items()}
+            jobs[job] = {number_of(index, what): address for index, address in tasks.items()}
     cluster = ClusterSpec(jobs)
     for job in cluster.jobs:
         for index in cluster.task_indices(job):
@@ -79,14 +79,6 @@ def _cluster(described: dict[str, Any]) -> ClusterSpec:
                     f"task {index} of {job!r} has the address {address!r}, which is not HOST:PORT."
                 )
     return cluster
-
-
-def _number(value: Any, what: str) -> int:
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        return int(value)  # Templates that fill in an environment variable often quote it.
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{what} is {value!r}, which is no number.")
-    return value
 
 
 def _object(value: Any, what: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Says what this machine has for distributed jobs, and what is missing or slow with its remedy.
 
-No check raises: a broken machine is what they are for. What a process should set for its BLAS
-before NumPy loads is found out here as well.
+No check raises: a broken machine is what they are for. Launchers ask here what to set for BLAS.
 """
 
 from __future__ import annotations
@@ -29,13 +28,6 @@ State = Literal["ok", "slow", "missing", "absent"]
 
 _LEAST_SHARED_MEMORY = 512 << 20
 _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
-# A kernel has to be worth the setting; less is within what a measurement moves by.
-_WORTH = 1.1
-_MEASURE = """
-import timeit, numpy as np
-a = np.ones((512, 512), np.float32)
-print(2 * 512**3 / min(timeit.repeat(lambda: a @ a, number=1, repeat=20)) / 1e9)
-"""
 _AVX512 = frozenset(("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"))
 # Those that OpenBLAS has for x86-64 processors without AVX-512; an unknown one is left alone.
 _BELOW_AVX512 = frozenset(
@@ -67,16 +59,18 @@ class Finding:
         return f"{line}\n{'':26} -> {self.remedy}" if self.remedy else line
 
 
-def examine(measure: bool = True) -> list[Finding]:
-    """Look at everything; measure matrix products where another BLAS kernel may be faster."""
+def examine() -> list[Finding]:
+    """Look at everything."""
     python = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
     widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in _cpu_flags()]
     blas = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
     return [
         Finding("Python", "ok", python),
         Finding("processor", "ok", f"{usable_cores()} cores, {[*widest, 'no AVX'][0]}"),
-        _either("BLAS", blas, "slow", "none known", "pip install --force-reinstall numpy"),
-        _kernel(measure),
+        _either(
+            "BLAS", "".join(blas[:1]), "slow", "none known", "pip install --force-reinstall numpy"
+        ),
+        _kernel(),
         *_packages(),
         *_machine(),
         *_network(),
@@ -84,19 +78,14 @@ def examine(measure: bool = True) -> list[Finding]:
 
 
 def better_kernel(flags: Collection[str], architecture: str | None) -> str | None:
-    """Return the OpenBLAS kernels to ask for, or None where it chose well or is not in use.
-
-    For some families with AVX-512 it takes the AVX2 kernels: 100 GFLOP/s a core in place of 215.
-    """
+    """Return the OpenBLAS kernels to ask for, or None where it chose well or is not in use."""
+    # For some families with AVX-512 it takes those for AVX2: 100 GFLOP/s a core in place of 215.
     wrong = architecture in _BELOW_AVX512 and frozenset(flags) >= _AVX512
     return "SkylakeX" if wrong else None
 
 
 def blas_settings(environ: Mapping[str, str], parts: int) -> dict[str, str]:
-    """Return the variables to add for one of several processes that share this machine's cores.
-
-    What the user has set stays: threads where neither variable is set, kernels where none are.
-    """
+    """Return what to add for each of several processes that share the cores; the user's stays."""
     settings = {}
     if not any(environ.get(name) for name in THREAD_VARIABLES):
         settings = dict.fromkeys(THREAD_VARIABLES, str(max(1, usable_cores() // parts)))
@@ -111,17 +100,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _kernel(measure: bool) -> Finding:
+def _kernel() -> Finding:
     chosen = _architecture()
     better = better_kernel(_cpu_flags(), chosen)
     if better is None:
         return Finding("BLAS kernels", "ok", chosen or "not OpenBLAS's")
     text = f"{chosen}, on a processor with AVX-512"
-    now, then = (_gemm_rate(chosen), _gemm_rate(better)) if measure else (None, None)
-    if now is not None and then is not None:
-        text += f": {now:.0f} GFLOP/s a core, {then:.0f} with {better}"
-        if then < _WORTH * now:
-            return Finding("BLAS kernels", "ok", text)
     mine = os.environ.get(_KERNEL_VARIABLE)
     remedy = f"unset {_KERNEL_VARIABLE}" if mine else f"export {_KERNEL_VARIABLE}={better}"
     return Finding("BLAS kernels", "slow", text, f"{remedy} (`ndistribute run` then sets it)")
@@ -129,10 +113,10 @@ def _kernel(measure: bool) -> Finding:
 
 def _packages() -> Iterator[Finding]:
     for name, packages, remedy in _OPTIONAL:
-        found = []
+        found = ""
         for package in packages.split():
             with contextlib.suppress(metadata.PackageNotFoundError):
-                found.append(f"{package} {metadata.version(package)}")
+                found = found or f"{package} {metadata.version(package)}"
         yield _either(name, found, "absent", "not installed", remedy)
     try:
         mpi = find_mpiexec()
@@ -153,7 +137,7 @@ def _machine() -> Iterator[Finding]:
     with contextlib.suppress(OSError):
         free = shutil.disk_usage("/dev/shm").free
         text = f"/dev/shm has {free >> 20} MiB free"
-    enough = [text] if free >= _LEAST_SHARED_MEMORY else []
+    enough = text if free >= _LEAST_SHARED_MEMORY else ""
     remedy = "mount -o remount,size=2G /dev/shm (in Docker: --shm-size=2g)"
     yield _either("shared memory", enough, "slow", text, remedy)
 
@@ -161,27 +145,28 @@ def _machine() -> Iterator[Finding]:
 def _network() -> Iterator[Finding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            found, text = [f"127.0.0.1 gives free ports: {listener.getsockname()[1]}"], ""
+            found, text = f"127.0.0.1 gives free ports: {listener.getsockname()[1]}", ""
     except OSError as error:
-        found, text = [], f"no free port on 127.0.0.1: {error.strerror}"
+        found, text = "", f"no free port on 127.0.0.1: {error.strerror}"
     yield _either("loopback", found, "missing", text, "ip link set lo up")
     name = socket.gethostname()
     # In a process of its own: a name server that is gone would keep this one waiting.
     ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
-    address = _said([sys.executable, "-I", "-S", "-c", ask, name], seconds=5.0)
-    found = [f"{name} is {address}"] if address and not address.startswith("127.") else []
-    text = f"{name} is {address} here, which no other host can reach"
+    found, text = "", f"{name} does not resolve"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        python = [sys.executable, "-I", "-S", "-c", ask, name]
+        said = subprocess.check_output(python, stderr=subprocess.DEVNULL, text=True, timeout=5)
+        found = "" if said.startswith("127.") else f"{name} is {said.strip()}"
+        text = f"{name} is {said.strip()} here, which no other host can reach"
     remedy = f"add '<address> {name}' to /etc/hosts; needed for jobs on several hosts"
-    text = text if address else f"{name} does not resolve"
     yield _either("host name", found, "absent", text, remedy)
-    ssh = list(filter(None, [shutil.which("ssh")]))
-    remedy = "apt-get install openssh-client"
+    ssh, remedy = shutil.which("ssh"), "apt-get install openssh-client"
     yield _either("ssh", ssh, "absent", "no ssh; needed for --hosts", remedy)
 
 
-def _either(name: str, found: list[str], state: State, text: str, remedy: str) -> Finding:
+def _either(name: str, found: str | None, state: State, text: str, remedy: str) -> Finding:
     """Return that something was found, or else in which state it is and how to mend it."""
-    return Finding(name, "ok", found[0]) if found else Finding(name, state, text, remedy)
+    return Finding(name, "ok", found) if found else Finding(name, state, text, remedy)
 
 
 def _cpu_flags() -> frozenset[str]:
@@ -204,21 +189,3 @@ def _architecture() -> str | None:
     """Return the kernels that NumPy's OpenBLAS uses in this process, or None if it uses another."""
     found = [pool["architecture"] for pool in _pools() if pool["internal_api"] == "openblas"]
     return found[0] if found else None
-
-
-def _gemm_rate(kernel: str | None) -> float | None:
-    """Measure one core's float32 products with some kernels, in GFLOP/s; None if it can not be."""
-    environ = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), _KERNEL_VARIABLE: kernel or ""}
-    rate = _said([sys.executable, "-c", _MEASURE], 30.0, environ)
-    return None if rate is None else float(rate)
-
-
-def _said(
-    command: list[str], seconds: float, environ: Mapping[str, str] | None = None
-) -> str | None:
-    """Return what a command prints, or None if it fails or takes too long."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(
-            command, env=environ, stderr=subprocess.DEVNULL, text=True, timeout=seconds
-        ).strip()
-    return None

@@ -77,17 +77,14 @@ def is_this_machine(name: str) -> bool:
 
 
 def ssh_command(host: str) -> list[str]:
-    """Return the command that runs a shell on a host, which reads what to do from its input."""
+    """Return the command for a shell on a host, which reads what to do from its input."""
     return ["ssh", "-o", "BatchMode=yes", "--", host.strip("[]"), "exec /bin/sh -s"]
 
 
 def remote_script(
     argv: Sequence[str], settings: Mapping[str, str], environ: Mapping[str, str], sharing: int
 ) -> str:
-    """Return what the remote shell reads: go to the same folder, set the environment, run.
-
-    Of the launcher's environment the part about the job goes along; settings come before it.
-    """
+    """Return what the remote shell reads: go to the same folder, set the environment, run."""
     carried = {name: value for name, value in environ.items() if name.startswith(_CARRIED)}
     variables = {**carried, **settings}
     lines = [f"cd {shlex.quote(os.getcwd())} || exit 72"]

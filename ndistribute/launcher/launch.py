@@ -83,30 +83,31 @@ def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return job | (given or {_SECRET: secrets.token_hex(32)})
 
 
-def task_environments(
-    tasks: Sequence[tuple[str, int]], addresses: Sequence[str], environ: Mapping[str, str]
-) -> list[dict[str, str]]:
-    """Return the variables that tell each of a job's tasks which one it is."""
+def task_starts(
+    tasks: Sequence[tuple[str, int]],
+    addresses: Sequence[str],
+    environ: Mapping[str, str],
+    of_servers: Mapping[str, str],
+) -> list[Start]:
+    """Return the start of each task of a job, which tells it who it is, with a fresh secret."""
     cluster: dict[str, list[str]] = {}
     for (kind, _), address in zip(tasks, addresses, strict=True):
         cluster.setdefault(kind, []).append(address)
     common = {"PYTHONUNBUFFERED": "1", **job_environment(environ)}
-    configs = [{"cluster": cluster, "task": {"type": k, "index": index}} for k, index in tasks]
-    return [{"TF_CONFIG": json.dumps(config), **common} for config in configs]
-
-
-def saving_seconds(task_type: str, environ: Mapping[str, str]) -> float:
-    """Return how long a task has for a last snapshot, 0 if it makes none."""
     seconds = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS", 600.0)
-    return seconds if task_type == "ps" and environ.get(_SNAPSHOT_DIR) else 0.0
+    keeps = environ.get(_SNAPSHOT_DIR) or of_servers.get(_SNAPSHOT_DIR)
+    starts = []
+    for kind, index in tasks:
+        config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+        settings = {"TF_CONFIG": json.dumps(config), **common}
+        settings |= of_servers if kind == "ps" else {}
+        saving = seconds if kind == "ps" and keeps else 0.0
+        starts.append(Start(f"{kind}:{index}", (), settings, kind, saving=saving))
+    return starts
 
 
 def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
-    """Run a job to its end, and return its exit code: of what failed first, or 124 for a timeout.
-
-    Workers that compute together lose each other when one fails, so all of them start again. A
-    server or worker of a job with servers is started again alone.
-    """
+    """Run a job to its end; return the exit code of what failed first, 124 for a timeout, or 0."""
     _open_standard_streams()
     _check_limits(options.processes)
     mpi = mpiexec.find_mpiexec() if options.mpi else None
@@ -115,6 +116,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
+    # Workers that compute together lose each other: all start again. Beside servers one does alone.
     restarts, again = (options.max_restarts, 0) if options.servers else (0, options.max_restarts)
     with contextlib.ExitStack() as opened:
         out = Writer(stdout)
@@ -128,14 +130,15 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
             for rank, (_, _, host, address) in enumerate([] if mpi else _places(options))
             if host is None
         }
-        pipes = _pipes(options, opened) if mpi and options.is_local else []
+        ranks = options.processes if mpi and options.is_local else 0
+        pipes = mpiexec.rank_pipes(ranks, opened) if ranks else ([], "")
         signals = opened.enter_context(signals_as_bytes())
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
                 _refuse_waiting(list(listeners.values()))
             if mpi:
-                starts = [_mpi_start(mpi, options, environ, pipes)]
+                starts = [_mpi_start(mpi, options, environ, *pipes)]
             else:
                 starts = _tasks(options, environ, listeners)  # With a fresh secret.
             begin = partial(Process, environ)
@@ -166,10 +169,7 @@ def dry_run(options: JobOptions) -> Iterator[str]:
 
 
 def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
-    """Return the tasks: type, index, host if it is another, address; servers come first.
-
-    On several hosts they are at consecutive ports of each, on this machine at any free one.
-    """
+    """Return the tasks, servers first: type, index, host if it is another machine, address."""
     if options.is_local:
         workers = sum(host.slots for host in options.hosts)
         counts = {"ps": options.servers, "worker": workers, "chief": int(options.chief)}
@@ -197,32 +197,25 @@ def _tasks(
     addresses = [address for *_, address in places]
     if options.is_local and listeners:
         addresses = ["{}:{}".format(*listener.getsockname()) for listener in listeners.values()]
-    known = task_environments([place[:2] for place in places], addresses, environ)
     server = {
         "NDISTRIBUTE_DURABILITY": "log" if options.durable else None,
         _SNAPSHOT_DIR: options.snapshot_dir and str(options.snapshot_dir.absolute()),
         "NDISTRIBUTE_SNAPSHOT_SECONDS": options.snapshot_seconds,
     }
-    server_settings = {name: str(value) for name, value in server.items() if value is not None}
-    starts = []
+    of_servers = {name: str(value) for name, value in server.items() if value is not None}
+    starts = task_starts([place[:2] for place in places], addresses, environ, of_servers)
     for rank, (kind, index, host, _) in enumerate(places):
-        is_server = kind == "ps"
-        settings = known[rank]
-        if host is None:
-            # Servers add arrays up, which no BLAS does for them; the workers have the cores.
-            settings |= blas_settings(environ, usable_cores() if is_server else options.sharing)
-        settings |= server_settings if is_server else {}
+        # Servers add arrays up, which no BLAS does for them; the workers have the cores.
+        parts = usable_cores() if kind == "ps" else options.sharing
+        blas = blas_settings(environ, parts) if host is None else {}
         label = f"{kind}:{index}" if options.servers else str(index)
-        starts.append(
-            Start(
-                label="chief" if kind == "chief" else label,
-                argv=(sys.executable, *options.command),
-                settings=settings,
-                task_type=kind,
-                host=host,
-                listener=listeners.get(rank),
-                saving=saving_seconds(kind, {**environ, **settings}),
-            )
+        starts[rank] = replace(
+            starts[rank],
+            label="chief" if kind == "chief" else label,
+            argv=(sys.executable, *options.command),
+            settings={**starts[rank].settings, **blas},
+            host=host,
+            listener=listeners.get(rank),
         )
     return starts
 
@@ -234,38 +227,22 @@ def _refuse_waiting(ports: Sequence[socket.socket]) -> None:
             port.accept()[0].close()
 
 
-def _pipes(options: JobOptions, opened: contextlib.ExitStack) -> list[tuple[int, int]]:
-    """Return two pipes for each rank of this machine: for its output and its errors."""
-    pipes = [os.pipe() for _ in range(2 * options.processes)]
-    for pipe in pipes:
-        for fd in pipe:
-            opened.callback(os.close, fd)
-    return pipes
-
-
 def _mpi_start(
     mpi: mpiexec.Mpiexec,
     options: JobOptions,
     environ: Mapping[str, str],
-    pipes: Sequence[tuple[int, int]] = (),
+    outputs: Sequence[tuple[int, str, str]] = (),
+    redirect: str = "",
 ) -> Start:
     settings = blas_settings(environ, options.sharing)
     if mpi.family != "mpich" or options.is_local:
         # MPICH marks every write with the rank; what is not buffered would be marked in mid-line.
         settings["PYTHONUNBUFFERED"] = "1"
     ours = [name for name in environ if name.startswith(("NDISTRIBUTE_", "OMP_", "OPENBLAS_"))]
+    names = sorted({*ours, *settings, JOB_ID} - {_SECRET})
     command = mpiexec.mpiexec_command(
-        mpi,
-        options.hosts,
-        options.command,
-        sorted({*ours, *settings, JOB_ID} - {_SECRET}),
-        local=options.is_local,
-        redirect=mpiexec.redirection([writer for _, writer in pipes]) if pipes else "",
+        mpi, options.hosts, options.command, names, local=options.is_local, redirect=redirect
     )
-    outputs = [
-        (reader, str(number // 2), ("stdout", "stderr")[number % 2])
-        for number, (reader, _) in enumerate(pipes)
-    ]
     return Start(mpiexec.MPIEXEC, command, settings, outputs=outputs)
 
 

@@ -5,6 +5,7 @@ The families differ in everything but `-n`. Variables go along by name, never by
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -68,10 +69,7 @@ def mpiexec_command(
     local: bool = True,
     redirect: str = "",
 ) -> list[str]:
-    """Return the command line that starts a job through MPI, with variables by their names.
-
-    If all hosts are this machine, MPI is not told of it. A script may redirect each rank's output.
-    """
+    """Return the command line that starts a job through MPI, with variables by their names."""
     where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     command = [mpi.path, "-n", str(sum(host.slots for host in hosts))]
     if mpi.family == "mpich":
@@ -90,17 +88,23 @@ def mpiexec_command(
     return [*command, *shell, sys.executable, "-m", "mpi4py", *python]
 
 
-def redirection(writers: Sequence[int]) -> str:
-    """Return a shell script with which ranks of this machine write to pipes of this process.
+def rank_pipes(ranks: int, opened: contextlib.ExitStack) -> tuple[list[tuple[int, str, str]], str]:
+    """Return pipes to read from this machine's ranks, and a script that has them write there.
 
-    There is one for the output and one for the errors of each rank in turn. What goes through
-    mpiexec is marked by the write, and one line of Python's may be several.
+    What goes through mpiexec is marked by the write, and one line may be several.
     """
-    pairs = enumerate(zip(writers[::2], writers[1::2], strict=True))
-    fds = f"/proc/{os.getpid()}/fd"
-    cases = [f'{rank}) exec "$@" >{fds}/{out} 2>{fds}/{err};;' for rank, (out, err) in pairs]
+    outputs, cases = [], ""
+    for rank in map(str, range(ranks)):
+        cases += f'{rank}) exec "$@"'
+        for number, stream in ((1, "stdout"), (2, "stderr")):
+            reader, writer = os.pipe()
+            for fd in (reader, writer):
+                opened.callback(os.close, fd)
+            outputs.append((reader, rank, stream))
+            cases += f" {number}>/proc/{os.getpid()}/fd/{writer}"
+        cases += ";; "
     rank = "${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-$PMIX_RANK}}"
-    return f'case "{rank}" in {" ".join(cases)} esac; exec "$@"'
+    return outputs, f'case "{rank}" in {cases}esac; exec "$@"'
 
 
 def exit_code(code: int, said: Sequence[bytes]) -> int:

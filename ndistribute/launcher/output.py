@@ -28,10 +28,7 @@ _WRITE_BYTES = 1 << 14
 
 
 class Writer:
-    """Write to a descriptor from a thread, so that a reader who stops reading stops nothing else.
-
-    Of what waits, the oldest is dropped beyond a number of bytes; a line in its place says so.
-    """
+    """Write from a thread: who stops reading stops nothing else, and the oldest is dropped then."""
 
     error: OSError | None = None
 
@@ -39,14 +36,13 @@ class Writer:
         self._fd = fd
         self._most = most
         self._waiting: deque[bytes] = deque()
-        self._bytes = self._writing = self._lost = 0
+        self._bytes = self._lost = 0  # What is not written yet, and what never will be.
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="ndistribute out", daemon=True)
         self._thread.start()
 
     def write(self, data: bytes) -> None:
-        """Hand over bytes to be written."""
         with self._changed:
             self._waiting.append(data)
             self._bytes += len(data)
@@ -60,11 +56,11 @@ class Writer:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            while (self._bytes or self._writing) and self.error is None:
+            while self._bytes and self.error is None:
                 if not self._changed.wait(patience):
-                    return self._bytes + self._writing + self._lost
+                    return self._bytes + self._lost
         self._thread.join(patience)
-        return self._bytes + self._writing + self._lost
+        return self._bytes + self._lost
 
     def _run(self) -> None:
         while self.error is None:
@@ -73,29 +69,25 @@ class Writer:
                 if not self._waiting:
                     return
                 data = self._waiting.popleft()
-                self._bytes -= len(data)
                 if self._lost:
-                    told = (
-                        f"ndistribute run: {self._lost} bytes were dropped here: nobody read them."
-                    )
-                    data = told.encode() + b"\n" + data
-                    self._lost = 0
-                self._writing = len(data)
-            while self._writing and self.error is None:
+                    told = f"{self._lost} bytes were dropped here: nobody read them."
+                    line = f"ndistribute run: {told}\n".encode()
+                    self._bytes += len(line)
+                    data, self._lost = line + data, 0
+            while data and self.error is None:
+                written = 0
                 try:
-                    data = data[os.write(self._fd, data[:_WRITE_BYTES]) :]
+                    written = os.write(self._fd, data[:_WRITE_BYTES])
                 except OSError as error:
                     self.error = error
+                data = data[written:]
                 with self._changed:
-                    self._writing = len(data)
+                    self._bytes -= written
                     self._changed.notify_all()
 
 
 class Console:
-    """Show lines with the rank or task they came from, and keep the last ones of each.
-
-    They go to two writers, and to a file for each rank or task if there is a folder for them.
-    """
+    """Show lines with the rank or task they came from, keep each one's last, and write logs."""
 
     def __init__(self, out: Writer, err: Writer, log_dir: Path | None = None) -> None:
         if log_dir is not None:
@@ -133,7 +125,6 @@ class Console:
             self.take(label, stream, lines)
 
     def take(self, rank: str, stream: str, lines: list[bytes]) -> None:
-        """Keep and show lines of a rank."""
         if not lines:
             return
         if self._log_dir is not None:
@@ -159,7 +150,6 @@ class Console:
         self._kept.pop(rank, None)
 
     def close(self) -> None:
-        """Wait for whoever still reads."""
         out, err = self._writers.values()
         lost = out.close()
         if err is not out:
@@ -182,10 +172,7 @@ class Console:
 
 
 def last_report(lines: list[bytes], most: int = 200) -> list[bytes]:
-    """Return the last traceback of what a process wrote, with those it was caused by.
-
-    Where there is none, as after a syntax error, the last lines stand for it.
-    """
+    """Return the last traceback of what a process wrote, with its causes; else the last lines."""
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
     # Those of a group stand indented under the group's own.
     while len(headers) > 1 and lines[headers[-1]][:1].isspace():

@@ -1,8 +1,7 @@
 """Runs the tasks of a job where an engine such as Ray or Dask has placed them.
 
 The engine keeps one `PlacedTask` on the machine of each task, which starts the task in a process of
-its own and ends it with all that it started. `run_job` drives them from the program that asked for
-the job; of the engine it knows how to place such objects and how to call their methods.
+its own. `run_job` drives them from the program that asked for the job.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import pickle
 import select
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,24 +19,21 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import IO, Any, TypedDict
+from typing import Any, TypedDict
 
 from ndistribute.errors import DistributeError, WorkerLostError
-from ndistribute.launcher import reaper
-from ndistribute.launcher.launch import (
-    JOB_ID,
-    job_environment,
-    saving_seconds,
-    task_environments,
-)
+from ndistribute.launcher.launch import JOB_ID, job_environment, task_starts
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import Process, Start, Supervisor, restart_delay
-from ndistribute.transport.listener import LISTEN_FD, listen
+from ndistribute.transport.listener import listen
 
 Work = Callable[..., Any] | str | os.PathLike[str]
 
 _FOLLOW_SECONDS = 0.25
 _CHUNK_BYTES = 1 << 20
+# Ray kills the children of an actor that it ends, but not theirs: with a shell between, the reaper
+# lives on and ends the task with all that it started. Both streams go into one.
+_APART = ("/bin/sh", "-c", 'exec 2>&1; "$@"; exit $?', "sh")
 _CALL = f"import sys; from {__name__} import main; sys.exit(main(int(sys.argv[1])))"
 
 
@@ -63,18 +58,13 @@ class JobOptions(TypedDict, total=False):
 
 
 class PlacedTask:
-    """Start one task of a job on this machine, and follow it to its end.
-
-    It is told how to find this machine's address, by which the others of the job reach it.
-    """
+    """Start one task of a job on this machine, whose address it can find, and follow it."""
 
     def __init__(self, find_host: Callable[[], str]) -> None:
         host = find_host()
         self._host = f"[{host}]" if ":" in host else host
         # Kept as long as the task is placed: nobody takes the port between two starts.
         self._port = listen(f"{self._host}:0")
-        self._process: subprocess.Popen[bytes]
-        self._file: IO[bytes]
 
     def address(self) -> str:
         """Return where the task listens; who connects early waits for it."""
@@ -82,7 +72,6 @@ class PlacedTask:
 
     def start(self, work: bytes | list[str], environ: Mapping[str, str], grace: float) -> None:
         """Start a script with arguments, or a pickle for `main`; also again after its end."""
-        port = self._port.fileno()
         self._told = False
         # It holds the call, and in its place what it came to.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
@@ -91,48 +80,30 @@ class PlacedTask:
             self._file.write(work)
             self._file.seek(0)
             command = ["-c", _CALL, str(self._file.fileno())]
-        python = sys.executable
         # What this process can import, the task can.
         environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environ}
-        self._process = subprocess.Popen(
-            # Ray kills the children of an actor that it ends, but not theirs: the shell stands
-            # between, so that the reaper lives on and ends the task with all that it started.
-            ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
-            + [python, "-I", "-S", reaper.__file__, str(grace), python, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environ, LISTEN_FD: str(port)},
-            pass_fds=[self._file.fileno(), port],
-            start_new_session=True,
-        )
-        if self._process.stdin is not None:
-            # The engine may drop this object without a call: the task ends then as well.
-            weakref.finalize(self, self._process.stdin.close)
+        argv = [sys.executable, *command]
+        start = Start("", argv, environ, listener=self._port, saving=grace)
+        process = Process(os.environ, start, _APART, [self._file.fileno()])
+        # The engine may drop this object without a call: the task ends then as well.
+        self._process, self._close = process, weakref.finalize(self, process.close)
 
     def follow(self, end: bool) -> tuple[bytes, int | None, bytes]:
-        """Return what the task has written, its exit code, and the pickle that `main` has left.
-
-        The code is None while it runs. If it is to end, it is, with all that it started.
-        """
-        process, output = self._process, self._process.stdout or sys.stdin
-        if end and process.stdin is not None and not self._told:
+        """Return what the task wrote, its exit code or None, and the pickle that `main` left."""
+        process, output = self._process, self._process.outputs[0][0]
+        if end and not self._told:
             self._told = True  # Told twice, it would not wait for the grace.
-            with contextlib.suppress(BrokenPipeError):  # It has ended already.
-                process.stdin.write(b".")
-                process.stdin.flush()
-        ready, _, _ = select.select([output], [], [], _FOLLOW_SECONDS)
-        chunk = os.read(output.fileno(), _CHUNK_BYTES) if ready else b""
-        if ready and not chunk:  # It has closed its output.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_FOLLOW_SECONDS)
-        code = process.poll()
-        if chunk or code is None:
+            process.ask_to_end()
+        ready = select.select([output, process.done], [], [], _FOLLOW_SECONDS)[0]
+        chunk = os.read(output, _CHUNK_BYTES) if output in ready else b""
+        # Without a chunk it may have closed its output, and go on.
+        if chunk or not ready or not select.select([process.done], [], [], _FOLLOW_SECONDS)[0]:
             return chunk, None, b""
-        output.close()
+        code = process.code()
+        self._close()
         with self._file as file:
             file.seek(0)
-            return b"", code if code >= 0 else 128 - code, file.read()
+            return b"", code, file.read()
 
 
 def tasks_of(num_workers: int, num_ps: int, options: JobOptions) -> list[tuple[str, int]]:
@@ -147,15 +118,11 @@ def run_job(
     fn_or_script: Work,
     tasks: Sequence[tuple[str, int]],
     options: JobOptions,
-    place: Callable[[], contextlib.AbstractContextManager[Sequence[Any]]],
-    call: Callable[..., Any],
+    place: Callable[[], contextlib.AbstractContextManager[Sequence[Any]]],  # Of `PlacedTask`s.
+    call: Callable[..., Any],  # Calls a method of one, by its handle and name, from any thread.
     dumps: Callable[[Any], bytes],
 ) -> list[Any]:
-    """Run a job to its end, and return what the chief and the workers returned.
-
-    In the block of `place` the engine has a `PlacedTask` for each of the tasks; `call` calls a
-    method of one, by its handle and name, from several threads at once.
-    """
+    """Run a job to its end, and return what the chief and the workers returned."""
     work: bytes | list[str]
     if callable(fn_or_script):
         work = dumps((fn_or_script, tuple(options.get("args", ())), dumps))
@@ -166,9 +133,8 @@ def run_job(
     environ = {k: v for k, v in os.environ.items() if k.startswith("NDISTRIBUTE_")}
     environ |= options.get("environ", {})
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
-    again, alone = options.get("max_restarts", 0), 0
-    if tasks[0][0] == "ps":
-        again, alone = 0, again
+    most = options.get("max_restarts", 0)
+    again, alone = (0, most) if tasks[0][0] == "ps" else (most, 0)
     console = Console(_InProgram(), _InProgram())
     attempt = 0
     while True:
@@ -176,9 +142,9 @@ def run_job(
         placed: dict[str, _Placed] = {}
         with place() as handles:
             addresses = [call(handle, "address") for handle in handles]
-            starts = _starts(tasks, addresses, environ)
+            starts = task_starts(tasks, addresses, environ, {})
             calls = {s.label: partial(call, h) for s, h in zip(starts, handles, strict=True)}
-            begin = partial(_Placed, placed, calls, work)
+            begin = partial(_Placed, environ, placed, calls, work)
             supervisor = Supervisor(begin, console, deadline, alone)
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
         if outcome.reason == "timeout":
@@ -189,18 +155,6 @@ def run_job(
             raise _failure(placed[outcome.label], console.kept(outcome.label))
         attempt += 1
         console.say(f"{outcome.label} failed: all start again ({attempt} of {again}).")
-
-
-def _starts(
-    tasks: Sequence[tuple[str, int]], addresses: Sequence[str], environ: Mapping[str, str]
-) -> list[Start]:
-    known = task_environments(tasks, addresses, environ)  # With a fresh secret.
-    starts = []
-    for (kind, index), own in zip(tasks, known, strict=True):
-        settings = {**environ, **own}
-        saving = saving_seconds(kind, settings)
-        starts.append(Start(f"{kind}:{index}", (), settings, kind, saving=saving))
-    return starts
 
 
 class _InProgram(Writer):
@@ -219,6 +173,7 @@ class _Placed(Process):
 
     def __init__(
         self,
+        environ: Mapping[str, str],
         placed: dict[str, _Placed],
         calls: Mapping[str, Callable[..., Any]],
         work: bytes | list[str],
@@ -236,7 +191,7 @@ class _Placed(Process):
         self.outputs = [(self._output[0].fileno(), start.label, "stderr")]
         self.done = self._end[0].fileno()
         self.kill = self._end[1].close
-        follow = partial(self._follow, work, start.settings, start.grace)
+        follow = partial(self._follow, work, {**environ, **start.settings}, start.grace)
         threading.Thread(target=follow, name="ndistribute task", daemon=True).start()
 
     def ask_to_end(self) -> None:

@@ -28,11 +28,9 @@ _MPI_SEGMENTS = ("mpich_shm_", "sm_segment.", "vader_segment.")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one process until it ends, or until it is to end; return its exit code.
+    """Run a command until it ends, or is to end; return its exit code.
 
-    The arguments are the seconds between SIGTERM and SIGKILL, and the command line; with ``mpi`` in
-    front, what MPI leaves is removed as well. If the launcher has asked for the end, and then
-    closes standard input as well, it does not want to wait for that long.
+    In front of it come the seconds of its grace; before them ``mpi``, to remove what MPI leaves.
     """
     # What ends the launcher must not end this before it has done its part. A function, since what
     # is ignored would be ignored by the process as well.
@@ -81,7 +79,7 @@ def _end_descendants(task: int, grace: float, asked: bool) -> None:
             for fd in [*fds, *([0] if asked else [])]:
                 poll.register(fd, select.POLLIN)
             ready = [fd for fd, _ in poll.poll(max(0.0, left) * 1000)]
-        if 0 in ready:
+        if 0 in ready:  # The launcher has hung up as well: it does not want to wait for that long.
             asked, deadline = False, 0.0
         if select.select([task], [], [], 0)[0]:
             deadline = min(deadline, time.monotonic() + _LEFT_BEHIND_SECONDS)

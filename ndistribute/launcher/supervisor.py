@@ -12,12 +12,13 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from subprocess import PIPE, Popen
+from typing import IO, cast
 
 from ndistribute.launcher import reaper
 from ndistribute.launcher.hosts import Host, remote_script, ssh_command
@@ -134,10 +135,7 @@ class Supervisor:
             self._due[partial(self._stop, Outcome("timeout", 124))] = self.deadline
 
     def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
-        """Start everything after a delay, and return once all of it has ended.
-
-        An error, such as of one that can not be started, is raised once all others have ended.
-        """
+        """Start everything after a delay; return, or raise an error, once all of it has ended."""
         self._tasks = [_Task(start.task_type, start=start) for start in starts]
         for task in self._tasks:
             self._due[partial(self._start, task)] = time.monotonic() + delay
@@ -184,26 +182,24 @@ class Supervisor:
             read = partial(self._read, *output)
             self._selector.register(output[0], selectors.EVENT_READ, read)
 
-    def _read(self, fd: int, label: str, stream: str) -> bool:
-        """Show what a pipe has; return False if it has nothing now."""
-        if fd not in self._selector.get_map():
-            return False  # The task ended while another event of the same turn was handled.
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return False
-        self.console.feed(label, stream, data)
-        if not data:
-            self._selector.unregister(fd)
-        return bool(data)
+    def _read(self, fd: int, label: str, stream: str, most: int = 1) -> None:
+        """Show what a pipe has now, with so many reads at most."""
+        # In another event of the same turn its task may have ended, and the pipe with it.
+        while most > 0 and fd in self._selector.get_map():
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return
+            self.console.feed(label, stream, data)
+            if not data:
+                self._selector.unregister(fd)
+            most -= 1
 
     def _ended(self, task: _Task, running: Process) -> None:
         self._selector.unregister(running.done)
         task.code = running.code()
         for output in running.outputs:
-            for _ in range(_MOST_READS):
-                if not self._read(*output):
-                    break
+            self._read(*output, _MOST_READS)
             if output[0] in self._selector.get_map():
                 self._selector.unregister(output[0])
                 self.console.feed(*output[1:], b"")
@@ -289,51 +285,42 @@ class Supervisor:
 
 
 class Process:
-    """A started process with its reaper, which ends it when its input is closed.
-
-    One that an engine has placed looks the same to a supervisor.
-    """
+    """A started process with its reaper, which ends it when its input is closed."""
 
     done: int  # A descriptor that can be read once it has ended.
     outputs: Sequence[tuple[int, str, str]]  # Pipes to read: whose, and which stream.
     kill: Callable[[], None]  # After which it is not waited for any longer.
     lost: Exception | None = None  # Why what is needed to start it again is not there.
 
-    def __init__(self, environ: Mapping[str, str], start: Start) -> None:
-        own, script, fds = dict(environ), "", []
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        start: Start,
+        around: Sequence[str] = (),
+        inherited: Sequence[int] = (),
+    ) -> None:
+        own, script, fds = dict(environ), "", [*inherited]
         if start.host is None:
             mpi = ["mpi"] if start.label == MPIEXEC else []
-            argv = [
-                sys.executable,
-                "-I",
-                "-S",
-                reaper.__file__,
-                *mpi,
-                str(start.grace),
-                *start.argv,
-            ]
+            reaping = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(start.grace)]
+            cmd = [*around, *reaping, *start.argv]
             own |= start.settings
         else:
-            argv = ssh_command(start.host.name)
+            cmd = ssh_command(start.host.name)
             script = remote_script(start.argv, start.settings, environ, start.host.slots)
         if start.listener is not None:
-            fds = [start.listener.fileno()]
-            own[LISTEN_FD] = str(fds[0])
-        pipe = subprocess.PIPE
-        self._popen = subprocess.Popen(
-            argv,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            env=own,
-            start_new_session=True,
-            pass_fds=fds,
+            fds.append(start.listener.fileno())
+            own[LISTEN_FD] = str(fds[-1])
+        self._popen = Popen(
+            cmd, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=own, start_new_session=True, pass_fds=fds
         )
         self.kill = self._popen.kill
         self.done = os.pidfd_open(self._popen.pid)
-        streams = (self._popen.stdout, "stdout"), (self._popen.stderr, "stderr")
-        pipes = [(pipe.fileno(), start.label, name) for pipe, name in streams if pipe is not None]
-        self.outputs = (*pipes, *start.outputs)
+        pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        self._input, *self._pipes = (cast("IO[bytes]", pipe) for pipe in pipes)
+        streams = zip(self._pipes, ("stdout", "stderr"), strict=True)
+        mine = [(pipe.fileno(), start.label, stream) for pipe, stream in streams]
+        self.outputs = (*mine, *start.outputs)
         self._write(script.encode())
 
     def code(self) -> int:
@@ -342,37 +329,32 @@ class Process:
         return code if code >= 0 else 128 - code
 
     def ask_to_end(self) -> None:
-        """Have it ended with a grace."""
         self._write(b".")
 
     def hang_up(self) -> None:
         """Have it ended as if the launcher were gone; at once if it was asked before."""
-        if self._popen.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._popen.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
 
     def close(self) -> None:
         self.hang_up()
-        for stream in filter(None, (self._popen.stdout, self._popen.stderr)):
-            stream.close()
+        for pipe in self._pipes:
+            pipe.close()
         os.close(self.done)
 
     def _write(self, data: bytes) -> None:
-        if self._popen.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
-                self._popen.stdin.write(data)
-                self._popen.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
+            self._input.write(data)
+            self._input.flush()
 
 
 @contextlib.contextmanager
 def signals_as_bytes() -> Iterator[socket.socket]:
-    """Turn the signals that end a program into bytes that can be waited for.
-
-    Those that were ignored, as by nohup and in jobs that sh runs in the background, stay so.
-    """
+    """Give a socket from which the signals that end a program can be read, a byte each."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     ending_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # What is ignored, as by nohup and in jobs that sh runs in the background, stays so.
     heeded = [signum for signum in ending_signals if signal.getsignal(signum) != signal.SIG_IGN]
     with reader, writer:
         before = {signum: signal.signal(signum, lambda *_: None) for signum in heeded}

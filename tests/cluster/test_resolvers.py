@@ -158,7 +158,7 @@ def test_every_launcher_of_mpi_says_the_rank_in_its_own_way(environ):
     ("environ", "message"),
     [
         ({}, "MPI did not start this process"),
-        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK='x' is no number"),
+        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK is 'x', which is no number"),
         ({"PMI_RANK": "2", "PMI_SIZE": "2"}, "PMI_RANK=2 is not below PMI_SIZE=2"),
     ],
 )
@@ -212,7 +212,7 @@ def test_slurm_tasks_may_be_dealt_out_in_a_circle_or_to_several_jobs():
         ({"SLURM_STEP_NODELIST": ""}, "Slurm did not start this process"),
         ({"SLURM_STEP_NODELIST": "n1"}, "names 1 nodes, but tasks for 3"),
         ({"SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is no number"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', which is no number"),
         ({"SLURM_NODEID": "2"}, "should be on node 1 but is on node 2"),
         ({"SLURM_DISTRIBUTION": "plane=2"}, "--distribution=block"),
     ],
@@ -263,7 +263,7 @@ def test_only_one_address_of_a_job_of_torchrun_is_known(change, first):
     ("change", "message"),
     [
         ({"RANK": ""}, "torchrun did not start this process: RANK is not set"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is no number"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which is no number"),
         ({"RANK": "3"}, "RANK=3 is not below WORLD_SIZE=3"),
         ({"MASTER_PORT": "65535"}, "leaves no next port"),
     ],

@@ -114,7 +114,7 @@ def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(
         "Python|processor|BLAS|BLAS kernels|mpi4py|CuPy|NCCL|cloudpickle|"
         "mpiexec|GPUs|shared memory|loopback|host name|ssh"
     )
-    findings = doctor.examine(measure=False)
+    findings = doctor.examine()
     assert [finding.name for finding in findings] == names.split("|")
     assert all(name in said for name in names.split("|"))
     assert code == 0, said
@@ -125,7 +125,7 @@ def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(
 
 def test_the_doctor_says_what_is_missing_for_every_job(monkeypatch, capfd):
     lost = doctor.Finding("loopback", "missing", "no free port", "ip link set lo up")
-    monkeypatch.setattr(doctor, "examine", lambda measure: [lost])
+    monkeypatch.setattr(doctor, "examine", lambda: [lost])
     assert cli.main(["doctor"]) == 1
     assert "1 missing" in capfd.readouterr().out
 
@@ -167,12 +167,6 @@ def test_ranks_get_the_better_kernel_but_never_in_place_of_the_users(monkeypatch
     assert doctor.blas_settings({}, 2)["OMP_NUM_THREADS"] == "3"
     mine = {"OPENBLAS_CORETYPE": "Zen", "OMP_NUM_THREADS": "5"}
     assert doctor.blas_settings(mine, 2) == {}
-
-
-def test_matrix_products_are_measured_with_a_kernel():
-    rate = doctor._gemm_rate(None)
-    assert rate is not None
-    assert rate > 0
 
 
 def test_a_benchmark_runs_with_the_remaining_arguments():
