@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ndistribute.coordinator.pickling import Pickled, dump, load
-from ndistribute.parameter_server.closure import closure
+from ndistribute.parameter_server.client import closure
 from ndistribute.parameter_server.messages import Report
 from ndistribute.transport.codec import MalformedError, Record
 

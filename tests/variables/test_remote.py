@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.parameter_server.client import ServerClient
-from ndistribute.parameter_server.closure import closure
+from ndistribute.parameter_server.client import ServerClient, closure
 from ndistribute.variables.remote import RemoteVariable
 from tests.kinds import DEADLINE, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
