@@ -233,8 +233,9 @@ class _Client:
         call.arrived.set()
 
     def close(self) -> None:
-        self._closed = True
-        self._server.disconnected(self, died=False)
+        if not self._closed:  # A collected strategy closes again, maybe under the server's lock.
+            self._closed = True
+            self._server.disconnected(self, died=False)
 
 
 class _Call:

@@ -46,3 +46,12 @@ def test_threads_that_change_at_once_lose_nothing_of_each_other():
     for reply in servers.ask({i: read("v") for i in range(2)}).values():
         assert reply.arrays[0] == THREADS * ROUNDS
     servers.close()
+
+
+def test_a_client_may_be_closed_again_in_the_middle_of_a_request():
+    """A closed strategy that was collected there waited for the server's lock for ever."""
+    server = LocalServer()
+    caller = server.connect("worker:0#a", 20.0)
+    caller.close()
+    with server._lock:
+        caller.close()
