@@ -37,16 +37,13 @@ _log = logging.getLogger("ndistribute")
 
 
 class Closure:
-    """Number the transactions of one closure of a series, and know what is to be done at its end.
-
-    `low_water` is the number of the lowest closure of the series that is not over.
-    """
+    """Number the transactions of one closure of a series, and know what to do at its end."""
 
     current: Closure | None = None  # The one that this process runs, with all its threads.
 
     def __init__(self, series: str, number: int, low_water: int) -> None:
         self.series = series
-        self.low_water = low_water << _SHIFT
+        self.low_water = low_water << _SHIFT  # Given as the lowest closure that is not over.
         self.in_main = threading.current_thread() is threading.main_thread()
         self.reports: dict[str, m.Report] = {}  # What was learned of each server on the way.
         self.at_end: list[Callable[[], None]] = []  # Called when it has ended without an error.
@@ -63,11 +60,7 @@ class Closure:
 
 @contextlib.contextmanager
 def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
-    """Make the changes of a ``with`` block those of a closure.
-
-    They are kept back until the end, or until something is read that they change. After an error
-    those kept back are dropped. A worker runs one closure at a time.
-    """
+    """Make the changes of a ``with`` block those of a closure; those kept back go with an error."""
     if Closure.current is not None:
         raise RuntimeError("a worker runs one function at a time, and one is running.")
     running = Closure.current = Closure(series, number, low_water)
@@ -80,11 +73,9 @@ def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
 
 
 def current_closure() -> Closure | None:
-    """Return the closure that this thread works for, if there is one.
-
-    All threads do but the main one, unless it runs the closure itself: a process that is its own
-    worker schedules there what another thread runs.
-    """
+    """Return the closure that this thread works for, if there is one."""
+    # The main one works for those alone that it runs: in a process that is its own worker it
+    # schedules what another thread runs.
     running = Closure.current
     if running is None or running.in_main:
         return running
@@ -199,10 +190,7 @@ class Caller(Protocol):
 
 
 class ServerClient:
-    """Ask one server, from any number of threads at once, and notice when it was started again.
-
-    The caller, which carries requests, is closed with this; messages name the server by its title.
-    """
+    """Ask one server, from any number of threads at once, and notice when it was started again."""
 
     def __init__(self, caller: Caller, title: str) -> None:
         self.name, self.title = caller.name, title
@@ -213,12 +201,9 @@ class ServerClient:
 
     @property
     def lost_updates(self) -> int:
-        """Return how many updates are known to be lost with the server's earlier lives.
-
-        A server counts what it changes, and its snapshots hold the count: a life that began with
-        less than is known of the one before has lost the difference. There may be more.
-        """
-        # By age: of an earlier life another process may tell late.
+        """Return how many updates are known to be lost with the server's earlier lives."""
+        # A life that began with less than is known of the one before has lost the difference. They
+        # are sorted by age, since another process may tell late of an earlier one.
         pairs = itertools.pairwise([life for _, life in sorted(self._lives.items())])
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
@@ -264,9 +249,8 @@ class ServerClient:
 class Servers:
     """Use all parameter servers of a job, from any number of threads at once.
 
-    Mappings are by server, the place of its client, which is closed with this object. What does not
-    fit what a server holds is a `ValueError`; a server that is not reached in time, or others that
-    left while they were waited for, a `WorkerLostError`.
+    Mappings are by the place of a server among the clients. What does not fit is a `ValueError`; a
+    server that is not reached in time, or others who left while waited for, a `WorkerLostError`.
     """
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
@@ -330,11 +314,7 @@ class Servers:
         self.ask(dict.fromkeys(range(len(self)), request))
 
     def create(self, initial: Mapping[int, Sequence[tuple[str, Array]]]) -> None:
-        """Make variables of some names and values, but for those that there are.
-
-        A value is sent only where it is wanted. One that is the same everywhere, as made by
-        `numpy.broadcast_to`, is not sent at all.
-        """
+        """Make variables of some names and values, but for those that there are."""
         asked = {i: tuple(_described(*one) for one in some) for i, some in initial.items()}
         wanted = {}
         for i, reply in self.ask({i: m.Create(some) for i, some in asked.items()}).items():
@@ -353,10 +333,7 @@ class Servers:
         return self.ask({i: m.Read(tuple(some)) for i, some in asked.items()})
 
     def change(self, changes: Changes, then: Then | None = None) -> None:
-        """Make changes: on each server all or none, in a closure at its end.
-
-        `then` is called with what became of them. Their arrays are copied if that is later.
-        """
+        """Make changes, on each server all or none, in a closure at its end; `then` is told."""
         running = current_closure()
         if running is not None:
             self._buffer.add(running, changes, then)
@@ -400,6 +377,7 @@ class Servers:
 
 
 def _described(name: str, array: Array) -> m.NewVariable:
+    """Describe a new variable, with its value if that is short or the same number everywhere."""
     dtype = array.dtype.newbyteorder("=").name
     fill = initial = None
     if array.size > 1 and not any(array.strides) and array.dtype.kind in "fiub":

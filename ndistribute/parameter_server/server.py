@@ -1,8 +1,7 @@
 """`StoreService`: a store that answers the connections of a server, and outlives its process.
 
-The store is locked while it is changed, while its arrays are lent to a snapshot, and while a new
-log is begun. Snapshots are written, and the log is synced, beside the lock. A `LocalServer` is the
-same for clients of its own process, as function calls.
+Under its lock the store is changed, lends its arrays to a snapshot, and begins a new log; snapshots
+are written, and the log is synced, beside it. A `LocalServer` serves its own process, by calls.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ _log = logging.getLogger("ndistribute")
 
 
 class StoreService:
-    """Answer by a store; write what changed to a directory, if there is one, after some seconds.
+    """Answer by a store; write what changed to a directory, if there is one, every `seconds`.
 
-    With durability ``"log"`` a change is answered once it is in a log on the disk, though others
-    may read it before. Clients of before a restart that have not come back after `return_seconds`
-    count as dead: others may wait for them.
+    With durability ``"log"`` a change is answered once it is in a log on the disk. Clients of
+    before a restart count as dead, lest others wait, if they are not back after `return_seconds`.
     """
 
     requests = m.Request
@@ -191,8 +189,8 @@ class StoreService:
         with self._lock:
             gone = self.store.clients - self._peers.keys()
             answers = [answer for client in gone for answer in self.store.left(client)]
+        what = "%s counts as dead: %s was restarted, and it did not return"
         for client in sorted(gone):
-            what = "%s counts as dead: %s was restarted, and it did not return"
             _log.warning(what, client, self._task)
         _send(answers)
 
@@ -249,7 +247,7 @@ class _Call:
         self._name, self._timeout = name, timeout
         self._deadline = time.monotonic() + timeout
 
-    def result(self, until: float = float("inf")) -> Any:
+    def result(self, until: float = math.inf) -> Any:
         left = min(until, self._deadline) - time.monotonic()
         if not self.arrived.wait(timeout=max(0.0, left)) and time.monotonic() > self._deadline:
             within = f"within {self._timeout:g} s"

@@ -1,8 +1,7 @@
 """From a change that was asked for to one that can not fail.
 
-A plan checks everything and allocates what it needs; what it returns only writes. So the changes of
-a transaction are planned first, all of them, and none is made unless all can be. Sets of gradients
-are summed until enough came for a step; a set for a step that is over does no harm.
+A plan checks everything and allocates what it needs; what it returns only writes. So all changes of
+a transaction are planned before the first is made. Sets of gradients are summed until enough came.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ Planned = Callable[[], m.Outcome]
 
 # A block of the gradient, the variable and two slots fit a core's second-level cache.
 _BLOCK_ELEMENTS = 32 * 1024
-# Rows of so many gradients are kept before those that repeat are added up.
-_ROWS_KEPT = 16
+_ROWS_KEPT = 16  # Rows of so many gradients are kept before those that repeat are added up.
 _LAST_STEP = 1 << 62
 
 
@@ -142,17 +140,14 @@ class _OptimizerStep:
 
 @dataclass
 class Aggregation:
-    """Sum the sets of a step, and know who takes part.
-
-    Members are the clients that are there and gave a set or waited, now or in an earlier step.
-    """
+    """Sum the sets of a step, and know who takes part."""
 
     step: int = 0
     givers: set[str] = field(default_factory=set)  # The clients that gave a set for the step.
     # Of each variable, the sum of its gradients or some whose sum counts. While there is no giver,
     # what is here is of the step before, and memory to use again.
     sums: dict[str, list[Gradient]] = field(default_factory=dict)
-    members: set[str] = field(default_factory=set)
+    members: set[str] = field(default_factory=set)  # Who gave or waited, at any step, and is there.
     peak: int = 0  # How many members there were at most at a time, since there was none.
     last_to_leave: str = ""
 
@@ -300,9 +295,8 @@ def _check_gradient(name: str, array: Array, gradient: Gradient) -> None:
 def _kind_of(gradient: Gradient) -> str:
     """Return what all gradients of a sum have in common, in words."""
     values = gradient.values
-    if gradient.indices is not None:
-        return f"rows {values.shape[1:]} {_wide(values)}"
-    return f"dense {values.shape} {_wide(values)}"
+    form = f"dense {values.shape}" if gradient.indices is None else f"rows {values.shape[1:]}"
+    return f"{form} {_wide(values)}"
 
 
 def _wide(values: Array) -> np.dtype[Any]:
