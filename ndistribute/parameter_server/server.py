@@ -51,7 +51,7 @@ class StoreService:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._peers: dict[str, object] = {}
-        self._asked: dict[str, tuple[Any, Any]] = {}  # Who waits for a snapshot.
+        self._asked: list[tuple[Any, Any]] = []  # The calls that wait for a snapshot.
         self._changed = self._due = self._closing = False
         self.failed_last_snapshot = False  # Whether `close` could not write what changed.
         self._disk = None if directory is None else Disk(directory, task, log=durability == "log")
@@ -80,7 +80,7 @@ class StoreService:
                 # What is there before a log begins has to be on the disk as well.
                 if request.of == "log" and not logs:
                     self._disk.begin_log()
-                self._asked[peer.name] = (peer, call)
+                self._asked.append((peer, call))
                 self._wake.notify_all()
                 return None
             if isinstance(request, m.Logged):
@@ -112,7 +112,6 @@ class StoreService:
             if self._peers.get(name) is not peer:
                 return
             del self._peers[name]
-            self._asked.pop(name, None)
             self._changed = self._changed or name in self.store.clients
             answers = self.store.left(name)
         _send(answers)
@@ -162,12 +161,11 @@ class StoreService:
                 self._wake.wait_for(lambda: self._asked or self._due or self._closing, wait)
                 closing, self._due = self._closing, False
                 changed, self._changed = self._changed, False
-                asked, self._asked = self._asked, {}
+                asked, self._asked = self._asked, []
                 reply: m.Totals | m.Failure = self.store.totals
             if changed:
                 reply = self._save(disk)
-            for peer, call in asked.values():
-                peer.send(reply, call)
+            _send([(call, reply) for call in asked])
             if time.monotonic() >= expires:
                 self._expire_clients()
                 expires = math.inf
