@@ -1,9 +1,8 @@
 """What a worker does for coordinators: run their functions, one at a time, and tell the outcome.
 
-A coordinator sends `Run` and `Forget` over its connection, and the worker pushes an `Outcome` for
-each `Run`, in the same order. The connection is the whole conversation: with its end the worker
-drops what that coordinator sent. What a function changes on servers goes out under its number, so
-it is changed once, however often and wherever the function is run.
+A coordinator sends `Run` and `Forget` over its connection, with whose end the worker drops what it
+sent; the worker pushes an `Outcome` for each `Run`, in the same order. What a function changes on
+servers goes out under its number, so it is changed once, wherever and however often it is run.
 """
 
 from __future__ import annotations
@@ -88,10 +87,7 @@ class _Session:
 
 
 def keep(key: str, make: Loader, drop: Callable[[Any], object] = _let_go) -> Any:
-    """Return what a worker has under a key for the coordinator whose function it runs or loads.
-
-    It is made when it is first asked for, and dropped when the coordinator forgets it, or leaves.
-    """
+    """Return what a worker keeps under a key until the coordinator of this function forgets it."""
     kept = _session().kept
     if key not in kept:
         kept[key] = make(), drop
