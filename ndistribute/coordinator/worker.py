@@ -119,9 +119,8 @@ class WorkerService:
     requests = Run | Forget
     sealed = True
 
-    def __init__(self, name: str, result_bytes: int = RESULT_BYTES) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._result_bytes = result_bytes
         self._sessions: dict[Any, _Session] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         thread_name = f"ndistribute {name} closures"
@@ -200,9 +199,9 @@ class WorkerService:
                 f"The function returned a {type(result).__name__}, which can not be pickled "
                 f"({error}). Return plain values or arrays."
             ) from error
-        if pickled.nbytes > self._result_bytes:
+        if pickled.nbytes > RESULT_BYTES:
             raise ValueError(
-                f"The function returned {pickled.nbytes} bytes: at most {self._result_bytes} "
+                f"The function returned {pickled.nbytes} bytes: at most {RESULT_BYTES} "
                 "travel. Return less, or write it to a variable or a file."
             )
         return pickled
