@@ -194,7 +194,7 @@ class ServerClient:
 
     def __init__(self, caller: Caller, title: str) -> None:
         self.name, self.title = caller.name, title
-        self.close = caller.close
+        self.start, self.close = caller.start, caller.close  # `finish` returns the reply.
         self._caller = caller
         self._lock = threading.Lock()
         self._lives: dict[str, m.Report] = {}
@@ -210,10 +210,6 @@ class ServerClient:
     @property
     def current_life(self) -> m.Report | None:
         return self._lives.get(self._caller.instance)
-
-    def start(self, request: Record) -> Any:
-        """Send a request; `finish` has the reply."""
-        return self._caller.start(request)
 
     def finish(self, call: Any, until: float = float("inf")) -> Any:
         """Return the reply to a request, None if it has not come by then; raise a failure."""
@@ -281,10 +277,9 @@ class Servers:
                     replies[i] = self._clients[i].finish(call)
                 except Exception as error:
                     errors.append(error)
-        except BaseException:
+        finally:
             for call in calls.values():
                 call.cancel()
-            raise
         for i in replies:
             self._clients[i].meet()
         if errors:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.messages import Apply, Done, Gradient, Number
+from ndistribute.parameter_server.messages import Apply, Done, Gradient
 from ndistribute.parameter_server.variables import Cell, Refused, Variables, check_fits, owned
 from ndistribute.transport.codec import Array
 from ndistribute.update_rules import Rule, rule_named
@@ -194,11 +194,11 @@ class Aggregation:
             self.members.remove(client)
             self.last_to_leave = client
 
-    def reply(self, client: str, request: m.AwaitStep) -> Number | m.Failure | None:
+    def reply(self, client: str, request: m.AwaitStep) -> m.Number | m.Failure | None:
         """Return the reply to a wait once it is over, or in vain."""
         over = self.step >= request.step or request.step > self.step + 1
         if over or client not in self.givers:
-            return Number(self.step)
+            return m.Number(self.step)
         if self.peak < request.count or len(self.members) >= request.count:
             return None
         return m.Failure(
