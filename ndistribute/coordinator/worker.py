@@ -59,10 +59,6 @@ class Outcome(Record, frozen=True):
     reports: tuple[Report, ...] = ()  # How many updates the servers had made after the closure's.
 
 
-def _let_go(thing: Any) -> None:
-    """Do nothing about a thing that needs no more than to be held no longer."""
-
-
 class _Session:
     """What belongs to the connection of one coordinator."""
 
@@ -72,21 +68,22 @@ class _Session:
         self.functions: dict[str, Loader] = {}
         self.over = False
         # Only the thread that runs closures uses these: things, and what drops them.
-        self.kept: dict[str, tuple[Any, Callable[[Any], object]]] = {}
+        self.kept: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}
         self.inputs: tuple[Pickled, ...] = ()  # Of the closure that runs, as are its functions.
         self.running: dict[str, Loader] = {}
 
     def forget(self, keys: Iterable[str] | None = None) -> None:
         """Drop what stands under some keys; None: all."""
         for key in list(self.kept) if keys is None else keys:
-            thing, drop = self.kept.pop(key, (None, _let_go))
+            thing, drop = self.kept.pop(key, (None, None))
             try:
-                drop(thing)
+                if drop is not None:
+                    drop(thing)
             except Exception:
                 _log.exception("a %s could not be dropped", type(thing).__name__)
 
 
-def keep(key: str, make: Loader, drop: Callable[[Any], object] = _let_go) -> Any:
+def keep(key: str, make: Loader, drop: Callable[[Any], object] | None = None) -> Any:
     """Return what a worker keeps under a key until the coordinator of this function forgets it."""
     kept = _session().kept
     if key not in kept:

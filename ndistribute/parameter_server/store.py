@@ -72,7 +72,7 @@ class Store:
     """Hold variables and what else a server keeps; answer requests one after the other.
 
     It is called under one lock; replies may be encoded outside of it, for their arrays never
-    change. Of a request it keeps no array beyond its answer, but for values that it `adopts`.
+    change. It keeps no array of a request beyond its answer, but values that `variables.adopts`.
     """
 
     def __init__(self, floor: int = 0) -> None:
