@@ -37,7 +37,7 @@ _log = logging.getLogger("ndistribute")
 
 
 class Closure:
-    """Number the transactions of one closure of a series, and know what to do at its end."""
+    """Number the transactions of one closure of a series, and hold what is kept back for it."""
 
     current: Closure | None = None  # The one that this process runs, with all its threads.
 
@@ -46,7 +46,7 @@ class Closure:
         self.low_water = low_water << _SHIFT  # Given as the lowest closure that is not over.
         self.in_main = threading.current_thread() is threading.main_thread()
         self.reports: dict[str, m.Report] = {}  # What was learned of each server on the way.
-        self.at_end: list[Callable[[], None]] = []  # Called when it has ended without an error.
+        self.buffers: dict[Servers, _WriteBuffer] = {}
         self._sequences = itertools.count((number << _SHIFT) + 1)
         self._end = (number + 1) << _SHIFT
 
@@ -66,10 +66,11 @@ def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
     running = Closure.current = Closure(series, number, low_water)
     try:
         yield running
-        for do in running.at_end:
-            do()
+        for buffer in list(running.buffers.values()):
+            buffer.flush()
     finally:
         Closure.current = None
+        running.buffers.clear()
 
 
 def current_closure() -> Closure | None:
@@ -83,55 +84,48 @@ def current_closure() -> Closure | None:
 
 
 class _WriteBuffer:
-    """Keep back what the closure that runs changes, until `send` makes it for the closure."""
+    """Keep back what a closure changes on servers."""
 
-    def __init__(self, send: Callable[[Changes, Closure | None], Outcomes]) -> None:
-        self._send = send
-        self._lock = threading.Lock()
-        self._spare: list[Array] = []
-        self._reset(None)
+    def __init__(self, servers: Servers, running: Closure) -> None:
+        self._servers, self._running = servers, running
+        self._reset()
 
-    def add(self, running: Closure, changes: Changes, then: Then | None) -> None:
+    def add(self, changes: Changes, then: Then | None) -> None:
         """Keep changes, as they are now, until the end of the closure or until they are many."""
-        with self._lock:
-            if self._running is not running:
-                self._reset(running)
-                running.at_end.append(lambda: self._flush(running))
+        with self._servers._lock:
             owned = {i: [self._owned(change) for change in some] for i, some in changes.items()}
             self._kept.append((owned, then))
             self._names.update(*(_written(change) for some in owned.values() for change in some))
             nbytes = sum(copy.nbytes for copy in self._copies)
             full = nbytes >= _BUFFERED_BYTES or len(self._kept) >= _BUFFERED_CHANGES
         if full:
-            self._flush(running)
+            self.flush()
 
     def flush_before(self, names: Iterable[str]) -> None:
         """Send what is kept if it changes a variable that is about to be read."""
-        running = self._running
-        if running is None or running is not current_closure():
-            return
         if not self._names.isdisjoint(names):
-            self._flush(running)
+            self.flush()
 
-    def _reset(self, running: Closure | None) -> None:
-        self._running = running
+    def _reset(self) -> None:
         self._kept: list[tuple[Changes, Then | None]] = []
         self._names: set[str] = set()
         self._copies: list[Array] = []
 
-    def _flush(self, running: Closure) -> None:
-        with self._lock:
-            if self._running is not running or not self._kept:
-                return
+    def flush(self) -> None:
+        """Send what is kept, as one transaction to each server."""
+        with self._servers._lock:
             kept, copies = self._kept, self._copies
-            self._reset(running)
+            self._reset()
+        if not kept:
+            return
         changes: dict[int, list[m.Change]] = {}
         for some, _ in kept:
             for i, own in some.items():
                 changes.setdefault(i, []).extend(own)
-        outcomes = {i: iter(made) for i, made in self._send(changes, running).items()}
-        with self._lock:  # To touch new memory costs more than to copy: the next closure has it.
-            self._spare = [copy for copy in copies if copy.nbytes >= _REUSED_BYTES]
+        made_by = self._servers._change(changes, self._running)
+        outcomes = {i: iter(made) for i, made in made_by.items()}
+        with self._servers._lock:  # To touch new memory costs more than to copy: the next has it.
+            self._servers._spare = [copy for copy in copies if copy.nbytes >= _REUSED_BYTES]
         for some, then in kept:
             made = {i: tuple(itertools.islice(outcomes[i], len(own))) for i, own in some.items()}
             if then is not None:
@@ -152,9 +146,9 @@ class _WriteBuffer:
         return part
 
     def _copy_of(self, array: Array) -> Array:
-        for index, spare in enumerate(self._spare):
+        for index, spare in enumerate(self._servers._spare):
             if (spare.shape, spare.dtype) == (array.shape, array.dtype):
-                del self._spare[index]
+                del self._servers._spare[index]
                 np.copyto(spare, array)
                 return spare
         return array.copy(order="C")
@@ -251,7 +245,7 @@ class Servers:
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         self._clients = tuple(clients)
-        self._buffer = _WriteBuffer(self._change)
+        self._spare: list[Array] = []  # Memory of changes that a closure kept back.
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         atexit.register(self.close)  # So that servers see this process leave, and not die.
@@ -324,14 +318,17 @@ class Servers:
 
     def read(self, asked: Mapping[int, Sequence[m.Item]]) -> dict[int, m.Values]:
         """Return what is asked for, with what a closure that asks has changed."""
-        self._buffer.flush_before(item.name for some in asked.values() for item in some)
+        running = current_closure()
+        if running is not None and (buffer := running.buffers.get(self)) is not None:
+            buffer.flush_before(item.name for some in asked.values() for item in some)
         return self.ask({i: m.Read(tuple(some)) for i, some in asked.items()})
 
     def change(self, changes: Changes, then: Then | None = None) -> None:
         """Make changes, on each server all or none, in a closure at its end; `then` is told."""
         running = current_closure()
         if running is not None:
-            self._buffer.add(running, changes, then)
+            buffer = running.buffers.get(self) or _WriteBuffer(self, running)
+            running.buffers.setdefault(self, buffer).add(changes, then)
             return
         outcomes = self._change(changes, None)
         if then is not None:
