@@ -42,7 +42,8 @@ def leaks_since(before: Snapshot, seconds: float = LEAK_DEADLINE_SECONDS) -> lis
     """Describe what is new since a snapshot and does not go away before a deadline."""
     deadline = time.monotonic() + seconds
     for thread in set(threading.enumerate()) - before.threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.ident is not None:  # Else another thread is about to start it.
+            thread.join(max(0.0, deadline - time.monotonic()))
     pause = 0.0005
     leaks = _new_since(before)
     if leaks:

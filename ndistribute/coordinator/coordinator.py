@@ -216,11 +216,8 @@ _coordinators: WeakSet[ClusterCoordinator] = WeakSet()
 
 
 def forget(key: str) -> None:
-    """Let the workers of all coordinators of this process drop what they `keep` under a key.
-
-    They are told before the next function. It may be called at any moment and on any thread, as a
-    finalizer is, for it takes no lock and waits for nothing.
-    """
+    """Let all workers drop, before their next function, what they `keep` under a key."""
+    # No lock is taken, for a finalizer that calls this may run in the middle of anything.
     for coordinator in tuple(_coordinators):
         for link in coordinator._links:
             link.forgotten.append(key)
@@ -420,8 +417,8 @@ def _unpicklable(
         try:
             dump_for(closure, value)
         except Exception as problem:
-            what = f"{place} of {closure.result.name}, a {type(value).__name__},"
-            return ValueError(f"{what} can not be sent to workers: {problem}.")
+            what, error = f"{place} of {closure.result.name}, a {type(value).__name__},", problem
+            break
     return ValueError(f"{what} can not be sent to workers: {error}.")
 
 

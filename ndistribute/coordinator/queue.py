@@ -1,8 +1,7 @@
 """Which function a coordinator sends to which worker next, and what is left when one fails.
 
 A closure waits for its inputs, is ready, is in flight on a worker, and is over; only the loss of a
-worker brings it back, and not for ever. The queue starts no thread and sends nothing: whoever asks
-it what a worker runs next, sends that.
+worker brings it back, and not for ever. The queue starts no thread and sends nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ _log = logging.getLogger("ndistribute")
 
 
 class ClosureQueue:
-    """Keep what was scheduled until it is over; any thread may call.
-
-    A worker's number is its place among their names. All may be away for `patience` seconds while
-    something waits.
-    """
+    """Keep what was scheduled until it is over; a worker's number is its place among the names."""
 
     capacity = 4096  # How many closures may wait.
     capacity_bytes = 1 << 30  # None is added once the arguments of those that wait take so much.
@@ -129,15 +124,13 @@ class ClosureQueue:
         return None
 
     def take(self, worker: int, depth: int) -> list[Closure]:
-        """Return what a worker that is there runs next, so that it has at most `depth` closures.
-
-        A worker gets closures in advance only while there are as many for each of the others, even
-        if they are away: at the end each should go to whoever is free first.
-        """
+        """Return what a worker that is there runs next, so that it has at most `depth` closures."""
         taken: list[Closure] = []
         with self.lock:
             flying, was_full = self._in_flight[worker], self.is_full()
             while self._ready and len(flying) < depth and not self.closing.is_set():
+                # In advance only while there are as many for each of the others, even if they are
+                # away: at the end each should go to whoever is free first.
                 if len(self._ready) < len(self._workers) * len(flying):
                     break
                 closure = self._ready.popleft()
@@ -170,16 +163,12 @@ class ClosureQueue:
                 self._changed.notify_all()
 
     def lose(self, worker: int, problem: Exception) -> None:
-        """Note that a worker is away, or still away; others run what it had.
-
-        It ran the first closure that it had, so that was an attempt; the others waited behind it.
-        If all workers have been away for too long while something waits, everything is given up.
-        """
+        """Note that a worker is away, or still away; others run what it had."""
         with self.lock:
             before, self._why_away[worker] = self._why_away[worker], problem
             was_here = worker in self._in_flight
             lost = list(self._in_flight.pop(worker, {}).values())
-            if lost and self._error is None:
+            if lost and self._error is None:  # It ran the first one; the others waited behind it.
                 lost[0].lost_on.append(self._workers[worker])
                 if len(lost[0].lost_on) >= ATTEMPTS:
                     self._error = WorkerLostError(

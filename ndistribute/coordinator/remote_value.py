@@ -1,8 +1,7 @@
 """A scheduled function, its arguments, and what stands for its result: `RemoteValue`.
 
-The result of another function, and a dataset that each worker makes for itself, are not pickled
-with the arguments that hold them: a reference is, which the worker resolves. The closure whose
-arguments a thread pickles notes what they refer to.
+Of the result of another function, and of a dataset that each worker makes for itself, a reference
+is pickled, which the worker resolves; the closure notes what its arguments refer to.
 """
 
 from __future__ import annotations
@@ -53,10 +52,8 @@ def dump_for(closure: Closure, arguments: Any) -> Pickled:
 
 
 def keep_until_run(thing: object) -> None:
-    """Keep an object alive until the function has run whose arguments this thread pickles now.
-
-    For the `__reduce__` of an object of which workers have their own: they drop theirs with it.
-    """
+    """Keep an object alive until the function has run whose arguments this thread pickles now."""
+    # For the `__reduce__` of an object of which workers have their own: they drop theirs with it.
     if (closure := _pickled_for.get()) is not None:
         closure.kept.append(thing)
 
@@ -142,9 +139,8 @@ class RemoteValue:
 class PerWorkerDataset:
     """Stand for a dataset that each worker makes for itself, when it first uses it.
 
-    Among the arguments of a scheduled function its iterator becomes the worker's own one, where
-    that worker left it; the dataset itself becomes the worker's dataset. A worker that is started
-    again makes them anew.
+    Among the arguments of a scheduled function it becomes the worker's own dataset, and its
+    iterator the worker's iterator, where that left it. A new worker makes them anew.
     """
 
     def __init__(self, function: Pickled, forget: Callable[[str], None]) -> None:

@@ -54,9 +54,8 @@ class Outlook(NamedTuple):
 class ExitPolicy:
     """Conclude from the clients of a server when its work is over, without a clock of its own.
 
-    A cluster with a chief lives as long as the chief; one without lives until every worker has
-    come and gone. All other clients, such as evaluators, come and go as they like. Nobody may come
-    for `start_seconds`; a worker may be away for `return_seconds`, once all others are gone too.
+    A cluster lives as long as its chief, or, without one, until every worker has come and gone.
+    Nobody may come for `start_seconds`, a worker that died be away for `return_seconds`.
     """
 
     def __init__(
@@ -357,11 +356,10 @@ class Server:
 
 @contextlib.contextmanager
 def _sigterm_as_exit() -> Iterator[Callable[[], None]]:
-    """Make SIGTERM a `SystemExit` in the block, so that what is open can be closed in order.
+    """Make SIGTERM a `SystemExit` in the block, unless the program handles it itself.
 
     After the first one, or once what this yields is called, SIGTERM changes nothing: what closes
-    then is not to be broken off. Where the program handles it itself, or in another thread than the
-    main one, this does nothing.
+    then is not to be broken off.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

@@ -1,9 +1,8 @@
 """What a worker does for coordinators: run their functions, one at a time, and tell the outcome.
 
-A coordinator sends `Run` and `Forget` over its connection, and the worker pushes an `Outcome` for
-each `Run`, in the same order. The connection is the whole conversation: with its end the worker
-drops what that coordinator sent. What a function changes on servers goes out under its number, so
-it is changed once, however often and wherever the function is run.
+A coordinator sends `Run` and `Forget` over its connection, with whose end the worker drops what it
+sent; the worker pushes an `Outcome` for each `Run`, in the same order. What a function changes on
+servers goes out under its number, so it is changed once, wherever and however often it is run.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ndistribute.coordinator.pickling import Pickled, dump, load
-from ndistribute.parameter_server.closure import closure
+from ndistribute.parameter_server.client import closure
 from ndistribute.parameter_server.messages import Report
 from ndistribute.transport.codec import MalformedError, Record
 
@@ -60,10 +59,6 @@ class Outcome(Record, frozen=True):
     reports: tuple[Report, ...] = ()  # How many updates the servers had made after the closure's.
 
 
-def _let_go(thing: Any) -> None:
-    """Do nothing about a thing that needs no more than to be held no longer."""
-
-
 class _Session:
     """What belongs to the connection of one coordinator."""
 
@@ -73,25 +68,23 @@ class _Session:
         self.functions: dict[str, Loader] = {}
         self.over = False
         # Only the thread that runs closures uses these: things, and what drops them.
-        self.kept: dict[str, tuple[Any, Callable[[Any], object]]] = {}
+        self.kept: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}
         self.inputs: tuple[Pickled, ...] = ()  # Of the closure that runs, as are its functions.
         self.running: dict[str, Loader] = {}
 
     def forget(self, keys: Iterable[str] | None = None) -> None:
         """Drop what stands under some keys; None: all."""
         for key in list(self.kept) if keys is None else keys:
-            thing, drop = self.kept.pop(key, (None, _let_go))
+            thing, drop = self.kept.pop(key, (None, None))
             try:
-                drop(thing)
+                if drop is not None:
+                    drop(thing)
             except Exception:
                 _log.exception("a %s could not be dropped", type(thing).__name__)
 
 
-def keep(key: str, make: Loader, drop: Callable[[Any], object] = _let_go) -> Any:
-    """Return what a worker has under a key for the coordinator whose function it runs or loads.
-
-    It is made when it is first asked for, and dropped when the coordinator forgets it, or leaves.
-    """
+def keep(key: str, make: Loader, drop: Callable[[Any], object] | None = None) -> Any:
+    """Return what a worker keeps under a key until the coordinator of this function forgets it."""
     kept = _session().kept
     if key not in kept:
         kept[key] = make(), drop
@@ -123,9 +116,8 @@ class WorkerService:
     requests: Any = Run | Forget
     sealed = True
 
-    def __init__(self, name: str, result_bytes: int = RESULT_BYTES) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._result_bytes = result_bytes
         self._sessions: dict[Any, _Session] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         thread_name = f"ndistribute {name} closures"
@@ -204,9 +196,9 @@ class WorkerService:
                 f"The function returned a {type(result).__name__}, which can not be pickled "
                 f"({error}). Return plain values or arrays."
             ) from error
-        if pickled.nbytes > self._result_bytes:
+        if pickled.nbytes > RESULT_BYTES:
             raise ValueError(
-                f"The function returned {pickled.nbytes} bytes: at most {self._result_bytes} "
+                f"The function returned {pickled.nbytes} bytes: at most {RESULT_BYTES} "
                 "travel. Return less, or write it to a variable or a file."
             )
         return pickled

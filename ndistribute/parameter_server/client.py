@@ -1,37 +1,176 @@
 """Parameter servers as a process that uses them sees them.
 
-Several servers are asked at once: all requests go out before the first reply is waited for. Changes
-are numbered, so that each is made once however often it is sent.
+All requests go out before the first reply is waited for. Changes are numbered, so that each is made
+once however often it is sent. What a closure changes, a function that a coordinator sent, is kept
+back until its end and goes out under the closure's number, the same wherever it is run again.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from msgspec.structs import replace
 
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.closure import (
-    Changes,
-    Closure,
-    Outcomes,
-    Then,
-    WriteBuffer,
-    current_closure,
-)
 from ndistribute.transport.codec import Array, Record
 
+Changes = Mapping[int, Sequence[m.Change]]  # What to change on which server, and what became of it.
+Outcomes = Mapping[int, tuple[m.Outcome, ...]]
+Then = Callable[[Outcomes], None]
+
+_SHIFT = 16  # A closure makes fewer than so many bits' worth of transactions.
+_BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # So much a closure keeps back at most.
+_REUSED_BYTES = 1 << 16  # Smaller arrays the allocator keeps by itself.
 _SMALL_BYTES = 1 << 14  # An initial value of so few bytes is sent without asking if it is wanted.
 _TURN_SECONDS = 0.1  # So long one of several replies is waited for before the others are looked at.
 _ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
 _log = logging.getLogger("ndistribute")
+
+
+class Closure:
+    """Number the transactions of one closure of a series, and hold what is kept back for it."""
+
+    current: Closure | None = None  # The one that this process runs, with all its threads.
+
+    def __init__(self, series: str, number: int, low_water: int) -> None:
+        self.series = series
+        self.low_water = low_water << _SHIFT  # Given as the lowest closure that is not over.
+        self.in_main = threading.current_thread() is threading.main_thread()
+        self.reports: dict[str, m.Report] = {}  # What was learned of each server on the way.
+        self.buffers: dict[Servers, _WriteBuffer] = {}
+        self._sequences = itertools.count((number << _SHIFT) + 1)
+        self._end = (number + 1) << _SHIFT
+
+    def sequence(self) -> int:
+        sequence = next(self._sequences)
+        if sequence >= self._end:
+            made = f"one function made {1 << _SHIFT} separate updates"
+            raise RuntimeError(f"{made}: schedule smaller ones.")
+        return sequence
+
+
+@contextlib.contextmanager
+def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
+    """Make the changes of a ``with`` block those of a closure; those kept back go with an error."""
+    if Closure.current is not None:
+        raise RuntimeError("a worker runs one function at a time, and one is running.")
+    running = Closure.current = Closure(series, number, low_water)
+    try:
+        yield running
+        for buffer in list(running.buffers.values()):
+            buffer.flush()
+    finally:
+        Closure.current = None
+        running.buffers.clear()
+
+
+def current_closure() -> Closure | None:
+    """Return the closure that this thread works for, if there is one."""
+    # The main one works for those alone that it runs: in a process that is its own worker it
+    # schedules what another thread runs.
+    running = Closure.current
+    if running is None or running.in_main:
+        return running
+    return None if threading.current_thread() is threading.main_thread() else running
+
+
+class _WriteBuffer:
+    """Keep back what a closure changes on servers."""
+
+    def __init__(self, servers: Servers, running: Closure) -> None:
+        self._servers, self._running = servers, running
+        self._reset()
+
+    def add(self, changes: Changes, then: Then | None) -> None:
+        """Keep changes, as they are now, until the end of the closure or until they are many."""
+        with self._servers._lock:
+            owned = {i: [self._owned(change) for change in some] for i, some in changes.items()}
+            self._kept.append((owned, then))
+            self._names.update(*(_written(change) for some in owned.values() for change in some))
+            nbytes = sum(copy.nbytes for copy in self._copies)
+            full = nbytes >= _BUFFERED_BYTES or len(self._kept) >= _BUFFERED_CHANGES
+        if full:
+            self.flush()
+
+    def flush_before(self, names: Iterable[str]) -> None:
+        """Send what is kept if it changes a variable that is about to be read."""
+        if not self._names.isdisjoint(names):
+            self.flush()
+
+    def _reset(self) -> None:
+        self._kept: list[tuple[Changes, Then | None]] = []
+        self._names: set[str] = set()
+        self._copies: list[Array] = []
+
+    def flush(self) -> None:
+        """Send what is kept, as one transaction to each server."""
+        with self._servers._lock:
+            kept, copies = self._kept, self._copies
+            self._reset()
+        if not kept:
+            return
+        changes: dict[int, list[m.Change]] = {}
+        for some, _ in kept:
+            for i, own in some.items():
+                changes.setdefault(i, []).extend(own)
+        made_by = self._servers._change(changes, self._running)
+        outcomes = {i: iter(made) for i, made in made_by.items()}
+        with self._servers._lock:  # To touch new memory costs more than to copy: the next has it.
+            self._servers._spare = [copy for copy in copies if copy.nbytes >= _REUSED_BYTES]
+        for some, then in kept:
+            made = {i: tuple(itertools.islice(outcomes[i], len(own))) for i, own in some.items()}
+            if then is not None:
+                then(made)
+
+    def _owned(self, part: Any) -> Any:
+        """Return a change, or a part of one, with arrays that nobody else can write to."""
+        if isinstance(part, np.ndarray):
+            if not _writable(part):
+                return part
+            self._copies.append(self._copy_of(part))
+            return self._copies[-1]
+        if isinstance(part, tuple):
+            return tuple(self._owned(item) for item in part)
+        if isinstance(part, Record):
+            names = part.__struct_fields__
+            return type(part)(**{name: self._owned(getattr(part, name)) for name in names})
+        return part
+
+    def _copy_of(self, array: Array) -> Array:
+        for index, spare in enumerate(self._servers._spare):
+            if (spare.shape, spare.dtype) == (array.shape, array.dtype):
+                del self._servers._spare[index]
+                np.copyto(spare, array)
+                return spare
+        return array.copy(order="C")
+
+
+def _written(change: m.Change) -> tuple[str, ...]:
+    """Return the names of the variables that a change writes to."""
+    if isinstance(change, m.Aggregate):
+        return _written(change.apply)
+    if isinstance(change, m.Apply):
+        return (*change.names, *(name for some in change.slots for name in some), change.counter)
+    return (change.name,)
+
+
+def _writable(array: Array) -> bool:
+    """Return True if an array can still change, through itself or through what it is a view of."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return True
+        base = base.base
+    return base is not None
 
 
 class Caller(Protocol):
@@ -45,36 +184,26 @@ class Caller(Protocol):
 
 
 class ServerClient:
-    """Ask one server, from any number of threads at once, and notice when it was started again.
-
-    The caller, which carries requests, is closed with this; messages name the server by its title.
-    """
+    """Ask one server, from any number of threads at once, and notice when it was started again."""
 
     def __init__(self, caller: Caller, title: str) -> None:
         self.name, self.title = caller.name, title
-        self.close = caller.close
+        self.start, self.close = caller.start, caller.close  # `finish` returns the reply.
         self._caller = caller
         self._lock = threading.Lock()
         self._lives: dict[str, m.Report] = {}
 
     @property
     def lost_updates(self) -> int:
-        """Return how many updates are known to be lost with the server's earlier lives.
-
-        A server counts what it changes, and its snapshots hold the count: a life that began with
-        less than is known of the one before has lost the difference. There may be more.
-        """
-        # By age: of an earlier life another process may tell late.
+        """Return how many updates are known to be lost with the server's earlier lives."""
+        # A life that began with less than is known of the one before has lost the difference. They
+        # are sorted by age, since another process may tell late of an earlier one.
         pairs = itertools.pairwise([life for _, life in sorted(self._lives.items())])
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
     @property
     def current_life(self) -> m.Report | None:
         return self._lives.get(self._caller.instance)
-
-    def start(self, request: Record) -> Any:
-        """Send a request; `finish` has the reply."""
-        return self._caller.start(request)
 
     def finish(self, call: Any, until: float = float("inf")) -> Any:
         """Return the reply to a request, None if it has not come by then; raise a failure."""
@@ -110,14 +239,13 @@ class ServerClient:
 class Servers:
     """Use all parameter servers of a job, from any number of threads at once.
 
-    Mappings are by server, the place of its client, which is closed with this object. What does not
-    fit what a server holds is a `ValueError`; a server that is not reached in time, or others that
-    left while they were waited for, a `WorkerLostError`.
+    Mappings are by the place of a server among the clients. What does not fit is a `ValueError`; a
+    server that is not reached in time, or others who left while waited for, a `WorkerLostError`.
     """
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         self._clients = tuple(clients)
-        self._buffer = WriteBuffer(self._change)
+        self._spare: list[Array] = []  # Memory of changes that a closure kept back.
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         atexit.register(self.close)  # So that servers see this process leave, and not die.
@@ -143,10 +271,9 @@ class Servers:
                     replies[i] = self._clients[i].finish(call)
                 except Exception as error:
                     errors.append(error)
-        except BaseException:
+        finally:
             for call in calls.values():
                 call.cancel()
-            raise
         for i in replies:
             self._clients[i].meet()
         if errors:
@@ -176,11 +303,7 @@ class Servers:
         self.ask(dict.fromkeys(range(len(self)), request))
 
     def create(self, initial: Mapping[int, Sequence[tuple[str, Array]]]) -> None:
-        """Make variables of some names and values, but for those that there are.
-
-        A value is sent only where it is wanted. One that is the same everywhere, as made by
-        `numpy.broadcast_to`, is not sent at all.
-        """
+        """Make variables of some names and values, but for those that there are."""
         asked = {i: tuple(_described(*one) for one in some) for i, some in initial.items()}
         wanted = {}
         for i, reply in self.ask({i: m.Create(some) for i, some in asked.items()}).items():
@@ -195,17 +318,17 @@ class Servers:
 
     def read(self, asked: Mapping[int, Sequence[m.Item]]) -> dict[int, m.Values]:
         """Return what is asked for, with what a closure that asks has changed."""
-        self._buffer.flush_before(item.name for some in asked.values() for item in some)
+        running = current_closure()
+        if running is not None and (buffer := running.buffers.get(self)) is not None:
+            buffer.flush_before(item.name for some in asked.values() for item in some)
         return self.ask({i: m.Read(tuple(some)) for i, some in asked.items()})
 
     def change(self, changes: Changes, then: Then | None = None) -> None:
-        """Make changes: on each server all or none, in a closure at its end.
-
-        `then` is called with what became of them. Their arrays are copied if that is later.
-        """
+        """Make changes, on each server all or none, in a closure at its end; `then` is told."""
         running = current_closure()
         if running is not None:
-            self._buffer.add(running, changes, then)
+            buffer = running.buffers.get(self) or _WriteBuffer(self, running)
+            running.buffers.setdefault(self, buffer).add(changes, then)
             return
         outcomes = self._change(changes, None)
         if then is not None:
@@ -246,6 +369,7 @@ class Servers:
 
 
 def _described(name: str, array: Array) -> m.NewVariable:
+    """Describe a new variable, with its value if that is short or the same number everywhere."""
     dtype = array.dtype.newbyteorder("=").name
     fill = initial = None
     if array.size > 1 and not any(array.strides) and array.dtype.kind in "fiub":

@@ -109,9 +109,8 @@ class Delete(Record, frozen=True):
 class AwaitStep(Record, frozen=True):
     """Wait until an aggregate is at a step or above; answered by its step, a `Number`.
 
-    A client whose set for the current step is not there is answered at once: it came too late, or
-    was lost with the server, and may be given again. If clients left, so that the `count` sets of
-    a step can not come, it is a `Failure`.
+    It is answered at once if the client's own set for the current step is not there: it came late,
+    or was lost with the server. If `count` sets can not come, for clients left, it is a `Failure`.
     """
 
     name: str

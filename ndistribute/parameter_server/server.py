@@ -1,8 +1,7 @@
 """`StoreService`: a store that answers the connections of a server, and outlives its process.
 
-The store is locked while it is changed, while its arrays are lent to a snapshot, and while a new
-log is begun. Snapshots are written, and the log is synced, beside the lock. A `LocalServer` is the
-same for clients of its own process, as function calls.
+Under its lock the store is changed, lends its arrays to a snapshot, and begins a new log; snapshots
+are written, and the log is synced, beside it. A `LocalServer` serves its own process, by calls.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ _log = logging.getLogger("ndistribute")
 
 
 class StoreService:
-    """Answer by a store; write what changed to a directory, if there is one, after some seconds.
+    """Answer by a store; write what changed to a directory, if there is one, every `seconds`.
 
-    With durability ``"log"`` a change is answered once it is in a log on the disk, though others
-    may read it before. Clients of before a restart that have not come back after `return_seconds`
-    count as dead: others may wait for them.
+    With durability ``"log"`` a change is answered once it is in a log on the disk. Clients of
+    before a restart count as dead, lest others wait, if they are not back after `return_seconds`.
     """
 
     requests = m.Request
@@ -53,7 +51,7 @@ class StoreService:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._peers: dict[str, object] = {}
-        self._asked: dict[str, tuple[Any, Any]] = {}  # Who waits for a snapshot.
+        self._asked: list[tuple[Any, Any]] = []  # The calls that wait for a snapshot.
         self._changed = self._due = self._closing = False
         self.failed_last_snapshot = False  # Whether `close` could not write what changed.
         self._disk = None if directory is None else Disk(directory, task, log=durability == "log")
@@ -82,7 +80,7 @@ class StoreService:
                 # What is there before a log begins has to be on the disk as well.
                 if request.of == "log" and not logs:
                     self._disk.begin_log()
-                self._asked[peer.name] = (peer, call)
+                self._asked.append((peer, call))
                 self._wake.notify_all()
                 return None
             if isinstance(request, m.Logged):
@@ -114,7 +112,6 @@ class StoreService:
             if self._peers.get(name) is not peer:
                 return
             del self._peers[name]
-            self._asked.pop(name, None)
             self._changed = self._changed or name in self.store.clients
             answers = self.store.left(name)
         _send(answers)
@@ -164,12 +161,11 @@ class StoreService:
                 self._wake.wait_for(lambda: self._asked or self._due or self._closing, wait)
                 closing, self._due = self._closing, False
                 changed, self._changed = self._changed, False
-                asked, self._asked = self._asked, {}
+                asked, self._asked = self._asked, []
                 reply: m.Totals | m.Failure = self.store.totals
             if changed:
                 reply = self._save(disk)
-            for peer, call in asked.values():
-                peer.send(reply, call)
+            _send([(call, reply) for call in asked])
             if time.monotonic() >= expires:
                 self._expire_clients()
                 expires = math.inf
@@ -191,8 +187,8 @@ class StoreService:
         with self._lock:
             gone = self.store.clients - self._peers.keys()
             answers = [answer for client in gone for answer in self.store.left(client)]
+        what = "%s counts as dead: %s was restarted, and it did not return"
         for client in sorted(gone):
-            what = "%s counts as dead: %s was restarted, and it did not return"
             _log.warning(what, client, self._task)
         _send(answers)
 
@@ -233,8 +229,9 @@ class _Client:
         call.arrived.set()
 
     def close(self) -> None:
-        self._closed = True
-        self._server.disconnected(self, died=False)
+        if not self._closed:  # A collected strategy closes again, maybe under the server's lock.
+            self._closed = True
+            self._server.disconnected(self, died=False)
 
 
 class _Call:
@@ -248,7 +245,7 @@ class _Call:
         self._name, self._timeout = name, timeout
         self._deadline = time.monotonic() + timeout
 
-    def result(self, until: float = float("inf")) -> Any:
+    def result(self, until: float = math.inf) -> Any:
         left = min(until, self._deadline) - time.monotonic()
         if not self.arrived.wait(timeout=max(0.0, left)) and time.monotonic() > self._deadline:
             within = f"within {self._timeout:g} s"

@@ -61,21 +61,14 @@ def take(store: Store) -> tuple[dict[str, Array], Any]:
         tensors[name] = array.copy()
         return name
 
-    saved = _Saved(
-        store.total,
-        {name: cell.version for name, cell in cells.items()},
-        store.applied,
-        store.aggregates,
-        store.clocks,
-    )
+    versions = {name: cell.version for name, cell in cells.items()}
+    saved = _Saved(store.total, versions, store.applied, store.aggregates, store.clocks)
     return tensors, msgspec.to_builtins(saved, enc_hook=save_array)
 
 
 def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
-    """Return a store in the state that `take` returned, which has the tensors from now on.
-
-    Versions become higher than `floor`: who read what the snapshot does not have reads again.
-    """
+    """Return a store in the state that `take` returned, which has the tensors from now on."""
+    # Versions become higher than the floor: who read what the snapshot lacks reads again.
     saved = msgspec.convert(data, _Saved, dec_hook=lambda kind, name: tensors[name])
     store = Store(floor)
     for name, version in saved.versions.items():
@@ -83,8 +76,7 @@ def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
         owned = array if array.flags.owndata else array.copy()
         store.variables.cells[name] = Cell(owned, max(version, floor + 1))
     store.total = store.began = saved.total
-    store.applied, store.aggregates = saved.applied, saved.aggregates
-    store.clocks = saved.clocks
+    store.applied, store.aggregates, store.clocks = saved.applied, saved.aggregates, saved.clocks
     return store
 
 
@@ -240,9 +232,9 @@ class Disk:
                     f"{saved.path} is whole, but not of this version of ndistribute ({error}): "
                     "move it away to start anew."
                 ) from error
-            age, total = time.time() - saved.saved_at, self.store.total
             text = "%s goes on from %s, which is %.1f s old: %d transactions are in it"
-            _log.warning(text, self._task, saved.path, age, total)
+            age = time.time() - saved.saved_at
+            _log.warning(text, self._task, saved.path, age, self.store.total)
         numbers = [number for number in sorted(paths) if number >= first]
         if numbers != [*range(first, first + len(numbers))] or (logged and not numbers):
             raise CheckpointCorruptError(

@@ -71,9 +71,8 @@ class ClockGroup:
 class Store:
     """Hold variables and what else a server keeps; answer requests one after the other.
 
-    Not safe for threads: it is called under one lock, but replies may be encoded outside of it,
-    since arrays in replies never change. Of a request it keeps no array beyond its answer, but for
-    values that `variables.adopts`. The versions of its variables are above `floor`.
+    It is called under one lock; replies may be encoded outside of it, for their arrays never
+    change. It keeps no array of a request beyond its answer, but values that `variables.adopts`.
     """
 
     def __init__(self, floor: int = 0) -> None:
@@ -98,10 +97,7 @@ class Store:
         return m.Totals(self.total, self.began)
 
     def handle(self, client: str, call: Any, request: m.Request) -> Answers:
-        """Return the replies that are known now: to this call, unless it waits, and to others.
-
-        A client calls itself otherwise after a restart; a reply is returned with its `call`.
-        """
+        """Return the replies that are known now: to this call, unless it waits, and to others."""
         try:
             if isinstance(request, m.Wait):
                 return self._wait(client, call, request)

@@ -1,8 +1,7 @@
 """From a change that was asked for to one that can not fail.
 
-A plan checks everything and allocates what it needs; what it returns only writes. So the changes of
-a transaction are planned first, all of them, and none is made unless all can be. Sets of gradients
-are summed until enough came for a step; a set for a step that is over does no harm.
+A plan checks everything and allocates what it needs; what it returns only writes. So all changes of
+a transaction are planned before the first is made. Sets of gradients are summed until enough came.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.messages import Apply, Done, Gradient, Number
+from ndistribute.parameter_server.messages import Apply, Done, Gradient
 from ndistribute.parameter_server.variables import Cell, Refused, Variables, check_fits, owned
 from ndistribute.transport.codec import Array
 from ndistribute.update_rules import Rule, rule_named
@@ -26,8 +25,7 @@ Planned = Callable[[], m.Outcome]
 
 # A block of the gradient, the variable and two slots fit a core's second-level cache.
 _BLOCK_ELEMENTS = 32 * 1024
-# Rows of so many gradients are kept before those that repeat are added up.
-_ROWS_KEPT = 16
+_ROWS_KEPT = 16  # Rows of so many gradients are kept before those that repeat are added up.
 _LAST_STEP = 1 << 62
 
 
@@ -142,17 +140,14 @@ class _OptimizerStep:
 
 @dataclass
 class Aggregation:
-    """Sum the sets of a step, and know who takes part.
-
-    Members are the clients that are there and gave a set or waited, now or in an earlier step.
-    """
+    """Sum the sets of a step, and know who takes part."""
 
     step: int = 0
     givers: set[str] = field(default_factory=set)  # The clients that gave a set for the step.
     # Of each variable, the sum of its gradients or some whose sum counts. While there is no giver,
     # what is here is of the step before, and memory to use again.
     sums: dict[str, list[Gradient]] = field(default_factory=dict)
-    members: set[str] = field(default_factory=set)
+    members: set[str] = field(default_factory=set)  # Who gave or waited, at any step, and is there.
     peak: int = 0  # How many members there were at most at a time, since there was none.
     last_to_leave: str = ""
 
@@ -199,11 +194,11 @@ class Aggregation:
             self.members.remove(client)
             self.last_to_leave = client
 
-    def reply(self, client: str, request: m.AwaitStep) -> Number | m.Failure | None:
+    def reply(self, client: str, request: m.AwaitStep) -> m.Number | m.Failure | None:
         """Return the reply to a wait once it is over, or in vain."""
         over = self.step >= request.step or request.step > self.step + 1
         if over or client not in self.givers:
-            return Number(self.step)
+            return m.Number(self.step)
         if self.peak < request.count or len(self.members) >= request.count:
             return None
         return m.Failure(
@@ -300,9 +295,8 @@ def _check_gradient(name: str, array: Array, gradient: Gradient) -> None:
 def _kind_of(gradient: Gradient) -> str:
     """Return what all gradients of a sum have in common, in words."""
     values = gradient.values
-    if gradient.indices is not None:
-        return f"rows {values.shape[1:]} {_wide(values)}"
-    return f"dense {values.shape} {_wide(values)}"
+    form = f"dense {values.shape}" if gradient.indices is None else f"rows {values.shape[1:]}"
+    return f"{form} {_wide(values)}"
 
 
 def _wide(values: Array) -> np.dtype[Any]:

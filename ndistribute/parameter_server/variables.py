@@ -27,8 +27,8 @@ class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never
 class Cell:
     """Hold the value of a variable, lend it to readers, and change it without their seeing it.
 
-    While somebody holds what was lent, or a view of it, the next change is made in a copy; else it
-    is made in place. The array owns its memory, and nobody else may hold it.
+    While somebody holds what was lent the next change is made in a copy, else in place. The array
+    owns its memory, and nobody else may hold it.
     """
 
     __slots__ = ("_lent", "array", "version")
@@ -42,8 +42,7 @@ class Cell:
     def is_shared(self) -> bool:
         """Return True if a reader may still see the array."""
         if self._lent:
-            # Views keep the array that owns the memory alive, so they are counted. Two references
-            # are our own: the attribute and the argument.
+            # Views keep the array that owns the memory alive; two references are our own.
             self._lent = sys.getrefcount(self.array) > 2
         return self._lent
 

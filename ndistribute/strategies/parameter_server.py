@@ -21,8 +21,7 @@ from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.remote_value import keep_until_run
 from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.device import Array, Device, resolve_devices
-from ndistribute.parameter_server.client import ServerClient, Servers
-from ndistribute.parameter_server.closure import Outcomes, current_closure
+from ndistribute.parameter_server.client import Outcomes, ServerClient, Servers, current_closure
 from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Done, Reply, Status
 from ndistribute.parameter_server.server import LocalServer
 from ndistribute.strategies.base import Strategy

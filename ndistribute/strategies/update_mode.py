@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from ndistribute.errors import CollectiveTimeoutError
-from ndistribute.parameter_server.client import Servers
-from ndistribute.parameter_server.closure import Then
+from ndistribute.parameter_server.client import Servers, Then
 from ndistribute.parameter_server.messages import (
     Aggregate,
     Apply,

@@ -53,9 +53,9 @@ def note(thing: Any) -> int:
 class Caller:
     """A worker, and whoever connects to it."""
 
-    def __init__(self, **options: int) -> None:
+    def __init__(self) -> None:
         self.credentials = Credentials(secrets.token_bytes(32), "job")
-        self.service = WorkerService("worker:0", **options)
+        self.service = WorkerService("worker:0")
         services = {"coordinator": self.service}
         self.server = RpcServer("localhost:0", self.credentials, "worker:0", services)
 
@@ -107,11 +107,9 @@ def test_outcomes_come_as_they_are_there_and_a_function_is_sent_once(caller):
         assert value(connection) == "passed"
 
 
-def test_a_result_that_is_too_long_is_an_error():
-    with (
-        contextlib.closing(Caller(result_bytes=1000)) as caller,
-        contextlib.closing(caller.connect()) as connection,
-    ):
+def test_a_result_that_is_too_long_is_an_error(caller, monkeypatch):
+    monkeypatch.setattr("ndistribute.coordinator.worker.RESULT_BYTES", 1000)
+    with contextlib.closing(caller.connect()) as connection:
         connection.send(order(1, np.ones, 1000))
         with pytest.raises(ValueError, match=r"returned \d+ bytes: at most 1000 travel"):
             raise value(connection)

@@ -227,7 +227,9 @@ def test_a_function_that_ends_its_worker_is_tried_a_few_times(
     behind = [coordinator.schedule(errands.double, (n,)) for n in range(4)]
     coordinator.join(timeout=SECONDS)
     bad = coordinator.schedule(suicide)
-    while not bad.done():
+    ended = False
+    while not ended:
+        ended = bad.done()  # Both workers may have ended by then, so they are looked at once more.
         for index in range(2):
             with contextlib.suppress(TimeoutError):
                 code = workers.code("worker", index, 0.05)

@@ -18,7 +18,7 @@ THREADS, ROUNDS = 8, 150
 
 def test_updates_are_lost_between_lives_in_their_order_however_late_one_is_heard_of():
     """What a worker knew of an earlier life, and told late, was counted as lost."""
-    caller = SimpleNamespace(name="chief:0#a", instance="", close=lambda: None)
+    caller = SimpleNamespace(name="chief:0#a", instance="", start=None, close=lambda: None)
     client = ServerClient(caller, "ps:0")
     for life, began, total in (("1", 0, 10), ("3", 25, 300), ("2", 10, 25), ("4", 300, 300)):
         client.learn(Report("ps:0", life, began, total))
@@ -46,3 +46,12 @@ def test_threads_that_change_at_once_lose_nothing_of_each_other():
     for reply in servers.ask({i: read("v") for i in range(2)}).values():
         assert reply.arrays[0] == THREADS * ROUNDS
     servers.close()
+
+
+def test_a_client_may_be_closed_again_in_the_middle_of_a_request():
+    """A closed strategy that was collected there waited for the server's lock for ever."""
+    server = LocalServer()
+    caller = server.connect("worker:0#a", 20.0)
+    caller.close()
+    with server._lock:
+        caller.close()

@@ -124,9 +124,12 @@ def test_a_server_answers_while_it_writes_what_was_before(tmp_path, monkeypatch)
         assert service.handle(client, 7, Status("snapshot")) is None
         assert began.wait(timeout=50)
         assert client.change(add("w", ONES)).total == 1
+        for call in (8, 9):  # Two threads of the client ask at once.
+            assert service.handle(client, call, Status("snapshot")) is None
         assert client.sent.empty()
         go_on.set()
-        assert client.sent.get(timeout=50)[1].total == 0
+        answers = [client.sent.get(timeout=50) for _ in range(3)]
+        assert [(call, reply.total) for call, reply in answers] == [(7, 0), (8, 1), (9, 1)]
     with serving(tmp_path) as (_, client):
         assert client.value("w").tolist() == [2, 2, 2]
 

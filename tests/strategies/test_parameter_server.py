@@ -15,7 +15,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.models.optimizers import SGD, Adagrad, Adam, Optimizer
-from ndistribute.parameter_server.closure import closure
+from ndistribute.parameter_server.client import closure
 from tests.kinds import DEADLINE, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
 

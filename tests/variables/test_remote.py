@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.parameter_server.client import ServerClient
-from ndistribute.parameter_server.closure import closure
+from ndistribute.parameter_server.client import closure
+from ndistribute.parameter_server.server import LocalServer
 from ndistribute.variables.remote import RemoteVariable
 from tests.kinds import DEADLINE, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
@@ -25,13 +25,13 @@ def variable(strategy: nd.Strategy, value: Any, **options: Any) -> nd.Variable:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of requests that went to servers, in order."""
     kinds: list[str] = []
-    start = ServerClient.start
+    handle = LocalServer.handle
 
-    def note(client: ServerClient, request: Any) -> Any:
+    def note(server: LocalServer, peer: Any, call: Any, request: Any) -> Any:
         kinds.append(type(request).__name__)
-        return start(client, request)
+        return handle(server, peer, call, request)
 
-    monkeypatch.setattr(ServerClient, "start", note)
+    monkeypatch.setattr(LocalServer, "handle", note)
     return kinds
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.parameter_server.client import Servers
-from ndistribute.parameter_server.closure import closure
+from ndistribute.parameter_server.client import Servers, closure
 from ndistribute.parameter_server.messages import Read, Transaction
 from ndistribute.variables.partitioners import FixedShardsPartitioner
 from ndistribute.variables.remote import RemoteVariable
