@@ -9,13 +9,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from ndistribute import tree
 from ndistribute.collective.backend import Backend, Call, Signature, Update
-from ndistribute.collective.buckets import LeafSpec
-from ndistribute.collective.early import EarlyReduction
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.leaves import flattened, reducible, rows_first, signature
 from ndistribute.collective.options import CommunicationOptions
@@ -32,9 +29,6 @@ T = TypeVar("T")
 _DEFAULT_OPTIONS = CommunicationOptions()
 _HISTORY = 8
 
-# Large enough that a message's latency does not count, small enough that the first leaves early.
-EARLY_BYTES = 1024 * 1024
-
 
 class Communicator:
     """Let a replica reduce, gather, broadcast and meet with the others of its group.
@@ -43,7 +37,6 @@ class Communicator:
         backend: what carries the bytes.
         options: for calls that bring none of their own.
         local: the backend among the replicas of this process, where there are several processes.
-        courier: a thread that may reduce while the replica computes, where that is faster.
 
     >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
@@ -58,11 +51,8 @@ class Communicator:
         backend: Backend,
         options: CommunicationOptions = _DEFAULT_OPTIONS,
         local: Backend | None = None,
-        courier: Executor | None = None,
     ) -> None:
         self._options = options
-        self._courier = courier
-        self._early: dict[tuple[LeafSpec, ...], EarlyReduction] = {}
         self._outputs = Outputs()
         self._local = local or backend
         self.rank = backend.rank
@@ -184,20 +174,6 @@ class Communicator:
         backend = self._backend if everywhere else self._local
         return self._run(backend.reduce_update, call, inputs, op, prepare, update, options=options)
 
-    def early_reduction(self, leaves: tuple[LeafSpec, ...]) -> EarlyReduction | None:
-        """Return what sums these leaves while the replica computes; None where it does not pay.
-
-        Whoever asks for the same leaves again gets the same one, with its buckets.
-        """
-        if self._courier is None:
-            return None
-        if leaves not in self._early:
-            bytes_per_pack = self._options.bytes_per_pack or EARLY_BYTES
-            self._early[leaves] = EarlyReduction(
-                self._sum_in_place, self._courier, leaves, bytes_per_pack, self._options.timeout
-            )
-        return self._early[leaves]
-
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates for the replicas of its memory."""
         owner, owners = self._backend.owner, self._backend.owners
@@ -206,10 +182,6 @@ class Communicator:
     def abort(self, cause: BaseException) -> None:
         """Release every replica that waits in a collective, with the reason."""
         self._backend.abort(cause)
-
-    def _sum_in_place(self, flat: Array) -> None:
-        call = self._call("all_reduce", ReduceOp.SUM.name, signature([flat]))
-        self._run(self._backend.all_reduce, call, [flat], [flat], ReduceOp.SUM, options=None)
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, options: CommunicationOptions | None) -> Any:
         if not isinstance(leaf, IndexedSlices):

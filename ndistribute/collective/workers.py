@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from ndistribute import timeline
@@ -41,7 +40,6 @@ class Workers:
         backend: how they meet.
         devices: of the replicas of this process.
         options: how long to wait.
-        reduces_early: whether gradients shall travel while others are computed.
     """
 
     def __init__(
@@ -50,8 +48,6 @@ class Workers:
         backend: ProcessBackend,
         devices: Sequence[Device],
         options: CommunicationOptions,
-        *,
-        reduces_early: bool = False,
     ) -> None:
         timeline.identify(peers.rank, peers.size)
         self.peers = peers
@@ -65,10 +61,6 @@ class Workers:
         self.identities: list[list[str]] = [
             json.loads(text) for text in peers.exchange("devices", own, self._timeout)
         ]
-
-        # One replica meets the other processes by itself; several would need an order among them.
-        early = reduces_early and self.single_cpus
-        self.courier = ThreadPoolExecutor(1, "ndistribute-courier") if early else None
 
     @property
     def rank(self) -> int:
@@ -172,6 +164,4 @@ class Workers:
         self.peers.close()
         for forget in self._forget:
             forget()
-        if self.courier is not None:
-            self.courier.shutdown()
         self.backend.close()
