@@ -19,6 +19,7 @@ from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.outputs import Outputs
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.sparse import reduce_rows
+from ndistribute.collective.whereabouts import Whereabouts
 from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.errors import DistributeError
 
@@ -37,6 +38,7 @@ class Communicator:
         backend: what carries the bytes.
         options: for calls that bring none of their own.
         local: the backend among the replicas of this process, where there are several processes.
+        where: is told which calls are over, where there are several processes.
 
     >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
@@ -51,14 +53,17 @@ class Communicator:
         backend: Backend,
         options: CommunicationOptions = _DEFAULT_OPTIONS,
         local: Backend | None = None,
+        where: Whereabouts | None = None,
     ) -> None:
         self._options = options
+        self._where = where
         self._outputs = Outputs()
         self._local = local or backend
         self.rank = backend.rank
         self.size = backend.size
         self._backend = backend
         self.purpose = ""  # What the next calls are for, compared like all else.
+        self.part_of: int | None = None  # The call that the next ones are parts of.
         self._on_gpu = backend.device.kind == "gpu"
         self._sequence = 0
         self._history: deque[Call] = deque(maxlen=_HISTORY)
@@ -231,9 +236,12 @@ class Communicator:
         ]
 
     def _call(self, kind: str, op: str | None, signature: Signature) -> Call:
-        self._sequence += 1
-        call = Call(self._sequence, kind, op, signature, self.purpose)
+        if self.part_of is None:
+            self._sequence += 1
+        call = Call(self.part_of or self._sequence, kind, op, signature, self.purpose)
         self._history.append(call)
+        if self._where is not None and self.part_of is None:
+            self._where.begun = call.sequence
         return call
 
     def _run(
@@ -244,8 +252,11 @@ class Communicator:
         options: CommunicationOptions | None,
     ) -> Any:
         try:
-            return method(call, *arguments, timeout=(options or self._options).timeout)
+            result = method(call, *arguments, timeout=(options or self._options).timeout)
         except DistributeError as error:
             earlier = ", ".join(f"#{past.sequence} {past}" for past in self._history)
             error.add_note(f"the last calls of replica {self.rank}: {earlier}")
             raise
+        if self._where is not None and self.part_of is None:
+            self._where.finished = call.sequence
+        return result

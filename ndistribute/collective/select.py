@@ -142,7 +142,7 @@ def make_worker_group(
         else list(make_hierarchical_backends(local, workers))
     )
     communicators = [
-        Communicator(backend, options, threads)
+        Communicator(backend, options, threads, workers.peers.where)
         for backend, threads in zip(backends, local, strict=True)
     ]
     return ReplicaGroup(communicators, rendezvous, streams, workers)

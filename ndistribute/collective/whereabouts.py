@@ -7,19 +7,22 @@ missing only where it had not made the call before.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 
 from ndistribute.collective.backend import Call
 from ndistribute.collective.messages import GoodBye, sendable
 from ndistribute.errors import CollectiveMismatchError, DistributeError, WorkerLostError
 
-__all__ = ["Place", "Whereabouts"]
+__all__ = ["BEFORE_ALL", "Place", "Whereabouts"]
 
 Place = tuple[int, int]
 """A step, as a position that rises when one begins and when it ends, and a call's number in it."""
 
-_BEFORE_ALL: Place = (0, 0)
+BEFORE_ALL: Place = (0, 0)
+"""What is not over even for a process that has made no call."""
 _REASON_CHARACTERS = 2000
+_STEPS_KEPT = 8
 
 
 class Whereabouts:
@@ -27,6 +30,9 @@ class Whereabouts:
 
     Attributes:
         position: how many steps have begun and ended, odd inside a step.
+        begun: how many calls of this step, or else of the last one, this process has begun.
+        finished: how many of them are over on this process.
+        total: how many calls of earlier steps are over on this process.
         made: the last call of which it is known that this process has made it.
         departed: why, for each process that has said good-bye.
 
@@ -37,8 +43,9 @@ class Whereabouts:
     """
 
     def __init__(self) -> None:
-        self.position = 0
-        self.made = _BEFORE_ALL
+        self.position = self.begun = self.finished = self.total = 0
+        self.made = BEFORE_ALL
+        self._left: deque[Place] = deque(maxlen=_STEPS_KEPT)
         self.departed: dict[int, str] = {}
         self._skipped: dict[int, Place] = {}
         self._last_made: dict[int, Place] = {}
@@ -53,6 +60,23 @@ class Whereabouts:
         """Go on to the next step: who has left the last one early does not matter any more."""
         self._skipped.clear()
         self.position += 1
+        self.begun = self.finished = 0
+
+    def end_step(self) -> None:
+        """End a step: a call that this process did not make, it will not make."""
+        self.total += self.finished
+        self._left.append((self.position, self.begun))
+        self.position += 1
+
+    def calls_in(self, position: int) -> int:
+        """Return how many calls this process has begun in a step it has left; -1: unknown."""
+        return dict(self._left).get(position, -1)
+
+    @property
+    def last(self) -> Place:
+        """Return the place of the last call that is over, 0 standing for the begin of its step."""
+        inside = self.position % 2 == 1
+        return self.position if inside else self.position - 1, self.finished
 
     def place_of(self, call: Call) -> Place:
         """Return the place of a call of the current step."""
@@ -84,7 +108,7 @@ class Whereabouts:
             others: all other processes.
         """
         place = self.place_of(call)
-        silent = [rank for rank in others if self._reached.get(rank, _BEFORE_ALL) < place]
+        silent = [rank for rank in others if self._reached.get(rank, BEFORE_ALL) < place]
         return [rank for rank in absent if rank in silent] or silent or list(absent)
 
     def note_departed(self, rank: int, reason: str, made: Place) -> None:
@@ -104,12 +128,14 @@ class Whereabouts:
         """Return who will not come to a call of the current step, if its data is not here now."""
         place = self.place_of(call)
         left = {rank for rank, skipped in list(self._skipped.items()) if skipped >= place}
-        departed = {r for r in list(self.departed) if self._last_made.get(r, _BEFORE_ALL) < place}
+        departed = {r for r in list(self.departed) if self._last_made.get(r, BEFORE_ALL) < place}
         return frozenset(left | departed)
 
     def start_over(self) -> None:
         """Count steps from the beginning, as all processes do after a failure."""
-        self.position, self.made = 0, _BEFORE_ALL
+        self.position = self.begun = self.finished = self.total = 0
+        self.made = BEFORE_ALL
+        self._left.clear()
         self._skipped.clear()
         self._last_made.clear()
         self._reached.clear()
