@@ -143,7 +143,8 @@ class Communicator:
         if self.size == 1:
             return combine([value])
         call = self._call(kind, None, ())
-        return self._run(self._backend.merge, call, value, combine, options=options)  # type: ignore[no-any-return]
+        method = self._backend.merge
+        return self._run(method, call, value, combine, options=options, travels=False)  # type: ignore[no-any-return]
 
     def reduce_update(
         self,
@@ -177,7 +178,8 @@ class Communicator:
         inputs = [flattened(array) for array in self._placed(checked)]
         call = self._call("reduce_update", op.name, signature(checked))
         backend = self._backend if everywhere else self._local
-        return self._run(backend.reduce_update, call, inputs, op, prepare, update, options=options)
+        method, rest = backend.reduce_update, (inputs, op, prepare, update)
+        return self._run(method, call, *rest, options=options, travels=everywhere)
 
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates for the replicas of its memory."""
@@ -240,8 +242,6 @@ class Communicator:
             self._sequence += 1
         call = Call(self.part_of or self._sequence, kind, op, signature, self.purpose)
         self._history.append(call)
-        if self._where is not None and self.part_of is None:
-            self._where.begun = call.sequence
         return call
 
     def _run(
@@ -250,6 +250,7 @@ class Communicator:
         call: Call,
         *arguments: Any,
         options: CommunicationOptions | None,
+        travels: bool = True,
     ) -> Any:
         try:
             result = method(call, *arguments, timeout=(options or self._options).timeout)
@@ -259,4 +260,6 @@ class Communicator:
             raise
         if self._where is not None and self.part_of is None:
             self._where.finished = call.sequence
+            if travels:
+                self._where.exchanged = call.sequence
         return result

@@ -72,11 +72,10 @@ class Failed(Record, frozen=True):
 
 
 class Left(Record, frozen=True):
-    """Answer that this process has left that step, and after how many calls."""
+    """Answer that this process has left that step."""
 
     generation: int
     position: int
-    calls: int
     broken: bool  # Whether it was told that the group is broken.
 
 

@@ -68,7 +68,7 @@ class Peers:
         # Who raised in a step: in which generation, after which call, and what.
         self._failures: dict[int, tuple[int, Place, DistributeError]] = {}
         self._failed_at = BEFORE_ALL  # After which call this process did.
-        self._left: dict[int, Left] = {}  # Who has left that step.
+        self._left: dict[int, bool] = {}  # Who has left that step; whether they were told of it.
         self._reported = False
         self._closed = False
         self._process = os.getpid()
@@ -183,42 +183,29 @@ class Peers:
         """Wait until the others have left the step in which `fail` was called, or it has broken.
 
         Raises:
-            CollectiveMismatchError: another process left the step after more calls, or fewer.
             CollectiveTimeoutError: not all of them have left in time.
         """
         if self._failed_at == BEFORE_ALL:
             return
-        calls = self._failed_at[1]
         others = set(range(self.size)) - {self.rank}
 
         def is_over() -> bool:
             if self.is_broken_here:
                 return True
-            answered = others - self.where.departed.keys() <= self._left.keys()
-            return answered and not any(left.broken for left in self._left.values())
+            left = others - self.where.departed.keys() <= self._left.keys()
+            return left and not any(self._left.values())
 
         with self._changed:
             in_time = self._changed.wait_for(is_over, timeout)
-        if self.is_broken_here:
-            return
-        self._failed_at = BEFORE_ALL
-        unlike = [rank for rank, left in self._left.items() if left.calls != calls]
-        if not in_time or unlike:
-            error: DistributeError = CollectiveTimeoutError(
+        if not in_time:
+            error = CollectiveTimeoutError(
                 f"worker {self.rank} raised in a step, and waited {timeout:g} s until worker(s) "
                 f"{sorted(others - self._left.keys())} left it.",
                 op="step",
             )
-            if unlike:
-                error = CollectiveMismatchError(
-                    f"worker {self.rank} left a step by an exception after {calls} call(s), worker "
-                    f"{unlike[0]} after {self._left[unlike[0]].calls}: their variables may differ. "
-                    "Restore them, or start the job again.",
-                    rank=unlike[0],
-                    op="step",
-                )
             self.abort(error, after=BEFORE_ALL)
             raise error
+        self._failed_at = BEFORE_ALL
 
     def abort(self, cause: BaseException, *, seen: bool = True, after: Place | None = None) -> None:
         """Break the group off, on every process, from the call after a place on.
@@ -266,8 +253,7 @@ class Peers:
             WorkerLostError: a process is gone for good.
         """
         # By generation, not counted: who has waited in vain meets the others when it tries again.
-        told = isinstance(self.cause, CollectiveMismatchError)
-        own = b"" if told else str(self.where.total).encode()
+        own = str(self.where.total).encode()
         totals = self._meet(f"{self.generation}:recover", own, timeout, while_broken=True)
         for sock in self._data.values():
             sock.close()
@@ -286,12 +272,10 @@ class Peers:
         except BaseException as error:
             self.abort(error)
             raise
-        if len(set(totals)) > 1 and all(totals):
-            counts = ", ".join(f"worker {rank} {int(total)}" for rank, total in enumerate(totals))
+        if len(set(totals)) > 1:
             raise CollectiveMismatchError(
-                f"recover: a failure ended a call on some workers alone (calls since the start or "
-                f"the last failure: {counts}), so their variables may differ: restore them, or "
-                "start the job again.",
+                "recover: a collective was over on some workers alone when another failed inside "
+                "of it, so their variables may differ: restore them, or start the job again.",
                 op="recover",
             )
 
@@ -350,7 +334,7 @@ class Peers:
         elif isinstance(message, Left):
             with self._changed:
                 if (message.generation, message.position) == (self.generation, self._failed_at[0]):
-                    self._left[rank] = message
+                    self._left[rank] = message.broken
                     self._changed.notify_all()
         elif isinstance(message, Abort):
             error = restore_error(message.error)
@@ -364,8 +348,7 @@ class Peers:
         generation, (position, _), _ = self._failures[rank]
         if generation == self.generation and self.where.position > position:
             broken = self.cause is not None and self._broken_after[0] <= position
-            calls = self.where.calls_in(position)
-            self._watch.post(rank, pack(Left(generation, position, calls, broken)))
+            self._watch.post(rank, pack(Left(generation, position, broken)))
             del self._failures[rank]
 
     def _compare_places(self, rank: int, message: Ask) -> None:

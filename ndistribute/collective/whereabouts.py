@@ -7,7 +7,6 @@ missing only where it had not made the call before.
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Sequence
 
 from ndistribute.collective.backend import Call
@@ -22,7 +21,6 @@ Place = tuple[int, int]
 BEFORE_ALL: Place = (0, 0)
 """What is not over even for a process that has made no call."""
 _REASON_CHARACTERS = 2000
-_STEPS_KEPT = 8
 
 
 class Whereabouts:
@@ -30,9 +28,9 @@ class Whereabouts:
 
     Attributes:
         position: how many steps have begun and ended, odd inside a step.
-        begun: how many calls of this step, or else of the last one, this process has begun.
-        finished: how many of them are over on this process.
-        total: how many calls of earlier steps are over on this process.
+        finished: the last call of this step, or else of the last one, that is over here.
+        exchanged: the same of those in which processes meet.
+        total: the sum of `exchanged` over earlier steps; where it is equal, so are the calls.
         made: the last call of which it is known that this process has made it.
         departed: why, for each process that has said good-bye.
 
@@ -43,9 +41,8 @@ class Whereabouts:
     """
 
     def __init__(self) -> None:
-        self.position = self.begun = self.finished = self.total = 0
+        self.position = self.finished = self.exchanged = self.total = 0
         self.made = BEFORE_ALL
-        self._left: deque[Place] = deque(maxlen=_STEPS_KEPT)
         self.departed: dict[int, str] = {}
         self._skipped: dict[int, Place] = {}
         self._last_made: dict[int, Place] = {}
@@ -60,17 +57,12 @@ class Whereabouts:
         """Go on to the next step: who has left the last one early does not matter any more."""
         self._skipped.clear()
         self.position += 1
-        self.begun = self.finished = 0
+        self.finished = self.exchanged = 0
 
     def end_step(self) -> None:
         """End a step: a call that this process did not make, it will not make."""
-        self.total += self.finished
-        self._left.append((self.position, self.begun))
+        self.total += self.exchanged
         self.position += 1
-
-    def calls_in(self, position: int) -> int:
-        """Return how many calls this process has begun in a step it has left; -1: unknown."""
-        return dict(self._left).get(position, -1)
 
     @property
     def last(self) -> Place:
@@ -133,9 +125,8 @@ class Whereabouts:
 
     def start_over(self) -> None:
         """Count steps from the beginning, as all processes do after a failure."""
-        self.position = self.begun = self.finished = self.total = 0
+        self.position = self.finished = self.exchanged = self.total = 0
         self.made = BEFORE_ALL
-        self._left.clear()
         self._skipped.clear()
         self._last_made.clear()
         self._reached.clear()

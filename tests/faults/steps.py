@@ -83,10 +83,10 @@ def until_told(rank: int, size: int, length: int = SMALL, timeout: float = DEADL
 
 
 def broken() -> None:
-    """Wait until this process knows that the group is broken."""
+    """Wait until this process knows that another one failed."""
     pause = threading.Event()
     deadline = time.monotonic() + DEADLINE
-    while peers().cause is None and time.monotonic() < deadline:
+    while not peers().is_alarmed and time.monotonic() < deadline:
         pause.wait(0.001)
 
 
@@ -395,22 +395,3 @@ def failed_at_its_end(rank: int, size: int, who: int) -> list[int]:
         except ArithmeticError:
             raised.append(number)
     return raised
-
-
-def merged_alone(rank: int, size: int, who: int) -> str:
-    """Let one process raise before a call that the others make without it; return what is told."""
-
-    def step() -> None:
-        total()
-        if rank == who:
-            raise ArithmeticError("boom")
-        context().merge_call(lambda strategy: None)
-
-    for attempt in (step, total, total):
-        try:
-            strategy().run(attempt)
-        except ArithmeticError:
-            pass
-        except nd.CollectiveMismatchError as error:
-            return str(error)
-    return "nothing"

@@ -37,12 +37,3 @@ def test_an_exception_after_the_last_call_of_a_step_is_no_failure_of_the_others(
             outcomes = job.run(steps.failed_at_its_end, who)
             for rank, outcome in enumerate(outcomes):
                 assert outcome.result() == ([3] if rank == who else [])
-
-
-@pytest.mark.parametrize("wire", JOBS)
-def test_a_call_that_ended_on_some_workers_alone_is_told_to_all(wire: str) -> None:
-    with JOBS[wire]() as job:
-        for outcome in job.run(steps.merged_alone, job.size - 1):
-            assert "their variables may differ" in outcome.result()
-        for outcome in job.run(steps.worked):
-            outcome.result()
