@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -195,20 +194,3 @@ def test_two_workers_are_compared_within_their_group() -> None:
     ]
     rows = [list(row.values())[2:] for row in scaling.conclude(entries)]
     assert rows == [[1.8, 1.7, "yes"], [1.2, 1.5, "no"], [1.5, "-", "-"]]
-
-
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2's tc"
-)
-def test_overlap_runs_between_two_network_namespaces(tmp_path: Path) -> None:
-    out = tmp_path / "overlap.json"
-    command = [sys.executable, "-m", "benchmarks.overlap", "--quick", "--out", str(out)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
-    )
-    if "Operation not permitted" in done.stderr:
-        pytest.skip("network namespaces are not allowed here")
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["rate"] == "unlimited"
-    assert all(seconds > 0 for way in ("apply_gradients", "minimize") for seconds in row[way])

@@ -41,7 +41,6 @@ class Graph:
         "askers",
         "entries",
         "leaves",
-        "meets",
         "shared",
     )
 
@@ -50,7 +49,6 @@ class Graph:
         # The variable stands beside its place, lest another one gets its id.
         self.leaves: dict[int, tuple[Any, int]] = {}
         self.askers = 0
-        self.meets = False  # Whether a collective was recorded.
         self.shared = False
         self._frame = frame
         self._open = 0
@@ -115,12 +113,10 @@ class Graph:
 
     def all_reduce(self, communicator: Communicator, op: Any, value: Any, options: Any) -> Any:
         """Reduce over replicas, and record that."""
-        self.meets = True
         return all_reduce(self, communicator, op, value, options)
 
     def all_gather(self, communicator: Communicator, value: Any, axis: int, options: Any) -> Any:
         """Concatenate over replicas, and record that."""
-        self.meets = True
         return all_gather(self, communicator, value, axis, options)
 
     @property

@@ -5,7 +5,7 @@ Pure bookkeeping between the nests that users pass and the entries of a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,13 +61,12 @@ def seeds_of(
 
 
 class Delivery:
-    """Collect gradients as they become final, and tell whoever waits for them.
+    """Collect gradients as they become final.
 
     Args:
         sources: variables and tracked arrays.
         places: the entry of each source, None for one that is not in the graph.
         zero: whether a source without a gradient gets zeros.
-        on_ready: called with each source's number and gradient.
     """
 
     def __init__(
@@ -75,11 +74,9 @@ class Delivery:
         sources: Sequence[Any],
         places: Sequence[int | None],
         zero: bool,
-        on_ready: Callable[[int, Any], None] | None,
     ) -> None:
         self._sources = sources
         self._zero = zero
-        self._on_ready = on_ready
         self._results: list[Any] = [None] * len(places)
         self._waiting: dict[int | None, list[int]] = {}
         for k, place in enumerate(places):
@@ -93,13 +90,9 @@ class Delivery:
     def __call__(self, place: int | None, gradient: Any) -> None:
         """Take the final gradient of an entry, which belongs to the receiver."""
         first, *others = self._waiting.pop(place)
-        # The copies come first: a hook may write into what it gets.
+        self._results[first] = self._finished(first, gradient)
         for k in others:
             self._results[k] = self._finished(k, _copy(gradient))
-        self._results[first] = self._finished(first, gradient)
-        if self._on_ready is not None:
-            for k in (first, *others):
-                self._on_ready(k, self._results[k])
 
     def finish(self) -> list[Any]:
         """Return all gradients, having delivered those that never came."""

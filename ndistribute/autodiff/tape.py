@@ -7,7 +7,7 @@ variable's snapshot outlives the step that read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,6 @@ from ndistribute.device import as_array
 __all__ = ["GradientTape"]
 
 Gradients = Any  # a nest of arrays, IndexedSlices and None
-OnReady = Callable[[int, Any], None]
 
 
 class GradientTape:
@@ -108,11 +107,6 @@ class GradientTape:
         """Say whether reading a variable makes it a source."""
         return id(variable) in self._watched or (self._watch_accessed and bool(variable.trainable))
 
-    @property
-    def records_collectives(self) -> bool:
-        """Return whether the backward pass will meet other replicas, as the forward pass did."""
-        return self._graph is not None and self._graph.meets
-
     def watched_variables(self) -> list[Any]:
         """Return the variables that were read and are watched, in the order of the first read."""
         return [variable for variable, _ in self._leaves.values() if self.watches(variable)]
@@ -143,7 +137,6 @@ class GradientTape:
         unconnected_gradients: str = "none",
         *,
         output_gradients: Any = None,
-        on_ready: OnReady | None = None,
     ) -> Gradients:
         """Return the gradient of a target with respect to sources.
 
@@ -154,8 +147,6 @@ class GradientTape:
                 ``"none"``, zeros for ``"zero"``.
             output_gradients: a nest like `target` with the gradient of something else with respect
                 to the target, to be carried on to the sources; ones if it is None.
-            on_ready: called as ``on_ready(k, gradient)`` with the k-th source in flattened order as
-                soon as its gradient is final, the last used first.
 
         Returns:
             The structure of `sources` with arrays of the sources' shapes and dtypes, which belong
@@ -171,7 +162,7 @@ class GradientTape:
         # A plain list of variables is what nearly everybody asks for, at each step.
         flat = type(sources) is list and all(map(_is_source, sources))
         leaves = sources if flat else tree.flatten(sources)
-        delivery = Delivery(leaves, [self._place(source) for source in leaves], zero, on_ready)
+        delivery = Delivery(leaves, [self._place(source) for source in leaves], zero)
         pairs = [self._target(one) for one in tree.flatten(target)]
         seeds = seeds_of(pairs, target, output_gradients)
         if not self._persistent:

@@ -9,19 +9,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from ndistribute import tree
 from ndistribute.collective.backend import Backend, Call, Signature, Update
-from ndistribute.collective.buckets import LeafSpec
-from ndistribute.collective.early import EarlyReduction
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.leaves import flattened, reducible, rows_first, signature
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.outputs import Outputs
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.sparse import reduce_rows
+from ndistribute.collective.whereabouts import Whereabouts
 from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.errors import DistributeError
 
@@ -32,9 +30,6 @@ T = TypeVar("T")
 _DEFAULT_OPTIONS = CommunicationOptions()
 _HISTORY = 8
 
-# Large enough that a message's latency does not count, small enough that the first leaves early.
-EARLY_BYTES = 1024 * 1024
-
 
 class Communicator:
     """Let a replica reduce, gather, broadcast and meet with the others of its group.
@@ -43,7 +38,7 @@ class Communicator:
         backend: what carries the bytes.
         options: for calls that bring none of their own.
         local: the backend among the replicas of this process, where there are several processes.
-        courier: a thread that may reduce while the replica computes, where that is faster.
+        where: is told which calls are over, where there are several processes.
 
     >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
@@ -58,17 +53,17 @@ class Communicator:
         backend: Backend,
         options: CommunicationOptions = _DEFAULT_OPTIONS,
         local: Backend | None = None,
-        courier: Executor | None = None,
+        where: Whereabouts | None = None,
     ) -> None:
         self._options = options
-        self._courier = courier
-        self._early: dict[tuple[LeafSpec, ...], EarlyReduction] = {}
+        self._where = where
         self._outputs = Outputs()
         self._local = local or backend
         self.rank = backend.rank
         self.size = backend.size
         self._backend = backend
         self.purpose = ""  # What the next calls are for, compared like all else.
+        self.part_of: int | None = None  # The call that the next ones are parts of.
         self._on_gpu = backend.device.kind == "gpu"
         self._sequence = 0
         self._history: deque[Call] = deque(maxlen=_HISTORY)
@@ -148,7 +143,8 @@ class Communicator:
         if self.size == 1:
             return combine([value])
         call = self._call(kind, None, ())
-        return self._run(self._backend.merge, call, value, combine, options=options)  # type: ignore[no-any-return]
+        method = self._backend.merge
+        return self._run(method, call, value, combine, options=options, travels=False)  # type: ignore[no-any-return]
 
     def reduce_update(
         self,
@@ -182,21 +178,8 @@ class Communicator:
         inputs = [flattened(array) for array in self._placed(checked)]
         call = self._call("reduce_update", op.name, signature(checked))
         backend = self._backend if everywhere else self._local
-        return self._run(backend.reduce_update, call, inputs, op, prepare, update, options=options)
-
-    def early_reduction(self, leaves: tuple[LeafSpec, ...]) -> EarlyReduction | None:
-        """Return what sums these leaves while the replica computes; None where it does not pay.
-
-        Whoever asks for the same leaves again gets the same one, with its buckets.
-        """
-        if self._courier is None:
-            return None
-        if leaves not in self._early:
-            bytes_per_pack = self._options.bytes_per_pack or EARLY_BYTES
-            self._early[leaves] = EarlyReduction(
-                self._sum_in_place, self._courier, leaves, bytes_per_pack, self._options.timeout
-            )
-        return self._early[leaves]
+        method, rest = backend.reduce_update, (inputs, op, prepare, update)
+        return self._run(method, call, *rest, options=options, travels=everywhere)
 
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates for the replicas of its memory."""
@@ -206,10 +189,6 @@ class Communicator:
     def abort(self, cause: BaseException) -> None:
         """Release every replica that waits in a collective, with the reason."""
         self._backend.abort(cause)
-
-    def _sum_in_place(self, flat: Array) -> None:
-        call = self._call("all_reduce", ReduceOp.SUM.name, signature([flat]))
-        self._run(self._backend.all_reduce, call, [flat], [flat], ReduceOp.SUM, options=None)
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, options: CommunicationOptions | None) -> Any:
         if not isinstance(leaf, IndexedSlices):
@@ -259,8 +238,9 @@ class Communicator:
         ]
 
     def _call(self, kind: str, op: str | None, signature: Signature) -> Call:
-        self._sequence += 1
-        call = Call(self._sequence, kind, op, signature, self.purpose)
+        if self.part_of is None:
+            self._sequence += 1
+        call = Call(self.part_of or self._sequence, kind, op, signature, self.purpose)
         self._history.append(call)
         return call
 
@@ -270,10 +250,16 @@ class Communicator:
         call: Call,
         *arguments: Any,
         options: CommunicationOptions | None,
+        travels: bool = True,
     ) -> Any:
         try:
-            return method(call, *arguments, timeout=(options or self._options).timeout)
+            result = method(call, *arguments, timeout=(options or self._options).timeout)
         except DistributeError as error:
             earlier = ", ".join(f"#{past.sequence} {past}" for past in self._history)
             error.add_note(f"the last calls of replica {self.rank}: {earlier}")
             raise
+        if self._where is not None and self.part_of is None:
+            self._where.finished = call.sequence
+            if travels:
+                self._where.exchanged = call.sequence
+        return result

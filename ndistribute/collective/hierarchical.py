@@ -111,7 +111,6 @@ class HierarchicalBackend:
         self._outer = workers.backend
         self._counts = workers.replica_counts
         self._buckets = buckets
-        self._abort_workers = workers.peers.abort
         # Where every process has one replica, on a CPU, there is nothing to join. All processes
         # find the same, for they must make the same calls.
         self._direct = workers.single_cpus
@@ -196,9 +195,8 @@ class HierarchicalBackend:
             write_to(buffer, copy_to(theirs, self.device))
 
     def abort(self, cause: BaseException) -> None:
-        """Release the replicas of this process and the other processes."""
+        """Release the replicas of this process."""
         self._threads.abort(cause)
-        self._abort_workers(cause)
 
     def _reduce(
         self,

@@ -24,8 +24,10 @@ __all__ = [
     "Abort",
     "Ask",
     "Exchange",
+    "Failed",
     "Failure",
     "GoodBye",
+    "Left",
     "Message",
     "Reached",
     "Reader",
@@ -54,10 +56,27 @@ class Failure(Record, frozen=True):
 
 
 class Abort(Record, frozen=True):
-    """Break the group of a generation off."""
+    """Break the group of a generation off, from the call after a place on."""
 
     generation: int
+    place: tuple[int, int]  # The last call that the sender has finished.
     error: Failure
+
+
+class Failed(Record, frozen=True):
+    """Tell that this process's own code raised in a step, after the call at a place."""
+
+    generation: int
+    place: tuple[int, int]
+    error: Failure
+
+
+class Left(Record, frozen=True):
+    """Answer that this process has left that step."""
+
+    generation: int
+    position: int
+    broken: bool  # Whether it was told that the group is broken.
 
 
 class Ask(Record, frozen=True):
@@ -90,7 +109,7 @@ class GoodBye(Record, frozen=True):
     made: tuple[int, int]
 
 
-Message = Abort | Ask | Reached | Skipped | Exchange | GoodBye
+Message = Abort | Failed | Left | Ask | Reached | Skipped | Exchange | GoodBye
 _messages: Decoder[Message] = Decoder(Message)
 
 

@@ -34,6 +34,8 @@ _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (50e-6, 1e-3)
 _CHECK_SECONDS = 0.02
 _GRACE_SECONDS = 0.5
+# A message that was never received waits for ever: after so many failures its tag comes again.
+_GENERATIONS = 4096
 
 
 class MpiTransport:
@@ -145,7 +147,8 @@ class MpiTransport:
     def _next_tag(self) -> int:
         """Return a tag for this group's generation, which no message of an earlier one has."""
         highest = self._data.Get_attr(mpi().TAG_UB)
-        return int((self._epoch * 128 + self._peers.generation % 128) % (highest + 1))
+        number = self._epoch * _GENERATIONS + self._peers.generation % _GENERATIONS
+        return int(number % (highest + 1))
 
     def _link(self, peer: int) -> _Link:
         link = self._links.get(peer)
@@ -200,7 +203,7 @@ class MpiTransport:
         pause, longest = _SLEEP_SECONDS
         while not self._advance(handles):
             now = time.monotonic()
-            if now >= check_at or self._peers.cause is not None:
+            if now >= check_at or self._peers.is_alarmed:
                 check_at = now + _CHECK_SECONDS
                 self._check()
             self._advance(self._pending)

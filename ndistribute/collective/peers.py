@@ -19,7 +19,9 @@ from ndistribute.collective.messages import (
     Abort,
     Ask,
     Exchange,
+    Failed,
     GoodBye,
+    Left,
     Message,
     Reached,
     Skipped,
@@ -30,8 +32,13 @@ from ndistribute.collective.messages import (
 )
 from ndistribute.collective.patience import Patience
 from ndistribute.collective.watch import Watch
-from ndistribute.collective.whereabouts import Whereabouts
-from ndistribute.errors import DistributeError, WorkerLostError
+from ndistribute.collective.whereabouts import BEFORE_ALL, Place, Whereabouts
+from ndistribute.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistributeError,
+    WorkerLostError,
+)
 
 __all__ = ["Peers"]
 
@@ -56,7 +63,12 @@ class Peers:
         self.cause: DistributeError | None = None
         self.where = Whereabouts()
         self._lost: set[int] = set()
-        self._early: dict[int, DistributeError] = {}  # by generation, what broke it
+        self._early: dict[int, tuple[DistributeError, Place]] = {}  # By generation, what broke it.
+        self._broken_after = BEFORE_ALL  # The last call that all finish in spite of the cause.
+        # Who raised in a step: in which generation, after which call, and what.
+        self._failures: dict[int, tuple[int, Place, DistributeError]] = {}
+        self._failed_at = BEFORE_ALL  # After which call this process did.
+        self._left: dict[int, bool] = {}  # Who has left that step; whether they were told of it.
         self._reported = False
         self._closed = False
         self._process = os.getpid()
@@ -83,14 +95,32 @@ class Peers:
             raise
 
     @property
+    def is_broken_here(self) -> bool:
+        """Say whether the group broke in the step that this process is in or left last, or before.
+
+        Another process may have failed in a step that this one has yet to begin.
+        """
+        return self.cause is not None and self._broken_after[0] <= self.where.last[0]
+
+    @property
     def broken_and_known(self) -> bool:
         """Say whether the group is broken, and this process's own code has been told why."""
         return self.cause is not None and self._reported
 
+    @property
+    def is_alarmed(self) -> bool:
+        """Say whether `check` may have something to raise."""
+        return self.cause is not None or bool(self._failures)
+
     def check(self) -> None:
-        """Raise what broke the group, if anything did."""
+        """Raise what broke the group, unless the call of this moment is still finished by all."""
+        here = self.where.position, self.where.finished + 1
+        for generation, place, error in list(self._failures.values()):
+            # Who raised in this step does not come to calls that it had not made.
+            if generation == self.generation and (here[0], 0) <= place < here:
+                self._break_all(error, place)
         cause = self.cause
-        if cause is not None:
+        if cause is not None and here > self._broken_after:
             self._reported = True
             raise_again(cause)
         if self._closed:
@@ -125,26 +155,73 @@ class Peers:
                 f"this process was forked from worker {self.rank}, whose place among the workers "
                 "is its own: run steps there, or start processes by 'spawn'."
             )
-        self.check()
+        if self.cause is not None and (self.where.position + 1, 0) > self._broken_after:
+            self._reported = True
+            raise_again(self.cause)
+        if self._closed:
+            raise WorkerLostError(f"worker {self.rank} has left its group.", rank=self.rank)
         self.where.begin_step()
 
     def leave(self) -> None:
-        """End a step: a call that it did not make, it will not make."""
-        self.where.position += 1
+        """End a step."""
+        self.where.end_step()
+        for rank in list(self._failures):
+            self._answer(rank)
 
-    def abort(self, cause: BaseException, *, seen: bool = True) -> None:
-        """Break the group off, on every process; the first cause holds.
+    def fail(self, cause: BaseException) -> None:
+        """Tell the others that this process's own code raised, in a step and outside of calls.
+
+        What was over by then stays, on all processes; who needs more of this one in this step
+        raises the cause. If nobody does, nothing is broken.
+        """
+        self._failed_at = self.where.last
+        self._left.clear()
+        failure = describe_error(cause, self.rank)
+        self._watch.post_all(pack(Failed(self.generation, self._failed_at, failure)))
+
+    def settle(self, timeout: float) -> None:
+        """Wait until the others have left the step in which `fail` was called, or it has broken.
+
+        Raises:
+            CollectiveTimeoutError: not all of them have left in time.
+        """
+        if self._failed_at == BEFORE_ALL:
+            return
+        others = set(range(self.size)) - {self.rank}
+
+        def is_over() -> bool:
+            if self.is_broken_here:
+                return True
+            left = others - self.where.departed.keys() <= self._left.keys()
+            return left and not any(self._left.values())
+
+        with self._changed:
+            in_time = self._changed.wait_for(is_over, timeout)
+        if not in_time:
+            error = CollectiveTimeoutError(
+                f"worker {self.rank} raised in a step, and waited {timeout:g} s until worker(s) "
+                f"{sorted(others - self._left.keys())} left it.",
+                op="step",
+            )
+            self.abort(error, after=BEFORE_ALL)
+            raise error
+        self._failed_at = BEFORE_ALL
+
+    def abort(self, cause: BaseException, *, seen: bool = True, after: Place | None = None) -> None:
+        """Break the group off, on every process, from the call after a place on.
+
+        A call that is over on one process is finished by the others too: they may still be in it,
+        and have what they need. So all have changed their variables equally. The first cause holds,
+        unless another one comes that leaves less to be finished.
 
         Args:
             cause: what happened.
             seen: whether the cause is already on its way to this process's own code.
+            after: the last call to be finished; None: the last one that is over here.
         """
-        failure = describe_error(cause, self.rank)
-        error = restore_error(failure)
+        error = restore_error(describe_error(cause, self.rank))
         error.__cause__ = cause
-        generation = self._break(error, seen=seen)
-        if generation is not None:
-            self._watch.post_all(pack(Abort(generation, failure)))
+        self._break_all(error, self.where.last if after is None else after, seen=seen)
 
     def ask(self, call: Call) -> None:
         """Ask all other processes whether they have made or skipped a call of the current step."""
@@ -176,13 +253,15 @@ class Peers:
             WorkerLostError: a process is gone for good.
         """
         # By generation, not counted: who has waited in vain meets the others when it tries again.
-        self._meet(f"{self.generation}:recover", b"", timeout, while_broken=True)
+        own = str(self.where.total).encode()
+        totals = self._meet(f"{self.generation}:recover", own, timeout, while_broken=True)
         for sock in self._data.values():
             sock.close()
         with self._changed:
             self.generation += 1
-            self.cause = self._early.pop(self.generation, None)
+            self.cause, self._broken_after = self._early.pop(self.generation, (None, BEFORE_ALL))
             self._reported = False
+            self._failed_at = BEFORE_ALL
             self.where.start_over()
             self._exchanges.start_over(self.generation)
         try:
@@ -193,6 +272,12 @@ class Peers:
         except BaseException as error:
             self.abort(error)
             raise
+        if len(set(totals)) > 1:
+            raise CollectiveMismatchError(
+                "recover: a collective was over on some workers alone when another failed inside "
+                "of it, so their variables may differ: restore them, or start the job again.",
+                op="recover",
+            )
 
     def close(self) -> None:
         """Say good-bye, and close every connection."""
@@ -242,10 +327,29 @@ class Peers:
             self._exchanges.put(message.key, rank, message.blob)
         elif isinstance(message, GoodBye):
             self._take_leave(rank, message)
+        elif isinstance(message, Failed):
+            error = restore_error(message.error)
+            self._failures[rank] = message.generation, message.place, error
+            self._answer(rank)
+        elif isinstance(message, Left):
+            with self._changed:
+                if (message.generation, message.position) == (self.generation, self._failed_at[0]):
+                    self._left[rank] = message.broken
+                    self._changed.notify_all()
         elif isinstance(message, Abort):
-            self._break(restore_error(message.error), generation=message.generation)
+            error = restore_error(message.error)
+            self._break(error, message.place, generation=message.generation)
         else:
             self._compare_places(rank, message)
+
+    def _answer(self, rank: int) -> None:
+        """Tell a process that raised in a step that this one has left it, once it has."""
+        # Called after each step, and for each such process: whichever comes last finds the other.
+        generation, (position, _), _ = self._failures[rank]
+        if generation == self.generation and self.where.position > position:
+            broken = self.cause is not None and self._broken_after[0] <= position
+            self._watch.post(rank, pack(Left(generation, position, broken)))
+            del self._failures[rank]
 
     def _compare_places(self, rank: int, message: Ask) -> None:
         with self._changed:
@@ -267,7 +371,8 @@ class Peers:
             self.where.note_departed(rank, message.reason, message.made)
             self._changed.notify_all()
         if message.failed:
-            self._break(WorkerLostError(f"{self.name_of(rank)} {message.reason}", rank=rank))
+            error = WorkerLostError(f"{self.name_of(rank)} {message.reason}", rank=rank)
+            self._break(error, BEFORE_ALL)
 
     def _on_silence(self, rank: int, why: str) -> None:
         """Take in that a process was lost, on the watching thread."""
@@ -277,19 +382,34 @@ class Peers:
             self._lost.add(rank)
             self._changed.notify_all()
         error = WorkerLostError(f"{self.name_of(rank)} was lost: {why}", rank=rank)
-        self.abort(error, seen=False)
+        self.abort(error, seen=False, after=BEFORE_ALL)
+
+    def _break_all(self, cause: DistributeError, after: Place, *, seen: bool = False) -> None:
+        """Break the group on all processes, unless it is."""
+        generation = self._break(cause, after, seen=seen)
+        if generation is not None:
+            failure = describe_error(cause, self.rank)
+            self._watch.post_all(pack(Abort(generation, after, failure)))
 
     def _break(
-        self, cause: DistributeError, *, seen: bool = False, generation: int | None = None
+        self,
+        cause: DistributeError,
+        after: Place,
+        *,
+        seen: bool = False,
+        generation: int | None = None,
     ) -> int | None:
         """Keep a cause, and return the generation that it broke; None if it was broken before."""
         with self._changed:
             now = self.generation
             if generation is not None and generation > now:
-                self._early.setdefault(generation, cause)  # They were quicker than this process.
-            if self.cause is not None or generation not in (None, now):
+                # They were quicker than this process.
+                self._early.setdefault(generation, (cause, after))
+            if generation not in (None, now):
                 return None
-            self.cause = cause
+            if self.cause is not None and after >= self._broken_after:
+                return None
+            self.cause, self._broken_after = cause, after
             self._reported = seen
             self._changed.notify_all()
             return now

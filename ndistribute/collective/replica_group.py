@@ -61,5 +61,5 @@ class ReplicaGroup:
     def abort(self, cause: BaseException) -> None:
         """Release every replica that waits, with the reason."""
         if self.workers is not None:
-            self.workers.fail()
+            self.workers.fail(cause)
         self.communicators[0].abort(cause)

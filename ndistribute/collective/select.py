@@ -142,7 +142,7 @@ def make_worker_group(
         else list(make_hierarchical_backends(local, workers))
     )
     communicators = [
-        Communicator(backend, options, threads, workers.courier)
+        Communicator(backend, options, threads, workers.peers.where)
         for backend, threads in zip(backends, local, strict=True)
     ]
     return ReplicaGroup(communicators, rendezvous, streams, workers)
@@ -177,10 +177,7 @@ def join_workers(
         membership = membership_from_addresses(addresses, rank)
     peers = Peers(membership, timeout=options.timeout)
     try:
-        backend = _process_backend(peers, options, over_mpi)
-        # Inside a host a reduction is done by the cores that would compute meanwhile.
-        far = not isinstance(backend, SharedMemoryBackend)
-        return Workers(peers, backend, devices, options, reduces_early=far)
+        return Workers(peers, _process_backend(peers, options, over_mpi), devices, options)
     except BaseException as error:
         peers.abort(error)
         peers.close()

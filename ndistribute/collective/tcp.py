@@ -113,7 +113,7 @@ class TcpTransport:
         while not is_over():
             moved = self._advance()
             now = time.monotonic()
-            if now >= check_at or self._peers.cause is not None:
+            if now >= check_at or self._peers.is_alarmed:
                 self._check()
                 check_at = now + _SLICE_SECONDS
             if moved or not hot_until:

@@ -13,12 +13,13 @@ from ndistribute.collective.backend import Call
 from ndistribute.collective.messages import GoodBye, sendable
 from ndistribute.errors import CollectiveMismatchError, DistributeError, WorkerLostError
 
-__all__ = ["Place", "Whereabouts"]
+__all__ = ["BEFORE_ALL", "Place", "Whereabouts"]
 
 Place = tuple[int, int]
 """A step, as a position that rises when one begins and when it ends, and a call's number in it."""
 
-_BEFORE_ALL: Place = (0, 0)
+BEFORE_ALL: Place = (0, 0)
+"""What is not over even for a process that has made no call."""
 _REASON_CHARACTERS = 2000
 
 
@@ -27,6 +28,9 @@ class Whereabouts:
 
     Attributes:
         position: how many steps have begun and ended, odd inside a step.
+        finished: the last call of this step, or else of the last one, that is over here.
+        exchanged: the same of those in which processes meet.
+        total: the sum of `exchanged` over earlier steps; where it is equal, so are the calls.
         made: the last call of which it is known that this process has made it.
         departed: why, for each process that has said good-bye.
 
@@ -37,8 +41,8 @@ class Whereabouts:
     """
 
     def __init__(self) -> None:
-        self.position = 0
-        self.made = _BEFORE_ALL
+        self.position = self.finished = self.exchanged = self.total = 0
+        self.made = BEFORE_ALL
         self.departed: dict[int, str] = {}
         self._skipped: dict[int, Place] = {}
         self._last_made: dict[int, Place] = {}
@@ -53,6 +57,18 @@ class Whereabouts:
         """Go on to the next step: who has left the last one early does not matter any more."""
         self._skipped.clear()
         self.position += 1
+        self.finished = self.exchanged = 0
+
+    def end_step(self) -> None:
+        """End a step: a call that this process did not make, it will not make."""
+        self.total += self.exchanged
+        self.position += 1
+
+    @property
+    def last(self) -> Place:
+        """Return the place of the last call that is over, 0 standing for the begin of its step."""
+        inside = self.position % 2 == 1
+        return self.position if inside else self.position - 1, self.finished
 
     def place_of(self, call: Call) -> Place:
         """Return the place of a call of the current step."""
@@ -84,7 +100,7 @@ class Whereabouts:
             others: all other processes.
         """
         place = self.place_of(call)
-        silent = [rank for rank in others if self._reached.get(rank, _BEFORE_ALL) < place]
+        silent = [rank for rank in others if self._reached.get(rank, BEFORE_ALL) < place]
         return [rank for rank in absent if rank in silent] or silent or list(absent)
 
     def note_departed(self, rank: int, reason: str, made: Place) -> None:
@@ -104,12 +120,13 @@ class Whereabouts:
         """Return who will not come to a call of the current step, if its data is not here now."""
         place = self.place_of(call)
         left = {rank for rank, skipped in list(self._skipped.items()) if skipped >= place}
-        departed = {r for r in list(self.departed) if self._last_made.get(r, _BEFORE_ALL) < place}
+        departed = {r for r in list(self.departed) if self._last_made.get(r, BEFORE_ALL) < place}
         return frozenset(left | departed)
 
     def start_over(self) -> None:
         """Count steps from the beginning, as all processes do after a failure."""
-        self.position, self.made = 0, _BEFORE_ALL
+        self.position = self.finished = self.exchanged = self.total = 0
+        self.made = BEFORE_ALL
         self._skipped.clear()
         self._last_made.clear()
         self._reached.clear()

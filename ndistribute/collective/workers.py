@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from ndistribute import timeline
@@ -41,7 +40,6 @@ class Workers:
         backend: how they meet.
         devices: of the replicas of this process.
         options: how long to wait.
-        reduces_early: whether gradients shall travel while others are computed.
     """
 
     def __init__(
@@ -50,13 +48,11 @@ class Workers:
         backend: ProcessBackend,
         devices: Sequence[Device],
         options: CommunicationOptions,
-        *,
-        reduces_early: bool = False,
     ) -> None:
         timeline.identify(peers.rank, peers.size)
         self.peers = peers
         self.backend = backend
-        self.communicator = Communicator(backend, options)
+        self.communicator = Communicator(backend, options, where=peers.where)
         self._timeout = options.timeout
         self._inside = False
         self._failed = False
@@ -65,10 +61,6 @@ class Workers:
         self.identities: list[list[str]] = [
             json.loads(text) for text in peers.exchange("devices", own, self._timeout)
         ]
-
-        # One replica meets the other processes by itself; several would need an order among them.
-        early = reduces_early and self.single_cpus
-        self.courier = ThreadPoolExecutor(1, "ndistribute-courier") if early else None
 
     @property
     def rank(self) -> int:
@@ -96,9 +88,11 @@ class Workers:
         Raises:
             WorkerLostError: a process failed since the last step, or is gone for good.
         """
-        known = self._failed or self.peers.broken_and_known
-        if known and self.peers.cause is not None:
-            self.peers.recover(self.backend.reset, self._timeout)
+        peers = self.peers
+        if self._failed and not peers.is_broken_here:
+            peers.settle(self._timeout)
+        if peers.is_broken_here and (self._failed or peers.broken_and_known):
+            peers.recover(self.backend.reset, self._timeout)
         self._failed = False
         self.peers.enter()
         self._inside = True
@@ -108,25 +102,34 @@ class Workers:
         self._inside = False
         self.peers.leave()
 
-    def fail(self) -> None:
-        """Say that this process's own code raises, so that it need not hear what broke the group.
+    def fail(self, cause: BaseException) -> None:
+        """Tell the others that this process's own code raises.
 
-        Another process may have failed first, in the same step.
+        It need not hear what broke the group: another process may have failed first, in this step.
         """
+        if not isinstance(cause, Exception):  # An interrupt may have left a call half done.
+            self.peers.abort(cause)
+        elif self._inside and not self._failed and self.peers.cause is None:
+            self.peers.fail(cause)
         self._failed = True
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[Communicator]:
         """Make collectives among processes, as a step of their own unless one is going on."""
         if self._inside:
-            yield self.communicator
+            # In a call of all replicas, of which these are parts.
+            self.communicator.part_of = self.peers.where.finished + 1
+            try:
+                yield self.communicator
+            finally:
+                self.communicator.part_of = None
             return
         self.enter()
         try:
             self.communicator.begin()
             yield self.communicator
         except BaseException as error:
-            self.fail()
+            self._failed = True
             self.peers.abort(error)
             raise
         finally:
@@ -172,6 +175,4 @@ class Workers:
         self.peers.close()
         for forget in self._forget:
             forget()
-        if self.courier is not None:
-            self.courier.shutdown()
         self.backend.close()

@@ -79,11 +79,9 @@ def test_an_unknown_mode_is_refused():
 
 @pytest.mark.parametrize("target", [3.0, np.ones(2), None, [1, 2]], ids=str)
 def test_a_target_that_was_not_recorded_has_no_gradients(target):
-    ready = []
     with GradientTape() as tape:
         x, y = tape.watch((1.0, 2.0))
-    assert tape.gradient(target, [x, y], on_ready=lambda *both: ready.append(both)) == [None, None]
-    assert ready == [(0, None), (1, None)]
+    assert tape.gradient(target, [x, y]) == [None, None]
 
 
 def test_a_source_can_be_the_target_or_lie_between():
@@ -95,21 +93,6 @@ def test_a_source_can_be_the_target_or_lie_between():
     assert [g.tolist() for g in tape.gradient(y, [h, x, y])] == [[6, 12], [18, 36], [1, 1]]
     assert tape.gradient(h, y) is None
     assert tape.gradient(x, h) is None
-
-
-def test_a_gradient_of_a_source_between_belongs_to_the_caller():
-    seen = []
-
-    def ready(k, gradient):
-        seen.append(gradient.tolist())
-        gradient[...] = np.nan
-
-    with GradientTape() as tape:
-        x = tape.watch(np.array([1.0, 2.0]))
-        h = x * 3
-        y = h * h + h
-    tape.gradient(y, [x, h], on_ready=ready)
-    assert seen == [[7, 13], [21, 39]]
 
 
 def test_gradients_are_arrays_that_the_caller_owns():
@@ -336,62 +319,6 @@ def test_gradients_are_constants_to_an_outer_tape():
         z = slope * x
     assert type(slope) is np.ndarray
     assert outer.gradient(z, x) == 6
-
-
-def test_gradients_become_ready_last_layer_first():
-    order = []
-    first, second, unused, third = (StandInVariable(np.float64(k)) for k in range(1, 5))
-    with GradientTape() as tape:
-        values = [v.tracked_value() for v in (first, second, unused, third)]
-        h = values[0] * 2.0
-        h = h * values[1] + values[0]
-        y = h * values[3]
-
-    def ready(k, gradient):
-        order.append((k, None if gradient is None else float(gradient)))
-
-    gradients = tape.gradient(y, [first, second, unused, third], on_ready=ready)
-    assert order == [(3, 5.0), (1, 8.0), (0, 20.0), (2, None)]
-    assert [g if g is None else float(g) for g in gradients] == [20, 8, None, 5]
-
-
-def test_ready_gradients_may_be_changed_in_place():
-    """A hook may reduce a gradient over replicas while the rest is still computed."""
-    w, b = StandInVariable(np.ones((2, 2))), StandInVariable(np.ones(2))
-    with GradientTape() as tape:
-        h = np.ones((3, 2)) @ w + b
-        y = h @ w + b
-
-    def scale(_, gradient):
-        gradient *= 10
-
-    scaled = tape.gradient(y, [w, b], on_ready=scale)
-    with GradientTape() as tape:
-        h = np.ones((3, 2)) @ w + b
-        y = h @ w + b
-    for ours, plain in zip(scaled, tape.gradient(y, [w, b]), strict=True):
-        np.testing.assert_array_equal(ours, plain * 10)
-
-
-def test_unconnected_zeros_reach_the_hook():
-    ready = {}
-    with GradientTape() as tape:
-        x, y = tape.watch((1.0, 2.0))
-        z = x * 2
-    tape.gradient(z, [x, y], "zero", on_ready=ready.__setitem__)
-    assert ready == {0: 2, 1: 0}
-
-
-def test_an_error_in_the_hook_leaves_gradient():
-    with GradientTape() as tape:
-        x = tape.watch(1.0)
-        y = x * 2
-
-    def fail(*_):
-        raise KeyError("hook")
-
-    with pytest.raises(KeyError, match="hook"):
-        tape.gradient(y, x, on_ready=fail)
 
 
 def test_only_what_leads_to_a_source_is_computed():

@@ -83,10 +83,10 @@ def until_told(rank: int, size: int, length: int = SMALL, timeout: float = DEADL
 
 
 def broken() -> None:
-    """Wait until this process knows that the group is broken."""
+    """Wait until this process knows that another one failed."""
     pause = threading.Event()
     deadline = time.monotonic() + DEADLINE
-    while peers().cause is None and time.monotonic() < deadline:
+    while not peers().is_alarmed and time.monotonic() < deadline:
         pause.wait(0.001)
 
 
@@ -170,15 +170,13 @@ def _wait_for(note: str) -> None:
 
 
 def failed(rank: int, size: int, who: int, moment: str) -> None:
-    """Let one process raise before, between or after collectives."""
+    """Let one process raise before or between collectives."""
 
     def step() -> None:
         for place in ("before", "between"):
             if rank == who and place == moment:
                 raise ValueError("boom")
             total()
-        if rank == who:
-            raise ValueError("boom")
 
     while True:
         strategy().run(step)
@@ -345,3 +343,55 @@ def closed_by_another_thread(rank: int, size: int) -> str:
         except nd.WorkerLostError as error:
             return str(error)
     return ""
+
+
+def wandered(rank: int, size: int, seed: int, steps: int) -> tuple[bytes, list[str]]:
+    """Train while a process raises now and then, and return the variables and what was raised.
+
+    All processes draw the same plan: which of them raises in which step, and before which call.
+    """
+    plan = np.random.default_rng(seed)
+    with strategy().scope():
+        weights = nd.Variable(np.zeros(int(plan.choice([3, 20_000]))))
+        count = nd.Variable(np.float64(0), aggregation=nd.VariableAggregation.SUM)
+    optimizer = nd.optimizers.SGD(0.5, momentum=0.5)
+    raised = []
+
+    def step(number: int, who: int, moment: int) -> None:
+        calls: list[Callable[[], Any]] = [
+            lambda: optimizer.apply_gradients(
+                [(np.full(weights.shape, 0.1 * number + rank), weights)]
+            ),
+            lambda: context().all_reduce("mean", np.ones(4)),
+            lambda: count.assign_add(number + rank),
+        ]
+        for place, call in enumerate([*calls, lambda: None]):
+            if (rank, place) == (who, moment):
+                raise ArithmeticError(f"step {number}")
+            call()
+
+    for number in range(steps):
+        who, moment = int(plan.integers(-size, size)), int(plan.integers(4))
+        try:
+            strategy().run(step, args=(number, who, moment))
+        except (ArithmeticError, nd.DistributeError) as error:
+            raised.append(f"{number} {type(error).__name__} {error}")
+    state = [weights.numpy().tobytes(), count.numpy().tobytes(), bytes([optimizer.iterations])]
+    return b"".join(state), raised
+
+
+def failed_at_its_end(rank: int, size: int, who: int) -> list[int]:
+    """Let one process raise after the last collective of step 3; return where this one did."""
+
+    def step(number: int) -> None:
+        total(number)
+        if (rank, number) == (who, 3):
+            raise ArithmeticError("boom")
+
+    raised = []
+    for number in range(6):
+        try:
+            strategy().run(step, args=(number,))
+        except ArithmeticError:
+            raised.append(number)
+    return raised

@@ -24,7 +24,7 @@ def goes_on(job: Ranks) -> bool:
     return [o.result() for o in job.run(steps.worked_again)] == [True] * job.size
 
 
-@pytest.mark.parametrize("moment", ["before", "between", "after"])
+@pytest.mark.parametrize("moment", ["before", "between"])
 def test_an_exception_is_named_to_all_others_with_the_rank_that_raised_it(
     job: Ranks, moment: str
 ) -> None:

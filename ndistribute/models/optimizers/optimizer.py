@@ -17,7 +17,6 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, copy_to, device_of
 from ndistribute.models.optimizers import on_servers, ranges
 from ndistribute.models.optimizers.clipping import Clipping
-from ndistribute.models.optimizers.early import EarlyGradients
 from ndistribute.models.optimizers.naming import unique_name
 from ndistribute.models.optimizers.pairs import checked_pairs, opened_arrays, trainable_kind
 from ndistribute.stream import working_on, write_to
@@ -69,7 +68,6 @@ class Optimizer:
         self._slots: dict[int, tuple[Variable, ...]] = {}
         self._variables: list[Variable] = []
         self._iterations: Variable | None = None
-        self._early = EarlyGradients()
 
     def initial_slot(self, name: str) -> float:
         """Return the value with which a slot starts."""
@@ -140,20 +138,14 @@ class Optimizer:
     def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
         """Compute the gradients of a loss and update variables by them.
 
-        The same as `apply_gradients` of the tape's gradients. Where the replicas are on several
-        hosts, the gradients of the last layers travel while those of the first are computed.
+        The same as `apply_gradients` of the tape's gradients.
 
         Args:
             loss: computed inside the tape.
             var_list: what to update.
             tape: the `GradientTape`.
         """
-        replica = var_list[0].replica("update") if var_list else None
-        if replica is None or self._clipping:
-            self.apply_gradients(zip(tape.gradient(loss, list(var_list)), var_list, strict=True))
-            return
-        gradients, summed = self._early.compute(loss, var_list, tape, replica.communicator)
-        self.apply_gradients(zip(gradients, var_list, strict=True), summed)
+        self.apply_gradients(zip(tape.gradient(loss, list(var_list)), var_list, strict=True))
 
     def _push(self, variables: Sequence[Any], gradients: Sequence[Any], summed: bool) -> None:
         """Let the servers update the variables by the gradients of this process's replicas."""
@@ -285,10 +277,9 @@ class Optimizer:
 
     def __getstate__(self) -> dict[str, Any]:
         slots = [self._slots[id(variable)] for variable in self._variables]
-        return {**vars(self), "_slots": slots, "_early": None}
+        return {**vars(self), "_slots": slots}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         known = zip(self._variables, state["_slots"], strict=True)
         self._slots = {id(variable): slots for variable, slots in known}
-        self._early = EarlyGradients()

@@ -1,0 +1,39 @@
+"""Workers that raise, catch it and go on keep equal variables, and stay in the same step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults import steps
+from tests.faults.jobs import has_mpi
+from tests.processes import Ranks
+
+RUNS, STEPS = 4, 60
+JOBS = {
+    "shared": lambda: Ranks(2),
+    "ring": lambda: Ranks(3, environ={"FAULTS_WIRE": "ring"}),
+    "hosts": lambda: Ranks(4, environ=[{"NDISTRIBUTE_HOST_ID": h} for h in ("a", "b", "a", "b")]),
+}
+if has_mpi():
+    JOBS["mpi"] = lambda: Ranks(2, "mpi", environ={"FAULTS_WIRE": "mpi"})
+
+
+@pytest.mark.parametrize("wire", JOBS)
+def test_exceptions_leave_equal_variables_on_all_workers(wire: str) -> None:
+    with JOBS[wire]() as job:
+        for seed in range(RUNS):
+            outcomes = [outcome.result() for outcome in job.run(steps.wandered, seed, STEPS)]
+            assert len({state for state, _ in outcomes}) == 1, f"seed {seed}: {outcomes}"
+            raised = [text.split() for _, told in outcomes for text in told]
+            assert len(raised) > STEPS // 4
+            # Each line begins with the step in which it was raised, and ends with who raised when.
+            assert all(text[0] == text[-1] for text in raised), f"seed {seed}: {outcomes}"
+
+
+@pytest.mark.parametrize("wire", JOBS)
+def test_an_exception_after_the_last_call_of_a_step_is_no_failure_of_the_others(wire: str) -> None:
+    with JOBS[wire]() as job:
+        for who in range(job.size):
+            outcomes = job.run(steps.failed_at_its_end, who)
+            for rank, outcome in enumerate(outcomes):
+                assert outcome.result() == ([3] if rank == who else [])
