@@ -24,6 +24,7 @@ from ndistribute.collective.nccl_plan import Launch
 from ndistribute.collective.peers import Peers
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.rendezvous import Rendezvous
+from ndistribute.collective.whereabouts import BEFORE_ALL
 from ndistribute.collective.workers import Workers
 from ndistribute.device import Array
 from ndistribute.stream import Stream, settle
@@ -190,7 +191,9 @@ class _WorkersGroup(NcclGroup):
             yield
 
     def _disconnect(self, cause: BaseException) -> None:
-        self._peers.abort(cause)  # First: NCCL may abort on one process only when all abort.
+        # First, and also where others are in an earlier call: NCCL may abort on one process only
+        # when all abort.
+        self._peers.abort(cause, after=BEFORE_ALL)
         abort_in_time(self._comms)
 
 

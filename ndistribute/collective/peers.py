@@ -371,8 +371,12 @@ class Peers:
             self.where.note_departed(rank, message.reason, message.made)
             self._changed.notify_all()
         if message.failed:
-            error = WorkerLostError(f"{self.name_of(rank)} {message.reason}", rank=rank)
-            self._break(error, BEFORE_ALL)
+            lost = WorkerLostError(f"{self.name_of(rank)} {message.reason}", rank=rank)
+            generation, place, error = self._failures.get(rank, (-1, BEFORE_ALL, lost))
+            if generation == self.generation:  # It raised in a step, and that has ended it.
+                self._break(error, place)
+            else:
+                self._break(lost, BEFORE_ALL)
 
     def _on_silence(self, rank: int, why: str) -> None:
         """Take in that a process was lost, on the watching thread."""
