@@ -118,7 +118,8 @@ class Communicator:
         buffers = [flattened(array).copy() for array in self._placed(arrays)]
         if self.size > 1:
             call = self._call("broadcast", f"root={root}", signature(arrays))
-            self._run(self._backend.broadcast, call, buffers, root, options=options)
+            method = self._backend.broadcast  # Who sends hears nothing of who receives.
+            self._run(method, call, buffers, root, options=options, meets=False)
         results = [flat.reshape(a.shape)[()] for flat, a in zip(buffers, arrays, strict=True)]
         return tree.unflatten(value, self._returned(results, arrays))
 
@@ -144,7 +145,7 @@ class Communicator:
             return combine([value])
         call = self._call(kind, None, ())
         method = self._backend.merge
-        return self._run(method, call, value, combine, options=options, travels=False)  # type: ignore[no-any-return]
+        return self._run(method, call, value, combine, options=options, meets=False)  # type: ignore[no-any-return]
 
     def reduce_update(
         self,
@@ -179,7 +180,7 @@ class Communicator:
         call = self._call("reduce_update", op.name, signature(checked))
         backend = self._backend if everywhere else self._local
         method, rest = backend.reduce_update, (inputs, op, prepare, update)
-        return self._run(method, call, *rest, options=options, travels=everywhere)
+        return self._run(method, call, *rest, options=options, meets=everywhere)
 
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates for the replicas of its memory."""
@@ -250,7 +251,7 @@ class Communicator:
         call: Call,
         *arguments: Any,
         options: CommunicationOptions | None,
-        travels: bool = True,
+        meets: bool = True,
     ) -> Any:
         try:
             result = method(call, *arguments, timeout=(options or self._options).timeout)
@@ -260,6 +261,6 @@ class Communicator:
             raise
         if self._where is not None and self.part_of is None:
             self._where.finished = call.sequence
-            if travels:
+            if meets:
                 self._where.exchanged = call.sequence
         return result

@@ -344,12 +344,15 @@ class Peers:
 
     def _answer(self, rank: int) -> None:
         """Tell a process that raised in a step that this one has left it, once it has."""
-        # Called after each step, and for each such process: whichever comes last finds the other.
-        generation, (position, _), _ = self._failures[rank]
+        # Called after each step and for each failure, on two threads: the later one finds both.
+        failure = self._failures.get(rank)
+        if failure is None:
+            return
+        generation, (position, _), _ = failure
         if generation == self.generation and self.where.position > position:
             broken = self.cause is not None and self._broken_after[0] <= position
+            self._failures.pop(rank, None)  # Before the answer, to which a next one may follow.
             self._watch.post(rank, pack(Left(generation, position, broken)))
-            del self._failures[rank]
 
     def _compare_places(self, rank: int, message: Ask) -> None:
         with self._changed:
