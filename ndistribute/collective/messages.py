@@ -60,6 +60,7 @@ class Abort(Record, frozen=True):
 
     generation: int
     place: tuple[int, int]  # The last call that the sender has finished.
+    before: int  # The last one that it finished in the step before.
     error: Failure
 
 

@@ -63,8 +63,10 @@ class Peers:
         self.cause: DistributeError | None = None
         self.where = Whereabouts()
         self._lost: set[int] = set()
-        self._early: dict[int, tuple[DistributeError, Place]] = {}  # By generation, what broke it.
-        self._broken_after = BEFORE_ALL  # The last call that all finish in spite of the cause.
+        # By generation, what broke it.
+        self._early: dict[int, tuple[DistributeError, Place, int]] = {}
+        self._broken_after = BEFORE_ALL  # The last call that all finish in spite of the cause,
+        self._broken_before = 0  # and the last one of the step before.
         # Who raised in a step: in which generation, after which call, and what.
         self._failures: dict[int, tuple[int, Place, DistributeError]] = {}
         self._failed_at = BEFORE_ALL  # After which call this process did.
@@ -120,11 +122,18 @@ class Peers:
             if generation == self.generation and (here[0], 0) <= place < here:
                 self._break_all(error, place)
         cause = self.cause
-        if cause is not None and here > self._broken_after:
+        if cause is not None and not self._is_finished_by_all(here):
             self._reported = True
             raise_again(cause)
         if self._closed:
             raise WorkerLostError(f"worker {self.rank} has left its group.", rank=self.rank)
+
+    def _is_finished_by_all(self, here: Place) -> bool:
+        """Say whether the process that broke the group had finished a call."""
+        position, finished = self._broken_after
+        if here[0] == position:
+            return here[1] <= finished
+        return here[0] == position - 2 and here[1] <= self._broken_before
 
     def patience(self, call: Call, timeout: float) -> Patience:
         """Return what watches over a wait.
@@ -155,7 +164,7 @@ class Peers:
                 f"this process was forked from worker {self.rank}, whose place among the workers "
                 "is its own: run steps there, or start processes by 'spawn'."
             )
-        if self.cause is not None and (self.where.position + 1, 0) > self._broken_after:
+        if self.cause is not None and self.where.position + 1 > self._broken_after[0]:
             self._reported = True
             raise_again(self.cause)
         if self._closed:
@@ -259,7 +268,9 @@ class Peers:
             sock.close()
         with self._changed:
             self.generation += 1
-            self.cause, self._broken_after = self._early.pop(self.generation, (None, BEFORE_ALL))
+            self.cause, self._broken_after, self._broken_before = self._early.pop(
+                self.generation, (None, BEFORE_ALL, 0)
+            )
             self._reported = False
             self._failed_at = BEFORE_ALL
             self.where.start_over()
@@ -338,7 +349,7 @@ class Peers:
                     self._changed.notify_all()
         elif isinstance(message, Abort):
             error = restore_error(message.error)
-            self._break(error, message.place, generation=message.generation)
+            self._break(error, message.place, message.before, generation=message.generation)
         else:
             self._compare_places(rank, message)
 
@@ -377,9 +388,9 @@ class Peers:
             lost = WorkerLostError(f"{self.name_of(rank)} {message.reason}", rank=rank)
             generation, place, error = self._failures.get(rank, (-1, BEFORE_ALL, lost))
             if generation == self.generation:  # It raised in a step, and that has ended it.
-                self._break(error, place)
+                self._break(error, place, self.where.before)
             else:
-                self._break(lost, BEFORE_ALL)
+                self._break(lost, BEFORE_ALL, 0)
 
     def _on_silence(self, rank: int, why: str) -> None:
         """Take in that a process was lost, on the watching thread."""
@@ -393,15 +404,17 @@ class Peers:
 
     def _break_all(self, cause: DistributeError, after: Place, *, seen: bool = False) -> None:
         """Break the group on all processes, unless it is."""
-        generation = self._break(cause, after, seen=seen)
+        before = self.where.before
+        generation = self._break(cause, after, before, seen=seen)
         if generation is not None:
             failure = describe_error(cause, self.rank)
-            self._watch.post_all(pack(Abort(generation, after, failure)))
+            self._watch.post_all(pack(Abort(generation, after, before, failure)))
 
     def _break(
         self,
         cause: DistributeError,
         after: Place,
+        before: int,
         *,
         seen: bool = False,
         generation: int | None = None,
@@ -411,12 +424,12 @@ class Peers:
             now = self.generation
             if generation is not None and generation > now:
                 # They were quicker than this process.
-                self._early.setdefault(generation, (cause, after))
+                self._early.setdefault(generation, (cause, after, before))
             if generation not in (None, now):
                 return None
             if self.cause is not None and after >= self._broken_after:
                 return None
-            self.cause, self._broken_after = cause, after
+            self.cause, self._broken_after, self._broken_before = cause, after, before
             self._reported = seen
             self._changed.notify_all()
             return now

@@ -29,6 +29,7 @@ class Whereabouts:
     Attributes:
         position: how many steps have begun and ended, odd inside a step.
         finished: the last call of this step, or else of the last one, that is over here.
+        before: the last call of the step before that is over here.
         exchanged: the same of those in which each process hears of all others.
         total: the sum of `exchanged` over earlier steps; where it is equal, so are the calls.
         made: the last call of which it is known that this process has made it.
@@ -41,7 +42,7 @@ class Whereabouts:
     """
 
     def __init__(self) -> None:
-        self.position = self.finished = self.exchanged = self.total = 0
+        self.position = self.finished = self.before = self.exchanged = self.total = 0
         self.made = BEFORE_ALL
         self.departed: dict[int, str] = {}
         self._skipped: dict[int, Place] = {}
@@ -57,6 +58,7 @@ class Whereabouts:
         """Go on to the next step: who has left the last one early does not matter any more."""
         self._skipped.clear()
         self.position += 1
+        self.before = self.finished
         self.finished = self.exchanged = 0
 
     def end_step(self) -> None:
@@ -125,7 +127,7 @@ class Whereabouts:
 
     def start_over(self) -> None:
         """Count steps from the beginning, as all processes do after a failure."""
-        self.position = self.finished = self.exchanged = self.total = 0
+        self.position = self.finished = self.before = self.exchanged = self.total = 0
         self.made = BEFORE_ALL
         self._skipped.clear()
         self._last_made.clear()

@@ -28,7 +28,7 @@ from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
 from ndistribute.transport.codec import MalformedError
 
 MESSAGES = [
-    Abort(3, (7, 2), Failure("CollectiveTimeoutError", "late", 1, "all_reduce", 7)),
+    Abort(3, (7, 2), 4, Failure("CollectiveTimeoutError", "late", 1, "all_reduce", 7)),
     Failed(3, (7, 2), Failure("WorkerLostError", "raised", 1)),
     Left(3, 7, False),
     Ask(1, (5, 2)),
@@ -72,7 +72,7 @@ def test_an_error_arrives_with_its_class_and_names_who_failed():
     assert (type(late), str(late), late.rank, late.op) == (CollectiveTimeoutError, "late", 2, "sum")
     name = os.fsdecode(b"no text \xff")
     (abort,) = Reader().feed(
-        pack(Abort(0, (1, 0), describe_error(FileNotFoundError(name * 5000), 1)))
+        pack(Abort(0, (1, 0), 0, describe_error(FileNotFoundError(name * 5000), 1)))
     )
     failed = restore_error(abort.error)
     assert isinstance(failed, WorkerLostError)
