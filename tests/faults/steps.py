@@ -182,6 +182,18 @@ def failed(rank: int, size: int, who: int, moment: str) -> None:
         strategy().run(step)
 
 
+def called_more(rank: int, size: int, who: int) -> None:
+    """Let one process make a call more in a step than the others, who go on to the next one."""
+
+    def step() -> None:
+        total()
+        if rank == who:
+            context().all_reduce("max", np.ones(7))
+
+    while True:
+        strategy().run(step)
+
+
 def _of_shape(small: int) -> Callable[[nd.ReplicaContext, bool], Any]:
     return lambda here, odd: here.all_reduce("sum", np.ones(small + odd))
 

@@ -49,6 +49,14 @@ def test_calls_that_differ_are_a_mismatch_on_all_ranks_at_once(job: Ranks, how: 
         assert goes_on(job)
 
 
+def test_a_call_that_one_rank_makes_alone_is_a_mismatch_on_all_at_once(job: Ranks) -> None:
+    for who in (0, job.size - 1):
+        for outcome in job.run(steps.called_more, who):
+            assert outcome.error == "CollectiveMismatchError", outcome.traceback
+            assert outcome.seconds < AT_ONCE
+        assert goes_on(job)
+
+
 def test_a_late_rank_is_named_with_who_waited_and_what_was_called_before(job: Ranks) -> None:
     for who in range(job.size):
         for rank, outcome in enumerate(job.run(steps.late, who)):
