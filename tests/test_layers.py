@@ -21,6 +21,7 @@ PACKAGE = Path(__file__).parents[1] / "ndistribute"
 # layers, and itself; units of one layer do not know each other, but for those on the ground.
 LAYERS = (
     {
+        "blas",
         "errors",
         "values",
         "tree",

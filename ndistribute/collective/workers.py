@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ndistribute import timeline
+from ndistribute.blas import core_numbers, cores_of_one, limited_blas, set_by_user
 from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import Communicator
 from ndistribute.collective.nccl_connect import device_identity
@@ -40,6 +41,9 @@ class Workers:
         backend: how they meet.
         devices: of the replicas of this process.
         options: how long to wait.
+
+    Attributes:
+        cores: how many of this host's cores are this process's part.
     """
 
     def __init__(
@@ -57,10 +61,19 @@ class Workers:
         self._inside = False
         self._failed = False
         self._forget: list[Callable[[], None]] = []
-        own = json.dumps([device_identity(device) for device in devices]).encode()
-        self.identities: list[list[str]] = [
-            json.loads(text) for text in peers.exchange("devices", own, self._timeout)
+        identities = [device_identity(device) for device in devices]
+        own = json.dumps([identities, core_numbers()]).encode()
+        told = [json.loads(text) for text in peers.exchange("devices", own, self._timeout)]
+        self.identities: list[list[str]] = [devices for devices, _ in told]
+        here = [
+            numbers
+            for host, (_, numbers) in zip(peers.hosts, told, strict=True)
+            if host == peers.hosts[peers.rank]
         ]
+        self.cores = cores_of_one(core_numbers(), here)
+        # However the processes were started, they share their host's cores.
+        self._limited = contextlib.ExitStack()
+        self._limited.enter_context(limited_blas(None if set_by_user() else self.cores))
 
     @property
     def rank(self) -> int:
@@ -172,6 +185,7 @@ class Workers:
 
     def close(self) -> None:
         """Say good-bye to the other processes."""
+        self._limited.close()
         self.peers.close()
         for forget in self._forget:
             forget()

@@ -19,9 +19,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from ndistribute.blas import THREAD_VARIABLES, cores
 from ndistribute.device import list_devices
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.hosts import THREAD_VARIABLES
 from ndistribute.launcher.mpiexec import find_mpiexec
 
 State = Literal["ok", "slow", "missing", "absent"]
@@ -66,7 +66,7 @@ def examine() -> list[Finding]:
     blas = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
     return [
         Finding("Python", "ok", python),
-        Finding("processor", "ok", f"{usable_cores()} cores, {[*widest, 'no AVX'][0]}"),
+        Finding("processor", "ok", f"{cores()} cores, {[*widest, 'no AVX'][0]}"),
         _either(
             "BLAS", "".join(blas[:1]), "slow", "none known", "pip install --force-reinstall numpy"
         ),
@@ -88,16 +88,11 @@ def blas_settings(environ: Mapping[str, str], parts: int) -> dict[str, str]:
     """Return what to add for each of several processes that share the cores; the user's stays."""
     settings = {}
     if not any(environ.get(name) for name in THREAD_VARIABLES):
-        settings = dict.fromkeys(THREAD_VARIABLES, str(max(1, usable_cores() // parts)))
+        settings = dict.fromkeys(THREAD_VARIABLES, str(max(1, cores() // parts)))
     kernel = better_kernel(_cpu_flags(), _architecture())
     if kernel is not None and not environ.get(_KERNEL_VARIABLE):
         settings[_KERNEL_VARIABLE] = kernel
     return settings
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def _kernel() -> Finding:

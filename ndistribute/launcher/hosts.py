@@ -14,10 +14,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ndistribute.blas import THREAD_VARIABLES
 from ndistribute.launcher import reaper
 from ndistribute.transport.listener import LISTEN_FD
-
-THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 # A name has no dash at its start: ssh would take it for an option.
 _HOST = re.compile(

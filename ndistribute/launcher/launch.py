@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ndistribute.blas import cores
 from ndistribute.cluster.resolvers import seconds_of
 from ndistribute.launcher import mpiexec
-from ndistribute.launcher.doctor import blas_settings, usable_cores
+from ndistribute.launcher.doctor import blas_settings
 from ndistribute.launcher.hosts import Host, is_this_machine, ssh_command
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import (
@@ -206,7 +207,7 @@ def _tasks(
     starts = task_starts([place[:2] for place in places], addresses, environ, of_servers)
     for rank, (kind, index, host, _) in enumerate(places):
         # Servers add arrays up, which no BLAS does for them; the workers have the cores.
-        parts = usable_cores() if kind == "ps" else options.sharing
+        parts = cores() if kind == "ps" else options.sharing
         blas = blas_settings(environ, parts) if host is None else {}
         label = f"{kind}:{index}" if options.servers else str(index)
         starts[rank] = replace(

@@ -15,11 +15,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ndistribute.blas import cores, limited_blas
 from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.context import Frame, chosen, frame_stack
 from ndistribute.errors import WorkerLostError
 from ndistribute.replica_context import ReplicaContext
-from ndistribute.strategies.blas import limited_blas
 from ndistribute.timeline import span
 
 __all__ = ["ReplicaPool"]
@@ -165,7 +165,9 @@ class ReplicaPool:
         """Run every replica, and come back when all are out or given up."""
         if size > 1 and not self._threads:
             self._threads = [_ReplicaThread(f"{self._title}:{i}") for i in range(1, size)]
-        with limited_blas(size):
+        workers = self._group.workers
+        part = cores() if workers is None else workers.cores
+        with limited_blas(max(1, part // size) if size > 1 else None):
             posted: list[_Job] = []
             try:
                 for rank in range(1, size):

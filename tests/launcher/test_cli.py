@@ -157,7 +157,7 @@ def test_other_kernels_are_asked_for_only_where_blas_chose_below_the_processor(
 def test_ranks_get_the_better_kernel_but_never_in_place_of_the_users(monkeypatch):
     monkeypatch.setattr(doctor, "_cpu_flags", lambda: AVX512)
     monkeypatch.setattr(doctor, "_architecture", lambda: "Haswell")
-    monkeypatch.setattr(doctor, "usable_cores", lambda: 6)
+    monkeypatch.setattr(doctor, "cores", lambda: 6)
     settings = doctor.blas_settings({}, 4)
     assert settings == {
         "OPENBLAS_NUM_THREADS": "1",

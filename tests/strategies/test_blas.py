@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from ndistribute.strategies.blas import cores
+import ndistribute as nd
+from ndistribute.blas import cores, limited_blas
 from tests.kinds import in_thread, mirrored, raised_in
+from tests.processes import Ranks
 
 
 def threads() -> list[int]:
@@ -50,3 +52,30 @@ def test_the_last_of_two_strategies_gives_them_back():
             for _ in range(20):
                 three.run(threads)
         assert threads() == before
+
+
+def test_of_several_limits_the_least_counts():
+    before = threads()
+    with limited_blas(2):
+        with limited_blas(1):
+            assert max(threads()) == 1
+        assert max(threads()) == min(2, max(before))
+    assert threads() == before
+
+
+def threads_of_a_worker(rank, size):
+    """Return how many threads a worker has in a step, and once it has left its group."""
+    np.ones((2, 2)) @ np.ones((2, 2))
+    with nd.MultiWorkerMirroredStrategy() as strategy:
+        inside = strategy.run(lambda: max(threads()))
+    return inside, max(threads())
+
+
+@pytest.mark.parametrize("given", ["", "2"])
+def test_workers_of_one_host_share_its_cores_unless_the_user_has_said_how(given):
+    environ = {"OPENBLAS_NUM_THREADS": given, "OMP_NUM_THREADS": "", "MKL_NUM_THREADS": ""}
+    with Ranks(2, "python", environ=environ) as workers:
+        found = [outcome.result() for outcome in workers.run(threads_of_a_worker)]
+    for inside, after in found:
+        assert inside == (after if given else max(1, cores() // 2))
+        assert given or after == cores()

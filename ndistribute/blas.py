@@ -1,0 +1,108 @@
+"""Share the cores: fewer BLAS threads for each while several replicas or processes compute at once.
+
+With as many BLAS threads as cores in every replica, they fight for the cores: two replicas of
+512 x 512 products ran at 0.8 of the speed of one, and at 2.0 with one BLAS thread each. The
+setting belongs to the process, so all limits of this moment are known here, and the least counts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = [
+    "THREAD_VARIABLES",
+    "core_numbers",
+    "cores",
+    "cores_of_one",
+    "limited_blas",
+    "set_by_user",
+]
+
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+class _BlasThreads:
+    """The BLAS libraries of this process, the threads that each had, and the limits on them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._limits: list[int] = []
+        self._modules = -1
+        self._libraries: list[Any] = []
+        self._own: dict[str, int] = {}  # By file, the threads without a limit.
+
+    def limit(self, threads: int) -> None:
+        with self._lock:
+            if not self._limits:
+                self._own.clear()
+            self._limits.append(threads)
+            self._apply()
+
+    def release(self, threads: int) -> None:
+        with self._lock:
+            self._limits.remove(threads)
+            self._apply()
+
+    def _apply(self) -> None:
+        # A search takes milliseconds; another library can only have come with another module.
+        if self._modules != len(sys.modules):
+            from threadpoolctl import ThreadpoolController
+
+            found = ThreadpoolController().select(user_api="blas")
+            self._libraries = list(found.lib_controllers)
+            self._modules = len(sys.modules)
+        for library in self._libraries:
+            if library.filepath not in self._own:
+                self._own[library.filepath] = library.get_num_threads()
+            library.set_num_threads(min([self._own[library.filepath], *self._limits]))
+
+
+_blas = _BlasThreads()
+
+
+def core_numbers() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(core_numbers())
+
+
+def cores_of_one(own: Sequence[int], everyone: Sequence[Sequence[int]]) -> int:
+    """Return how many cores are a process's part, at least 1.
+
+    Args:
+        own: the numbers of the cores that it may use.
+        everyone: those of all processes that compute on its host, its own among them.
+
+    >>> cores_of_one([0, 1, 2, 3], [[0, 1, 2, 3], [0, 1, 2, 3]])
+    2
+    >>> cores_of_one([0, 1], [[0, 1], [2, 3]])  # Each is bound to cores of its own.
+    2
+    """
+    return max(1, int(sum(1 / sum(core in some for some in everyone) for core in own)))
+
+
+def set_by_user(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if a variable says how many threads BLAS may use."""
+    return any(environ.get(name) for name in (*THREAD_VARIABLES, "MKL_NUM_THREADS"))
+
+
+@contextmanager
+def limited_blas(threads: int | None) -> Iterator[None]:
+    """Let BLAS use at most so many threads in a ``with`` block; None: as many as before."""
+    if threads is None:
+        yield
+        return
+    _blas.limit(threads)
+    try:
+        yield
+    finally:
+        _blas.release(threads)
