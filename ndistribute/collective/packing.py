@@ -15,9 +15,9 @@ import numpy as np
 
 from ndistribute.collective.buckets import BucketSpec, Layout, LeafSpec, pack
 from ndistribute.collective.compression import codec_for
-from ndistribute.collective.moves import Move, Tuning, plan_reduce
 from ndistribute.collective.pipeline import Bucket
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype
+from ndistribute.collective.schedule import Move, Tuning, plan_reduce
 from ndistribute.device import Array
 
 __all__ = ["Packing", "Settings"]

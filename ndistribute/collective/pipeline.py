@@ -15,9 +15,8 @@ import numpy as np
 
 from ndistribute import timeline
 from ndistribute.collective.compression import Codec
-from ndistribute.collective.moves import Incoming, Move, Outgoing
 from ndistribute.collective.reduce_op import ReduceOp, finish
-from ndistribute.collective.schedule import Action
+from ndistribute.collective.schedule import Action, Message, Move
 from ndistribute.collective.wire import Handle, Wire
 from ndistribute.device import Array
 
@@ -85,8 +84,8 @@ class Pipeline:
             op: how received elements are combined with those that are there.
         """
         run = _Run(self._wire, self._slot, moves, buckets, ranks, title, op)
-        if len(moves) == 1 and moves[0].incoming is not None:
-            run.run_one(moves[0], moves[0].incoming)
+        if len(moves) == 1 and moves[0].receive is not None:
+            run.run_one(moves[0], moves[0].receive)
         else:
             run.run()
 
@@ -135,50 +134,50 @@ class _Run:
                 asked += 1
             while sent < horizon and self._send(sent, index):
                 sent += 1
-            if move.incoming is not None:
-                self._take(index, move, move.incoming)
+            if move.receive is not None:
+                self._take(index, move, move.receive)
             if index + 1 == len(moves) or moves[index + 1].bucket != move.bucket:
                 self._drain(move.bucket)
 
-    def run_one(self, move: Move, incoming: Incoming) -> None:
+    def run_one(self, move: Move, receive: Message) -> None:
         """Do what `run` does for one move, which is what most small calls of two ranks are."""
         self._ask(0, 0)
         self._send(0, 0)
         with timeline.span("wait", self._title):
             self._wire.end()
-        self._take(0, move, incoming)
+        self._take(0, move, receive)
         self._drain(move.bucket)
 
     def _ask(self, index: int, now: int) -> bool:
         """Begin the receive of a move, if its place is free."""
         move = self._moves[index]
-        incoming = move.incoming
-        if incoming is None:
+        receive = move.receive
+        if receive is None:
             return True
         bucket = self._fill(move.bucket)
-        length = incoming.stop - incoming.start
+        length = receive.stop - receive.start
         if bucket.codec is not None:
             room = self._slot("receive", bucket.codec.dtype, index, length)
-        elif incoming.action is not Action.COPY:
+        elif move.action is not Action.COPY:
             room = self._slot("receive", bucket.target.dtype, index, length)
         else:
-            if not self._is_free(incoming, wait=index == now):
+            if not self._is_free(move, wait=index == now):
                 return False
-            room = bucket.target[incoming.start : incoming.stop]
-        handle = self._wire.irecv(self._ranks[incoming.peer], room)
+            room = receive.of(bucket.target)
+        handle = self._wire.irecv(self._ranks[receive.peer], room)
         self._receives[index] = handle, room
         return True
 
     def _send(self, index: int, now: int) -> bool:
         """Begin the send of a move, if what it passes on has come."""
         move = self._moves[index]
-        outgoing = move.outgoing
-        if outgoing is None:
+        send = move.send
+        if send is None:
             return True
-        if outgoing.after > now:
+        if move.after > now:
             return False
         bucket = self._fill(move.bucket)
-        values = _values(bucket, outgoing)[outgoing.start : outgoing.stop]
+        values = send.of(bucket.source if move.sends_own else bucket.target)
         if bucket.codec is not None:
             earlier = self._encoded[index % WINDOW]
             if earlier is not None:
@@ -186,13 +185,13 @@ class _Run:
             room = self._slot("send", bucket.codec.dtype, index, values.size)
             bucket.codec.encode(values, room)
             values = room
-        handle = self._wire.isend(self._ranks[outgoing.peer], values)
+        handle = self._wire.isend(self._ranks[send.peer], values)
         self._sends[index] = handle
         if bucket.codec is not None:
             self._encoded[index % WINDOW] = handle
         return True
 
-    def _take(self, index: int, move: Move, incoming: Incoming) -> None:
+    def _take(self, index: int, move: Move, message: Message) -> None:
         """Wait for what a move receives, and make of it what the plan says."""
         receive = self._receives[index]
         if receive is None:
@@ -201,31 +200,31 @@ class _Run:
         self._receives[index] = None
         self._await(handle)
         bucket = self._buckets[move.bucket]
-        target = bucket.target[incoming.start : incoming.stop]
-        if incoming.action is Action.COPY:
+        target = message.of(bucket.target)
+        if move.action is Action.COPY:
             if bucket.codec is not None:
                 bucket.codec.decode(received, target)
             return
         if bucket.codec is None:
-            self._is_free(incoming, wait=True)
+            self._is_free(move, wait=True)
         else:
             decoded = self._slot("decode", bucket.target.dtype, 0, received.size)
             bucket.codec.decode(received, decoded)
             received = decoded
-        mine = _values(bucket, incoming)[incoming.start : incoming.stop]
+        mine = message.of(bucket.source if move.adds_own else bucket.target)
         with timeline.span("reduce", self._title):
-            self._reduce(bucket, incoming, received, mine, target)
+            self._reduce(bucket, move, received, mine, target)
 
     def _reduce(
-        self, bucket: Bucket, incoming: Incoming, received: Array, mine: Array, target: Array
+        self, bucket: Bucket, move: Move, received: Array, mine: Array, target: Array
     ) -> None:
         if self._combine is None or self._op is None:
             raise RuntimeError(f"{self._title} has no reduction, but its plan has.")
-        if incoming.action is Action.REDUCE_LEFT:
+        if move.action is Action.REDUCE_LEFT:
             self._combine(received, mine, out=target)
         else:
             self._combine(mine, received, out=target)
-        if incoming.total:
+        if move.total:
             finish(self._op, target, len(self._ranks))
             if bucket.codec is not None:
                 # All ranks get the total through the code; its owner must hold the same bits.
@@ -233,11 +232,11 @@ class _Run:
                 bucket.codec.encode(target, room)
                 bucket.codec.decode(room, target)
 
-    def _is_free(self, incoming: Incoming, *, wait: bool) -> bool:
+    def _is_free(self, move: Move, *, wait: bool) -> bool:
         """Say whether nothing that is still being sent lies where a message goes."""
-        if incoming.blocked_by < 0:
+        if move.blocked_by < 0:
             return True
-        handle = self._sends[incoming.blocked_by]
+        handle = self._sends[move.blocked_by]
         if handle is None:
             return wait
         if not handle.done and wait:
@@ -265,8 +264,3 @@ class _Run:
         if drain is not None:
             with timeline.span("pack", self._title):
                 drain()
-
-
-def _values(bucket: Bucket, message: Outgoing | Incoming) -> Array:
-    """Return the buffer that holds this rank's current values of a message's range."""
-    return bucket.source if message.own else bucket.target

@@ -18,11 +18,11 @@ from ndistribute import timeline
 from ndistribute.collective.backend import Call, Update
 from ndistribute.collective.hand_over import update_in_blocks
 from ndistribute.collective.header import encode
-from ndistribute.collective.moves import Move, Tuning, plan_broadcast, plan_gather
 from ndistribute.collective.packing import Packing, Settings
 from ndistribute.collective.peers import Peers
 from ndistribute.collective.pipeline import Bucket, Pipeline
 from ndistribute.collective.reduce_op import ReduceOp
+from ndistribute.collective.schedule import Move, Tuning, plan_broadcast, plan_gather
 from ndistribute.collective.wire import Wire
 from ndistribute.device import Array, Device
 
@@ -176,7 +176,7 @@ class RingBackend:
             for bucket in buckets:
                 bucket.copy_alone()
             return
-        first = next((move.outgoing.peer for move in moves if move.outgoing), None)
+        first = next((move.send.peer for move in moves if move.send), None)
         self._begin(call, timeout, None if first is None else self._ranks[first])
         if not any(bucket.target.size for bucket in buckets):
             self._meet()

@@ -1,9 +1,9 @@
-"""Collective algorithms as plans: who sends which range to whom, and what becomes of what arrives.
+"""Collective algorithms as programs: who sends which range to whom, when, and what comes of it.
 
 A plan is a pure function of how many ranks there are (`size`), whose plan it is (`rank`) and how
-many elements the buffer has (`length`), so it is tested without a thread or a socket; `run_plan`
-executes it over whatever can send and receive. Any size and length will do: what would be a
-message without elements is left out at both ends. A rank that can not be is a `ValueError`.
+many elements the buffer has (`length`), so it is tested without a thread or a socket. Any size and
+length will do: what would be a message without elements is left out at both ends. A rank that can
+not be is a `ValueError`.
 
 =============================  ==================  ===========================================
 plan                           steps of a rank     elements that a rank sends
@@ -12,36 +12,41 @@ ring_reduce_scatter            n - 1               all but its own chunk: (n-1)/
 ring_all_gather                n - 1               all but the next rank's chunk
 ring_all_reduce                2(n - 1)            2(n-1)/n * length: the least possible
 recursive_doubling_all_reduce  floor(log2 n) (+2)  length in each step that sends
-tree_reduce, tree_broadcast    <= ceil(log2 n)     length to its parent; to each child
+tree_broadcast                 <= ceil(log2 n)     length to each child
 =============================  ==================  ===========================================
+
+The steps of one or more buffers become moves, which know what they wait for, so that several
+messages are on their way at once: a send waits for what it passes on, a receive for the send that
+still reads its place. Plans name a range more than once only as the same range, whole: they reduce
+and pass on the blocks in which they received.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from ndistribute.collective.buckets import blocks
-from ndistribute.device import Array, array_namespace
+from ndistribute.device import Array
 
 __all__ = [
     "Action",
     "Message",
+    "Move",
     "Step",
-    "Transport",
+    "Tuning",
     "chunk_cuts",
+    "plan_broadcast",
+    "plan_gather",
+    "plan_reduce",
     "recursive_doubling_all_reduce",
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",
-    "run_plan",
     "segmented",
-    "tree_all_reduce",
     "tree_broadcast",
-    "tree_reduce",
 ]
 
 
@@ -53,8 +58,7 @@ class Action(enum.Enum):
     REDUCE_RIGHT = "mine = mine + received"
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """Name the elements ``[start, stop)`` of the buffer that go to, or come from, a peer."""
 
     peer: int
@@ -66,8 +70,7 @@ class Message:
         return buffer[self.start : self.stop]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """Send and receive at the same time; the next step begins when both are done.
 
     The two ranges are disjoint, or equal and then reduced: nothing overwrites what is being sent.
@@ -78,50 +81,78 @@ class Step:
     action: Action = Action.COPY
 
 
-class Transport(Protocol):
-    """Move flat arrays between ranks; messages from one rank to another keep their order."""
+class Move(NamedTuple):
+    """Be one step of a program, for buffer number `bucket`, with what its messages wait for."""
 
-    def isend(self, peer: int, array: Array) -> Any:
-        """Begin to send an array, which stays unchanged until the handle is waited for."""
+    bucket: int
+    send: Message | None
+    receive: Message | None
+    action: Action
+    after: int  # So many moves must have received before this one sends.
+    sends_own: bool  # Whether that is still what this rank contributes.
+    blocked_by: int  # The move whose send reads the received range last, or -1.
+    adds_own: bool  # Whether what arrives is combined with what this rank contributes.
+    total: bool  # Whether that makes the total of all ranks.
 
-    def irecv(self, peer: int, array: Array) -> Any:
-        """Begin to receive into an array, and return a handle."""
 
-    def wait(self, handles: Sequence[Any], deadline: float) -> None:
-        """Wait until all are done; raise once `time.monotonic` has passed the deadline."""
+class Tuning(NamedTuple):
+    """Say how messages are cut."""
+
+    small_bytes: int  # Up to here a buffer goes whole, in the fewest steps; above, round the ring.
+    block_bytes: int  # The most bytes of one message.
 
 
-def run_plan(
-    steps: Sequence[Step],
-    buffer: Array,
-    transport: Transport,
-    combine: Callable[[Array, Array, Array], Any],
-    deadline: float,
-) -> None:
-    """Execute one rank's plan, in place.
+def plan_reduce(
+    size: int, rank: int, buckets: Sequence[tuple[int, int, bool]], tuning: Tuning
+) -> list[Move]:
+    """Plan the all-reduce of several buffers.
 
-    Args:
-        steps: the plan.
-        buffer: flat and contiguous, of the length that the plan was made for.
-        transport: how to reach the other ranks; what it raises passes through.
-        combine: called as ``combine(left, right, out)``, as NumPy's binary ufuncs are.
-        deadline: when to give up, on the clock of `time.monotonic`.
+    Of each it is given the length, the bytes of an element, and whether only a ring will do: where
+    what one rank sends is not what it adds itself, two that exchange would get different totals.
+
+    >>> tuning = Tuning(small_bytes=0, block_bytes=8)
+    >>> [move.after for move in plan_reduce(2, 0, [(6, 4, False)], tuning)]
+    [0, 0, 1, 2]
     """
-    reduced = [s.receive.of(buffer).size for s in steps if s.receive and s.action != Action.COPY]
-    scratch = array_namespace(buffer).empty(max(reduced, default=0), buffer.dtype)
-    for step in steps:
-        handles = []
-        if step.receive is not None:
-            mine = step.receive.of(buffer)
-            received = mine if step.action is Action.COPY else scratch[: mine.size]
-            handles.append(transport.irecv(step.receive.peer, received))
-        if step.send is not None:
-            handles.append(transport.isend(step.send.peer, step.send.of(buffer)))
-        transport.wait(handles, deadline)
-        if step.action is Action.REDUCE_LEFT:
-            combine(received, mine, mine)
-        elif step.action is Action.REDUCE_RIGHT:
-            combine(mine, received, mine)
+    moves: list[Move] = []
+    for bucket, (length, itemsize, ring) in enumerate(buckets):
+        if not ring and length * itemsize <= tuning.small_bytes:
+            steps = recursive_doubling_all_reduce(size, rank, length)
+            reductions = [i for i, step in enumerate(steps) if _reduces(step)]
+            totals = set(reductions[-1:])
+        else:
+            whole = ring_all_reduce(size, rank, length)
+            steps = segmented(whole, max(1, tuning.block_bytes // itemsize))
+            first, last = chunk_cuts(length, size)[rank : rank + 2]
+            totals = {i for i, step in enumerate(steps) if _reduces(step, first, last)}
+        moves += _moves(bucket, steps, totals, len(moves))
+    return moves
+
+
+def plan_gather(
+    size: int, rank: int, cuts: Sequence[tuple[Sequence[int], int]], tuning: Tuning
+) -> list[Move]:
+    """Plan how every rank gets every chunk of several buffers.
+
+    Of each it is given where the chunks begin and the last one ends, and the bytes of an element.
+    """
+    moves: list[Move] = []
+    for bucket, (places, itemsize) in enumerate(cuts):
+        whole = ring_all_gather(size, rank, places[-1], places)
+        steps = segmented(whole, max(1, tuning.block_bytes // itemsize))
+        moves += _moves(bucket, steps, (), len(moves))
+    return moves
+
+
+def plan_broadcast(
+    size: int, rank: int, root: int, lengths: Sequence[int], tuning: Tuning
+) -> list[Move]:
+    """Plan how every rank gets the bytes of several buffers of the root."""
+    moves: list[Move] = []
+    for bucket, length in enumerate(lengths):
+        steps = segmented(tree_broadcast(size, rank, length, root), tuning.block_bytes)
+        moves += _moves(bucket, steps, (), len(moves))
+    return moves
 
 
 def segmented(steps: Sequence[Step], block: int) -> list[Step]:
@@ -213,42 +244,23 @@ def recursive_doubling_all_reduce(size: int, rank: int, length: int) -> list[Ste
     return [*steps, Step(send=partner)] if paired else steps
 
 
-def tree_reduce(size: int, rank: int, length: int, root: int = 0) -> list[Step]:
-    """Plan a reduction to the root, up a binomial tree; the other buffers are spoilt.
-
-    The tree is that of Thakur, Rabenseifner and Gropp (see `recursive_doubling_all_reduce`). A rank
-    totals those that follow it, so operands stand in rank order from the root on, cyclically.
-
-    >>> [step.receive.peer for step in tree_reduce(size=6, rank=0, length=1)]
-    [1, 2, 4]
-    """
-    _check(size, rank, length, root)
-    place = (rank - root) % size
-    steps: list[Step] = []
-    reach = 1
-    while length and reach < size:
-        if place & reach:
-            return [*steps, Step(send=Message((rank - reach) % size, 0, length))]
-        if place + reach < size:
-            child = Message((rank + reach) % size, 0, length)
-            steps.append(Step(receive=child, action=Action.REDUCE_RIGHT))
-        reach *= 2
-    return steps
-
-
 def tree_broadcast(size: int, rank: int, length: int, root: int = 0) -> list[Step]:
-    """Plan a copy from the root to all ranks: `tree_reduce` run backwards.
+    """Plan a copy from the root to all ranks, down a binomial tree.
+
+    The tree is that of Thakur, Rabenseifner and Gropp (see `recursive_doubling_all_reduce`).
 
     >>> [step.send.peer for step in tree_broadcast(size=6, rank=0, length=1)]
     [4, 2, 1]
     """
-    upward = reversed(tree_reduce(size, rank, length, root))
-    return [Step(send=step.receive, receive=step.send) for step in upward]
-
-
-def tree_all_reduce(size: int, rank: int, length: int) -> list[Step]:
-    """Plan a `tree_reduce` to rank 0 and a `tree_broadcast` of its total, in rank order."""
-    return tree_reduce(size, rank, length) + tree_broadcast(size, rank, length)
+    _check(size, rank, length, root)
+    place = (rank - root) % size
+    # A rank feeds those that follow it, up to the next one that its own parent feeds.
+    span = place & -place or 1 << (size - 1).bit_length()
+    steps = [Step(receive=Message((rank - span) % size, 0, length))] if place else []
+    while length and (span := span // 2):
+        if place + span < size:
+            steps.append(Step(send=Message((rank + span) % size, 0, length)))
+    return steps if length else []
 
 
 def chunk_cuts(length: int, chunks: int) -> tuple[int, ...]:
@@ -259,6 +271,48 @@ def chunk_cuts(length: int, chunks: int) -> tuple[int, ...]:
     """
     each, more = divmod(length, chunks)
     return tuple(each * index + min(index, more) for index in range(chunks + 1))
+
+
+def _moves(bucket: int, steps: Sequence[Step], totals: Iterable[int], offset: int) -> list[Move]:
+    """Add to the steps of one buffer what each of them waits for; moves count from `offset`."""
+    complete = set(totals)
+    received: dict[tuple[int, int], int] = {}
+    sent: dict[tuple[int, int], int] = {}
+    moves = []
+    for index, (send, receive, action) in enumerate(steps):
+        after, sends_own, blocked_by, adds_own = 0, True, -1, True
+        if send is not None:
+            before = received.get(send[1:])
+            sends_own = before is None
+            after = 0 if before is None else offset + before + 1
+            sent[send[1:]] = index
+        if receive is not None:
+            last = sent.get(receive[1:])
+            blocked_by = -1 if last is None else offset + last
+            adds_own = receive[1:] not in received
+            received[receive[1:]] = index
+        moves.append(
+            Move(
+                bucket,
+                send,
+                receive,
+                action,
+                after,
+                sends_own,
+                blocked_by,
+                adds_own,
+                index in complete,
+            )
+        )
+    return moves
+
+
+def _reduces(step: Step, first: int = 0, last: int | None = None) -> bool:
+    """Say whether a step reduces elements that lie in a range."""
+    into = step.receive
+    if into is None or step.action is Action.COPY:
+        return False
+    return first <= into.start and (last is None or into.stop <= last)
 
 
 def _ring(rank: int, cuts: Sequence[int], first: int, action: Action) -> list[Step]:

@@ -8,8 +8,15 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.collective.moves import Move, Tuning, plan_broadcast, plan_gather, plan_reduce
-from ndistribute.collective.schedule import Action, chunk_cuts
+from ndistribute.collective.schedule import (
+    Action,
+    Move,
+    Tuning,
+    chunk_cuts,
+    plan_broadcast,
+    plan_gather,
+    plan_reduce,
+)
 
 sizes = st.integers(2, 9)
 lengths = st.lists(st.integers(0, 200), min_size=1, max_size=4)
@@ -21,13 +28,13 @@ def check_programs(programs: Sequence[Sequence[Move]]) -> None:
     sent, received = defaultdict(list), defaultdict(list)
     for rank, moves in enumerate(programs):
         for index, move in enumerate(moves):
-            out, into = move.outgoing, move.incoming
+            out, into = move.send, move.receive
             if out is not None:
-                assert out.after <= index
+                assert move.after <= index
                 sent[rank, out.peer].append((move.bucket, out.start, out.stop))
             if into is not None:
-                assert into.blocked_by <= index
-                assert into.action is not Action.COPY or into.blocked_by < index
+                assert move.blocked_by <= index
+                assert move.action is not Action.COPY or move.blocked_by < index
                 received[into.peer, rank].append((move.bucket, into.start, into.stop))
     assert sent == received
 
@@ -43,8 +50,8 @@ def test_a_reduction_reaches_every_element_of_every_rank(
         reached = {
             (move.bucket, element)
             for move in moves
-            if move.incoming and (move.incoming.total or move.incoming.action is Action.COPY)
-            for element in range(move.incoming.start, move.incoming.stop)
+            if move.receive and (move.total or move.action is Action.COPY)
+            for element in range(move.receive.start, move.receive.stop)
         }
         assert reached == {(b, i) for b, length in enumerate(lengths) for i in range(length)}
 
@@ -57,7 +64,7 @@ def test_a_gather_reaches_what_a_rank_does_not_have(
     programs = [plan_gather(size, rank, cuts, tuning) for rank in range(size)]
     check_programs(programs)
     for rank, moves in enumerate(programs):
-        came = sum(m.incoming.stop - m.incoming.start for m in moves if m.incoming)
+        came = sum(m.receive.stop - m.receive.start for m in moves if m.receive)
         assert came == sum(c[-1] - (c[rank + 1] - c[rank]) for c, _ in cuts)
 
 
@@ -69,5 +76,5 @@ def test_a_broadcast_reaches_all_but_the_root(
     programs = [plan_broadcast(size, rank, root, lengths, tuning) for rank in range(size)]
     check_programs(programs)
     for rank, moves in enumerate(programs):
-        came = sum(m.incoming.stop - m.incoming.start for m in moves if m.incoming)
+        came = sum(m.receive.stop - m.receive.start for m in moves if m.receive)
         assert came == (0 if rank == root else sum(lengths))
