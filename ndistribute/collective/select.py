@@ -165,7 +165,7 @@ def join_workers(
 
     Raises:
         CollectiveTimeoutError: not all processes started in time.
-        ValueError: the processes can not meet as the caller wishes.
+        ValueError: the processes can not meet as the caller wishes, or wish different things.
     """
     over_mpi = not addresses
     if over_mpi:
@@ -177,11 +177,26 @@ def join_workers(
         membership = membership_from_addresses(addresses, rank)
     peers = Peers(membership, timeout=options.timeout)
     try:
+        _check_alike(peers, options)
         return Workers(peers, _process_backend(peers, options, over_mpi), devices, options)
     except BaseException as error:
         peers.abort(error)
         peers.close()
         raise
+
+
+def _check_alike(peers: Peers, options: CommunicationOptions) -> None:
+    """Raise ValueError on all processes if their options would have them add up differently."""
+    implementation = CommunicationImplementation(options.implementation).value
+    own = f"{implementation!r}, wire_dtype={options.wire_dtype!r}"
+    own += f", bytes_per_pack={options.bytes_per_pack}"
+    told = [text.decode() for text in peers.exchange("options", own.encode(), options.timeout)]
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise ValueError(
+                f"worker {rank} has CommunicationOptions(implementation={theirs}), worker 0 has "
+                f"(implementation={told[0]}): give all workers the same."
+            )
 
 
 def _process_backend(peers: Peers, options: CommunicationOptions, over_mpi: bool) -> ProcessBackend:

@@ -6,7 +6,7 @@ process. `tests/test_over_processes.py` runs the other contract tests over worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -150,3 +150,25 @@ def test_a_process_that_nothing_says_is_one_of_several_works_alone():
 def test_strategies_follow_each_other_in_one_job(workers):
     for outcome in workers.run(worker_steps.one_after_the_other):
         assert outcome.result() == [0.0 + 3, 1.0 + 4, 2.0 + 4, 3.0 + 3]
+
+
+def unlike(rank: int, size: int, name: str, values: Sequence[Any]) -> str:
+    options = nd.CommunicationOptions(timeout_seconds=30, **{name: values[rank]})
+    with pytest.raises(ValueError, match="give all workers the same") as error:
+        nd.MultiWorkerMirroredStrategy(communication_options=options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("implementation", ["auto", "ring"]),
+        ("wire_dtype", [None, "float16"]),
+        ("bytes_per_pack", [0, 4096]),
+    ],
+)
+def test_workers_with_different_options_are_told_so(name: str, values: list[Any]) -> None:
+    with Ranks(2) as workers:
+        texts = {outcome.result() for outcome in workers.run(unlike, name, values)}
+    (text,) = texts
+    assert f"{values[1]!r}" in text
