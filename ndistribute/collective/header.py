@@ -124,7 +124,7 @@ def _advice(own: Header, other: Header) -> str:
 def _details(kind: str, op: str | None, signature: Signature, purpose: str) -> bytes:
     dtypes = {dtype.name for dtype, _ in signature}
     elements = sum(math.prod(n for n in shape if isinstance(n, int)) for _, shape in signature)
-    shapes = [(dtype.str, dtype.name, shape) for dtype, shape in signature]
+    shapes = [(dtype.str, repr(dtype), shape) for dtype, shape in signature]
     text = repr((kind, op, shapes, purpose))
     fields = _DETAILS.pack(
         elements,
