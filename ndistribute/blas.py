@@ -59,6 +59,9 @@ class _BlasThreads:
         for library in self._libraries:
             if library.filepath not in self._own:
                 self._own[library.filepath] = library.get_num_threads()
+            if hasattr(library, "clear_controlling_thread"):
+                # Else it would silently do nothing on another thread than the first that set it.
+                library.clear_controlling_thread(force=True)
             library.set_num_threads(min([self._own[library.filepath], *self._limits]))
 
 

@@ -67,7 +67,7 @@ def threads_of_a_worker(rank, size):
     """Return how many threads a worker has in a step, and once it has left its group."""
     np.ones((2, 2)) @ np.ones((2, 2))
     with nd.MultiWorkerMirroredStrategy() as strategy:
-        inside = strategy.run(lambda: max(threads()))
+        inside = strategy.run(lambda: max(threads())).values[0]
     return inside, max(threads())
 
 
