@@ -1,6 +1,6 @@
 """Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
 
-from ndistribute import cluster, errors, models
+from ndistribute import cluster, errors, models, optimizers
 from ndistribute.autodiff import GradientTape, custom_gradient
 from ndistribute.cluster import (
     ClusterSpec,
@@ -46,7 +46,6 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
-from ndistribute.models import optimizers
 from ndistribute.replica_context import ReplicaContext
 from ndistribute.strategies import (
     CentralStorageStrategy,

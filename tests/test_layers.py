@@ -22,7 +22,9 @@ PACKAGE = Path(__file__).parents[1] / "ndistribute"
 LAYERS = (
     {
         "blas",
+        "dtypes",
         "errors",
+        "ownership",
         "values",
         "tree",
         "device",
@@ -37,7 +39,7 @@ LAYERS = (
     {"transport", "replica_context"},
     {"collective", "parameter_server", "launcher"},
     {"coordinator", "variables", "data", "autodiff"},
-    {"strategies"},
+    {"strategies", "optimizers"},
     {"models"},
     {"cli"},
     {"__main__"},
