@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ndistribute.device import Array
+from ndistribute.errors import MissingDependencyError
 
-__all__ = ["can_cast", "computing_dtype", "kind_of", "native"]
+__all__ = ["can_cast", "computing_dtype", "dtype_named", "kind_of", "native", "standard"]
 
 _FLOAT16 = np.dtype(np.float16)
 
@@ -40,6 +41,28 @@ def computing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     (dtype('float32'), dtype('float64'))
     """
     return np.dtype(np.float32) if standard(dtype) == _FLOAT16 else dtype
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name, bfloat16 without its package having been imported.
+
+    Raises:
+        TypeError: there is none of that name.
+        MissingDependencyError: it is bfloat16, and ml_dtypes is not installed.
+
+    >>> dtype_named("bfloat16").itemsize
+    2
+    """
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise MissingDependencyError(
+            "NumPy knows bfloat16 from a package: pip install ml_dtypes."
+        ) from error
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 def native(array: Array) -> Array:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.dtypes import dtype_named
 from ndistribute.ownership import ArrayOwner
 from ndistribute.parameter_server.messages import Created, Item, NewVariable
 from ndistribute.transport.codec import DTYPES, Array
@@ -75,9 +76,9 @@ class Variables:
         for new in wanted:
             held = self.cells.get(new.name) or made.get(new.name)
             try:
-                dtype = np.dtype(new.dtype).newbyteorder("=")
+                dtype = dtype_named(new.dtype).newbyteorder("=")
                 value = _initial(new, dtype) if held is None else held.array
-            except (TypeError, ValueError, ArithmeticError) as error:
+            except (TypeError, ValueError, ArithmeticError, ImportError) as error:
                 raise Refused(
                     f"variable {new.name!r} of shape {new.shape} and dtype {new.dtype}, filled "
                     f"with {new.fill}, can not be made here: {error}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +107,21 @@ def test_a_complex_variable_trains_like_its_two_parts(strategy: nd.Strategy, nam
             strategy.run(lambda o=optimizer, pairs=pairs: o.apply_gradients(pairs))
         found.append(variable.numpy())
     np.testing.assert_allclose(found[1].view(float).reshape(3, 2), found[0], rtol=1e-12)
+
+
+def test_a_server_knows_bfloat16_though_its_program_did_not_import_it() -> None:
+    code = """if True:
+        import sys
+        from ndistribute.parameter_server.messages import Create, NewVariable
+        from ndistribute.parameter_server.store import Store
+        from ndistribute.transport.codec import _dtype_of
+        assert "ml_dtypes" not in sys.modules
+        ((_, reply),) = Store().handle("a", 1, Create((NewVariable("v", (2,), "bfloat16"),)))
+        print(*reply.states, _dtype_of("bfloat16"))
+    """
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110)
+    assert run.stdout.split() == ["wanted", "bfloat16"]
 
 
 def test_variables_of_integers_are_not_trained(strategy: nd.Strategy) -> None:
