@@ -48,7 +48,7 @@ FORBIDDEN = {("models", "strategies")}
 REQUIRED = {"msgspec", "numpy", "safetensors", "threadpoolctl"}
 # An optional package, and the files that may import it; an empty set: any one file.
 OPTIONAL: dict[str, set[str]] = {
-    "cupy": {"device.py", "collective/nccl.py"},
+    "cupy": {"device.py"},
     "autograd": set(),
     "cloudpickle": set(),
     "distributed": set(),
