@@ -224,7 +224,7 @@ def _ring(
 ) -> RingBackend:
     return RingBackend(
         peers,
-        MpiTransport(peers) if over_mpi else TcpTransport(peers),
+        lambda: MpiTransport(peers) if over_mpi else TcpTransport(peers),
         ranks=ranks,
         bytes_per_pack=options.bytes_per_pack,
         wire_dtype=options.wire_dtype,
