@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import Communicator
-from ndistribute.collective.hierarchical import make_hierarchical_backends
-from ndistribute.collective.hosts import HostsBackend, host_groups
+from ndistribute.collective.levels import TwoLevelBackend, host_groups, join_replicas
 from ndistribute.collective.membership import (
     membership_from_addresses,
     membership_from_exchange,
@@ -141,7 +140,7 @@ def make_worker_group(
         backends = over_nccl = make_nccl_backends(rendezvous, streams, workers)
         close = over_nccl[0].close
     else:
-        backends = list(make_hierarchical_backends(local, workers))
+        backends = join_replicas(local, workers)
     communicators = [
         Communicator(backend, options, threads, workers.peers.where)
         for backend, threads in zip(backends, local, strict=True)
@@ -207,16 +206,18 @@ def _process_backend(peers: Peers, options: CommunicationOptions, over_mpi: bool
             "implementation='mpi' needs processes that MPI started: use `ndistribute run --mpi` or "
             "mpiexec, or implementation='auto'."
         )
-    groups = host_groups(peers.hosts)
     if wish in (CommunicationImplementation.RING, CommunicationImplementation.MPI):
         return _ring(peers, options, over_mpi, range(peers.size))
+    groups = host_groups(peers.hosts)
     if len(groups) == 1:
         return SharedMemoryBackend(peers)
     leaders = [group[0] for group in groups]
     own = next(group for group in groups if peers.rank in group)
     inside = SharedMemoryBackend(peers, ranks=own)
-    between = _ring(peers, options, over_mpi, leaders) if peers.rank in leaders else None
-    return HostsBackend(peers.rank, groups, inside, between)
+    if peers.rank not in leaders:
+        return TwoLevelBackend(inside, None, groups, peers.rank, owned=[inside])
+    between = _ring(peers, options, over_mpi, leaders)
+    return TwoLevelBackend(inside, between, groups, peers.rank, owned=[inside, between])
 
 
 def _ring(
@@ -224,7 +225,7 @@ def _ring(
 ) -> RingBackend:
     return RingBackend(
         peers,
-        MpiTransport(peers) if over_mpi else TcpTransport(peers),
+        lambda: MpiTransport(peers) if over_mpi else TcpTransport(peers),
         ranks=ranks,
         bytes_per_pack=options.bytes_per_pack,
         wire_dtype=options.wire_dtype,
