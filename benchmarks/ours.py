@@ -37,7 +37,7 @@ def backend(way: str) -> Any:
     else:
         from ndistribute.collective.ring import RingBackend
 
-        made = RingBackend(peers, _transport(way, peers))
+        made = RingBackend(peers, functools.partial(_transport, way, peers))
     atexit.register(made.close)
     return made
 

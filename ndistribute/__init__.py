@@ -21,6 +21,7 @@ from ndistribute.collective.select import (
     RingAllReduce,
 )
 from ndistribute.context import (
+    ReplicaContext,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -46,7 +47,6 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
-from ndistribute.replica_context import ReplicaContext
 from ndistribute.strategies import (
     CentralStorageStrategy,
     MirroredStrategy,

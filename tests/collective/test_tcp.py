@@ -89,7 +89,8 @@ def cut_off(rank: int, size: int, odd: int, how: str) -> None:
             # A header, and the beginning of what should follow.
             data.setblocking(True)
             call = ring_calls.call_of("all_reduce", "SUM", [array])
-            header = encode(call, ring_calls.ring().count + 1)
+            generation = joined_peers().generation
+            header = encode(call, ring_calls.ring().count + 1, generation=generation)
             data.sendall(header + b"\0" * 1001)
         elif how == "garbage":
             data.setblocking(True)
