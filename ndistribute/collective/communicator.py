@@ -19,7 +19,7 @@ from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.outputs import Outputs
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.sparse import reduce_rows
-from ndistribute.collective.whereabouts import Whereabouts
+from ndistribute.collective.step_tracker import StepTracker
 from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.errors import DistributeError
 
@@ -53,7 +53,7 @@ class Communicator:
         backend: Backend,
         options: CommunicationOptions = _DEFAULT_OPTIONS,
         local: Backend | None = None,
-        where: Whereabouts | None = None,
+        where: StepTracker | None = None,
     ) -> None:
         self._options = options
         self._where = where

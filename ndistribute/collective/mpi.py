@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.collective.control import ControlPlane, WaitMonitor
 from ndistribute.collective.header import HEADER_BYTES, compare
 from ndistribute.collective.mpi_world import exchange_over_mpi, mpi, mpi_rank_and_size, world
-from ndistribute.collective.patience import Patience
-from ndistribute.collective.peers import Peers
 from ndistribute.collective.wire import Handle
 from ndistribute.device import Array
 from ndistribute.errors import DistributeError, WorkerLostError
@@ -53,7 +52,7 @@ class MpiTransport:
     # 512 KiB, 1.8 and 6.9 ms of 1 MiB; its own Allreduce: 2.7 and 29 ms.
     block_bytes = 1024 * 1024
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ControlPlane) -> None:
         here = world()
         if (peers.rank, peers.size) != (here.rank, here.size):
             raise DistributeError(
@@ -71,12 +70,12 @@ class MpiTransport:
         self._pending: list[_Transfer] = []
         self._lent: list[Array] = []
         self._header = b""
-        self._patience: Patience | None = None
+        self._patience: WaitMonitor | None = None
         self._together = False
         self._tag = self._next_tag()
 
     def begin(
-        self, header: bytes, patience: Patience, sends_to: int, ring: tuple[int, int]
+        self, header: bytes, patience: WaitMonitor, sends_to: int, ring: tuple[int, int]
     ) -> None:
         """Start a call; see `Wire`."""
         self._header = header

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.peers import Peers
+from ndistribute.collective.control import ControlPlane
 from ndistribute.errors import CollectiveTimeoutError, MissingDependencyError
 
 __all__ = ["World", "exchange_over_mpi", "finish", "mpi", "mpi_rank_and_size", "world"]
@@ -62,7 +62,7 @@ class World:
     def __init__(self) -> None:
         self.rank, self.size = mpi_rank_and_size()
         self.exchanges = 0
-        self.groups: weakref.WeakSet[Peers] = weakref.WeakSet()
+        self.groups: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
         self.orphans: list[Any] = []  # MPI may still read their buffers.
         self.lent: list[Any] = []  # And these, of requests that may have been lost.
         self.control = self._duplicate()

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from ndistribute.collective.backend import Call
+from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.nccl import NcclBackend, NcclGroup, await_stream, end_each
 from ndistribute.collective.nccl_connect import abort_in_time, connected, make_unique_id
 from ndistribute.collective.nccl_plan import Launch
-from ndistribute.collective.peers import Peers
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.collective.whereabouts import BEFORE_ALL
+from ndistribute.collective.step_tracker import BEFORE_ALL
 from ndistribute.collective.workers import Workers
 from ndistribute.device import Array
 from ndistribute.stream import Stream, settle
@@ -197,7 +197,7 @@ class _WorkersGroup(NcclGroup):
         abort_in_time(self._comms)
 
 
-def _end_all(comms: list[Any], peers: Peers) -> None:
+def _end_all(comms: list[Any], peers: ControlPlane) -> None:
     # NCCL destroys on one process only when all do; a broken group's others may have aborted.
     end_each(comms, "destroy" if peers.cause is None else "abort")
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from ndistribute import timeline
 from ndistribute.collective.backend import Call, Update
+from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.hand_over import update_in_blocks
 from ndistribute.collective.header import encode
 from ndistribute.collective.packing import Packing, Settings
-from ndistribute.collective.peers import Peers
 from ndistribute.collective.pipeline import Bucket, Pipeline
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.schedule import Move, Tuning, plan_broadcast, plan_gather
@@ -52,7 +52,7 @@ class RingBackend:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: ControlPlane,
         transport: Wire,
         *,
         ranks: Sequence[int] | None = None,
@@ -247,7 +247,7 @@ class RingBackend:
 class _Guard:
     """Let the others know of whatever ends a call."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ControlPlane) -> None:
         self._peers = peers
 
     def __enter__(self) -> None:

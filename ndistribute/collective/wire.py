@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ndistribute.collective.patience import Patience
+from ndistribute.collective.control import WaitMonitor
 from ndistribute.device import Array
 
 __all__ = ["Handle", "Wire"]
@@ -29,7 +29,7 @@ class Wire(Protocol):
     """How large messages should be: cut smaller, they cost more; larger, they leave the cache."""
 
     def begin(
-        self, header: bytes, patience: Patience, sends_to: int, ring: tuple[int, int]
+        self, header: bytes, patience: WaitMonitor, sends_to: int, ring: tuple[int, int]
     ) -> None:
         """Start a call.
 
