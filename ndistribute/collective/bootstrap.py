@@ -28,15 +28,6 @@ from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
 from ndistribute.transport.secret import Credentials, credentials_of, tls_files
 
-__all__ = [
-    "DataConnections",
-    "ProcessInfo",
-    "host_identity",
-    "info_from_addresses",
-    "info_from_exchange",
-    "info_from_rank_0",
-]
-
 _RETRY_SECONDS = 0.05
 _ATTEMPT_SECONDS = 5.0
 _CHECK_SECONDS = 0.01

@@ -19,26 +19,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from ndistribute.collective import star
 from ndistribute.collective.backend import Call
 from ndistribute.collective.bootstrap import DataConnections, ProcessInfo
-from ndistribute.collective.star import (
-    JOIN,
-    Abort,
-    Answer,
-    Ask,
-    Exchange,
-    Failed,
-    GoodBye,
-    Left,
-    Lost,
-    Message,
-    Reply,
-    Seen,
-    Star,
-    describe_error,
-    restore_error,
-    sendable,
-)
 from ndistribute.collective.step_tracker import BEFORE_ALL, Place, StepTracker
 from ndistribute.errors import (
     CollectiveMismatchError,
@@ -46,8 +29,6 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
-
-__all__ = ["ControlPlane", "WaitMonitor"]
 
 # A process that comes later than this is asked whether it comes at all; rank 0 has to answer all.
 _ASK_SECONDS = 0.2
@@ -164,7 +145,7 @@ class ControlPlane:
         self._data: DataConnections | None = None
         deadline = time.monotonic() + timeout
         try:
-            self._star = Star(info, self._on_message, self._on_end, timeout)
+            self._star = star.Star(info, self._on_message, self._on_end, timeout)
         except BaseException:
             info.listener.close()
             raise
@@ -268,8 +249,8 @@ class ControlPlane:
         """
         self._failed_at = self.where.last
         self._left.clear()
-        failure = describe_error(cause, self.rank)
-        self._star.post(Failed(self.generation, self._failed_at, failure))
+        failure = star.describe_error(cause, self.rank)
+        self._star.post(star.Failed(self.generation, self._failed_at, failure))
 
     def settle(self, timeout: float) -> None:
         """Wait until the others have left the step in which `fail` was called, or it has broken.
@@ -311,13 +292,13 @@ class ControlPlane:
             seen: whether the cause is already on its way to this process's own code.
             after: the last call to be finished; None: the last one that is over here.
         """
-        error = restore_error(describe_error(cause, self.rank))
+        error = star.restore_error(star.describe_error(cause, self.rank))
         error.__cause__ = cause
         self._break_all(error, self.where.last if after is None else after, seen=seen)
 
     def ask(self, call: Call) -> None:
         """Ask all other processes whether they have made or skipped a call of the current step."""
-        self._star.post(Ask(self.generation, self.where.place_of(call)))
+        self._star.post(star.Ask(self.generation, self.where.place_of(call)))
 
     def given_up(self, call: Call, rank: int) -> DistributeError:
         """Return the error for a wait for a process that has gone."""
@@ -399,9 +380,9 @@ class ControlPlane:
         info = self._info
         own = json.dumps(info.details(started=secrets.token_hex(8))).encode()
         try:
-            told = self._meet(JOIN, own, left)
+            told = self._meet(star.JOIN, own, left)
         except CollectiveTimeoutError as error:
-            late = self._missing.get(JOIN, ())
+            late = self._missing.get(star.JOIN, ())
             who = f"{', '.join(map(str, late)) or '(not known which)'}"
             raise CollectiveTimeoutError(
                 f"worker {self.rank} waited {timeout:g} s for worker{'s' * (len(late) > 1)} {who} "
@@ -423,12 +404,12 @@ class ControlPlane:
         else:
             self._data.close()
 
-    def _farewell(self) -> GoodBye:
+    def _farewell(self) -> star.GoodBye:
         failure = getattr(sys, "last_value", None)
         # In an interactive session the last error did not end anything.
         failed = isinstance(failure, BaseException) and not hasattr(sys, "ps1")
         reason = f"ended with {type(failure).__name__}: {failure}" if failed else "has finished"
-        return GoodBye(sendable(reason[:_REASON_CHARACTERS]), failed, self.where.made)
+        return star.GoodBye(star.sendable(reason[:_REASON_CHARACTERS]), failed, self.where.made)
 
     def _meet(
         self, key: str, blob: bytes, timeout: float, *, while_broken: bool = False
@@ -449,7 +430,7 @@ class ControlPlane:
                 pause = shortest if self.where.departed else longest
                 repeat_at = min(repeat_at, now + pause)
                 if now >= repeat_at:
-                    self._star.post(Exchange(key, blob))
+                    self._star.post(star.Exchange(key, blob))
                     repeat_at = min(now + pause, max(deadline, now + shortest))
                 self._changed.wait(timeout=repeat_at - now)
             if not while_broken:  # Who is interrupted in a recovery comes once more.
@@ -480,35 +461,35 @@ class ControlPlane:
             return here[1] <= finished
         return here[0] == position - 2 and here[1] <= self._broken_before
 
-    def _on_message(self, rank: int, message: Message) -> None:
+    def _on_message(self, rank: int, message: star.Message) -> None:
         """Take a message in, on a thread of the star."""
         match message:
-            case Answer():
+            case star.Answer():
                 with self._changed:
                     if message.missing:
                         self._missing[message.key] = message.missing
                     else:
                         self._answers[message.key] = message.blobs
                     self._changed.notify_all()
-            case GoodBye():
+            case star.GoodBye():
                 self._take_leave(rank, message)
-            case Lost():
+            case star.Lost():
                 self._lose(rank, message.why, by=0)
-            case Failed():
-                error = restore_error(message.error)
+            case star.Failed():
+                error = star.restore_error(message.error)
                 with self._changed:
                     self._failures[rank] = message.generation, message.place, error
                 self._answer(rank)
-            case Left():
+            case star.Left():
                 with self._changed:
                     step = message.generation, message.position
                     if step == (self.generation, self._failed_at[0]):
                         self._left[rank] = message.broken
                         self._changed.notify_all()
-            case Abort():
-                error = restore_error(message.error)
+            case star.Abort():
+                error = star.restore_error(message.error)
                 self._break(error, message.place, message.before, generation=message.generation)
-            case Ask():
+            case star.Ask():
                 self._compare_places(message)
 
     def _answer(self, rank: int) -> None:
@@ -521,19 +502,19 @@ class ControlPlane:
         if generation == self.generation and self.where.position > position:
             broken = self.cause is not None and self._broken_after[0] <= position
             self._failures.pop(rank, None)  # Before the answer, to which a next one may follow.
-            self._star.post(Left(rank, generation, position, broken))
+            self._star.post(star.Left(rank, generation, position, broken))
 
-    def _compare_places(self, message: Ask) -> None:
+    def _compare_places(self, message: star.Ask) -> None:
         with self._changed:
             if message.generation != self.generation:
                 return
             place = message.place
-            if isinstance(message, Seen):
+            if isinstance(message, star.Seen):
                 self.where.note_seen(place, message.reached, message.skipped)
             elif (made := self.where.made >= place) or self.where.has_skipped(place):
-                self._star.post(Reply(self.generation, place, made))
+                self._star.post(star.Reply(self.generation, place, made))
 
-    def _take_leave(self, rank: int, message: GoodBye) -> None:
+    def _take_leave(self, rank: int, message: star.GoodBye) -> None:
         with self._changed:
             self.where.note_departed(rank, message.reason, message.made)
             self._missing.clear()  # It may have passed something since this was told.
@@ -566,8 +547,8 @@ class ControlPlane:
         before = self.where.before
         generation = self._break(cause, after, before, seen=seen)
         if generation is not None:
-            failure = describe_error(cause, self.rank)
-            self._star.post(Abort(generation, after, before, failure))
+            failure = star.describe_error(cause, self.rank)
+            self._star.post(star.Abort(generation, after, before, failure))
 
     def _break(
         self,

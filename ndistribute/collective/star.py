@@ -34,27 +34,6 @@ from ndistribute.transport.connection import (
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen_unix
 
-__all__ = [
-    "JOIN",
-    "Abort",
-    "Answer",
-    "Ask",
-    "Exchange",
-    "Failed",
-    "Failure",
-    "GoodBye",
-    "Hub",
-    "Left",
-    "Lost",
-    "Message",
-    "Reply",
-    "Seen",
-    "Star",
-    "describe_error",
-    "restore_error",
-    "sendable",
-]
-
 JOIN = "0:join"
 """The key of the first exchange, in which every process says who it is."""
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from ndistribute.collective.backend import Call
 from ndistribute.errors import CollectiveMismatchError, DistributeError, WorkerLostError
 
-__all__ = ["BEFORE_ALL", "Place", "StepTracker"]
-
 Place = tuple[int, int]
 """A step, as a position that rises when one begins and when it ends, and a call's number in it."""
 
