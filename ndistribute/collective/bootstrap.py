@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,23 @@ _SOMEWHERE = "192.0.2.1"  # Of the range for examples: a way to it is looked up,
 _groups = itertools.count()
 
 
+def host_identity(environ: Mapping[str, str] = os.environ) -> str:
+    """Return a text that is the same for processes that can map each other's memory.
+
+    >>> host_identity({"NDISTRIBUTE_HOST_ID": "blue"})
+    'blue'
+    """
+    if environ.get("NDISTRIBUTE_HOST_ID"):
+        return environ["NDISTRIBUTE_HOST_ID"]
+    # Containers of one machine share its boot but see neither each other's processes nor memory.
+    parts = [socket.gethostname(), str(os.getuid())]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    parts.append(boot.read_text().strip() if boot.exists() else "")
+    space = Path("/proc/self/ns/pid")
+    parts.append(os.readlink(space) if space.exists() else "")
+    return "/".join(parts)
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
     """Say which process of a group this is, and where it and rank 0 listen."""
@@ -46,12 +63,12 @@ class ProcessInfo:
     rank: int
     size: int
     first: str  # The address of rank 0.
-    entrance: socket.socket | None  # Where rank 0 lets the others join.
     address: str  # Where this process takes data connections,
     listener: socket.socket  # with this socket.
+    entrance: socket.socket | None  # Where rank 0 lets the others join.
     credentials: Credentials
-    host: str  # What processes that can share memory have in common.
-    group: int  # Which of the groups that this process has been in, the same on all.
+    host: str = field(default_factory=host_identity)  # The same where memory is.
+    group: int = field(default_factory=lambda: next(_groups))  # The same on all processes.
 
     def details(self, **more: str | int) -> dict[str, str | int]:
         """Return what the other processes are told of this one."""
@@ -83,14 +100,12 @@ class ProcessInfo:
 def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
     """Describe a process of a cluster whose addresses are known, as from `TF_CONFIG`."""
     # The port comes last: nothing is left open where a setting is wrong.
-    credentials, host, _ = credentials_of(addresses), host_identity(), silence_seconds()
+    credentials, _ = credentials_of(addresses), silence_seconds()
     listener = listen(addresses[rank], os.environ)
     # By the name that the others know, but by the port that it is, which may have been any.
-    name, _ = split_address(addresses[rank])
-    own = address_of(name, listener.getsockname()[1])
+    own = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
     entrance = None if rank else listener.dup()
-    size, first = len(addresses), addresses[0]
-    return ProcessInfo(rank, size, first, entrance, own, listener, credentials, host, next(_groups))
+    return ProcessInfo(rank, len(addresses), addresses[0], own, listener, entrance, credentials)
 
 
 def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> ProcessInfo:
@@ -98,19 +113,16 @@ def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) 
 
     The exchange returns what every process passed, in rank order.
     """
-    host, _ = host_identity(), silence_seconds()
+    tls, _ = tls_files(os.environ), silence_seconds()
     names = [name.decode() for name in exchange(socket.gethostname().encode())]
     alone = len(set(names)) == 1
     listener = listen(f"{'127.0.0.1' if alone else outward_address(names)}:0")
     own = address_of(*listener.getsockname()[:2])
     # The launcher's own channel is trusted: whoever is on it may know the secret.
-    told = exchange(json.dumps([own, secrets.token_hex(32)]).encode())
-    first, secret = json.loads(told[0])
-    credentials = Credentials(secret.encode(), "started by MPI", tls_files(os.environ))
+    first, secret = json.loads(exchange(json.dumps([own, secrets.token_hex(32)]).encode())[0])
+    credentials = Credentials(secret.encode(), "started by MPI", tls)
     entrance = None if rank else listener.dup()
-    return ProcessInfo(
-        rank, len(names), first, entrance, own, listener, credentials, host, next(_groups)
-    )
+    return ProcessInfo(rank, len(names), first, own, listener, entrance, credentials)
 
 
 def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
@@ -118,30 +130,13 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
 
     Rank 0 listens there until all have joined.
     """
-    credentials, host, _ = credentials_of([first]), host_identity(), silence_seconds()
+    credentials, _ = credentials_of([first]), silence_seconds()
     with contextlib.ExitStack() as on_error:
         entrance = None if rank else on_error.enter_context(listen(first, os.environ))
         listener = listen(address_of(_own_address_towards(first), 0))
         on_error.pop_all()
     own = address_of(*listener.getsockname()[:2])
-    return ProcessInfo(rank, size, first, entrance, own, listener, credentials, host, next(_groups))
-
-
-def host_identity(environ: Mapping[str, str] = os.environ) -> str:
-    """Return a text that is the same for processes that can map each other's memory.
-
-    >>> host_identity({"NDISTRIBUTE_HOST_ID": "blue"})
-    'blue'
-    """
-    if environ.get("NDISTRIBUTE_HOST_ID"):
-        return environ["NDISTRIBUTE_HOST_ID"]
-    # Containers of one machine share its boot but see neither each other's processes nor memory.
-    parts = [socket.gethostname(), str(os.getuid())]
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    parts.append(boot.read_text().strip() if boot.exists() else "")
-    space = Path("/proc/self/ns/pid")
-    parts.append(os.readlink(space) if space.exists() else "")
-    return "/".join(parts)
+    return ProcessInfo(rank, size, first, own, listener, entrance, credentials)
 
 
 def outward_address(names: Sequence[str]) -> str:

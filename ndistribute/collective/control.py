@@ -392,7 +392,7 @@ class ControlPlane:
                 op="start",
             ) from error
         self._members = [json.loads(text) for text in told]
-        self._star.shut()
+        self._star.stop_accepting()
         addresses = [member["address"] for member in self._members]
         # Rank 0 names this start of the group.
         self._data = DataConnections(info, addresses, self._members[0]["started"])

@@ -271,18 +271,24 @@ class Star:
         self._alone = threading.Event()
         self._hub: Hub | None = None
         self._entrance: Listener | None = None
-        if info.entrance is not None:
-            self._hub = Hub(info.size, self._deliver)
-            self._open(info.entrance)
-        else:
-            self._follow(0, self._reach_rank_0(timeout))
-        self._worker = self._start(self._work, name=f"ndistribute-control-{info.rank}")
+        try:
+            if info.entrance is not None:
+                self._hub = Hub(info.size, self._deliver)
+                self._open(info.entrance)
+            else:
+                self._follow(0, self._reach_rank_0(timeout))
+            self._worker = self._start(self._work, name=f"ndistribute-control-{info.rank}")
+        except BaseException:
+            self.stop_accepting()
+            for link in self._links.values():
+                link.close()
+            raise
 
     def post(self, message: Message) -> None:
         """Send a message as soon as the connection takes it; this never waits."""
         self._orders.put((self._info.rank, message, ""))
 
-    def shut(self) -> None:
+    def stop_accepting(self) -> None:
         """Let nobody join any more."""
         if self._entrance is not None:
             self._entrance.close()
@@ -294,7 +300,7 @@ class Star:
             farewell: the message.
             broken: whether the others have nothing more to agree on.
         """
-        self.shut()
+        self.stop_accepting()
         self.post(farewell)
         hub = self._hub
         if hub is not None and hub.joined and not (broken or farewell.failed):
@@ -328,21 +334,28 @@ class Star:
 
     def _refusal_of(self, hello: Hello) -> str:
         """Return what is wrong with a process that says which one it is, if anything is."""
-        fields: dict[str, Any] = hello.details
-        reason = self._info.refusal_of(fields)
-        other = None if reason else self._links.get(fields["rank"])
-        if other is not None and other.is_open and fields["group"] == self._info.group:
-            known = other.peer.details
-            if [known["name"], known["pid"]] != [fields.get("name"), fields.get("pid")]:
-                reason = (
-                    f"two processes are worker {known['rank']}, pid {known['pid']} on "
-                    f"{known['name']} and pid {fields.get('pid')} on {fields.get('name')}; every "
-                    "process needs an index of its own"
-                )
+        reason = self._info.refusal_of(hello.details) or self._obstacle_to(hello.details)
         if reason:
             self.refusal = f" It refused one: {reason}."
             _log.warning("worker 0 refused a worker: %s", reason)
         return reason
+
+    def _obstacle_to(self, fields: dict[str, Any]) -> str:
+        if fields["group"] != self._info.group:
+            return ""  # It is in another group already, and tries again.
+        if self._hub is not None and self._hub.joined:
+            return f"all {self._info.size} workers have joined: start the whole job again"
+        other = self._links.get(fields["rank"])
+        if other is None or not other.is_open:
+            return ""
+        known = other.peer.details
+        if [known["name"], known["pid"]] == [fields.get("name"), fields.get("pid")]:
+            return ""
+        return (
+            f"two processes are worker {known['rank']}, pid {known['pid']} on {known['name']} and "
+            f"pid {fields.get('pid')} on {fields.get('name')}; every process needs an index of its "
+            "own"
+        )
 
     def _admit(self, sock: socket.socket, accepted: Accepted) -> None:
         """Take in a process, on the listener's thread."""
