@@ -11,17 +11,17 @@ import logging
 from collections.abc import Sequence
 
 from ndistribute.collective.backend import Backend
-from ndistribute.collective.communicator import Communicator
-from ndistribute.collective.levels import TwoLevelBackend, host_groups, join_replicas
-from ndistribute.collective.membership import (
-    membership_from_addresses,
-    membership_from_exchange,
-    membership_from_rank_0,
+from ndistribute.collective.bootstrap import (
+    info_from_addresses,
+    info_from_exchange,
+    info_from_rank_0,
 )
+from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.levels import TwoLevelBackend, host_groups, join_replicas
 from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.nccl import make_nccl_backends
 from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
-from ndistribute.collective.peers import Peers
 from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.ring import RingBackend
@@ -169,13 +169,12 @@ def join_workers(
     """
     over_mpi = not addresses
     if over_mpi:
-        membership = membership_from_exchange(exchange_over_mpi, rank)
+        info = info_from_exchange(exchange_over_mpi, rank)
     elif not all(addresses):
-        size = len(addresses)
-        membership = membership_from_rank_0(addresses[0], rank, size, options.timeout)
+        info = info_from_rank_0(addresses[0], rank, len(addresses))
     else:
-        membership = membership_from_addresses(addresses, rank)
-    peers = Peers(membership, timeout=options.timeout)
+        info = info_from_addresses(addresses, rank)
+    peers = ControlPlane(info, timeout=options.timeout)
     try:
         _check_alike(peers, options)
         return Workers(peers, _process_backend(peers, options, over_mpi), devices, options)
@@ -185,7 +184,7 @@ def join_workers(
         raise
 
 
-def _check_alike(peers: Peers, options: CommunicationOptions) -> None:
+def _check_alike(peers: ControlPlane, options: CommunicationOptions) -> None:
     """Raise ValueError on all processes if their options would have them add up differently."""
     implementation = CommunicationImplementation(options.implementation).value
     own = f"{implementation!r}, wire_dtype={options.wire_dtype!r}"
@@ -199,7 +198,9 @@ def _check_alike(peers: Peers, options: CommunicationOptions) -> None:
             )
 
 
-def _process_backend(peers: Peers, options: CommunicationOptions, over_mpi: bool) -> ProcessBackend:
+def _process_backend(
+    peers: ControlPlane, options: CommunicationOptions, over_mpi: bool
+) -> ProcessBackend:
     wish = options.implementation
     if wish is CommunicationImplementation.MPI and not over_mpi:
         raise ValueError(
@@ -221,7 +222,7 @@ def _process_backend(peers: Peers, options: CommunicationOptions, over_mpi: bool
 
 
 def _ring(
-    peers: Peers, options: CommunicationOptions, over_mpi: bool, ranks: Sequence[int]
+    peers: ControlPlane, options: CommunicationOptions, over_mpi: bool, ranks: Sequence[int]
 ) -> RingBackend:
     return RingBackend(
         peers,
