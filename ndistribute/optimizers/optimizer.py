@@ -204,8 +204,14 @@ class Optimizer:
             return
         if replica is None:
             make_slots([self])
-        else:
-            replica.communicator.merge("build", self, make_slots)
+            return
+        communicator = replica.communicator
+        # Without a number: workers of which one failed before may build in different steps.
+        communicator.part_of = communicator.calls_made
+        try:
+            communicator.merge("build", self, make_slots)
+        finally:
+            communicator.part_of = None
 
     def _create_slot(self, variable: Variable, name: str) -> Variable:
         dtype, value = computing_dtype(variable.dtype), self.rule.initial_slot(name)
