@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -94,10 +94,8 @@ class Device:
     def __str__(self) -> str:
         where = "" if self.job is None else f"/job:{self.job}"
         where += "" if self.task is None else f"/task:{self.task}"
-        return f"{where}/device:{self.kind.upper()}:{self.index}" if where else self._short()
-
-    def _short(self) -> str:
-        return f"{self.kind}:{self.index}"
+        short = f"{self.kind}:{self.index}"
+        return f"{where}/device:{short.upper()}" if where else short
 
     def __repr__(self) -> str:
         return f"Device({str(self)!r})"
@@ -151,8 +149,19 @@ def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices")
     devices = [Device(spec) for spec in specs]
     if not devices:
         raise ValueError(f"{what} is empty: name at least one, for example ['cpu:0', 'cpu:1'].")
-    _check_known(devices, what)
-    _check_distinct_cpus(devices, what)
+    for device in devices:
+        if device.kind == "gpu" and device.index >= (count := _gpu_count()):
+            visible = ", ".join(f"gpu:{i}" for i in range(count)) or "none"
+            raise ValueError(
+                f"{what}: {device} does not exist; visible GPUs: {visible}. Check "
+                "CUDA_VISIBLE_DEVICES, and that CuPy is installed: pip install "
+                "'ndistribute[cuda12]' or 'ndistribute[cuda13]'."
+            )
+        if device.kind == "cpu" and devices.count(device) > 1:
+            raise ValueError(
+                f"{what}: {device} is named twice. CPU devices are logical: name another, "
+                "for example cpu:0 and cpu:1."
+            )
     return devices
 
 
@@ -234,28 +243,6 @@ def _gpu(index: int) -> Device:
 @functools.lru_cache(maxsize=1024)
 def _is_gpu_type(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "device")
-
-
-def _check_known(devices: Iterable[Device], what: str) -> None:
-    for device in devices:
-        if device.kind == "gpu" and device.index >= (count := _gpu_count()):
-            visible = ", ".join(f"gpu:{i}" for i in range(count)) or "none"
-            raise ValueError(
-                f"{what}: {device} does not exist; visible GPUs: {visible}. Check "
-                "CUDA_VISIBLE_DEVICES, and that CuPy is installed: pip install "
-                "'ndistribute[cuda12]' or 'ndistribute[cuda13]'."
-            )
-
-
-def _check_distinct_cpus(devices: Iterable[Device], what: str) -> None:
-    seen: set[Device] = set()
-    for device in devices:
-        if device.kind == "cpu" and device in seen:
-            raise ValueError(
-                f"{what}: {device} is named twice. CPU devices are logical: name another, "
-                "for example cpu:0 and cpu:1."
-            )
-        seen.add(device)
 
 
 @functools.cache

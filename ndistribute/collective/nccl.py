@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ndistribute.collective.backend import Call, Update
-from ndistribute.collective.peers import Peers
+from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
 from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.collective.whereabouts import BEFORE_ALL
+from ndistribute.collective.step_tracker import BEFORE_ALL
 from ndistribute.collective.workers import Workers
 from ndistribute.device import Array, array_namespace, nccl_module
 from ndistribute.errors import CollectiveTimeoutError, MissingDependencyError, WorkerLostError
@@ -544,7 +544,7 @@ class _Communicators(threading.Thread):
             getattr(comm, self._how)()
 
 
-def _end_orderly(comms: _Communicators, peers: Peers | None) -> None:
+def _end_orderly(comms: _Communicators, peers: ControlPlane | None) -> None:
     # NCCL destroys on one process only when all do; a broken group's others may have aborted.
     comms.end("destroy" if peers is None or peers.cause is None else "abort")
 

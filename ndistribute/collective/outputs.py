@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array, array_namespace, is_gpu_array
+from ndistribute.device import Array, array_namespace
 
 __all__ = ["Outputs"]
 
@@ -40,11 +40,17 @@ class Outputs:
 
     def like(self, inputs: Sequence[Array]) -> list[Array]:
         """Return arrays of these sizes and dtypes, whose values are whatever was there."""
-        return [self._one_like(array) for array in inputs]
+        made = []
+        for array in inputs:
+            if type(array) is not np.ndarray:
+                made.append(array_namespace(array).empty(array.size, array.dtype))
+            elif array.nbytes < SMALL_BYTES:
+                made.append(np.empty(array.size, array.dtype))
+            else:
+                made.append(self._large_like(array))
+        return made
 
-    def _one_like(self, array: Array) -> Array:
-        if array.nbytes < SMALL_BYTES or is_gpu_array(array):
-            return array_namespace(array).empty(array.size, array.dtype)
+    def _large_like(self, array: Array) -> Array:
         key = (array.size, array.dtype)
         slots = self._kept.setdefault(key, [])
         self._kept.move_to_end(key)

@@ -11,18 +11,17 @@ import logging
 from collections.abc import Sequence
 
 from ndistribute.collective.backend import Backend
-from ndistribute.collective.communicator import Communicator
-from ndistribute.collective.hierarchical import make_hierarchical_backends
-from ndistribute.collective.hosts import HostsBackend, host_groups
-from ndistribute.collective.membership import (
-    membership_from_addresses,
-    membership_from_exchange,
-    membership_from_rank_0,
+from ndistribute.collective.bootstrap import (
+    info_from_addresses,
+    info_from_exchange,
+    info_from_rank_0,
 )
+from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.levels import TwoLevelBackend, host_groups, join_replicas
 from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.nccl import make_nccl_backends
 from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
-from ndistribute.collective.peers import Peers
 from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.ring import RingBackend
@@ -141,7 +140,7 @@ def make_worker_group(
         backends = over_nccl = make_nccl_backends(rendezvous, streams, workers)
         close = over_nccl[0].close
     else:
-        backends = list(make_hierarchical_backends(local, workers))
+        backends = join_replicas(local, workers)
     communicators = [
         Communicator(backend, options, threads, workers.peers.where)
         for backend, threads in zip(backends, local, strict=True)
@@ -170,13 +169,12 @@ def join_workers(
     """
     over_mpi = not addresses
     if over_mpi:
-        membership = membership_from_exchange(exchange_over_mpi, rank)
+        info = info_from_exchange(exchange_over_mpi, rank)
     elif not all(addresses):
-        size = len(addresses)
-        membership = membership_from_rank_0(addresses[0], rank, size, options.timeout)
+        info = info_from_rank_0(addresses[0], rank, len(addresses))
     else:
-        membership = membership_from_addresses(addresses, rank)
-    peers = Peers(membership, timeout=options.timeout)
+        info = info_from_addresses(addresses, rank)
+    peers = ControlPlane(info, timeout=options.timeout)
     try:
         _check_alike(peers, options)
         return Workers(peers, _process_backend(peers, options, over_mpi), devices, options)
@@ -186,7 +184,7 @@ def join_workers(
         raise
 
 
-def _check_alike(peers: Peers, options: CommunicationOptions) -> None:
+def _check_alike(peers: ControlPlane, options: CommunicationOptions) -> None:
     """Raise ValueError on all processes if their options would have them add up differently."""
     implementation = CommunicationImplementation(options.implementation).value
     own = f"{implementation!r}, wire_dtype={options.wire_dtype!r}"
@@ -200,31 +198,35 @@ def _check_alike(peers: Peers, options: CommunicationOptions) -> None:
             )
 
 
-def _process_backend(peers: Peers, options: CommunicationOptions, over_mpi: bool) -> ProcessBackend:
+def _process_backend(
+    peers: ControlPlane, options: CommunicationOptions, over_mpi: bool
+) -> ProcessBackend:
     wish = options.implementation
     if wish is CommunicationImplementation.MPI and not over_mpi:
         raise ValueError(
             "implementation='mpi' needs processes that MPI started: use `ndistribute run --mpi` or "
             "mpiexec, or implementation='auto'."
         )
-    groups = host_groups(peers.hosts)
     if wish in (CommunicationImplementation.RING, CommunicationImplementation.MPI):
         return _ring(peers, options, over_mpi, range(peers.size))
+    groups = host_groups(peers.hosts)
     if len(groups) == 1:
         return SharedMemoryBackend(peers)
     leaders = [group[0] for group in groups]
     own = next(group for group in groups if peers.rank in group)
     inside = SharedMemoryBackend(peers, ranks=own)
-    between = _ring(peers, options, over_mpi, leaders) if peers.rank in leaders else None
-    return HostsBackend(peers.rank, groups, inside, between)
+    if peers.rank not in leaders:
+        return TwoLevelBackend(inside, None, groups, peers.rank, owned=[inside])
+    between = _ring(peers, options, over_mpi, leaders)
+    return TwoLevelBackend(inside, between, groups, peers.rank, owned=[inside, between])
 
 
 def _ring(
-    peers: Peers, options: CommunicationOptions, over_mpi: bool, ranks: Sequence[int]
+    peers: ControlPlane, options: CommunicationOptions, over_mpi: bool, ranks: Sequence[int]
 ) -> RingBackend:
     return RingBackend(
         peers,
-        MpiTransport(peers) if over_mpi else TcpTransport(peers),
+        lambda: MpiTransport(peers) if over_mpi else TcpTransport(peers),
         ranks=ranks,
         bytes_per_pack=options.bytes_per_pack,
         wire_dtype=options.wire_dtype,
