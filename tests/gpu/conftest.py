@@ -70,8 +70,9 @@ def cupy(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def strategy(cupy: Any, request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
     """Each layout of replicas over GPUs in turn."""
     need(cupy, 1 if request.param in ON_ONE_GPU else 2)
-    with LAYOUTS[request.param]() as made:
-        yield made
+    made = LAYOUTS[request.param]()
+    yield made  # In the scope of no strategy, so that tests may compare with the default one.
+    made.close()
 
 
 def _forget() -> None:
