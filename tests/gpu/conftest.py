@@ -6,6 +6,7 @@ imitation and, with the marker `gpu`, on real GPUs. The imitation is no GPU: see
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -78,7 +79,7 @@ def cupy(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def strategy(cupy: Any, request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
     """Each layout of replicas over GPUs in turn."""
     need(cupy, 1 if request.param in ON_ONE_GPU else 2)
-    with LAYOUTS[request.param]() as made:
+    with contextlib.closing(LAYOUTS[request.param]()) as made:
         yield made
 
 
