@@ -42,7 +42,7 @@ __all__ = [
 
 
 class CommunicatorLike(Protocol):
-    """What replicas, tapes, variables and optimizers call of a communicator."""
+    """What replicas and tapes call of a communicator."""
 
     @property
     def rank(self) -> int: ...
@@ -54,18 +54,7 @@ class CommunicatorLike(Protocol):
     def local_size(self) -> int: ...
     def all_reduce(self, op: Any, value: Any, options: Any = None) -> Any: ...
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any: ...
-    def broadcast(self, value: Any, root: int = 0) -> Any: ...
     def merge(self, kind: str, value: Any, combine: Callable[[Sequence[Any]], Any]) -> Any: ...
-    def owned_part(self, count: int) -> slice: ...
-    def reduce_update(
-        self,
-        op: Any,
-        arrays: Sequence[Any],
-        prepare: Callable[[], Any],
-        update: Callable[[Any, int, int, int, Any], None],
-        *,
-        everywhere: bool = True,
-    ) -> Any: ...
 
 
 class StrategyLike(Protocol):
@@ -184,7 +173,7 @@ class ReplicaContext:
         generators: dict[int, tuple[np.random.SeedSequence, Any]],
     ) -> None:
         self.strategy = strategy
-        self.communicator = communicator
+        self.communicator: Any = communicator
         self.device = device
         self.replica_id_in_sync_group = communicator.rank
         self.num_replicas_in_sync = communicator.size
