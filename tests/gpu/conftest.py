@@ -6,6 +6,7 @@ imitation and, with the marker `gpu`, on real GPUs. The imitation is no GPU: see
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -70,9 +71,8 @@ def cupy(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def strategy(cupy: Any, request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
     """Each layout of replicas over GPUs in turn."""
     need(cupy, 1 if request.param in ON_ONE_GPU else 2)
-    made = LAYOUTS[request.param]()
-    yield made  # In the scope of no strategy, so that tests may compare with the default one.
-    made.close()
+    with contextlib.closing(LAYOUTS[request.param]()) as made:
+        yield made
 
 
 def _forget() -> None:
