@@ -6,7 +6,7 @@ A step makes several calls one after another, so that starting the step is not w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ def ours_all_reduce(size: int, replicas: int, calls: int) -> Iterator[Prepared]:
             total = context.all_reduce("sum", part)
         return total
 
-    with nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]) as strategy:
+    with closing(nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])) as strategy:
         error = worst(strategy.run(summed, args=(mine,)).values, expected)
         yield Prepared(lambda: strategy.run(summed, args=(mine,)), error)
 
@@ -59,7 +59,7 @@ def ours_apply(size: int, replicas: int, calls: int) -> Iterator[Prepared]:
     parts = parts_of(size, replicas)
     expected = -np.sum(parts, axis=0, dtype=np.float64).astype(np.float32)
     mine = nd.PerReplica(parts)
-    with nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]) as strategy:
+    with closing(nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])) as strategy:
         with strategy.scope():
             variable = nd.Variable(np.zeros(size // 4, np.float32))
             optimizer = nd.optimizers.SGD(1.0)

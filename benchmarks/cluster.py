@@ -160,7 +160,9 @@ def commanded(cluster: Cluster) -> Iterator[tuple[Any, Any]]:
         cluster.start_all("worker")
         resolver = nd.SimpleClusterResolver(cluster.addresses, task_type="chief", task_id=0)
         with (
-            nd.ParameterServerStrategy(resolver, timeout_seconds=DEADLINE) as strategy,
+            contextlib.closing(
+                nd.ParameterServerStrategy(resolver, timeout_seconds=DEADLINE)
+            ) as strategy,
             nd.ClusterCoordinator(strategy) as coordinator,
         ):
             for index in range(len(cluster.addresses["worker"])):

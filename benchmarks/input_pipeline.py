@@ -7,7 +7,7 @@ Python loop that does nothing with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ def ours(rows: int, replicas: int) -> Iterator[Prepared]:
     if not replicas:
         yield _epoch(dataset, lambda batch: [batch])
         return
-    with nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]) as strategy:
+    with closing(nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])) as strategy:
         yield _epoch(strategy.distribute_dataset(dataset), strategy.local_results)
 
 

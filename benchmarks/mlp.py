@@ -8,7 +8,7 @@ after a few steps are compared before anything is timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -60,11 +60,11 @@ def ours(batch: int, strategy: str, replicas: int) -> Iterator[Prepared]:
 
     devices = [f"cpu:{i}" for i in range(replicas)]
     chosen: Any = {
-        "default": lambda: nullcontext(nd.get_strategy()),
+        "default": nd.get_strategy,
         "mirrored": lambda: nd.MirroredStrategy(devices),
         "central": lambda: nd.CentralStorageStrategy(devices),
     }[strategy]()
-    with chosen as strategy_:
+    with closing(chosen) as strategy_:
         with strategy_.scope():
             variables = [nd.Variable(array) for array in initial_weights()]
             optimizer = nd.optimizers.SGD(RATE)

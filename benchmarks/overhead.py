@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def ours(work: str) -> Iterator[Prepared]:
     """Set up one of the three kinds of work on ndistribute."""
     import ndistribute as nd
 
-    with nd.MirroredStrategy([f"cpu:{i}" for i in range(REPLICAS)]) as strategy:
+    with closing(nd.MirroredStrategy([f"cpu:{i}" for i in range(REPLICAS)])) as strategy:
         one = np.float32(1)
         values = nd.PerReplica([one] * REPLICAS)
 

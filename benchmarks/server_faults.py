@@ -225,7 +225,10 @@ def updates_per_second(cluster: Cluster, places: int, clients: int, seconds: flo
 
     with contextlib.ExitStack() as stack:
         # One each, for the updates of a connection are made, and synced, one after the other.
-        made = [stack.enter_context(nd.ParameterServerStrategy(resolver)) for _ in range(clients)]
+        made = [
+            stack.enter_context(contextlib.closing(nd.ParameterServerStrategy(resolver)))
+            for _ in range(clients)
+        ]
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(clients))
         return sum(pool.map(work, made)) / seconds
 

@@ -103,17 +103,11 @@ def serves() -> bool:
     return True
 
 
-def is_chief() -> bool:
-    """Say whether this process speaks for all: the first worker, or the only one."""
-    resolver = nd.get_strategy().cluster_resolver
-    return resolver is None or resolver.is_chief
-
-
 def train(strategy: nd.Strategy, epochs: int, seed: int) -> tuple[float, float]:
     """Train and return the last epoch's loss and the accuracy on the test images."""
     (images, labels), (test_images, test_labels) = load_data(seed)
     with strategy.scope():
-        quiet = None if is_chief() else True  # None: where there is a terminal.
+        quiet = None if strategy.is_chief else True  # None: where there is a terminal.
         network = Network(images.shape[1], seed)
         optimizer = nd.optimizers.Adam(0.003)
 
@@ -149,9 +143,9 @@ def main() -> None:
     if options.strategy == "parameter_server" and serves():
         return
     strategy = make_strategy(options.strategy, options.replicas)
-    with strategy, strategy.scope():
+    with strategy:
         loss, accuracy = train(strategy, options.epochs, options.seed)
-        if is_chief():
+        if strategy.is_chief:
             sys.stdout.write(
                 f"{options.strategy}, {strategy.num_replicas_in_sync} replica(s): "
                 f"loss {loss:.6f}, test accuracy {accuracy:.4f}\n"

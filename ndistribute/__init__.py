@@ -21,6 +21,7 @@ from ndistribute.collective.select import (
     RingAllReduce,
 )
 from ndistribute.context import (
+    ReplicaContext,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -47,7 +48,6 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 from ndistribute.models import optimizers
-from ndistribute.replica_context import ReplicaContext
 from ndistribute.strategies import (
     CentralStorageStrategy,
     MirroredStrategy,

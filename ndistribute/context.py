@@ -1,33 +1,33 @@
-"""Which strategy and which replica the current thread is in.
+"""Where a thread is: under which strategy, in which replica, and under which gradient tape.
 
 A thread has a stack of frames: the bottom one is the default (no strategy, one replica), a scope
-and a `merge_call` push a cross-replica frame, `run` pushes a replica's. This module knows
-strategies, communicators and tapes by their protocols alone, so everything above may import it.
+and a `merge_call` push a cross-replica frame, `run` pushes a replica's. What is needed here of
+strategies, communicators and tapes is said by protocols, so everything above may import this file.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from ndistribute import tree
+from ndistribute.device import Device
+from ndistribute.stream import random_generator
 from ndistribute.values import PerReplica
 
-if TYPE_CHECKING:
-    from ndistribute.collective.communicator import Communicator
-    from ndistribute.replica_context import ReplicaContext
-    from ndistribute.strategies.base import Strategy
-
 __all__ = [
+    "CommunicatorLike",
     "Frame",
     "Recorder",
+    "ReplicaContext",
+    "StrategyLike",
     "chosen",
     "current_frame",
-    "current_seed",
     "entered",
     "frame_stack",
     "get_replica_context",
@@ -41,6 +41,54 @@ __all__ = [
 ]
 
 
+class CommunicatorLike(Protocol):
+    """What replicas, tapes, variables and optimizers call of a communicator."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+    def all_reduce(self, op: Any, value: Any, options: Any = None) -> Any: ...
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any: ...
+    def broadcast(self, value: Any, root: int = 0) -> Any: ...
+    def merge(self, kind: str, value: Any, combine: Callable[[Sequence[Any]], Any]) -> Any: ...
+    def owned_part(self, count: int) -> slice: ...
+    def reduce_update(
+        self,
+        op: Any,
+        arrays: Sequence[Any],
+        prepare: Callable[[], Any],
+        update: Callable[[Any, int, int, int, Any], None],
+        *,
+        everywhere: bool = True,
+    ) -> Any: ...
+
+
+class StrategyLike(Protocol):
+    """What a frame needs of a strategy, and what users of the current one call most."""
+
+    is_default: bool
+
+    @property
+    def replica_contexts(self) -> tuple[ReplicaContext, ...]: ...
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+    def scope(self) -> AbstractContextManager[Any]: ...
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any: ...
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any: ...
+    def gather(self, value: Any, axis: int) -> Any: ...
+    def local_results(self, value: Any) -> tuple[Any, ...]: ...
+
+
 class Recorder(Protocol):
     """What a gradient tape offers to the layers below it."""
 
@@ -50,10 +98,12 @@ class Recorder(Protocol):
     def read_part(self, variable: Any, index: Any, value: Any) -> Any:
         """Return ``variable[index]``, read without the rest, tracked like a whole value."""
 
-    def all_reduce(self, communicator: Communicator, op: Any, value: Any, options: Any) -> Any:
+    def all_reduce(self, communicator: CommunicatorLike, op: Any, value: Any, options: Any) -> Any:
         """Reduce over replicas so that gradients flow back through the reduction."""
 
-    def all_gather(self, communicator: Communicator, value: Any, axis: int, options: Any) -> Any:
+    def all_gather(
+        self, communicator: CommunicatorLike, value: Any, axis: int, options: Any
+    ) -> Any:
         """Concatenate over replicas so that gradients flow back through the concatenation."""
 
 
@@ -68,7 +118,7 @@ class Frame:
         merging: whether replicas wait for this frame, as they do in a `merge_call`.
     """
 
-    strategy: Strategy | None
+    strategy: StrategyLike | None
     replica: ReplicaContext | None
     recorder: Recorder | None = None
     merging: bool = False
@@ -78,8 +128,8 @@ class Frame:
 class _Process:
     """What all threads share: the strategy outside any scope, and the seed."""
 
-    make_default: Callable[[], Strategy] | None = None
-    default: Strategy | None = None
+    make_default: Callable[[], StrategyLike] | None = None
+    default: StrategyLike | None = None
     seed: np.random.SeedSequence = field(default_factory=np.random.SeedSequence)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -91,6 +141,156 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _process = _Process()
+
+
+class ReplicaContext:
+    """Give a replica its place among the others, and the calls by which they meet.
+
+    Made by the strategy; reach it with `get_replica_context`.
+
+    Attributes:
+        strategy: the strategy that runs this replica.
+        communicator: carries the replica's calls, for code that builds on collectives.
+        device: where this replica computes.
+        replica_id_in_sync_group: this replica's number, from 0.
+        num_replicas_in_sync: how many replicas take part in every collective.
+        local_replica_id: which of the replicas of this process this one is, from 0.
+
+    >>> import ndistribute as nd
+    >>> strategy = nd.MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> def step():
+    ...     context = nd.get_replica_context()
+    ...     return context.all_reduce("sum", context.replica_id_in_sync_group + 1.0)
+    >>> [float(total) for total in strategy.run(step).values]
+    [3.0, 3.0]
+    >>> strategy.close()
+    """
+
+    __slots__ = (
+        "_generators",
+        "communicator",
+        "device",
+        "local_replica_id",
+        "num_replicas_in_sync",
+        "replica_id_in_sync_group",
+        "strategy",
+    )
+
+    def __init__(
+        self,
+        strategy: StrategyLike,
+        communicator: CommunicatorLike,
+        device: Device,
+        generators: dict[int, tuple[np.random.SeedSequence, Any]],
+    ) -> None:
+        self.strategy = strategy
+        self.communicator = communicator
+        self.device = device
+        self.replica_id_in_sync_group = communicator.rank
+        self.num_replicas_in_sync = communicator.size
+        self.local_replica_id = communicator.local_rank
+        self._generators = generators  # By replica, with the seed that each was made from.
+
+    @property
+    def rng(self) -> Any:
+        """Return this replica's random generator: its own, the same in every run of a seed."""
+        self._frame("rng")
+        replica, seed = self.replica_id_in_sync_group, _process.seed
+        known, generator = self._generators.get(replica, (None, None))
+        if known is not seed:
+            own = np.random.SeedSequence(seed.entropy, spawn_key=(replica,))
+            generator = random_generator(self.device, own)
+            self._generators[replica] = seed, generator
+        return generator
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Reduce a value over all replicas; every replica gets the result.
+
+        Args:
+            reduce_op: a `ReduceOp` or its name in any case.
+            value: a nest of arrays or numbers, the same shapes and dtypes on every replica.
+            options: `CommunicationOptions`.
+
+        Returns:
+            The same nest; each replica owns its arrays.
+
+        Raises:
+            CollectiveMismatchError: replicas passed different shapes, dtypes or ops, or one made
+                another call or none.
+            CollectiveTimeoutError: a replica did not come in time.
+        """
+        recorder = self._frame("all_reduce").recorder
+        if recorder is not None:
+            return recorder.all_reduce(self.communicator, reduce_op, value, options)
+        return self.communicator.all_reduce(reduce_op, value, options)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenate a value over all replicas, in replica order.
+
+        Args:
+            value: a nest of arrays; lengths along `axis` may differ between replicas.
+            axis: the axis along which they are joined.
+            options: `CommunicationOptions`.
+
+        Returns:
+            The same nest of joined arrays, on every replica.
+
+        Raises:
+            CollectiveMismatchError: ranks, dtypes or other axes' lengths differ.
+        """
+        recorder = self._frame("all_gather").recorder
+        if recorder is not None:
+            return recorder.all_gather(self.communicator, value, axis, options)
+        return self.communicator.all_gather(value, axis, options)
+
+    def merge_call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function once for all replicas, in the cross-replica context.
+
+        Args:
+            fn: called as ``fn(strategy, *args, **kwargs)``; the leaves of its arguments are
+                `PerReplica`, variables pass as themselves.
+            args: this replica's arguments.
+            kwargs: this replica's keyword arguments.
+
+        Returns:
+            What `fn` returned; of a `PerReplica` leaf, this replica's component.
+
+        Raises:
+            CollectiveMismatchError: not every replica called `merge_call`.
+        """
+        self._frame("merge_call")
+
+        def merged(calls: Sequence[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> Any:
+            joined_args = tree.regroup([call[1] for call in calls], join_leaf)
+            joined_kwargs = tree.regroup([call[2] for call in calls], join_leaf)
+            with entered(Frame(chosen(self.strategy), None, merging=True)):
+                return calls[0][0](self.strategy, *joined_args, **joined_kwargs)
+
+        call = (fn, tuple(args), dict(kwargs or {}))
+        result = self.communicator.merge("merge_call", call, merged)
+        return tree.select(result, self.local_replica_id, self.communicator.local_size)
+
+    def _frame(self, method: str) -> Frame:
+        """Return the thread's frame, having checked that it is this replica's own."""
+        frame = _thread.frames[-1]
+        if frame.replica is self or (frame.replica is None and get_replica_context() is self):
+            return frame
+        raise RuntimeError(
+            f"{method} of the context of replica {self.replica_id_in_sync_group} was used outside "
+            "that replica. Call get_replica_context() inside the function that "
+            "strategy.run executes, and do not keep it."
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"ReplicaContext({self.replica_id_in_sync_group} of {self.num_replicas_in_sync}, "
+            f"{self.device})"
+        )
 
 
 def current_frame() -> Frame:
@@ -120,17 +320,17 @@ def frame_stack() -> list[Frame]:
     return _thread.frames
 
 
-def chosen(strategy: Strategy | None) -> Strategy | None:
+def chosen(strategy: StrategyLike | None) -> StrategyLike | None:
     """Return what a frame names as its strategy: nothing for the default one."""
     return None if strategy is None or strategy.is_default else strategy
 
 
-def register_default_strategy(make: Callable[[], Strategy]) -> None:
+def register_default_strategy(make: Callable[[], StrategyLike]) -> None:
     """Name the maker of the strategy that is current outside any scope."""
     _process.make_default = make
 
 
-def get_strategy() -> Strategy:
+def get_strategy() -> StrategyLike:
     """Return the strategy of the current scope or replica, else the default one.
 
     >>> import ndistribute as nd
@@ -141,7 +341,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Say whether a strategy other than the default one is current.
+    """Return True if a strategy other than the default one is current.
 
     >>> import ndistribute as nd
     >>> with nd.OneDeviceStrategy("cpu:0").scope():
@@ -153,7 +353,7 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Say whether the thread is in a scope, or in a function that `merge_call` runs.
+    """Return True if the thread is in a scope, or in a function that `merge_call` runs.
 
     >>> import ndistribute as nd
     >>> with nd.OneDeviceStrategy("cpu:0").scope() as strategy:
@@ -181,7 +381,7 @@ def get_replica_context() -> ReplicaContext | None:
     return _default_strategy().replica_contexts[0]
 
 
-def set_strategy(strategy: Strategy | None) -> None:
+def set_strategy(strategy: StrategyLike | None) -> None:
     """Make a strategy current for the rest of this thread, as if its scope were never left.
 
     Args:
@@ -205,7 +405,7 @@ def set_strategy(strategy: Strategy | None) -> None:
     frames[0] = Frame(chosen(strategy), None)
 
 
-def _default_strategy() -> Strategy:
+def _default_strategy() -> StrategyLike:
     if _process.default is None:
         if _process.make_default is None:
             raise RuntimeError("no default strategy is registered: import ndistribute first.")

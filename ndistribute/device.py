@@ -1,15 +1,16 @@
 """Devices, and the array namespace that belongs to each.
 
 CPU devices are logical: any ``cpu:i`` exists, and all of them share the host's memory. A GPU is one
-that the driver shows to this process. CuPy is imported here and in the NCCL backend, nowhere else,
-and only once a GPU is asked for; everyone else gets arrays and a namespace, and never asks which.
+that the driver shows to this process. CuPy is imported here, nowhere else, and only once a GPU is
+asked for; everyone else gets arrays and a namespace, and never asks which.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,9 +24,12 @@ __all__ = [
     "as_array",
     "copy_to",
     "cupy_module",
+    "device_identity",
     "device_of",
     "is_gpu_array",
     "list_devices",
+    "nccl_available",
+    "nccl_module",
     "resolve_devices",
     "to_host",
 ]
@@ -90,10 +94,8 @@ class Device:
     def __str__(self) -> str:
         where = "" if self.job is None else f"/job:{self.job}"
         where += "" if self.task is None else f"/task:{self.task}"
-        return f"{where}/device:{self.kind.upper()}:{self.index}" if where else self._short()
-
-    def _short(self) -> str:
-        return f"{self.kind}:{self.index}"
+        short = f"{self.kind}:{self.index}"
+        return f"{where}/device:{short.upper()}" if where else short
 
     def __repr__(self) -> str:
         return f"Device({str(self)!r})"
@@ -147,8 +149,19 @@ def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices")
     devices = [Device(spec) for spec in specs]
     if not devices:
         raise ValueError(f"{what} is empty: name at least one, for example ['cpu:0', 'cpu:1'].")
-    _check_known(devices, what)
-    _check_distinct_cpus(devices, what)
+    for device in devices:
+        if device.kind == "gpu" and device.index >= (count := _gpu_count()):
+            visible = ", ".join(f"gpu:{i}" for i in range(count)) or "none"
+            raise ValueError(
+                f"{what}: {device} does not exist; visible GPUs: {visible}. Check "
+                "CUDA_VISIBLE_DEVICES, and that CuPy is installed: pip install "
+                "'ndistribute[cuda12]' or 'ndistribute[cuda13]'."
+            )
+        if device.kind == "cpu" and devices.count(device) > 1:
+            raise ValueError(
+                f"{what}: {device} is named twice. CPU devices are logical: name another, "
+                "for example cpu:0 and cpu:1."
+            )
     return devices
 
 
@@ -232,28 +245,6 @@ def _is_gpu_type(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "device")
 
 
-def _check_known(devices: Iterable[Device], what: str) -> None:
-    for device in devices:
-        if device.kind == "gpu" and device.index >= (count := _gpu_count()):
-            visible = ", ".join(f"gpu:{i}" for i in range(count)) or "none"
-            raise ValueError(
-                f"{what}: {device} does not exist; visible GPUs: {visible}. Check "
-                "CUDA_VISIBLE_DEVICES, and that CuPy is installed: pip install "
-                "'ndistribute[cuda12]' or 'ndistribute[cuda13]'."
-            )
-
-
-def _check_distinct_cpus(devices: Iterable[Device], what: str) -> None:
-    seen: set[Device] = set()
-    for device in devices:
-        if device.kind == "cpu" and device in seen:
-            raise ValueError(
-                f"{what}: {device} is named twice. CPU devices are logical: name another, "
-                "for example cpu:0 and cpu:1."
-            )
-        seen.add(device)
-
-
 @functools.cache
 def _gpu_count() -> int:
     try:
@@ -281,6 +272,55 @@ def cupy_module() -> ModuleType:
             "whichever your driver supports."
         ) from error
     return cupy  # type: ignore[no-any-return]
+
+
+@functools.cache
+def nccl_module() -> Any:
+    """Return ``cupy.cuda.nccl``, imported when it is first asked for.
+
+    Raises:
+        MissingDependencyError: CuPy or NCCL is not installed.
+    """
+    # By default NCCL connects some GPUs only when it needs to, and then waits inside a launch,
+    # where nothing reaches it. It reads its variables once, so this comes before its first call.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    cupy_module()
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        nccl = None
+    if nccl is None or not nccl.available:
+        raise MissingDependencyError(
+            "CuPy finds no NCCL library: pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, "
+            "whichever CUDA your CuPy is for."
+        )
+    return nccl
+
+
+def nccl_available() -> bool:
+    """Return True if CuPy and an NCCL library that it can load are installed."""
+    try:
+        nccl_module()
+    except MissingDependencyError:
+        return False
+    return True
+
+
+def device_identity(device: Device) -> str:
+    """Return what tells a device from those of other processes, as far as NCCL sees them.
+
+    Returns:
+        ``"cpu"``; for a GPU ``"gpu"`` and its place on the host's bus, or ``"gpu"`` alone where
+        NCCL is not installed.
+
+    >>> device_identity(Device("cpu:1"))
+    'cpu'
+    """
+    if device.kind == "cpu":
+        return "cpu"
+    if not nccl_available():
+        return "gpu"
+    return f"gpu {cupy_module().cuda.Device(device.index).pci_bus_id.upper()}"
 
 
 def _pinned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:

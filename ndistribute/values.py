@@ -63,6 +63,9 @@ class DistributedValues:
     def __index__(self) -> int:
         return operator.index(self._only("index"))
 
+    def __format__(self, spec: str) -> str:
+        return format(self._only(f"the format {spec!r}"), spec) if spec else str(self)
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> NoReturn:
         self._refuse(f"np.{ufunc.__name__}")
 
@@ -98,8 +101,8 @@ class PerReplica(DistributedValues):
     >>> losses = PerReplica([0.5, 0.25])
     >>> losses.values
     (0.5, 0.25)
-    >>> float(PerReplica([0.5]))
-    0.5
+    >>> f"{PerReplica([0.5]):.3f}"
+    '0.500'
     """
 
     __slots__ = ()

@@ -19,6 +19,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.collective.threads import SMALL_BYTES
+from tests.contract_rows import STRATEGIES, central, cpus, mirrored, served
 from tests.worker_kinds import inside_worker, worker_kinds
 
 __all__ = [
@@ -55,33 +56,9 @@ DEADLINE = 40.0
 LARGE = SMALL_BYTES // 8 + 100
 
 
-def cpus(count: int) -> list[str]:
-    return [f"cpu:{i}" for i in range(count)]
-
-
-def mirrored(count: int) -> nd.MirroredStrategy:
-    return nd.MirroredStrategy(cpus(count))
-
-
-def central(count: int) -> nd.CentralStorageStrategy:
-    return nd.CentralStorageStrategy(cpus(count))
-
-
-def served(count: int) -> nd.ParameterServerStrategy:
-    return nd.ParameterServerStrategy(devices=cpus(count))
-
-
-# One of each kind whose code path differs: two replicas swap, three are an odd number.
-LOCAL: dict[str, Callable[[], nd.Strategy]] = {
-    "mirrored-2": lambda: mirrored(2),
-    "mirrored-3": lambda: mirrored(3),
-    "central-3": lambda: central(3),
-    "served-2": lambda: served(2),
-}
-
 # Inside a worker the same tests run over strategies of all workers: see `tests/lockstep.py`.
-SEVERAL = worker_kinds() if inside_worker() else LOCAL
-ALL = SEVERAL if inside_worker() else {"default": nd.get_strategy, **LOCAL}
+SEVERAL = worker_kinds() if inside_worker() else STRATEGIES
+ALL = SEVERAL if inside_worker() else {"default": nd.get_strategy, **STRATEGIES}
 
 
 @pytest.fixture(params=ALL)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, in_thread, mirrored
+from tests.kinds import DEADLINE, closing, in_thread, mirrored
 
 
 @pytest.fixture
 def pair():
-    with mirrored(2) as strategy:
+    with closing(mirrored(2)) as strategy:
         yield strategy
 
 
 @pytest.fixture
 def other():
-    with nd.OneDeviceStrategy("cpu:1") as strategy:
+    with closing(nd.OneDeviceStrategy("cpu:1")) as strategy:
         yield strategy
 
 

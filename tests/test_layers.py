@@ -1,7 +1,7 @@
 """Imports point down only, and an optional package has one door.
 
 The rules are the two tables below; docs/architecture.md explains them. Imports are read from the
-source, those inside functions too; what stands under ``if TYPE_CHECKING:`` does not count.
+source, those inside functions and under ``if TYPE_CHECKING:`` too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYERS = (
         "version",
     },
     {"cluster", "context"},
-    {"transport", "replica_context"},
+    {"transport"},
     {"collective", "parameter_server", "launcher"},
     {"coordinator", "variables", "data", "autodiff"},
     {"strategies"},
@@ -48,7 +48,7 @@ FORBIDDEN = {("models", "strategies")}
 REQUIRED = {"msgspec", "numpy", "safetensors", "threadpoolctl"}
 # An optional package, and the files that may import it; an empty set: any one file.
 OPTIONAL: dict[str, set[str]] = {
-    "cupy": {"device.py", "collective/nccl.py"},
+    "cupy": {"device.py"},
     "autograd": set(),
     "cloudpickle": set(),
     "distributed": set(),
@@ -58,6 +58,16 @@ OPTIONAL: dict[str, set[str]] = {
     "ray": set(),
     "sklearn": set(),
     "tensorflow": set(),
+}
+
+
+# Files that import each other, for the types in their signatures alone, until they are one.
+BEING_MERGED = {
+    frozenset({"ndistribute.collective.communicator", "ndistribute.collective.sparse"}),
+    frozenset({"ndistribute.collective.nccl", "ndistribute.collective.nccl_backend"}),
+    frozenset({"ndistribute.collective.patience", "ndistribute.collective.peers"}),
+    frozenset({"ndistribute.variables.remote", "ndistribute.variables.served"}),
+    frozenset({"ndistribute.variables.variable", "ndistribute.variables.write"}),
 }
 
 
@@ -71,7 +81,7 @@ class Import:
 
 
 def imports_of(source: str) -> list[Import]:
-    """Return what a module imports when it runs, in any of its functions too."""
+    """Return what a module imports, in any of its functions and for type checkers too."""
     return list(_imports(ast.parse(source), lazy=False))
 
 
@@ -113,22 +123,24 @@ def package_violations(sources: dict[str, str]) -> list[str]:
     return found
 
 
-def cycles(sources: dict[str, str]) -> list[str]:
-    """Return the modules that reach themselves by imports that run at import time."""
+def cycles(sources: dict[str, str]) -> set[frozenset[str]]:
+    """Return the groups of modules that reach each other by imports of any kind."""
     graph = {
-        _dotted(path): {item.module for item in imports_of(source) if not item.lazy}
+        _dotted(path): {item.module for item in imports_of(source)}
         for path, source in sources.items()
         if path != "__init__.py"
     }
-    return sorted(module for module in graph if module in _reachable(graph, module))
+    reached = {module: _reachable(graph, module) for module in graph}
+    return {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in graph
+        if module in reached[module]
+    }
 
 
 def _imports(node: ast.AST, lazy: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         match child:
-            case ast.If(test=ast.Name("TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
-                for other in child.orelse:
-                    yield from _imports(other, lazy)
             case ast.Import():
                 yield from (Import(alias.name, child.lineno, lazy) for alias in child.names)
             case ast.ImportFrom():
@@ -204,7 +216,7 @@ def test_optional_packages_have_one_door(sources):
 
 
 def test_no_module_imports_itself_by_way_of_others(sources):
-    assert cycles(sources) == []
+    assert cycles(sources) <= BEING_MERGED
 
 
 @pytest.mark.parametrize(
@@ -219,6 +231,12 @@ def test_no_module_imports_itself_by_way_of_others(sources):
         ("models/model.py", "from ndistribute.strategies.base import Strategy"),
         ("models/model.py", "import ndistribute as nd"),
         ("tree.py", "from ndistribute.context import get_strategy"),
+        (
+            "context.py",
+            "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n"
+            "    from ndistribute.strategies.base import Strategy\n",
+        ),
         ("novel.py", ""),
     ],
 )
@@ -234,12 +252,6 @@ def test_a_forbidden_import_is_caught(path, line):
         ("models/model.py", "from ndistribute.context import get_strategy"),
         ("models/model.py", "from ndistribute.models.layers import Dense"),
         ("variables/variable.py", "from ndistribute import context, tree\nimport numpy as np"),
-        (
-            "context.py",
-            "from typing import TYPE_CHECKING\n"
-            "if TYPE_CHECKING:\n"
-            "    from ndistribute.strategies.base import Strategy\n",
-        ),
     ],
 )
 def test_an_allowed_import_passes(path, line):
@@ -259,11 +271,15 @@ def test_a_second_door_or_an_undeclared_package_is_caught(files):
     assert len(package_violations(files)) == 1
 
 
-def test_a_cycle_is_caught_and_a_lazy_import_breaks_it():
-    up = "from ndistribute.data.b import thing"
-    down = "from ndistribute.data import a"
-    assert cycles({"data/a.py": up, "data/b.py": down}) == [
-        "ndistribute.data.a",
-        "ndistribute.data.b",
-    ]
-    assert cycles({"data/a.py": up, "data/b.py": f"def f():\n    {down}"}) == []
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from ndistribute.data import a",
+        "def f():\n    from ndistribute.data import a",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ndistribute.data.a",
+    ],
+)
+def test_a_cycle_is_caught(back):
+    files = {"data/a.py": "from ndistribute.data.b import thing", "data/b.py": back}
+    assert cycles(files) == {frozenset({"ndistribute.data.a", "ndistribute.data.b"})}
+    assert cycles({**files, "data/b.py": ""}) == set()

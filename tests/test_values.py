@@ -90,6 +90,15 @@ def test_a_single_number_converts(kind):
     assert isinstance(int(kind([np.float64(2)])), int)
 
 
+@pytest.mark.parametrize("value", [2.5, np.float32(2.5), np.array(2.5)])
+def test_a_format_specification_is_that_of_the_single_value(kind, value):
+    held = kind([value])
+    assert f"{held:.3f} {held:>6}" == "2.500    2.5"
+    assert f"{held}" == str(held) == repr(held)
+    with pytest.raises(TypeError, match=r"'\.3f'.*local_results.*reduce"):
+        f"{kind([value, value]):.3f}"
+
+
 def test_a_single_array_converts(kind):
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     converted = np.asarray(kind([array]))

@@ -8,7 +8,7 @@ gradient is sent as zeros. A replica whose target does not depend on the call at
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,11 +16,8 @@ from ndistribute import tree
 from ndistribute.autodiff.dispatch import operand
 from ndistribute.autodiff.rules.reductions import exclusive_product
 from ndistribute.collective.reduce_op import ReduceOp
+from ndistribute.context import CommunicatorLike
 from ndistribute.device import Array
-
-if TYPE_CHECKING:
-    from ndistribute.autodiff.graph import Graph
-    from ndistribute.collective.communicator import Communicator
 
 __all__ = ["all_gather", "all_reduce"]
 
@@ -29,7 +26,16 @@ Reduce = Callable[[ReduceOp, Arrays], Arrays]
 Backward = Callable[[Arrays], Arrays]
 
 
-def all_reduce(graph: Graph, communicator: Communicator, op: Any, value: Any, options: Any) -> Any:
+class Recording(Protocol):
+    """What records the operations of a thread: a `Graph`."""
+
+    def record_many(self, values: Any, parents: tuple[int, ...], joint: Any) -> Any:
+        """Append an operation with several results."""
+
+
+def all_reduce(
+    graph: Recording, communicator: CommunicatorLike, op: Any, value: Any, options: Any
+) -> Any:
     """Reduce a nest over replicas and record it.
 
     Returns:
@@ -53,7 +59,7 @@ def all_reduce(graph: Graph, communicator: Communicator, op: Any, value: Any, op
 
 
 def all_gather(
-    graph: Graph, communicator: Communicator, value: Any, axis: int, options: Any
+    graph: Recording, communicator: CommunicatorLike, value: Any, axis: int, options: Any
 ) -> Any:
     """Concatenate a nest over replicas and record it.
 
@@ -82,7 +88,7 @@ def all_gather(
 
 
 def _recorded(
-    graph: Graph,
+    graph: Recording,
     value: Any,
     call: Callable[[Any], Any],
     backward_of: Callable[[Arrays, Arrays], Backward],

@@ -9,7 +9,7 @@ that the rules keep. Several tapes of a thread share one graph; the frame of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ndistribute import tree
 from ndistribute.autodiff.backward import Component, Entry
@@ -17,14 +17,16 @@ from ndistribute.autodiff.collectives import all_gather, all_reduce
 from ndistribute.autodiff.dispatch import is_differentiable
 from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.autodiff.tracked import Tracked
-from ndistribute.context import current_frame
-
-if TYPE_CHECKING:
-    from ndistribute.autodiff.tape import GradientTape
-    from ndistribute.collective.communicator import Communicator
-    from ndistribute.context import Frame
+from ndistribute.context import CommunicatorLike, Frame, current_frame
 
 __all__ = ["Graph"]
+
+
+class Tape(Protocol):
+    """What a graph asks of a tape that records on it."""
+
+    def watches(self, variable: Any) -> bool:
+        """Return True if the tape wants the gradients of a variable."""
 
 
 class Graph:
@@ -52,7 +54,7 @@ class Graph:
         self.shared = False
         self._frame = frame
         self._open = 0
-        self._recording: list[GradientTape] = []
+        self._recording: list[Tape] = []
 
     def record(self, value: Any, parents: tuple[int, ...], rules: Any) -> Tracked:
         """Append an operation.
@@ -111,11 +113,13 @@ class Graph:
             return value
         return self.record(value, (place,), (index_rule(variable, index),))
 
-    def all_reduce(self, communicator: Communicator, op: Any, value: Any, options: Any) -> Any:
+    def all_reduce(self, communicator: CommunicatorLike, op: Any, value: Any, options: Any) -> Any:
         """Reduce over replicas, and record that."""
         return all_reduce(self, communicator, op, value, options)
 
-    def all_gather(self, communicator: Communicator, value: Any, axis: int, options: Any) -> Any:
+    def all_gather(
+        self, communicator: CommunicatorLike, value: Any, axis: int, options: Any
+    ) -> Any:
         """Concatenate over replicas, and record that."""
         return all_gather(self, communicator, value, axis, options)
 
@@ -124,27 +128,27 @@ class Graph:
         """Return whether another tape may still join."""
         return self._open > 0
 
-    def open(self, tape: GradientTape) -> None:
+    def open(self, tape: Tape) -> None:
         """Let a tape take part, and may it ask for gradients later."""
         self.shared = self._open > 0 or self.shared
         self._open += 1
         self.askers += 1
         self.resume(tape)
 
-    def resume(self, tape: GradientTape) -> None:
+    def resume(self, tape: Tape) -> None:
         """Record for a tape."""
         self._recording.append(tape)
         for frame in self._frames():
             frame.recorder = self
 
-    def pause(self, tape: GradientTape) -> None:
+    def pause(self, tape: Tape) -> None:
         """Record no longer for a tape; when it was the last one, record nothing."""
         self._recording.remove(tape)
         for frame in self._frames():
             if not self._recording and frame.recorder is self:
                 frame.recorder = None
 
-    def close(self, tape: GradientTape) -> None:
+    def close(self, tape: Tape) -> None:
         """Let a tape go; after the last one, only the tapes hold what was recorded."""
         if tape in self._recording:
             self.pause(tape)

@@ -20,7 +20,7 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.outputs import Outputs
 from ndistribute.collective.reduce_op import ReduceOp, result_dtype
-from ndistribute.collective.whereabouts import Whereabouts
+from ndistribute.collective.step_tracker import StepTracker
 from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.errors import DistributeError
 
@@ -57,7 +57,7 @@ class Communicator:
         backend: Backend,
         options: CommunicationOptions = _DEFAULT_OPTIONS,
         local: Backend | None = None,
-        where: Whereabouts | None = None,
+        where: StepTracker | None = None,
     ) -> None:
         self.rank = backend.rank
         self.size = backend.size
@@ -274,7 +274,7 @@ class Communicator:
 class _Guard:
     """Note that the call which was begun last is over, or what led to its failure."""
 
-    def __init__(self, rank: int, where: Whereabouts | None) -> None:
+    def __init__(self, rank: int, where: StepTracker | None) -> None:
         self.history: deque[Call] = deque(maxlen=_HISTORY)
         self.is_part = False
         self.meets = True

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.patience import Patience
-from ndistribute.collective.peers import Peers
+from ndistribute.collective.control import ControlPlane, WaitMonitor
 from ndistribute.collective.ring import Handle
 from ndistribute.device import Array
 from ndistribute.errors import (
@@ -64,7 +63,7 @@ class MpiTransport:
     # 512 KiB, 1.8 and 6.9 ms of 1 MiB; its own Allreduce: 2.7 and 29 ms.
     block_bytes = 1024 * 1024
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ControlPlane) -> None:
         here = _world()
         if (peers.rank, peers.size) != (here.rank, here.size):
             raise DistributeError(
@@ -78,9 +77,9 @@ class MpiTransport:
         self._error = _mpi().Exception
         self._pending: list[_Transfer] = []
         self._lent: list[Array] = []
-        self._patience: Patience | None = None
+        self._patience: WaitMonitor | None = None
 
-    def begin(self, patience: Patience) -> None:
+    def begin(self, patience: WaitMonitor) -> None:
         """Start a call."""
         self._patience = patience
 
@@ -251,9 +250,9 @@ class _World:
         self.control = self._duplicate()
         self.data = self._duplicate()
         # How many exchanges there had been when a group was first seen: its number.
-        self.groups: weakref.WeakKeyDictionary[Peers, int] = weakref.WeakKeyDictionary()
+        self.groups: weakref.WeakKeyDictionary[ControlPlane, int] = weakref.WeakKeyDictionary()
 
-    def tag_of(self, peers: Peers) -> int:
+    def tag_of(self, peers: ControlPlane) -> int:
         """Return a tag for a group's generation, which messages of the last ones do not have."""
         number = self.groups.setdefault(peers, self.exchanges)
         tag = number * _GENERATIONS + peers.generation % _GENERATIONS

@@ -18,10 +18,9 @@ import numpy as np
 from ndistribute.collective.backend import Call, Update
 from ndistribute.collective.buckets import LeafSpec, pack
 from ndistribute.collective.compression import compress, compressed_dtype, decompress
+from ndistribute.collective.control import ControlPlane, WaitMonitor
 from ndistribute.collective.hand_over import update_in_blocks
 from ndistribute.collective.header import HEADER_BYTES, compare, encode
-from ndistribute.collective.patience import Patience
-from ndistribute.collective.peers import Peers
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish
 from ndistribute.collective.schedule import (
     Action,
@@ -70,7 +69,7 @@ class Transport(Protocol):
     block_bytes: int
     """How large messages should be: cut smaller, they cost more; larger, they leave the cache."""
 
-    def begin(self, patience: Patience) -> None:
+    def begin(self, patience: WaitMonitor) -> None:
         """Start a call, with what ends waits that take too long."""
 
     def isend(self, peer: int, *arrays: Array) -> Handle:
@@ -110,7 +109,7 @@ class RingBackend:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: ControlPlane,
         connect: Callable[[], Transport],
         *,
         ranks: Sequence[int] | None = None,
@@ -261,7 +260,7 @@ class RingBackend:
 class _Guard:
     """Let the others know of whatever ends a call."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ControlPlane) -> None:
         self._peers = peers
 
     def __enter__(self) -> None:

@@ -15,8 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ndistribute.collective.patience import Patience
-from ndistribute.collective.peers import Peers
+from ndistribute.collective.control import ControlPlane, WaitMonitor
 from ndistribute.collective.ring import Handle
 from ndistribute.device import Array
 from ndistribute.errors import WorkerLostError
@@ -44,12 +43,12 @@ class TcpTransport:
     # and 7.1 ms of 256 KiB, 0.9 and 4.1 ms of 512 KiB, 1.6 and 6.3 ms of 1 MiB.
     block_bytes = 512 * 1024
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ControlPlane) -> None:
         self._peers = peers
         self._links: dict[int, _Link] = {}
-        self._patience: Patience | None = None
+        self._patience: WaitMonitor | None = None
 
-    def begin(self, patience: Patience) -> None:
+    def begin(self, patience: WaitMonitor) -> None:
         """Start a call."""
         self._patience = patience
 
@@ -84,9 +83,15 @@ class TcpTransport:
     def _link(self, peer: int) -> _Link:
         link = self._links.get(peer)
         if link is None:
-            sock = self._peers.data_socket(peer)
+            sock = self._peers.data_socket(peer, lambda: self._check_for(peer))
             link = self._links[peer] = _Link(sock, peer)
         return link
+
+    def _check_for(self, peer: int) -> None:
+        """Check a wait for a connection; the others go on, or that process might wait for them."""
+        self._advance()
+        if self._patience is not None:
+            self._patience.check(lambda: [peer])
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         hot_until = 0.0

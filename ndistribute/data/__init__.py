@@ -9,6 +9,7 @@ from ndistribute.data.distributed import (
 from ndistribute.data.iterator import DistributedIterator
 from ndistribute.data.options import AutoShardPolicy, InputContext, InputOptions
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
+from ndistribute.data.places import Place
 from ndistribute.data.transformations import AUTOTUNE
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "DistributedIterator",
     "InputContext",
     "InputOptions",
+    "Place",
     "as_dataset",
     "distribute",
     "distribute_from_function",

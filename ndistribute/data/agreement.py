@@ -7,19 +7,17 @@ workers come in the same order whatever is prepared ahead.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from ndistribute.data.element_specs import pack_spec, unpack_spec
+from ndistribute.collective.objects import ProcessGroup, all_gather_object
 from ndistribute.data.elements import Element
-from ndistribute.data.places import WorkerGroup
 from ndistribute.data.steps import COMPLETE_IT, Position
 from ndistribute.errors import DistributeError
 
-__all__ = ["Outcome", "Report", "agree", "exchange_notes", "share_template"]
+__all__ = ["Outcome", "Report", "agree", "share_template"]
 
 # In the place of a shard's number, a row that says how its worker fares.
 _WORKER = -1
@@ -55,7 +53,7 @@ class Outcome(NamedTuple):
     reached: Mapping[int, Position]
 
 
-def agree(workers: WorkerGroup, report: Report) -> Outcome:
+def agree(workers: ProcessGroup, report: Report) -> Outcome:
     """Exchange the reports of all workers: one collective of 48 bytes for each and its shards.
 
     Raises:
@@ -80,32 +78,14 @@ def agree(workers: WorkerGroup, report: Report) -> Outcome:
     )
 
 
-def share_template(workers: WorkerGroup, template: Element | None) -> Element:
+def share_template(workers: ProcessGroup, template: Element | None) -> Element:
     """Return a batch of no rows, where this worker has none as the first one that has one.
 
     Raises:
         ValueError: no worker has one, as their elements are no batches; or it can not be told.
     """
-    blob = b"" if template is None else pack_spec(template)
-    known = next(filter(None, _all_gather_bytes(workers, blob)), None)
+    told = all_gather_object(workers, template)
+    known = next((other for other in told if other is not None), None)
     if known is None:
         raise ValueError(f"a worker has run out of input that others still have. {COMPLETE_IT}")
-    return unpack_spec(known) if template is None else template
-
-
-def exchange_notes(workers: WorkerGroup, note: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the notes of all workers, plain values, in the order of the workers."""
-    blob = json.dumps(note).encode()
-    return [json.loads(told) for told in _all_gather_bytes(workers, blob)]
-
-
-def _all_gather_bytes(workers: WorkerGroup, blob: bytes) -> Sequence[bytes]:
-    length = np.array([len(blob)], np.int64).view(np.uint8)
-    mine = np.concatenate([length, np.frombuffer(blob, np.uint8)])
-    rest = workers.all_gather(mine, axis=0).tobytes()
-    blobs = []
-    while rest:
-        stop = 8 + int(np.frombuffer(rest[:8], np.int64)[0])
-        blobs.append(rest[8:stop])
-        rest = rest[stop:]
-    return blobs
+    return known if template is None else template

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ndistribute.data.agreement import exchange_notes
-from ndistribute.data.pipeline import Draw, Node, Pass, seeds_of
+from ndistribute.collective.objects import all_gather_object
+from ndistribute.data.pipeline import Node, Pass, seeds_of
 from ndistribute.data.places import Place
 from ndistribute.data.policies import Sharding, number_of_files
 from ndistribute.data.progress import Progress
@@ -46,8 +46,8 @@ def begin(node: Node, place: Place, sharding: Sharding) -> tuple[Pass, Progress]
             "shuffles": len(draws),
             "draws": draws,
         }
-        notes = exchange_notes(place.workers, note)
-        drawn = [[Draw(*draw) for draw in told["draws"]] for told in notes]
+        notes = all_gather_object(place.workers, note)
+        drawn = [told["draws"] for told in notes]
         if sharding in (Sharding.DATA, Sharding.FILE):
             _check_alike(notes)
             drawn = drawn[:1] * place.num_workers

@@ -13,7 +13,7 @@ from ndistribute.data.dataset import as_dataset
 from ndistribute.data.iterator import DistributedIterator, steps_of
 from ndistribute.data.options import InputContext, InputOptions
 from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, Node, upstream
-from ndistribute.data.places import Place, WorkerGroup, place_of
+from ndistribute.data.places import Place
 from ndistribute.data.policies import Sharding, choose_sharding
 from ndistribute.data.steps import BATCH_IT
 from ndistribute.device import Device
@@ -22,33 +22,23 @@ __all__ = ["DistributedDataset", "distribute", "distribute_from_function"]
 
 
 def distribute(
-    dataset: Any,
-    devices: Sequence[Device],
-    options: InputOptions | None = None,
-    num_workers: int = 1,
-    worker_index: int = 0,
-    *,
-    workers: WorkerGroup | None = None,
-    replica_counts: Sequence[int] | None = None,
+    dataset: Any, place: Place, options: InputOptions | None = None
 ) -> DistributedDataset:
     """Cut each global batch of a dataset over the replicas of a worker.
 
     Args:
-        dataset: a `Dataset` or any re-iterable, of batches of the global batch size.
-        devices: where each replica of this worker computes.
+        dataset: a `Dataset` or any re-iterable, of batches of the global batch size; each worker
+            must have an equal one.
+        place: the replicas, and those of the other workers.
         options: None for those of the dataset, else the defaults.
-        num_workers: workers of the job; each must have an equal dataset.
-        worker_index: this worker.
-        workers: how the workers meet, whose size and rank then count. An iteration begins with a
-            collective of all workers, and under the policies FILE and OFF each step has one.
-        replica_counts: devices of each worker; None if each has as many.
 
     Raises:
         ValueError: the dataset is known to be unbatched, can not be iterated again, or can not be
             divided as the options say.
 
     >>> from ndistribute.data import Dataset
-    >>> dataset = distribute(Dataset.range(5).batch(4), [Device("cpu:0"), Device("cpu:1")])
+    >>> place = Place((Device("cpu:0"), Device("cpu:1")), (2,))
+    >>> dataset = distribute(Dataset.range(5).batch(4), place)
     >>> [[piece.tolist() for piece in step.values] for step in dataset]
     [[[0, 1], [2, 3]], [[4], []]]
     """
@@ -58,44 +48,31 @@ def distribute(
     if node.batched is False:
         raise ValueError(f"distribute_dataset got an unbatched dataset. {BATCH_IT}")
     chosen = options or _options_of(node)
-    place = place_of(devices, num_workers, worker_index, workers, replica_counts)
     can_agree = place.workers is not None
     sharding = choose_sharding(node, chosen.auto_shard_policy, place.num_workers, can_agree)
     return DistributedDataset(node, place, sharding, chosen)
 
 
 def distribute_from_function(
-    fn: Callable[[InputContext], Any],
-    devices: Sequence[Device],
-    options: InputOptions | None = None,
-    num_workers: int = 1,
-    worker_index: int = 0,
-    *,
-    workers: WorkerGroup | None = None,
-    replica_counts: Sequence[int] | None = None,
+    fn: Callable[[InputContext], Any], place: Place, options: InputOptions | None = None
 ) -> DistributedDataset:
     """Give the replicas of a worker one batch each at every step, in order.
 
     Args:
         fn: called once; returns a `Dataset` or any re-iterable, of batches of one replica's size.
-        devices: where each replica of this worker computes.
+        place: the replicas, and those of the other workers. If it says how these meet, one whose
+            dataset ends early takes part with empty pieces; else all must have as many steps.
         options: None for those of the dataset, else the defaults.
-        num_workers: workers of the job.
-        worker_index: this worker.
-        workers: how the workers meet, whose size and rank then count. With it a worker whose
-            dataset ends early takes part with empty pieces; without it all must have as many steps.
-        replica_counts: devices of each worker; None if each has as many.
 
     Raises:
         ValueError: `fn` does not return a dataset.
 
     >>> from ndistribute.data import Dataset
-    >>> devices = [Device("cpu:0"), Device("cpu:1")]
-    >>> dataset = distribute_from_function(lambda context: Dataset.range(3).batch(1), devices)
+    >>> place = Place((Device("cpu:0"), Device("cpu:1")), (2,))
+    >>> dataset = distribute_from_function(lambda context: Dataset.range(3).batch(1), place)
     >>> [[piece.tolist() for piece in step.values] for step in dataset]
     [[[0], [1]], [[2], []]]
     """
-    place = place_of(devices, num_workers, worker_index, workers, replica_counts)
     context = InputContext(place.num_workers, place.worker_index, place.num_replicas)
     node = as_dataset(fn(context)).node
     return DistributedDataset(node, place, Sharding.FUNCTION, options or _options_of(node))
@@ -107,7 +84,7 @@ class DistributedDataset:
     Made by a strategy. Each iteration is independent and can be resumed, see `DistributedIterator`.
 
     >>> from ndistribute.data import Dataset
-    >>> distribute(Dataset.range(9).batch(4), [Device("cpu:0")]).cardinality()
+    >>> distribute(Dataset.range(9).batch(4), Place((Device("cpu:0"),), (1,))).cardinality()
     3
     """
 

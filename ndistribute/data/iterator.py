@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ndistribute.collective.objects import ProcessGroup
 from ndistribute.context import current_frame
 from ndistribute.data.agreement import Report, agree, share_template
 from ndistribute.data.beginning import begin
 from ndistribute.data.elements import Element
 from ndistribute.data.pipeline import Node, Pass
-from ndistribute.data.places import Place, WorkerGroup
+from ndistribute.data.places import Place
 from ndistribute.data.policies import Sharding
 from ndistribute.data.prefetch import Prefetched
 from ndistribute.data.progress import Progress
@@ -43,9 +44,9 @@ class DistributedIterator(Iterator[Any]):
     """Iterate over a `DistributedDataset` once, from any step on.
 
     >>> import numpy as np
-    >>> from ndistribute.data import Dataset, distribute
-    >>> from ndistribute.device import Device
-    >>> dataset = distribute(Dataset.range(6).shuffle(6, seed=1).batch(2), [Device("cpu:0")])
+    >>> import ndistribute as nd
+    >>> dataset = nd.Dataset.range(6).shuffle(6, seed=1).batch(2)
+    >>> dataset = nd.get_strategy().distribute_dataset(dataset)
     >>> iterator = iter(dataset)
     >>> _ = next(iterator)
     >>> state = iterator.state_dict()
@@ -122,7 +123,7 @@ class DistributedIterator(Iterator[Any]):
         self._pass.threads.close()
         self._over = True
 
-    def _meeting(self) -> WorkerGroup | None:
+    def _meeting(self) -> ProcessGroup | None:
         """Return how workers agree on each step; None where they need not, or can not."""
         return None if self._progress.sharding is Sharding.DATA else self._place.workers
 
@@ -135,7 +136,7 @@ class DistributedIterator(Iterator[Any]):
             self._progress.positions[:] = [position] * self._place.num_workers
         return step.value
 
-    def _joint_step(self, source: Iterator[Step], workers: WorkerGroup) -> Any:
+    def _joint_step(self, source: Iterator[Step], workers: ProcessGroup) -> Any:
         """Take the next step of this worker's, and agree with the others on whether there is one.
 
         An error takes part too, so that the others do not wait for a worker that has raised.

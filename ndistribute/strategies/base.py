@@ -7,41 +7,64 @@ replicas meet, and which kind of variable a policy means.
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ndistribute import context, tree
 from ndistribute.autodiff import untrack
+from ndistribute.cluster import ClusterResolver
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.select import make_group
-from ndistribute.context import Frame, chosen, current_frame, entered
-from ndistribute.data import distribute, distribute_from_function
+from ndistribute.context import Frame, ReplicaContext, chosen, current_frame, entered
+from ndistribute.data import Place, distribute, distribute_from_function
 from ndistribute.device import Array, Device
-from ndistribute.replica_context import ReplicaContext
-from ndistribute.strategies.components import ValueContext, components_of
-from ndistribute.strategies.frames import cross_replica_frame
-from ndistribute.strategies.generators import ReplicaGenerators
-from ndistribute.strategies.reductions import gather_value, reduce_value
+from ndistribute.strategies.reductions import gather_value, local_components, reduce_value
 from ndistribute.strategies.replicas import ReplicaPool
-from ndistribute.strategies.turn import Turn
 from ndistribute.values import PerReplica
 from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
 from ndistribute.variables.sync_on_read import SyncOnReadVariable
 from ndistribute.variables.variable import Variable
 
-__all__ = ["Strategy"]
+__all__ = ["Strategy", "ValueContext"]
+
+# How long `run` waits for another thread's `run` of the same strategy.
+TURN_SECONDS = 600.0
 
 S = TypeVar("S", bound="Strategy")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueContext:
+    """Tell a value function which replica it makes a value for."""
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
+
+
+def _alias(name: str) -> Callable[..., Any]:
+    """Return a method that calls the one of this name, a subclass's where that overrides it."""
+
+    def call(self: Strategy, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    call.__doc__ = f"Call `{name}`, the same under the name that it has in TensorFlow."
+    return call
 
 
 class Strategy:
     """Run a step on every replica of a set of devices, and bring their values together.
 
+    ``with strategy:`` enters its scope, and closes it at the end.
+
     Args:
         devices: one for each replica.
+        cluster_resolver: who is in the job; None for a strategy of one process.
 
     >>> import ndistribute as nd
     >>> isinstance(nd.MirroredStrategy(["cpu:0"]), nd.Strategy)
@@ -49,12 +72,21 @@ class Strategy:
     """
 
     is_default = False
+    variable_kinds: ClassVar[Mapping[VariableSynchronization, type[Variable]]] = {
+        VariableSynchronization.ON_WRITE: MirroredVariable,
+        VariableSynchronization.ON_READ: SyncOnReadVariable,
+    }
+    """The class of variables by their synchronization."""
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(
+        self, devices: Sequence[Device], cluster_resolver: ClusterResolver | None = None
+    ) -> None:
         self._devices = tuple(devices)
+        self._resolver = cluster_resolver
         self._closed = False
-        self._turn = Turn()
-        self._generators = ReplicaGenerators(self._devices)
+        self._turn = threading.RLock()  # Knows its owner, and refuses to be released by others.
+        self._generators: dict[int, Any] = {}
+        self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
 
     # What a strategy may override.
@@ -63,15 +95,9 @@ class Strategy:
         """Make the communicators of the replicas."""
         return make_group(self._devices)
 
-    def variable_kind(self, synchronization: VariableSynchronization) -> type[Variable]:
-        """Return the class of variables with this synchronization."""
-        if synchronization is VariableSynchronization.ON_READ:
-            return SyncOnReadVariable
-        return MirroredVariable
-
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
         """Make the variable that a policy means, with an initial value."""
-        return self.variable_kind(policy.synchronization).make(self, array, policy)
+        return self.variable_kinds[policy.synchronization].make(self, array, policy)
 
     def across_workers(self, value: Any) -> Any:
         """Return a nest with the components of all processes' replicas in each `PerReplica`."""
@@ -84,6 +110,11 @@ class Strategy:
         """
         return initial_value
 
+    @property
+    def input_place(self) -> Place:
+        """Return where input goes: this process's replicas among those of all."""
+        return Place(self._devices, (len(self._devices),))
+
     # What users call.
 
     @property
@@ -94,12 +125,21 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """Return the number of replicas that reduce together."""
-        return self._group.communicators[0].size
+        return self._contexts[0].num_replicas_in_sync
 
     @property
-    def cluster_resolver(self) -> Any:
-        """Return who else is in the job: None for a strategy of one process."""
-        return None
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """Return who is in the job: None where this process works alone."""
+        return self._resolver
+
+    @property
+    def is_chief(self) -> bool:
+        """Return True on the process that does what is done once, such as writing a checkpoint.
+
+        That is the chief, else worker 0; and every process that works alone, as an evaluator does.
+        """
+        me = self._resolver
+        return me is None or me.task_type == "evaluator" or me.is_chief
 
     @property
     def replica_contexts(self) -> tuple[ReplicaContext, ...]:
@@ -113,7 +153,7 @@ class Strategy:
         Raises:
             RuntimeError: inside a replica, or in the scope of another strategy.
         """
-        frame = cross_replica_frame(self, "scope")
+        frame = self._cross_replica_frame("scope")
         with entered(Frame(chosen(self), None, frame.recorder, frame.merging)):
             yield self
 
@@ -148,8 +188,7 @@ class Strategy:
                 f"args must be a list or tuple, got {type(args).__name__}: write "
                 "strategy.run(step, args=(x,))."
             )
-        frame = cross_replica_frame(self, "run")
-        if frame.merging:
+        if self._cross_replica_frame("run").merging:
             raise RuntimeError(
                 "run was called inside merge_call: the replicas are waiting there. Return the "
                 "value and call run outside."
@@ -180,9 +219,10 @@ class Strategy:
 
         Raises:
             ValueError: the op is unknown, shapes differ, or an axis is out of range.
+            TypeError: a leaf is no number, array or `IndexedSlices`.
             RuntimeError: called inside a replica.
         """
-        cross_replica_frame(self, "reduce")
+        self._cross_replica_frame("reduce", "merge_call or all_reduce")
         op = ReduceOp.parse(reduce_op)
         value = self.across_workers(value)
         return reduce_value(op, value, axis, self._devices[0], self.num_replicas_in_sync)
@@ -198,32 +238,33 @@ class Strategy:
             ValueError: a component has no such axis, or other lengths differ.
             RuntimeError: called inside a replica.
         """
-        cross_replica_frame(self, "gather", instead="all_gather")
+        self._cross_replica_frame("gather", "all_gather")
         value = self.across_workers(value)
         return gather_value(value, axis, self._devices[0], self.num_replicas_in_sync)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Cut each batch of a dataset into one piece per replica.
+        """Cut each global batch of a dataset into one piece per replica, of all workers.
 
         Args:
-            dataset: batched by the global batch size.
+            dataset: batched by the global batch size, the same on every worker.
             options: `InputOptions`.
 
         Returns:
-            A re-iterable of nests of `PerReplica`.
+            A re-iterable of nests of `PerReplica`, with the pieces of this process's replicas.
         """
-        return distribute(dataset, self._devices, options)
+        return distribute(dataset, self.input_place, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[Any], Any], options: Any = None
     ) -> Any:
-        """Feed the replicas from a dataset of per-replica batches.
+        """Feed this process's replicas from a dataset of per-replica batches.
 
         Args:
-            dataset_fn: called with an `InputContext`, returns the dataset.
+            dataset_fn: called with an `InputContext` that says which worker this is; returns the
+                dataset.
             options: `InputOptions`.
         """
-        return distribute_from_function(dataset_fn, self._devices, options)
+        return distribute_from_function(dataset_fn, self.input_place, options)
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Make a value for each replica.
@@ -241,11 +282,20 @@ class Strategy:
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this process's components of a value, ``(value,)`` for a plain one.
 
+        Args:
+            value: a `DistributedValues` or variable, a nest that holds some, or something plain.
+
+        Returns:
+            One entry per replica: a component, or a nest of them.
+
+        Raises:
+            ValueError: the leaves of a nest have different numbers of components.
+
         >>> import ndistribute as nd
         >>> nd.get_strategy().local_results({"x": nd.PerReplica([1])})
         ({'x': 1},)
         """
-        return components_of(value)
+        return local_components(value)
 
     def close(self) -> None:
         """End the replica threads; variables stay readable, `run` does not work any more.
@@ -256,16 +306,19 @@ class Strategy:
         frame = current_frame()
         if frame.strategy is self and (frame.replica is not None or frame.merging):
             raise RuntimeError(f"close of {self!r} was called inside a step that it runs.")
-        with self._turn.taken(self):
+        with self._exclusive():
             self._closed = True
             self._pool.close()
 
-    experimental_distribute_dataset = distribute_dataset
-    experimental_distribute_values_from_function = distribute_values_from_function
-    experimental_local_results = local_results
-    experimental_run_v2 = run
+    experimental_distribute_dataset = _alias("distribute_dataset")
+    experimental_distribute_values_from_function = _alias("distribute_values_from_function")
+    experimental_local_results = _alias("local_results")
+    experimental_run_v2 = _alias("run")
 
     def __enter__(self: S) -> S:
+        scope = self.scope()
+        scope.__enter__()
+        self._scopes[threading.get_ident()].append(scope)
         return self
 
     def __exit__(
@@ -274,22 +327,25 @@ class Strategy:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self._scopes[threading.get_ident()].pop().__exit__(kind, error, traceback)
+        finally:
+            self.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, map(str, self._devices)))})"
 
     def _build(self) -> None:
         """Make the replicas' communicators, contexts and threads."""
-        self._group = self.make_group()
+        group = self.make_group()
         self._contexts = tuple(
-            ReplicaContext(self, communicator, device, self._generators.of)
-            for communicator, device in zip(self._group.communicators, self._devices, strict=True)
+            ReplicaContext(self, communicator, device, self._generators)
+            for communicator, device in zip(group.communicators, self._devices, strict=True)
         )
-        self._pool = ReplicaPool(self._group, self._contexts, repr(self))
+        self._pool = ReplicaPool(group, self._contexts, repr(self))
 
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
-        with self._turn.taken(self):
+        with self._exclusive():
             if self._closed:
                 raise RuntimeError(f"{self!r} was closed: make a new strategy to run steps.")
             try:
@@ -297,3 +353,41 @@ class Strategy:
             finally:
                 if self._pool.abandoned:
                     self._build()
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Let one thread at a time use the replicas; it may come again inside.
+
+        Raises:
+            RuntimeError: another thread uses them too long.
+        """
+        try:
+            if not self._turn.acquire(timeout=TURN_SECONDS):
+                raise RuntimeError(
+                    f"another thread has been running a step of {self!r} for {TURN_SECONDS:g} s."
+                )
+            yield
+        finally:
+            try:  # noqa: SIM105 - a call before the release would let an interrupt in.
+                self._turn.release()
+            except RuntimeError:
+                pass  # It was not acquired.
+
+    def _cross_replica_frame(self, method: str, instead: str = "merge_call") -> Frame:
+        """Return the thread's frame, having checked that a method makes sense there.
+
+        Raises:
+            RuntimeError: the thread is in a replica, or in the scope of another strategy.
+        """
+        frame = current_frame()
+        if frame.replica is not None:
+            raise RuntimeError(
+                f"{method} was called inside a replica, where each replica runs on its own. Call "
+                f"it outside run, or use get_replica_context().{instead} instead."
+            )
+        if frame.strategy is not None and frame.strategy is not self:
+            raise RuntimeError(
+                f"Mixing different strategies: {method} of {self!r} was called in the scope of "
+                f"{frame.strategy!r}. Leave that scope first."
+            )
+        return frame

@@ -13,10 +13,10 @@ from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.select import join_workers, make_group, make_worker_group
 from ndistribute.collective.workers import Workers
-from ndistribute.data import distribute, distribute_from_function
+from ndistribute.data import Place
 from ndistribute.device import Device, copy_to, device_of, resolve_devices, to_host
-from ndistribute.strategies.across_workers import gather_components
 from ndistribute.strategies.base import Strategy
+from ndistribute.strategies.reductions import components_of_workers
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 
@@ -50,25 +50,15 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         devices: Sequence[str | Device] | None = None,
     ) -> None:
-        self._resolver = resolve() if cluster_resolver is None else cluster_resolver
+        resolver = resolve() if cluster_resolver is None else cluster_resolver
         self._options = communication_options or CommunicationOptions()
         own = resolve_devices(devices)
-        self._workers = _join(self._resolver, own, self._options)
+        self._workers = _join(resolver, own, self._options)
         # The others wait for a good-bye, also where the program ends without closing anything.
         self._farewell: Callable[[], Any] = lambda: None
         if self._workers is not None:
             self._farewell = weakref.finalize(self, self._workers.close)
-        super().__init__(own)
-
-    @property
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """Return who is in the job: None where this process works alone."""
-        return self._resolver
-
-    @property
-    def is_chief(self) -> bool:
-        """Say whether this worker writes what is written once."""
-        return self._workers is None or self._workers.rank == 0
+        super().__init__(own, resolver)
 
     def make_group(self) -> ReplicaGroup:
         """Make communicators that meet those of the other workers."""
@@ -78,7 +68,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def across_workers(self, value: Any) -> Any:
         """Return a nest with the components of all workers' replicas in each `PerReplica`."""
-        return value if self._workers is None else gather_components(value, self._workers)
+        return value if self._workers is None else components_of_workers(value, self._workers)
 
     def agree_on(self, initial_value: Any, what: str) -> Any:
         """Return the chief's initial value of a variable, which is the same one on all workers."""
@@ -87,55 +77,18 @@ class MultiWorkerMirroredStrategy(Strategy):
         chiefs = self._workers.agree(np.asarray(to_host(initial_value)), what)
         return copy_to(np.asarray(chiefs), device_of(initial_value))
 
-    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Cut each global batch into one piece per replica of all workers.
-
-        Args:
-            dataset: batched by the global batch size, the same on every worker.
-            options: `InputOptions`.
-
-        Returns:
-            A re-iterable of nests of `PerReplica` with the pieces of this worker's replicas.
-        """
-        if self._workers is None:
-            return super().distribute_dataset(dataset, options)
-        return distribute(
-            dataset,
-            self._devices,
-            options,
-            num_workers=self._workers.size,
-            worker_index=self._workers.rank,
-            replica_counts=self._workers.replica_counts,
-            workers=self._workers,
-        )
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[Any], Any], options: Any = None
-    ) -> Any:
-        """Feed this worker's replicas from a dataset of per-replica batches.
-
-        Args:
-            dataset_fn: called with an `InputContext` that says which worker this is.
-            options: `InputOptions`.
-        """
-        if self._workers is None:
-            return super().distribute_datasets_from_function(dataset_fn, options)
-        return distribute_from_function(
-            dataset_fn,
-            self._devices,
-            options,
-            num_workers=self._workers.size,
-            worker_index=self._workers.rank,
-            replica_counts=self._workers.replica_counts,
-            workers=self._workers,
-        )
+    @property
+    def input_place(self) -> Place:
+        """Return where input goes: this worker's replicas among those of all."""
+        workers = self._workers
+        if workers is None:
+            return super().input_place
+        return Place(self._devices, workers.replica_counts, workers.rank, workers)
 
     def close(self) -> None:
         """End the replica threads and say good-bye to the other workers."""
         super().close()
         self._farewell()
-
-    experimental_distribute_dataset = distribute_dataset
 
     def __repr__(self) -> str:
         if self._workers is None:

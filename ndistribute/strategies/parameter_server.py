@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ndistribute import tree
 from ndistribute.cluster import ClusterResolver, resolve
+from ndistribute.cluster.resolvers import current_task
 from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.remote_value import keep_until_run
+from ndistribute.coordinator.worker import keep
 from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.device import Array, Device, resolve_devices
 from ndistribute.parameter_server.client import Outcomes, ServerClient, Servers, current_closure
 from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Done, Reply, Status
 from ndistribute.parameter_server.server import LocalServer
 from ndistribute.strategies.base import Strategy
-from ndistribute.strategies.handles import Handle, new_handle, new_namespace, strategy_of
 from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.timeline import span
 from ndistribute.transport.failure_detector import detector
@@ -43,14 +45,14 @@ from ndistribute.variables.served import ServedVariable
 from ndistribute.variables.sync_on_read import SyncOnReadVariable
 from ndistribute.variables.variable import Variable
 
-__all__ = ["ParameterServerStrategy", "Role", "role_of"]
+__all__ = ["ParameterServerStrategy"]
 
 TIMEOUT_SECONDS = 600.0
 _LIVES_APART = 1 << 29  # Versions of two lives of a server differ by more.
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class _Role:
     """What this process is among those that use the servers.
 
     Args:
@@ -65,6 +67,30 @@ class Role:
     index: int = 0
     coordinated: bool = False
 
+    @classmethod
+    def of(cls, resolver: ClusterResolver | None) -> _Role:
+        """Return what a process is.
+
+        Raises:
+            ValueError: it is a parameter server itself, or there is none.
+        """
+        if resolver is None or not resolver.cluster_spec():
+            return cls()
+        cluster, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id or 0
+        if job == "ps":
+            raise ValueError(
+                "this process is a parameter server: it runs nd.Server(cluster, 'ps', "
+                "index).join() and no strategy."
+            )
+        if "ps" not in cluster.jobs:
+            raise ValueError(
+                f"the cluster has {', '.join(cluster.jobs)} and no parameter server: give it tasks "
+                "of the job 'ps', or use MultiWorkerMirroredStrategy."
+            )
+        workers = list(cluster.task_indices("worker")) if "worker" in cluster.jobs else []
+        place = workers.index(index) if job == "worker" else 0
+        return cls(f"{job}:{index}", max(1, len(workers)), place, "chief" in cluster.jobs)
+
     @property
     def share(self) -> tuple[int, int]:
         """Return into how many shares data is divided, and which of them is this process's."""
@@ -72,29 +98,69 @@ class Role:
         return (self.num_workers, self.index) if shared else (1, 0)
 
 
-def role_of(resolver: ClusterResolver | None) -> Role:
-    """Return what a process is.
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """What is pickled of a strategy: which one is meant, and how to make it in another process.
 
-    Raises:
-        ValueError: it is a parameter server itself, or there is none.
+    A worker makes it once for a coordinator, so that all variables and functions which were sent
+    there meet in the same strategy; it is dropped with the coordinator's own.
+
+    Args:
+        token: no other strategy has it.
+        namespace: stands before all its names on the servers.
+        devices: as its maker named them; of each worker itself.
+        partitioner: likewise.
+        timeout_seconds: likewise.
     """
-    if resolver is None or not resolver.cluster_spec():
-        return Role()
-    jobs = resolver.cluster_spec().jobs
-    job, index = resolver.task_type, resolver.task_id or 0
-    if job == "ps":
-        raise ValueError(
-            "this process is a parameter server: it runs nd.Server(cluster, 'ps', index).join() "
-            "and no strategy."
-        )
-    if "ps" not in jobs:
-        raise ValueError(
-            f"the cluster has {', '.join(jobs)} and no parameter server: give it tasks of the job "
-            "'ps', or use MultiWorkerMirroredStrategy."
-        )
-    workers = resolver.cluster_spec().task_indices("worker") if "worker" in jobs else []
-    place = list(workers).index(index) if job == "worker" else 0
-    return Role(f"{job}:{index}", max(1, len(workers)), place, "chief" in jobs)
+
+    token: str
+    namespace: str
+    devices: tuple[str, ...] | None
+    partitioner: Callable[..., Sequence[int]] | None
+    timeout_seconds: float | None
+
+    def strategy(self) -> ParameterServerStrategy:
+        """Return this process's own strategy.
+
+        Raises:
+            RuntimeError: it is not from here, and this process is no worker.
+        """
+        with _process.lock:
+            found: ParameterServerStrategy | None = _process.made.get(self.token)
+        if found is not None:
+            return found
+        task = current_task()
+        if task is None:
+            raise RuntimeError(
+                "a ParameterServerStrategy, or a variable of one, was sent to a process that is no "
+                "worker of its cluster: only functions that a ClusterCoordinator schedules can "
+                "use them elsewhere."
+            )
+
+        def make() -> ParameterServerStrategy:
+            return ParameterServerStrategy(
+                task,
+                self.partitioner,
+                devices=self.devices,
+                timeout_seconds=self.timeout_seconds,
+                _handle=self,
+            )
+
+        kept: ParameterServerStrategy = keep(self.token, make, ParameterServerStrategy.close)
+        return kept
+
+
+class _Process:
+    """The strategies that this process made, and how many on each cluster; none in a fork."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.made: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.counts: Counter[str] = Counter()
+
+
+_process = _Process()
+os.register_at_fork(after_in_child=_process.__init__)  # type: ignore[misc]
 
 
 class ParameterServerStrategy(Strategy):
@@ -150,11 +216,11 @@ class ParameterServerStrategy(Strategy):
         timeout_seconds: float | None = None,
         durability: Literal["snapshot", "log"] = "snapshot",
         restore: bool = False,
-        _handle: Handle | None = None,
+        _handle: _Handle | None = None,
     ) -> None:
-        self._resolver = resolve() if cluster_resolver is None else cluster_resolver
-        self._role = role_of(self._resolver)
-        self._cluster = None if self._resolver is None else self._resolver.cluster_spec() or None
+        resolver = resolve() if cluster_resolver is None else cluster_resolver
+        self._role = _Role.of(resolver)
+        self._cluster = None if resolver is None else resolver.cluster_spec() or None
         self._process = os.getpid()
         self._timeout = TIMEOUT_SECONDS if timeout_seconds is None else float(timeout_seconds)
         if self._timeout <= 0:
@@ -164,7 +230,7 @@ class ParameterServerStrategy(Strategy):
         self._lock = threading.Lock()
         self.handles: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
         """The variables of this process by their names on the servers."""
-        super().__init__(resolve_devices(devices))
+        super().__init__(resolve_devices(devices), resolver)
         self._names: set[str] = set()
         self._asked: Counter[str] = Counter()
         self._placed = 0
@@ -172,13 +238,13 @@ class ParameterServerStrategy(Strategy):
         self._copies = Copies(self._servers)
         weakref.finalize(self, detector.close_soon, self._servers.close).atexit = False
         with contextlib.nullcontext("") if _handle else self._new_namespace(restore) as namespace:
-            self._handle = _handle or new_handle(
-                self,
-                namespace=namespace,
-                devices=None if devices is None else tuple(map(str, devices)),
-                partitioner=variable_partitioner,
-                timeout_seconds=timeout_seconds,
+            named = None if devices is None else tuple(map(str, devices))
+            self._handle = _handle or _Handle(
+                secrets.token_hex(8), namespace, named, variable_partitioner, timeout_seconds
             )
+            if _handle is None:
+                with _process.lock:
+                    _process.made[self._handle.token] = self
             self._forgotten = weakref.finalize(self, forget, self._handle.token)
             self._mode = update_mode_of(
                 self._role.num_workers,
@@ -189,23 +255,7 @@ class ParameterServerStrategy(Strategy):
                 coordinated=self._role.coordinated,
                 timeout=self._timeout,
             )
-            self._greet(durability)
-
-    @classmethod
-    def from_handle(cls, resolver: ClusterResolver, handle: Handle) -> ParameterServerStrategy:
-        """Return this process's own strategy for one that a coordinator sent."""
-        return cls(
-            resolver,
-            handle.partitioner,
-            devices=handle.devices,
-            timeout_seconds=handle.timeout_seconds,
-            _handle=handle,
-        )
-
-    @property
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """Return who is in the job: None where this process works alone."""
-        return self._resolver
+            self._await_servers(durability)
 
     @property
     def servers(self) -> Servers:
@@ -255,12 +305,27 @@ class ParameterServerStrategy(Strategy):
             clients.append(ServerClient(client, title))
         return clients
 
-    def _new_namespace(self, restore: bool) -> contextlib.AbstractContextManager[str]:
-        if self._cluster is None:
-            return contextlib.nullcontext("")
-        return new_namespace(self._cluster, restore)
+    @contextlib.contextmanager
+    def _new_namespace(self, restore: bool) -> Iterator[str]:
+        """Give what stands before this strategy's names on the servers of its cluster.
 
-    def _greet(self, durability: Literal["snapshot", "log"]) -> None:
+        The first strategy of each process has an empty one, so that workers share their variables,
+        and a worker that is started again finds them. A second one of a process starts afresh. One
+        that could not be made, as an error in the ``with`` block tells, does not count.
+        """
+        key = "" if self._cluster is None else str(self._cluster.as_dict())
+        with _process.lock:
+            fresh = not restore or not _process.counts[key]
+            _process.counts[key] += fresh
+            count = _process.counts[key]
+        try:
+            yield "" if count == 1 or self._cluster is None else f"strategy_{count}/"
+        except BaseException:
+            with _process.lock:
+                _process.counts[key] -= fresh
+            raise
+
+    def _await_servers(self, durability: Literal["snapshot", "log"]) -> None:
         """Wait until all servers are up."""
         if self._cluster is not None:
             try:
@@ -427,11 +492,9 @@ class ParameterServerStrategy(Strategy):
         self._servers.close()
         self._forgotten()
 
-    experimental_distribute_dataset = distribute_dataset
-
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
         self._check_process()
-        with self._turn.taken(self):
+        with self._exclusive():
             self._copies.begin_step()
             return super()._run_on_all(step)
 
@@ -462,7 +525,7 @@ class ParameterServerStrategy(Strategy):
 
     def __reduce__(self) -> Any:
         keep_until_run(self)
-        return strategy_of, (self._handle,)
+        return _Handle.strategy, (self._handle,)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} of {self._role.task}"

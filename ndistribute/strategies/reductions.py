@@ -1,14 +1,20 @@
-"""`reduce` and `gather` in the cross-replica context: arithmetic on the components of a value."""
+"""What becomes of values that have a component for each replica: taken apart, reduced, gathered.
+
+All processes compute the same of the same components in the same order, so it comes out bit for bit
+the same; it is for losses and metrics, not for gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ndistribute import tree
 from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.reduce_op import (
     ReduceOp,
     accumulation_dtype,
@@ -16,69 +22,113 @@ from ndistribute.collective.reduce_op import (
     reduce_arrays,
     result_dtype,
 )
+from ndistribute.collective.workers import Workers
 from ndistribute.device import Array, Device, array_namespace, as_array, copy_to
 from ndistribute.stream import working_on
-from ndistribute.values import DistributedValues
+from ndistribute.values import DistributedValues, PerReplica
 from ndistribute.variables.policy import VariableSynchronization
 from ndistribute.variables.variable import Variable
 
-__all__ = ["gather_value", "reduce_value"]
+__all__ = ["components_of_workers", "gather_value", "local_components", "reduce_value"]
+
+
+def local_components(value: Any) -> tuple[Any, ...]:
+    """Return the components of a value that this process holds; see `Strategy.local_results`."""
+    held = [v.values for v in tree.flatten(value) if isinstance(v, DistributedValues | Variable)]
+    if not held:
+        return (value,)
+    size = max(map(len, held))
+
+    def component(leaf: Any, index: int) -> Any:
+        if not isinstance(leaf, DistributedValues | Variable):
+            return leaf
+        parts = leaf.values
+        if isinstance(leaf, Variable) and len(parts) == 1:
+            return parts[0]  # A central variable's one component stands for every replica's.
+        if len(parts) != size:
+            raise ValueError(
+                f"local_results of a nest in which one leaf has {size} component(s) and another "
+                f"has {len(parts)}: each needs one component for each replica."
+            )
+        return parts[index]
+
+    return tuple(tree.map_leaves(lambda leaf, i=i: component(leaf, i), value) for i in range(size))
+
+
+def components_of_workers(value: Any, workers: Workers) -> Any:
+    """Return a nest in which each distributed leaf has the components of all processes.
+
+    Args:
+        value: a nest; plain leaves and mirrored variables stay as they are.
+        workers: the processes; all of them must call this with the same structure.
+
+    Raises:
+        ValueError: on all processes, where one has another number of components than replicas.
+        TypeError: on all processes, where one has components that are no arrays of plain dtypes.
+    """
+    leaves = tree.flatten(value)
+    columns = [_components(leaf) for leaf in leaves]
+    own = [column for column in columns if column is not None]
+    if not own:
+        return value
+    replicas = workers.replica_counts[workers.rank]
+    told: Any = own
+    for column in own:
+        if len(column) != replicas:
+            told = ValueError(
+                f"a value of {len(column)} component(s) where the worker has {replicas} replica(s)."
+            )
+    everyone = all_gather_object(workers, told)
+    joined = map(PerReplica, map(chain.from_iterable, zip(*everyone, strict=True)))
+    whole = [
+        leaf if column is None else next(joined)
+        for leaf, column in zip(leaves, columns, strict=True)
+    ]
+    return tree.unflatten(value, whole)
 
 
 def reduce_value(op: ReduceOp, value: Any, axis: Any, device: Device, replicas: int) -> Any:
-    """Reduce a nest over replicas, and along axes of its own if any are named.
-
-    Args:
-        op: the reduction.
-        value: a nest; each leaf a `PerReplica`, a `Mirrored`, a variable, or a plain value, which
-            counts as the same on every replica.
-        axis: None, an int, or a tuple or list of them.
-        device: where the result shall be.
-        replicas: how many components a `PerReplica` has.
-
-    Raises:
-        ValueError: shapes differ, or an axis is out of range.
-        TypeError: the value is no number, array or `IndexedSlices`.
-    """
+    """Return a nest reduced over replicas on a device; see `Strategy.reduce`."""
     with working_on(device):
-        if isinstance(value, DistributedValues):
-            return _reduce_leaf(op, value, axis, device, replicas)
         return tree.map_leaves(lambda leaf: _reduce_leaf(op, leaf, axis, device, replicas), value)
 
 
 def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
-    """Concatenate the components of each leaf of a nest in replica order.
+    """Return a nest joined over replicas on a device; see `Strategy.gather`."""
 
-    Raises:
-        ValueError: a component has no such axis, or other lengths differ.
-    """
-    return tree.map_leaves(lambda leaf: _gather_leaf(leaf, axis, device, replicas), value)
-
-
-def _reduce_leaf(op: ReduceOp, leaf: Any, axis: Any, device: Device, replicas: int) -> Any:
-    parts = _components(leaf, replicas)
-    if isinstance(leaf if parts is None else parts[0], IndexedSlices):
-        return _reduce_rows(op, parts or [leaf] * replicas, axis, device)
-    if parts is None:
-        array = _numbers(op, [_value_of(leaf)], device)[0]
-        return _reduce_plain(op, array, axis, replicas)
-    arrays = _numbers(op, parts, device)
-    if axis is None:
-        _check_equal(op, [array.shape for array in arrays], "shapes")
-        return _numeric(reduce_arrays(op, arrays))
-    return _reduce_axes(op, arrays, axis)
-
-
-def _gather_leaf(leaf: Any, axis: int, device: Device, replicas: int) -> Array:
-    parts = _components(leaf, replicas) or [_value_of(leaf)] * replicas
-    for replica, array in enumerate(map(as_array, parts)):
-        if not -array.ndim <= axis < array.ndim:
-            raise ValueError(
-                f"gather along axis {axis}: the value of replica {replica} has shape "
-                f"{array.shape}. A number has no axis to join along: return np.reshape(x, (1,))."
-            )
-    with working_on(device):
+    def gather(leaf: Any) -> Array:
+        parts = _checked_components(leaf, replicas) or [_value_of(leaf)] * replicas
+        for replica, array in enumerate(map(as_array, parts)):
+            if not -array.ndim <= axis < array.ndim:
+                raise ValueError(
+                    f"gather along axis {axis}: the value of replica {replica} has shape "
+                    f"{array.shape}. A number has no axis to join along: return np.reshape(x, "
+                    "(1,))."
+                )
         return _joined(parts, axis, device)
+
+    with working_on(device):
+        return tree.map_leaves(gather, value)
+
+
+def _components(leaf: Any) -> Sequence[Any] | None:
+    """Return a leaf's components, or None where every replica has the same value."""
+    local = isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ
+    return leaf.values if local or isinstance(leaf, DistributedValues) else None
+
+
+def _checked_components(leaf: Any, replicas: int) -> Sequence[Any] | None:
+    parts = _components(leaf)
+    if parts is not None and len(parts) != replicas:
+        raise ValueError(
+            f"a {type(leaf).__name__} of {len(parts)} component(s) where the strategy has "
+            f"{replicas} replica(s)."
+        )
+    return parts
+
+
+def _value_of(leaf: Any) -> Any:
+    return leaf.component() if isinstance(leaf, Variable) else leaf
 
 
 def _joined(parts: Sequence[Any], axis: int, device: Device) -> Array:
@@ -86,18 +136,25 @@ def _joined(parts: Sequence[Any], axis: int, device: Device) -> Array:
     return array_namespace(*arrays).concatenate(arrays, axis=axis)
 
 
-def _components(leaf: Any, replicas: int) -> Sequence[Any] | None:
-    """Return a leaf's components, or None where every replica has the same value."""
-    local = isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ
-    if not local and not isinstance(leaf, DistributedValues):
-        return None
-    parts: Sequence[Any] = leaf.values
-    if len(parts) != replicas:
-        raise ValueError(
-            f"a {type(leaf).__name__} of {len(parts)} component(s) where the strategy has "
-            f"{replicas} replica(s)."
-        )
-    return parts
+def _reduce_leaf(op: ReduceOp, leaf: Any, axis: Any, device: Device, replicas: int) -> Any:
+    """Reduce one leaf; what has no axes left is a number of its dtype."""
+    parts = _checked_components(leaf, replicas)
+    if isinstance(leaf if parts is None else parts[0], IndexedSlices):
+        return _reduce_rows(op, parts or [leaf] * replicas, axis, device)
+    arrays = _numbers(op, [_value_of(leaf)] if parts is None else parts, device)
+    if axis is not None:
+        reduced = _reduce_axes(op, arrays, axis)
+    elif parts is not None:
+        _check_equal(op, [array.shape for array in arrays], "shapes")
+        reduced = reduce_arrays(op, arrays)
+    else:
+        reduced = arrays[0].astype(result_dtype(op, arrays[0].dtype), copy=True)
+    # What is the same on every replica is reduced without the rounding of adding it up.
+    if parts is None and op is ReduceOp.SUM:
+        reduced = reduced * reduced.dtype.type(replicas)
+    elif parts is None and op is ReduceOp.PROD:
+        reduced = (reduced**replicas).astype(reduced.dtype, copy=False)
+    return reduced[()]
 
 
 def _numbers(op: ReduceOp, parts: Sequence[Any], device: Device) -> list[Array]:
@@ -116,48 +173,28 @@ def _numbers(op: ReduceOp, parts: Sequence[Any], device: Device) -> list[Array]:
     return arrays
 
 
-def _value_of(leaf: Any) -> Any:
-    return leaf.component() if isinstance(leaf, Variable) else leaf
-
-
-def _reduce_plain(op: ReduceOp, array: Array, axis: Any, replicas: int) -> Any:
-    """Reduce what is the same on every replica, without the rounding of adding it up."""
-    if axis is not None:
-        array = as_array(_reduce_axes(op, [array], axis))
-    if op is ReduceOp.SUM:
-        return _numeric(array * array.dtype.type(replicas))
-    if op is ReduceOp.PROD:
-        return _numeric((array**replicas).astype(array.dtype, copy=False))
-    return _numeric(array.astype(result_dtype(op, array.dtype), copy=True))
-
-
-def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Any:
+def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Array:
     """Reduce axes inside each replica, then over replicas; a mean divides by the true count."""
     axes = _normalised(axis, arrays)
     kept = [tuple(n for i, n in enumerate(array.shape) if i not in axes) for array in arrays]
     _check_equal(op, kept, f"shapes without axes {axes}")
-    inner = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    wide, final = accumulation_dtype(op, arrays[0].dtype), result_dtype(op, arrays[0].dtype)
+    # By an array's methods, for CuPy's ufuncs reduce by sum and product alone.
     if op in (ReduceOp.MIN, ReduceOp.MAX):
-        filled = [a for a in arrays if all(a.shape[axis] for axis in axes)]
+        filled = [array for array in arrays if all(array.shape[axis] for axis in axes)]
         if not filled:
             raise ValueError(f"{op.name} over replicas that are all empty along axes {axes}.")
-        arrays = filled
-    wide = accumulation_dtype(op, arrays[0].dtype)
-    total = reduce_arrays(inner, [_reduce_inside(inner, array, axes, wide) for array in arrays])
-    if op is ReduceOp.MEAN:
-        count = sum(int(np.prod([a.shape[axis] for axis in axes])) for a in arrays)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            total = total / wide.type(count)
-    return _numeric(total.astype(result_dtype(op, arrays[0].dtype), copy=False))
-
-
-def _reduce_inside(op: ReduceOp, array: Array, axes: tuple[int, ...], wide: Any) -> Array:
-    """Reduce axes of one array by its method: CuPy's ufuncs reduce by sum and product alone."""
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        return as_array(array.min(axis=axes) if op is ReduceOp.MIN else array.max(axis=axes))
+        method = op.name.lower()
+        return reduce_arrays(op, [as_array(getattr(a, method)(axis=axes)) for a in filled])
+    inner, method = (ReduceOp.PROD, "prod") if op is ReduceOp.PROD else (ReduceOp.SUM, "sum")
     # The dtype is named because NumPy would widen small integers while it sums.
-    method = array.sum if op is ReduceOp.SUM else array.prod
-    return as_array(method(axis=axes, dtype=wide))
+    parts = [as_array(getattr(array, method)(axis=axes, dtype=wide)) for array in arrays]
+    total = reduce_arrays(inner, parts)
+    if op is ReduceOp.MEAN:
+        count = sum(int(np.prod([array.shape[axis] for axis in axes])) for array in arrays)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            total = as_array(total / wide.type(count))
+    return total.astype(final, copy=False)
 
 
 def _reduce_rows(
@@ -202,8 +239,3 @@ def _check_equal(op: ReduceOp | None, shapes: Sequence[tuple[int, ...]], what: s
                 f"{name}: replica {replica} has {what} {shape}, replica 0 has {shapes[0]}. They "
                 "must agree; use gather, or reduce along the axis that differs."
             )
-
-
-def _numeric(array: Any) -> Any:
-    """Return an array without axes as a number of its dtype."""
-    return array[()]

@@ -6,9 +6,9 @@ fails releases the rest; the pool is usable again when all are out.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
+import queue
 import threading
 import time
 import weakref
@@ -17,9 +17,8 @@ from typing import Any
 
 from ndistribute.blas import cores, limited_blas
 from ndistribute.collective.replica_group import ReplicaGroup
-from ndistribute.context import Frame, chosen, frame_stack
+from ndistribute.context import Frame, ReplicaContext, chosen, frame_stack
 from ndistribute.errors import WorkerLostError
-from ndistribute.replica_context import ReplicaContext
 from ndistribute.timeline import span
 
 __all__ = ["ReplicaPool"]
@@ -31,96 +30,65 @@ Step = Callable[[int], Any]
 GRACE_SECONDS = 30.0
 
 
-class _Outcome:
-    """What the replicas of one step returned and raised, errors in the order of time."""
+class _Running:
+    """A step under way: what its replicas returned and raised, and how many threads are in it."""
 
     def __init__(self, size: int) -> None:
         self.results: list[Any] = [None] * size
-        self.errors: list[tuple[int, BaseException]] = []
+        self.errors: list[tuple[int, BaseException]] = []  # In the order of time.
+        self.begun = 0
+        self._ended: list[None] = []
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._deadline: float | None = None
 
-    def given_up(self, grace: float) -> bool:
-        """Say whether so many seconds have passed since this was first asked."""
-        if self._deadline is None:
-            self._deadline = time.monotonic() + grace
-        return time.monotonic() > self._deadline
-
-
-class _Job:
-    """What one thread does in a step, and whether it is over."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.given = False
-        self._work = work
-        self._over = False
-        self._token = threading.Lock()  # Held until it is over.
-        self._token.acquire()
-
-    def do(self) -> None:
-        """Do it, on the thread that it was given to."""
-        try:
-            self._work()
-        finally:
-            self._over = True
-            self._token.release()
-
-    def wait(self, timeout: float) -> bool:
-        """Wait until it is over, and say whether it is; one that was never given is."""
-        # An interrupt may come when the token is taken already: the flag has the last word.
-        return self._over or not self.given or self._token.acquire(timeout=timeout)
-
-
-class _ReplicaThread:
-    """A thread that waits for a job, does it, and waits for the next."""
-
-    def __init__(self, name: str) -> None:
-        self._job: _Job | None = None
-        self._start = threading.Lock()  # A token: held until there is a job.
-        self._start.acquire()
-        # Where nobody is left to give jobs, the thread ends.
-        owner = weakref.ref(self, functools.partial(_wake, self._start))
-        self._thread = threading.Thread(
-            target=_serve, args=(owner, self._start), name=name, daemon=True
-        )
-        self._thread.start()
-
-    def post(self, job: _Job) -> None:
-        """Give the thread a job."""
-        self._job = job
-        job.given = True
-        self._start.release()
-
-    def take(self) -> _Job | None:
-        """Return the job that was posted; None tells the thread to end."""
-        job, self._job = self._job, None
-        return job
-
     def end(self) -> None:
-        """End the thread; it must have no job."""
-        self._start.release()
-        self._thread.join(GRACE_SECONDS)
+        """Say that a thread is out of the step."""
+        self._ended.append(None)
+        self._wake.put(None)
+
+    def wait(self) -> bool:
+        """Wait until all threads are out: as long as they compute, but a while after a failure.
+
+        Returns:
+            False if they are still in the step, and given up.
+        """
+        # Those that ended are counted: an interrupt may strike when a wake-up was taken already.
+        while len(self._ended) < self.begun:
+            try:  # In short waits, for a failure may come while this thread sleeps.
+                self._wake.get(timeout=1.0)
+            except queue.Empty:
+                if self.errors:
+                    self._deadline = self._deadline or time.monotonic() + GRACE_SECONDS
+                    if time.monotonic() > self._deadline:
+                        return False
+        return True
 
 
-def _wake(start: threading.Lock, _: object) -> None:
-    with contextlib.suppress(RuntimeError):  # It is on its way already.
-        start.release()
+Jobs = queue.SimpleQueue[tuple[Callable[[], None], _Running] | None]
 
 
-def _serve(owner: weakref.ref[_ReplicaThread], start: threading.Lock) -> None:
-    """Do jobs until told to end, or until nobody is left to give one."""
-    while True:
-        start.acquire()
-        thread = owner()
-        job = None if thread is None else thread.take()
-        del thread
-        if job is None:
-            return
-        job.do()
-        del job
+def _serve(jobs: Jobs) -> None:
+    """Do what a replica's thread is given, until it is told to end."""
+    while (job := jobs.get()) is not None:
+        work, running = job
+        try:
+            work()
+        finally:
+            running.end()
+        del job, work, running
+
+
+def _end(queues: list[Jobs]) -> None:
+    """Tell threads to end when they have done what they were given."""
+    for jobs in queues:
+        jobs.put(None)
+    queues.clear()
 
 
 class ReplicaPool:
     """Run steps on all replicas of a group.
+
+    Where nobody holds the pool any more, its threads end.
 
     Args:
         group: the communicators and streams.
@@ -132,8 +100,10 @@ class ReplicaPool:
         self._group = group
         self._contexts = contexts
         self._title = title
-        self._threads: list[_ReplicaThread] = []
+        self._threads: list[threading.Thread] = []
+        self._queues: list[Jobs] = []
         self.abandoned = False
+        weakref.finalize(self, _end, self._queues).atexit = False
 
     def run(self, step: Step) -> list[Any]:
         """Run a step on every replica and return the results in replica order.
@@ -144,52 +114,57 @@ class ReplicaPool:
         Raises:
             BaseException: what a replica raised, the first of them, with a note naming it.
         """
-        size = len(self._contexts)
-        outcome = _Outcome(size)
+        running = _Running(len(self._contexts))
         begun = False
         try:
             self._group.begin()
             begun = True
-            self._run_all(step, outcome, size)
+            self._run_all(step, running)
         except BaseException as interrupt:
             self._group.abort(interrupt)  # Other processes may be in the step already.
             raise
         finally:
             if begun:
                 self._group.end()
-        if outcome.errors:
-            self._raise_first(outcome)
-        return outcome.results
-
-    def _run_all(self, step: Step, outcome: _Outcome, size: int) -> None:
-        """Run every replica, and come back when all are out or given up."""
-        if size > 1 and not self._threads:
-            self._threads = [_ReplicaThread(f"{self._title}:{i}") for i in range(1, size)]
-        workers = self._group.workers
-        part = cores() if workers is None else workers.cores
-        with limited_blas(max(1, part // size) if size > 1 else None):
-            posted: list[_Job] = []
-            try:
-                for rank in range(1, size):
-                    posted.append(self._job(rank, step, outcome))
-                    self._threads[rank - 1].post(posted[-1])
-                self._replica(0, step, outcome)
-            except BaseException as interrupt:
-                self._fail(outcome, interrupt)
-            while posted:
-                try:
-                    self._wait_for(posted, outcome)
-                except KeyboardInterrupt as interrupt:
-                    self._fail(outcome, interrupt)
+        if running.errors:
+            self._raise_first(running)
+        return running.results
 
     def close(self) -> None:
         """End the threads."""
-        threads, self._threads = self._threads, []
-        for thread in threads:
-            thread.end()
+        self._end_threads()
         self._group.close()
 
-    def _replica(self, rank: int, step: Step, outcome: _Outcome) -> None:
+    def _run_all(self, step: Step, running: _Running) -> None:
+        """Run every replica, and come back when all are out or given up."""
+        size = len(self._contexts)
+        if size > 1 and not self._threads:
+            self._start_threads()
+        workers = self._group.workers
+        part = cores() if workers is None else workers.cores
+        with limited_blas(max(1, part // size) if size > 1 else None):
+            try:
+                for rank in range(1, size):
+                    # Settings that live in context variables, np.errstate among them, go along.
+                    settings = contextvars.copy_context().run
+                    job = functools.partial(settings, self._replica, rank, step, running), running
+                    # No call stands between these two: an interrupt strikes before or after both.
+                    running.begun += 1
+                    self._queues[rank - 1].put(job)
+                self._replica(0, step, running)
+            except BaseException as interrupt:
+                self._fail(running, interrupt)
+            while True:
+                try:
+                    self.abandoned = not running.wait()
+                    break
+                except KeyboardInterrupt as interrupt:
+                    self._fail(running, interrupt)
+            if self.abandoned:
+                self._threads.clear()
+                _end(self._queues)
+
+    def _replica(self, rank: int, step: Step, running: _Running) -> None:
         context, stream = self._contexts[rank], self._group.streams[rank]
         frames = frame_stack()
         depth = len(frames)
@@ -199,42 +174,46 @@ class ReplicaPool:
                 if stream.on_gpu:
                     with stream.use():
                         stream.begin()
-                        outcome.results[rank] = step(rank)
+                        running.results[rank] = step(rank)
                         stream.synchronize()
                 else:
-                    outcome.results[rank] = step(rank)
+                    running.results[rank] = step(rank)
             self._group.leave(rank)
         except BaseException as error:
-            outcome.errors.append((rank, error))
+            running.errors.append((rank, error))
             self._group.abort(error)
         finally:
             del frames[depth:]
 
-    def _job(self, rank: int, step: Step, outcome: _Outcome) -> _Job:
-        # Settings that live in context variables, np.errstate among them, go along.
-        settings = contextvars.copy_context()
-        return _Job(lambda: settings.run(self._replica, rank, step, outcome))
-
-    def _fail(self, outcome: _Outcome, interrupt: BaseException) -> None:
+    def _fail(self, running: _Running, interrupt: BaseException) -> None:
         """Note what reached the calling thread from outside its replica, and release the others."""
-        outcome.errors.insert(0, (0, interrupt))
+        running.errors.insert(0, (0, interrupt))
         self._group.abort(interrupt)
 
-    def _wait_for(self, waiting: list[_Job], outcome: _Outcome) -> None:
-        """Wait for jobs: as long as they compute, but after a failure only for a while."""
-        while waiting:
-            # In short waits, for a failure may come while this thread sleeps.
-            if waiting[-1].wait(timeout=1.0):
-                waiting.pop()
-            elif outcome.errors and outcome.given_up(GRACE_SECONDS):
-                self.abandoned = True
-                self._threads = []
-                waiting.clear()
+    def _start_threads(self) -> None:
+        try:
+            for rank in range(1, len(self._contexts)):
+                jobs: Jobs = queue.SimpleQueue()
+                name = f"{self._title}:{rank}"
+                thread = threading.Thread(target=_serve, args=(jobs,), name=name, daemon=True)
+                self._queues.append(jobs)
+                self._threads.append(thread)
+                thread.start()
+        except BaseException:  # The system has no thread left, or an interrupt came.
+            self._end_threads()
+            raise
 
-    def _raise_first(self, outcome: _Outcome) -> None:
-        own = [item for item in outcome.errors if not isinstance(item[1], WorkerLostError)]
-        rank, error = (own or outcome.errors)[0]
-        outcome.errors = []  # The error's traceback holds the outcome: no cycle, please.
+    def _end_threads(self) -> None:
+        threads, self._threads = self._threads, []
+        _end(self._queues)
+        for thread in threads:
+            if thread.is_alive():  # One that could not start is not.
+                thread.join(GRACE_SECONDS)
+
+    def _raise_first(self, running: _Running) -> None:
+        own = [item for item in running.errors if not isinstance(item[1], WorkerLostError)]
+        rank, error = (own or running.errors)[0]
+        running.errors = []  # The error's traceback holds the step: no cycle, please.
         replica = self._contexts[rank]
         error.add_note(
             f"raised in replica {replica.replica_id_in_sync_group} of "
@@ -247,4 +226,4 @@ class ReplicaPool:
         try:
             raise error
         finally:
-            del own, error, outcome
+            del own, error, running

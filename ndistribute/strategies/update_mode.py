@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 from ndistribute.errors import CollectiveTimeoutError
 from ndistribute.parameter_server.client import Servers, Then
@@ -23,14 +22,14 @@ from ndistribute.parameter_server.messages import (
 __all__ = ["UpdateMode", "update_mode_of"]
 
 
-class UpdateMode(Protocol):
-    """Send the updates of one worker.
+class UpdateMode:
+    """Send the updates of one worker: each as it is, and wait for nobody.
 
     Attributes:
         together: whether several workers' updates make one step.
     """
 
-    together: bool
+    together = False
 
     def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
         """Send an update.
@@ -41,7 +40,7 @@ class UpdateMode(Protocol):
             applies: what is done on which server.
             then: called with what became of it.
         """
-        ...
+        servers.change({server: [apply] for server, apply in applies.items()}, then)
 
 
 def update_mode_of(
@@ -54,13 +53,13 @@ def update_mode_of(
     coordinated: bool,
     timeout: float,
 ) -> UpdateMode:
-    """Return how a worker sends its updates.
+    """Return how a worker sends its updates; see `ParameterServerStrategy`.
 
     Args:
         workers: how many there are.
-        replicas_to_aggregate: how many workers' gradients make a step; None: one's.
+        replicas_to_aggregate: None, or how many workers' gradients make a step.
         total_num_replicas: how many workers give gradients.
-        max_staleness: how many steps a worker may be ahead; None: any number.
+        max_staleness: None, or how many steps a worker may be ahead.
         namespace: tells what is the strategy's own on the servers.
         coordinated: whether a chief sends functions to the workers, which then never wait.
         timeout: seconds to wait for others.
@@ -71,7 +70,7 @@ def update_mode_of(
     if replicas_to_aggregate is None and total_num_replicas is not None:
         raise ValueError("total_num_replicas is of use with replicas_to_aggregate only.")
     if replicas_to_aggregate is None and max_staleness is None:
-        return _Asynchronous()
+        return UpdateMode()
     if coordinated:
         raise ValueError(
             "replicas_to_aggregate and max_staleness let workers wait for each other, which "
@@ -103,19 +102,8 @@ def _naming(what: str) -> Iterator[None]:
         raise CollectiveTimeoutError(f"This worker waited for {what}: {error}") from error
 
 
-class _Asynchronous:
-    """Send each update as it is, and wait for nobody."""
-
-    together = False
-
-    def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
-        servers.change({server: [apply] for server, apply in applies.items()}, then)
-
-
-class _Bounded:
-    """Send each update as it is, and begin no step too far ahead of others."""
-
-    together = False
+class _Bounded(UpdateMode):
+    """Begin no step too far ahead of others."""
 
     def __init__(self, slack: int, workers: int, group: str) -> None:
         self._slack, self._workers, self._group = slack, workers, group
@@ -124,7 +112,7 @@ class _Bounded:
     def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
         if not self._clock:
             self._wait(servers)
-        servers.change({server: [apply] for server, apply in applies.items()}, then)
+        super().push(servers, name, applies, then)
         self._clock += 1
         self._wait(servers)
 
@@ -135,7 +123,7 @@ class _Bounded:
             self._clock = servers.ask({0: wait})[0].value
 
 
-class _Synchronous:
+class _Synchronous(UpdateMode):
     """Let the mean of several workers' updates make a step, and wait until it is made."""
 
     together = True

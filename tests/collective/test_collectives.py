@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ndistribute as nd
 from ndistribute import tree
 from ndistribute.collective.threads import BLOCK_BYTES, SMALL_BYTES
-from tests.kinds import context, cpus, mirrored, rank
+from tests.kinds import closing, context, cpus, mirrored, rank
 
 UFUNCS = {
     "SUM": np.add,
@@ -40,7 +40,7 @@ large = st.sampled_from([SMALL_BYTES - 1, SMALL_BYTES + 1, 2 * SMALL_BYTES + 77,
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
 def strategy(request):
-    with mirrored(request.param) as made:
+    with closing(mirrored(request.param)) as made:
         made.run(lambda: None)  # Threads start here, not in a test that would seem to leave them.
         yield made
 

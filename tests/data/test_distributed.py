@@ -17,11 +17,10 @@ from ndistribute.data import (
     UNKNOWN_CARDINALITY,
     Dataset,
     InputOptions,
-    distribute,
-    distribute_from_function,
 )
 from ndistribute.device import Device, is_gpu_array, to_host
 from ndistribute.values import PerReplica
+from tests.data.workers import distribute, distribute_from_function
 
 DEADLINE_SECONDS = 10
 

@@ -7,8 +7,8 @@ import gc
 import numpy as np
 import pytest
 
-from ndistribute.data import UNKNOWN_CARDINALITY, Dataset, distribute
-from tests.data.workers import cpus, pieces_of, save_numbers
+from ndistribute.data import UNKNOWN_CARDINALITY, Dataset
+from tests.data.workers import cpus, distribute, pieces_of, save_numbers
 
 
 def test_the_rows_of_npy_files_are_elements_file_after_file(tmp_path):

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from ndistribute.data import (
     Dataset,
     InputOptions,
-    distribute,
-    distribute_from_function,
 )
 from ndistribute.device import Device
+from tests.data.workers import distribute, distribute_from_function
 
 
 def rows_of(steps):

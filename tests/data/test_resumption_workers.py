@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.data import Dataset, InputOptions, distribute, distribute_from_function
+from ndistribute.data import Dataset, InputOptions
 from tests.data.test_workers import number_files
-from tests.data.workers import cpus, on_workers, pieces_of, raised, rows_of
+from tests.data.workers import (
+    cpus,
+    distribute,
+    distribute_from_function,
+    on_workers,
+    pieces_of,
+    raised,
+    rows_of,
+)
 
 replica_counts = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
 LENGTHS = (3, 0, 7, 1, 5, 2)

@@ -12,10 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.data import Dataset, InputOptions, distribute, distribute_from_function
+from ndistribute.data import Dataset, InputOptions
 from ndistribute.errors import DistributeError
 from ndistribute.values import PerReplica
-from tests.data.workers import cpus, on_workers, pieces_of, raised, rows_of
+from tests.data.workers import (
+    cpus,
+    distribute,
+    distribute_from_function,
+    on_workers,
+    pieces_of,
+    raised,
+    rows_of,
+)
 
 replica_counts = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple)
 file_lengths = st.lists(st.integers(0, 7), min_size=4, max_size=7)

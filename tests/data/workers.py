@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute import data
 from ndistribute.collective.select import make_group
 from ndistribute.device import Device
 
@@ -17,6 +18,35 @@ DEADLINE_SECONDS = 20
 
 def cpus(count: int) -> list[Device]:
     return [Device(f"cpu:{i}") for i in range(count)]
+
+
+def place_of(
+    devices: Sequence[Device],
+    num_workers: int = 1,
+    worker_index: int = 0,
+    workers: Any = None,
+    replica_counts: Sequence[int] | None = None,
+) -> data.Place:
+    """Return the place of a worker among others that have as many devices, or as many as is said.
+
+    Communicators that are given as `workers` say how many there are, and which one this is.
+    """
+    if workers is not None:
+        num_workers, worker_index = workers.size, workers.rank
+    counts = tuple(replica_counts or (len(devices),) * num_workers)
+    return data.Place(tuple(devices), counts, worker_index, workers if len(counts) > 1 else None)
+
+
+def distribute(
+    dataset: Any, devices: Sequence[Device], options: Any = None, *place: Any, **places: Any
+) -> Any:
+    return data.distribute(dataset, place_of(devices, *place, **places), options)
+
+
+def distribute_from_function(
+    make: Any, devices: Sequence[Device], options: Any = None, *place: Any, **places: Any
+) -> Any:
+    return data.distribute_from_function(make, place_of(devices, *place, **places), options)
 
 
 def on_workers(count: int, work: Callable[[Any], Any]) -> list[Any]:

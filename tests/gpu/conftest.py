@@ -15,12 +15,11 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import device
-from ndistribute.collective import nccl
 from tests.gpu.imitation.clock import set_world
 from tests.gpu.imitation.module import modules
 from tests.gpu.placing import need
 
-CACHES = (device.cupy_module, device._gpu_count, device._is_gpu_type, nccl.nccl_library)
+CACHES = (device.cupy_module, device._gpu_count, device._is_gpu_type, device.nccl_module)
 
 TWICE, TWO, BACK = ["gpu:0"] * 2, ["gpu:0", "gpu:1"], ["gpu:1", "gpu:0"]
 
@@ -34,16 +33,9 @@ LAYOUTS: dict[str, Callable[[], nd.Strategy]] = {
     "central-shared": lambda: nd.CentralStorageStrategy(TWICE),
     "central-on-gpu": lambda: nd.CentralStorageStrategy(TWO, parameter_device="gpu:1"),
     "central-for-cpus": lambda: nd.CentralStorageStrategy(["cpu:0", "cpu:1"], "gpu:0"),
-    "served-one": lambda: nd.ParameterServerStrategy(devices=["gpu:0"]),
-    "served-two": lambda: nd.ParameterServerStrategy(devices=TWO),
+    "served": lambda: nd.ParameterServerStrategy(devices=TWO),
 }
-ON_ONE_GPU = {
-    "mirrored-shared",
-    "mirrored-with-cpu",
-    "central-shared",
-    "central-for-cpus",
-    "served-one",
-}
+ON_ONE_GPU = {"mirrored-shared", "mirrored-with-cpu", "central-shared", "central-for-cpus"}
 
 
 @pytest.fixture(scope="session", params=["imitation", pytest.param("real", marks=pytest.mark.gpu)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -20,7 +21,9 @@ ENDS = ("_exit", "sys.exit", "close", "own", "return")
 def main() -> int:
     """Train on one thread, fork on another, print what came of it; a fork returns its own."""
     refused = True
-    with nd.ParameterServerStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+    with contextlib.closing(
+        nd.ParameterServerStrategy(devices=["cpu:0", "cpu:1"])
+    ) as strategy:  # A fork is in no scope of it, and makes a strategy of its own.
         with strategy.scope():
             weights, count = nd.Variable(np.zeros(20_000)), nd.Variable(0.0)
             optimizer = nd.optimizers.SGD(1.0)

@@ -8,7 +8,7 @@ import threadpoolctl
 
 import ndistribute as nd
 from ndistribute.blas import cores, limited_blas
-from tests.kinds import in_thread, mirrored, raised_in
+from tests.kinds import closing, in_thread, mirrored, raised_in
 from tests.processes import Ranks
 
 
@@ -47,7 +47,7 @@ def test_a_failed_step_gives_them_back(several):
 
 def test_the_last_of_two_strategies_gives_them_back():
     before = threads()
-    with mirrored(2) as two, mirrored(3) as three:
+    with closing(mirrored(2)) as two, closing(mirrored(3)) as three:
         with in_thread(lambda: [two.run(threads) for _ in range(20)]):
             for _ in range(20):
                 three.run(threads)

@@ -12,6 +12,7 @@ from ndistribute.strategies import replicas
 from tests.kinds import (
     DEADLINE,
     LARGE,
+    closing,
     context,
     each,
     in_thread,
@@ -262,7 +263,11 @@ def test_a_fault_of_one_strategy_does_not_touch_another():
         assert go_on.wait(DEADLINE)
         return meet()
 
-    with mirrored(2) as two, mirrored(3) as three, in_thread(lambda: two.run(long_step)) as other:
+    with (
+        closing(mirrored(2)) as two,
+        closing(mirrored(3)) as three,
+        in_thread(lambda: two.run(long_step)) as other,
+    ):
         assert began.wait(DEADLINE)
         with pytest.raises(MineError):
             three.run(_raise_mine)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, in_thread, meet, mirrored, one_process, rank, works
+from tests.kinds import DEADLINE, closing, in_thread, meet, mirrored, one_process, rank, works
 
 pytestmark = one_process("an interrupt reaches one of them")
 
@@ -63,7 +63,7 @@ def interrupted(strategy, point):
 
 @pytest.mark.parametrize("make", [lambda: nd.OneDeviceStrategy("cpu:0"), lambda: mirrored(3)])
 def test_an_interrupt_anywhere_in_run_leaves_everything_as_it_was(make):
-    with make() as strategy:
+    with closing(make()) as strategy:
         works(strategy)
         point = 1
         while place := interrupted(strategy, point):

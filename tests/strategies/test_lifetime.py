@@ -51,11 +51,68 @@ def test_threads_are_started_once():
         assert set(pool_threads()) == first
 
 
-def test_a_strategy_is_a_context_manager_that_closes(several):
+def test_a_strategy_is_a_context_manager_of_its_scope_that_closes(several):
     with several as entered:
         assert entered is several
+        assert nd.get_strategy() is several
+        v = nd.Variable(1.0)
         assert works(several)
+    assert not nd.has_strategy()
     assert not pool_threads()
+    assert v.distribute_strategy is several
+    with pytest.raises(RuntimeError, match="closed"):
+        several.run(lambda: None)
+
+
+def test_a_with_block_that_raises_leaves_the_scope_and_closes():
+    strategy = mirrored(2)
+    works(strategy)
+    with pytest.raises(KeyError), strategy:
+        raise KeyError
+    assert not nd.has_strategy()
+    assert not pool_threads()
+
+
+def test_a_with_block_of_another_strategy_inside_is_refused():
+    with mirrored(2) as two, closing(mirrored(3)) as three:
+        with pytest.raises(RuntimeError, match="Mixing different strategies"), three:
+            pass
+        assert nd.get_strategy() is two
+        assert works(two)
+
+
+def test_with_blocks_on_two_threads_leave_their_own_scopes():
+    strategy = mirrored(2)
+    inside, leave = threading.Event(), threading.Event()
+
+    def enter():
+        with strategy:
+            inside.set()
+            assert leave.wait(DEADLINE)
+            return nd.get_strategy() is strategy
+
+    with strategy, in_thread(enter) as theirs:
+        assert inside.wait(DEADLINE)
+        leave.set()
+        assert theirs.result(DEADLINE)
+        assert nd.get_strategy() is strategy
+    assert not nd.has_strategy()
+
+
+def test_a_thread_that_can_not_start_is_an_error_of_the_step_and_nothing_stays(monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.endswith(":2"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with mirrored(3) as strategy:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            strategy.run(meet)
+        monkeypatch.undo()
+        assert works(strategy)
 
 
 def test_after_closing_run_is_refused_and_variables_stay(several):
@@ -123,7 +180,8 @@ def test_a_strategy_that_nobody_holds_is_collected():
 
 
 def test_two_strategies_are_alive_at_once():
-    with mirrored(2) as two, mirrored(3) as three, nd.OneDeviceStrategy("cpu:0") as one:
+    one = nd.OneDeviceStrategy("cpu:0")
+    with closing(mirrored(2)) as two, closing(mirrored(3)) as three, closing(one):
         with two.scope():
             v = nd.Variable(0.0, aggregation="sum")
         with three.scope():
@@ -137,7 +195,7 @@ def test_two_strategies_are_alive_at_once():
 
 
 def test_a_strategy_does_not_run_inside_another(several):
-    with mirrored(2) as other:
+    with closing(mirrored(2)) as other:
         for inside in (several.run, lambda call: several.run(lambda: _merged(call))):
             with raised_in(several, None, RuntimeError, r"merge_call|Mixing"):
                 inside(lambda: other.run(meet))
@@ -156,7 +214,11 @@ def test_two_strategies_run_on_two_threads_at_once():
         everyone.wait(DEADLINE)
         return meet()
 
-    with mirrored(2) as two, mirrored(3) as three, in_thread(lambda: two.run(step)) as other:
+    with (
+        closing(mirrored(2)) as two,
+        closing(mirrored(3)) as three,
+        in_thread(lambda: two.run(step)) as other,
+    ):
         assert three.run(step).values == (3, 3, 3)
         assert other.result(DEADLINE).values == (2, 2)
 

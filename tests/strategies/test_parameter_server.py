@@ -16,7 +16,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.models.optimizers import SGD, Adagrad, Adam, Optimizer
 from ndistribute.parameter_server.client import closure
-from tests.kinds import DEADLINE, in_thread
+from tests.kinds import DEADLINE, closing, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
 
 RNG = np.random.default_rng(2)
@@ -181,6 +181,21 @@ def test_each_worker_gets_its_share_of_the_batches() -> None:
                 assert context.get_per_replica_batch_size(8) == 4
 
 
+@pytest.mark.parametrize(
+    ("job", "index", "chief", "leads"),
+    [
+        ("worker", 0, False, True),
+        ("worker", 1, False, False),
+        ("chief", 0, True, True),
+        ("worker", 0, True, False),
+        ("evaluator", 0, True, True),
+    ],
+)
+def test_the_chief_is_the_job_of_that_name_else_worker_0(job, index, chief, leads) -> None:
+    with holders(1) as held, worker_of(held, index, 2, job=job, chief=chief) as strategy:
+        assert strategy.is_chief is leads
+
+
 def test_metrics_of_workers_with_a_chief_add_up() -> None:
     with holders(1) as held:
         chief = worker_of(held, 0, 2, chief=True, job="chief")
@@ -269,7 +284,7 @@ def two_workers(**options: Any) -> Iterator[list[Pusher]]:
 def pusher(stack: contextlib.ExitStack, held: Any, index: int, name: str, **options: Any) -> Pusher:
     """One of two workers, in step if nothing else is asked for, and what pushes its gradient."""
     options = options or {"replicas_to_aggregate": 2}
-    strategy = stack.enter_context(worker_of(held, index, 2, **options))
+    strategy = stack.enter_context(closing(worker_of(held, index, 2, **options)))
     with strategy.scope():
         variable = nd.Variable(0.0)
     optimizer = SGD(1.0, name=name)
@@ -329,10 +344,10 @@ def test_nobody_waits_for_ever(options: dict[str, Any]) -> None:
 
 
 def test_an_evaluator_reads_and_is_in_nobodys_count() -> None:
-    with holders(1) as held, worker_of(held, replicas_to_aggregate=1) as trainer:
+    with holders(1) as held, closing(worker_of(held, replicas_to_aggregate=1)) as trainer:
         with trainer.scope():
             weights, optimizer = nd.Variable(0.0), SGD(1.0)
-        with worker_of(held, job="evaluator") as evaluator:
+        with closing(worker_of(held, job="evaluator")) as evaluator:
             with evaluator.scope():
                 seen = nd.Variable(0.0)
             for step in range(1, 4):

@@ -24,7 +24,7 @@ from ndistribute.transport.codec import encode
 from ndistribute.transport.connection import Connection
 from tests.faults.loops import Shared
 from tests.faults.tasks import ROOT, Tasks, wait_until
-from tests.kinds import DEADLINE, in_thread, wait_until_in
+from tests.kinds import DEADLINE, closing, in_thread, wait_until_in
 
 LARGE = np.random.default_rng(3).normal(size=(400, 400))
 Job = Callable[..., Tasks]
@@ -68,7 +68,7 @@ def test_no_value_is_sent_that_the_servers_have(job: Job, sent: list[int]) -> No
     tasks = job(servers=2)
     cut = nd.partitioners.FixedShardsPartitioner(2)
     for partitioner in (None, cut):
-        with strategy_of(tasks, variable_partitioner=partitioner) as first:
+        with closing(strategy_of(tasks, variable_partitioner=partitioner)) as first:
             with first.scope():
                 variable = nd.Variable(LARGE)
             del sent[:]
@@ -87,14 +87,14 @@ def test_no_value_is_sent_that_the_servers_have(job: Job, sent: list[int]) -> No
 def test_strategies_of_one_process_share_when_told_and_those_of_workers_do(job: Job) -> None:
     tasks = job(workers=2)
     tasks.start("worker", 1, TASK_RUNS="train")
-    with strategy_of(tasks) as first:
+    with closing(strategy_of(tasks)) as first:
         shared = Shared(first)
         wait_until(lambda: int(shared.steps[1]) >= 3)
         shared.stop.assign(1)
         assert tasks.code("worker", 1) == 0
         weights = shared.weights.numpy()
         assert weights[0] <= -3
-        with strategy_of(tasks) as second:
+        with closing(strategy_of(tasks)) as second:
             other = Shared(second)
             assert other.weights.numpy().tolist() == [0, 0, 0]
             with second.scope():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, context, each, mirrored
+from tests.kinds import DEADLINE, closing, context, each, mirrored
 
 
 def draw(strategy):
@@ -47,7 +47,7 @@ def test_the_generator_goes_on_from_step_to_step(strategy):
 
 def test_a_replica_draws_the_same_whatever_the_strategy():
     nd.set_seed(7)
-    with mirrored(2) as two, mirrored(4) as four:
+    with closing(mirrored(2)) as two, closing(mirrored(4)) as four:
         drawn = draw(four)
         assert draw(two) == drawn[:2]
     assert draw(nd.get_strategy()) == drawn[:1]

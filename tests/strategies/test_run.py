@@ -193,6 +193,25 @@ def test_the_old_name_is_an_alias(strategy):
     assert strategy.experimental_local_results(result) == strategy.local_results(result)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["distribute_dataset", "distribute_values_from_function", "local_results", "run"],
+)
+def test_the_old_name_calls_what_a_subclass_overrides(name):
+    class Mine(nd.OneDeviceStrategy):
+        pass
+
+    setattr(Mine, name, lambda _, *args, **kwargs: (args, kwargs))
+    alias = "experimental_run_v2" if name == "run" else f"experimental_{name}"
+    with Mine("cpu:0") as strategy:
+        assert getattr(strategy, alias)(1, x=2) == ((1,), {"x": 2})
+
+
+@one_process("several processes have one chief among them")
+def test_a_strategy_of_one_process_is_its_own_chief(strategy):
+    assert strategy.is_chief is True
+
+
 def test_a_strategy_shows_its_devices(strategy):
     assert "cpu:0" in repr(strategy)
     assert [str(device) for device in strategy.devices] == cpus(len(strategy.replica_contexts))

@@ -116,7 +116,7 @@ def test_what_loses_nothing_but_digits_is_cast(dtype, value):
 
 
 def test_a_variable_of_another_strategy_is_refused():
-    with mirrored(2) as two, mirrored(3) as three, central(2) as other:
+    with closing(mirrored(2)) as two, closing(mirrored(3)) as three, closing(central(2)) as other:
         v = make(two, 1.0, aggregation="sum", name="mine")
         for strategy in (three, other):
             with strategy.scope():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import each, meet, mine, mirrored, parts, rank
+from tests.kinds import closing, each, meet, mine, mirrored, parts, rank
 
 AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
 
@@ -145,7 +145,7 @@ def test_reduce_and_gather_see_the_components(strategy):
 
 
 def test_components_of_another_strategy_are_refused():
-    with mirrored(2) as two, mirrored(3) as three:
+    with closing(mirrored(2)) as two, closing(mirrored(3)) as three:
         v = make(two)
         with pytest.raises(ValueError, match="component"):
             three.reduce("sum", v)

@@ -12,7 +12,7 @@ import ndistribute as nd
 from ndistribute.parameter_server.client import closure
 from ndistribute.parameter_server.server import LocalServer
 from ndistribute.variables.remote import RemoteVariable
-from tests.kinds import DEADLINE, in_thread
+from tests.kinds import DEADLINE, closing, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
 
 
@@ -44,7 +44,11 @@ def test_variables_go_to_servers_in_turn_under_names_of_their_own() -> None:
 
 
 def test_workers_share_what_the_first_one_made() -> None:
-    with holders(2) as held, worker_of(held, 0, 2) as first, worker_of(held, 1, 2) as second:
+    with (
+        holders(2) as held,
+        closing(worker_of(held, 0, 2)) as first,
+        closing(worker_of(held, 1, 2)) as second,
+    ):
         ours, theirs = variable(first, [1.0, 2.0]), variable(second, [7.0, 7.0])
         assert theirs.numpy().tolist() == [1.0, 2.0]
         theirs.assign_add([1.0, 1.0])
@@ -52,7 +56,11 @@ def test_workers_share_what_the_first_one_made() -> None:
 
 
 def test_workers_that_make_different_variables_are_told() -> None:
-    with holders(1) as held, worker_of(held, 0, 2) as first, worker_of(held, 1, 2) as second:
+    with (
+        holders(1) as held,
+        closing(worker_of(held, 0, 2)) as first,
+        closing(worker_of(held, 1, 2)) as second,
+    ):
         variable(first, [1.0, 2.0])
         with pytest.raises(ValueError, match="same variables in the same order"):
             variable(second, [1.0])
@@ -72,7 +80,11 @@ def test_a_step_fetches_once_from_each_server_what_the_last_step_read(asked: lis
 
 
 def test_within_a_step_values_stay_but_for_what_this_process_changes() -> None:
-    with holders(1) as held, worker_of(held, 0, 2) as first, worker_of(held, 1, 2) as second:
+    with (
+        holders(1) as held,
+        closing(worker_of(held, 0, 2)) as first,
+        closing(worker_of(held, 1, 2)) as second,
+    ):
         ours = [variable(first, 0.0), variable(first, 0.0)]
         theirs = [variable(second, 0.0), variable(second, 0.0)]
 
@@ -90,7 +102,11 @@ def test_within_a_step_values_stay_but_for_what_this_process_changes() -> None:
 
 
 def test_a_closure_changes_all_at_its_end_and_each_once() -> None:
-    with holders(2) as held, worker_of(held, 0, 2) as mine, worker_of(held, 1, 2) as other:
+    with (
+        holders(2) as held,
+        closing(worker_of(held, 0, 2)) as mine,
+        closing(worker_of(held, 1, 2)) as other,
+    ):
         ours = [variable(mine, [0.0, 0.0]) for _ in range(2)]
         theirs = [variable(other, [0.0, 0.0]) for _ in range(2)]
         for _ in range(2):  # The second time as if another worker ran it again.
@@ -131,7 +147,11 @@ def test_a_closure_that_fails_changes_nothing() -> None:
 
 
 def test_a_closure_reads_what_it_wrote() -> None:
-    with holders(2) as held, worker_of(held, 0, 2) as mine, worker_of(held, 1, 2) as other:
+    with (
+        holders(2) as held,
+        closing(worker_of(held, 0, 2)) as mine,
+        closing(worker_of(held, 1, 2)) as other,
+    ):
         ours, theirs = ([variable(s, 0.0) for _ in range(2)] for s in (mine, other))
         seen = []
         for _ in range(2):  # The second time as if another worker ran it again.
@@ -161,7 +181,7 @@ def test_a_handle_is_the_same_variable() -> None:
 
 
 def test_what_is_deleted_is_gone_from_all_servers() -> None:
-    with holders(2) as held, worker_of(held) as strategy:
+    with holders(2) as held, closing(worker_of(held)) as strategy:
         kept, gone = variable(strategy, [1.0]), variable(strategy, np.zeros((4, 2)))
         optimizer = nd.optimizers.Adam(0.1)
         optimizer.apply_gradients([(np.ones((4, 2)), gone)])

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.collective.fake_nccl import FakeNccl
 from tests.gpu.imitation.array import compute, ndarray, upload
 from tests.gpu.imitation.clock import Pinned, World, current_world
-from tests.gpu.imitation.cuda import Device, Event, Stream
+from tests.gpu.imitation.cuda import Device, Stream
+from tests.gpu.imitation.nccl import FakeNccl
 from tests.gpu.imitation.operations import Function, Ufunc
 from tests.gpu.imitation.protocols import connect
 from tests.gpu.imitation.signatures import FUNCTIONS, UFUNCS
@@ -27,17 +27,19 @@ _CONSTANTS = (
 class CUDARuntimeError(RuntimeError):
     """Play ``cupy.cuda.runtime.CUDARuntimeError``."""
 
+    def __init__(self, status: int) -> None:
+        super().__init__(f"cudaError {status}")
 
-def modules(count: int) -> tuple[World, dict[str, Any]]:
+
+def modules(count: int, version: int = 14) -> tuple[World, dict[str, Any]]:
     """Return fresh GPUs and what belongs into ``sys.modules`` to use them.
 
     Args:
         count: how many GPUs there are.
+        version: CuPy's.
     """
     cupy = _cupy()
-    nccl: Any = FakeNccl()
-    nccl.available = True
-    cupy.cuda.nccl = nccl
+    cupy.cuda.nccl = nccl = FakeNccl(version)
     return World(count), {"cupy": cupy, "cupy.cuda": cupy.cuda, "cupy.cuda.nccl": nccl}
 
 
@@ -56,12 +58,13 @@ def _cupy() -> Any:
     for maker in (array, asarray, empty, zeros, ones, full, arange):
         setattr(cupy, maker.__name__, maker)
     cupy.cuda = types.ModuleType("cupy.cuda")
-    cupy.cuda.Device, cupy.cuda.Stream, cupy.cuda.Event = Device, Stream, Event
+    cupy.cuda.Device, cupy.cuda.Stream = Device, Stream
     cupy.cuda.get_current_stream = Stream.current
     cupy.cuda.alloc_pinned_memory = lambda nbytes: Pinned(b"\xab" * nbytes)
     cupy.cuda.runtime = types.SimpleNamespace(
         getDeviceCount=lambda: current_world().count,
         getDevice=lambda: current_world().device,
+        streamQuery=lambda stream: current_world().query(stream),
         CUDARuntimeError=CUDARuntimeError,
     )
     cupy.random = types.SimpleNamespace(Generator=Generator, XORWOW=XORWOW)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["FUNCTIONS", "METHODS", "UFUNCS", "binder"]
+__all__ = ["FUNCTIONS", "METHODS", "NCCL", "UFUNCS", "binder"]
 
 _REDUCTION = "a, axis=None, dtype=None, out=None, keepdims=False"
 _EXTREME = "a, axis=None, out=None, keepdims=False"
@@ -140,6 +140,19 @@ UFUNCS = (
     "positive power rad2deg reciprocal remainder right_shift rint sign signbit sin sinh sqrt "
     "square subtract tan tanh trunc"
 ).split()
+
+# Of ``cupy.cuda.nccl``. The unique id is bytes for CuPy 14, and a tuple of chars for CuPy 13.
+NCCL: dict[str, str] = {
+    "get_unique_id": "",
+    "groupStart": "",
+    "groupEnd": "",
+    "NcclCommunicator.allReduce": "self, sendbuf, recvbuf, count, datatype, op, stream",
+    "NcclCommunicator.allGather": "self, sendbuf, recvbuf, count, datatype, stream",
+    "NcclCommunicator.broadcast": "self, sendbuff, recvbuff, count, datatype, root, stream",
+    "NcclCommunicator.check_async_error": "self",
+    "NcclCommunicator.abort": "self",
+    "NcclCommunicator.destroy": "self",
+}
 
 
 @functools.cache

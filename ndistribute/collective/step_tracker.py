@@ -1,30 +1,25 @@
 """Where a process is in its steps and calls, and which others will not come to where it waits.
 
-The messages that tell it may overtake data, so that who has left a step, or the job, counts as
-missing only where it had not made the call before.
+The messages that tell it may overtake data, so who has left a step, or the job, counts as missing
+only where it had not made the call before.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ndistribute.collective.backend import Call
-from ndistribute.collective.messages import GoodBye, sendable
 from ndistribute.errors import CollectiveMismatchError, DistributeError, WorkerLostError
-
-__all__ = ["BEFORE_ALL", "Place", "Whereabouts"]
 
 Place = tuple[int, int]
 """A step, as a position that rises when one begins and when it ends, and a call's number in it."""
 
 BEFORE_ALL: Place = (0, 0)
 """What is not over even for a process that has made no call."""
-_REASON_CHARACTERS = 2000
 
 
-class Whereabouts:
-    """Know where this process is, and what the others have said of themselves.
+class StepTracker:
+    """Know where this process is in its steps and calls, and what the others have said of theirs.
 
     Attributes:
         position: how many steps have begun and ended, odd inside a step.
@@ -35,7 +30,7 @@ class Whereabouts:
         made: the last call of which it is known that this process has made it.
         departed: why, for each process that has said good-bye.
 
-    >>> where = Whereabouts()
+    >>> where = StepTracker()
     >>> where.position = 2
     >>> where.has_skipped((1, 1))
     True
@@ -51,8 +46,14 @@ class Whereabouts:
 
     @property
     def anyone_gone(self) -> bool:
-        """Say whether any process has said good-bye, or has left the current step."""
+        """Return True if any process has said good-bye, or has left the current step."""
         return bool(self.departed or self._skipped)
+
+    @property
+    def last(self) -> Place:
+        """Return the place of the last call that is over, 0 standing for the begin of its step."""
+        inside = self.position % 2 == 1
+        return self.position if inside else self.position - 1, self.finished
 
     def begin_step(self) -> None:
         """Go on to the next step: who has left the last one early does not matter any more."""
@@ -66,32 +67,41 @@ class Whereabouts:
         self.total += self.exchanged
         self.position += 1
 
-    @property
-    def last(self) -> Place:
-        """Return the place of the last call that is over, 0 standing for the begin of its step."""
-        inside = self.position % 2 == 1
-        return self.position if inside else self.position - 1, self.finished
+    def start_over(self) -> None:
+        """Count steps from the beginning, as all processes do after a failure."""
+        self.position = self.finished = self.before = self.exchanged = self.total = 0
+        self.made = BEFORE_ALL
+        self._skipped.clear()
+        self._last_made.clear()
+        self._reached.clear()
 
     def place_of(self, call: Call) -> Place:
         """Return the place of a call of the current step."""
         return self.position, call.sequence
 
     def has_skipped(self, place: Place) -> bool:
-        """Say whether this process has left that step without being known to have made the call."""
+        """Return True if this process left that step without being known to have made the call."""
         # In this order: what it makes in a step is noted before it leaves the step.
         return self.position > place[0] and self.made < place
 
-    def note_skipped(self, rank: int, place: Place) -> None:
-        """Take in that a process has skipped a call."""
-        self._skipped[rank] = place
+    def note_seen(self, place: Place, reached: Iterable[int], skipped: Iterable[int]) -> None:
+        """Take in which processes have made a call, and which have left the step without it."""
+        for rank in reached:
+            self._reached[rank] = place
+        for rank in skipped:
+            self._skipped[rank] = place
 
-    def has_reached(self, place: Place) -> bool:
-        """Say whether this process is known to have made the call."""
-        return self.made >= place
+    def note_departed(self, rank: int, reason: str, made: Place) -> None:
+        """Take in that a process has left the job, and the last call that it has surely made."""
+        self._last_made[rank] = made
+        self.departed[rank] = reason
 
-    def note_reached(self, rank: int, place: Place) -> None:
-        """Take in that a process has made a call."""
-        self._reached[rank] = place
+    def gone(self, call: Call) -> frozenset[int]:
+        """Return who will not come to a call of the current step, if its data is not here now."""
+        place = self.place_of(call)
+        left = {rank for rank, skipped in list(self._skipped.items()) if skipped >= place}
+        departed = {r for r in list(self.departed) if self._last_made.get(r, BEFORE_ALL) < place}
+        return frozenset(left | departed)
 
     def late(self, call: Call, absent: Sequence[int], others: Sequence[int]) -> list[int]:
         """Return whom a call waits for in the end.
@@ -104,34 +114,6 @@ class Whereabouts:
         place = self.place_of(call)
         silent = [rank for rank in others if self._reached.get(rank, BEFORE_ALL) < place]
         return [rank for rank in absent if rank in silent] or silent or list(absent)
-
-    def note_departed(self, rank: int, reason: str, made: Place) -> None:
-        """Take in that a process has left the job, and the last call that it has surely made."""
-        self._last_made[rank] = made
-        self.departed[rank] = reason
-
-    def farewell(self) -> GoodBye:
-        """Return what the others are told when this process leaves the job."""
-        failure = getattr(sys, "last_value", None)
-        # In an interactive session the last error did not end anything.
-        failed = isinstance(failure, BaseException) and not hasattr(sys, "ps1")
-        reason = f"ended with {type(failure).__name__}: {failure}" if failed else "has finished"
-        return GoodBye(sendable(reason[:_REASON_CHARACTERS]), failed, self.made)
-
-    def gone(self, call: Call) -> frozenset[int]:
-        """Return who will not come to a call of the current step, if its data is not here now."""
-        place = self.place_of(call)
-        left = {rank for rank, skipped in list(self._skipped.items()) if skipped >= place}
-        departed = {r for r in list(self.departed) if self._last_made.get(r, BEFORE_ALL) < place}
-        return frozenset(left | departed)
-
-    def start_over(self) -> None:
-        """Count steps from the beginning, as all processes do after a failure."""
-        self.position = self.finished = self.before = self.exchanged = self.total = 0
-        self.made = BEFORE_ALL
-        self._skipped.clear()
-        self._last_made.clear()
-        self._reached.clear()
 
     def given_up(self, call: Call, own: int, rank: int, name: str) -> DistributeError:
         """Return the error for a wait for a process that has gone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -194,3 +195,75 @@ def test_waiting_for_a_process_that_has_finished_says_so() -> None:
         assert outcome.error == "WorkerLostError"
         assert "has finished" in outcome.text
         ranks.collect(ranks=[1])[0].result()
+
+
+def left_behind(rank: int, size: int) -> str:
+    """Wait for rank 1, which waits for nobody, in a call that rank 0 has left without."""
+    peers = joined_peers()
+    peers.enter()
+    if rank == 0:
+        peers.close()
+        return ""
+    deadline = time.monotonic() + 50.0
+    while peers.cut_off_at > time.monotonic() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if rank == 1:
+        return ""
+    patience = peers.patience(Call(1, "all_reduce", "SUM"), 50.0)
+    try:
+        while True:
+            patience.check(lambda: [1])
+            time.sleep(0.001)
+    except DistributeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_without_rank_0_nobody_waits_in_a_call_that_it_did_not_make() -> None:
+    with Ranks(3) as ranks:
+        for outcome in ranks.run(exchanged):
+            outcome.result()
+        outcomes = ranks.run(left_behind)
+        assert "worker 0 " in outcomes[2].result()
+        assert "has finished, and worker 2 waits for it" in outcomes[2].result()
+        assert all(outcome.seconds < AT_ONCE for outcome in outcomes)
+        for outcome in ranks.run(exchanged, ranks=[1, 2]):
+            assert outcome.error == "WorkerLostError"
+            assert "has finished" in outcome.text
+
+
+def held(rank: int, size: int) -> tuple[int, int]:
+    """Return how many descriptors and threads this process has more than before it joined."""
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    joined_peers()
+    return len(os.listdir("/proc/self/fd")) - before[0], threading.active_count() - before[1]
+
+
+def test_connections_and_threads_grow_with_the_group_at_rank_0_alone() -> None:
+    found = []
+    for size in (2, 6):
+        with Ranks(size) as ranks:
+            found.append([outcome.result() for outcome in ranks.run(held)])
+    (_, few), (first, *many) = found
+    assert set(many) == {few}
+    assert few[1] <= 4
+    assert first[0] > few[0]
+
+
+def missed(rank: int, size: int) -> str:
+    peers = joined_peers()
+    if rank == 1:
+        return ""
+    try:
+        peers.exchange("names", b"", timeout=0.5)
+    except DistributeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_who_is_late_for_an_exchange_is_named_to_all() -> None:
+    with Ranks(3) as ranks:
+        for outcome in ranks.run(exchanged):
+            outcome.result()
+        for rank, outcome in enumerate(ranks.run(missed)):
+            waited = f"CollectiveTimeoutError: names: worker {rank} waited 0.5 s for worker(s) 1."
+            assert outcome.result() == ("" if rank == 1 else waited)

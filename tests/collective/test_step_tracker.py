@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ndistribute.collective.backend import Call
-from ndistribute.collective.whereabouts import Whereabouts
+from ndistribute.collective.step_tracker import StepTracker
 
 
-def inside(step: int) -> Whereabouts:
-    """Return the whereabouts of a process inside a step."""
-    where = Whereabouts()
+def inside(step: int) -> StepTracker:
+    """Return the tracker of a process inside a step."""
+    where = StepTracker()
     where.position = step
     return where
 
@@ -37,7 +37,7 @@ def test_a_call_that_was_made_was_not_skipped_although_the_step_is_over() -> Non
 
 def test_an_answer_about_an_earlier_step_does_not_count() -> None:
     where = inside(3)
-    where.note_skipped(1, (3, 1))
+    where.note_seen((3, 1), reached=[], skipped=[1])
     assert where.gone(Call(1, "all_reduce")) == {1}
     where.position = 4
     where.begin_step()
@@ -47,8 +47,8 @@ def test_an_answer_about_an_earlier_step_does_not_count() -> None:
 def test_a_wait_names_those_that_nobody_has_heard_of_and_not_those_who_wait_too() -> None:
     where = inside(1)
     call = Call(1, "all_reduce")
-    where.note_reached(1, (1, 1))
+    where.note_seen((1, 1), reached=[1], skipped=[])
     assert where.late(call, absent=[1], others=[0, 1]) == [0]
     assert where.late(call, absent=[0, 1], others=[0, 1]) == [0]
-    where.note_reached(0, (1, 1))
+    where.note_seen((1, 1), reached=[0], skipped=[])
     assert where.late(call, absent=[1], others=[0, 1]) == [1], "its data does not come"

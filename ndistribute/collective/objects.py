@@ -1,0 +1,226 @@
+"""Python values that the processes of a job tell each other outside of the arrays that they train.
+
+A value becomes a record of names, numbers and bytes. What is read of another process's makes plain
+values, arrays and the containers that hold them, and nothing else: a class of the user's is one
+that this process has itself, a named tuple or a dataclass with those very fields. Nothing is
+unpickled or imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import math
+import sys
+from typing import Any, Protocol
+
+import numpy as np
+
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.device import as_array, to_host
+from ndistribute.transport.codec import MAX_DIMENSIONS, Decoder, MalformedError, Record, encode
+
+__all__ = ["ProcessGroup", "all_gather_object", "pack", "unpack"]
+
+_PLAIN = (str, int, float, type(None))  # bool is an int.
+
+
+class ProcessGroup(Protocol):
+    """How the processes of a job meet, outside any replica: a `Communicator` of them will do."""
+
+    @property
+    def rank(self) -> int:
+        """Return which process this is."""
+
+    @property
+    def size(self) -> int:
+        """Return how many processes there are."""
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Concatenate a nest over processes, in their order."""
+
+
+class PlainSpec(Record, frozen=True):
+    """A plain value, as JSON: numbers may be as long as Python's."""
+
+    text: str
+
+
+class ArraySpec(Record, frozen=True):
+    """An array, or a NumPy number, which is one without axes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes = b""
+
+
+class NestSpec(Record, frozen=True):
+    """A container.
+
+    Args:
+        kind: ``"tuple"``, ``"list"``, ``"dict"``, or the module and the name of a class.
+        keys: of a dict, or the names of the class's fields.
+        items: what it holds.
+    """
+
+    kind: str
+    keys: tuple[str | int | float | bool | None, ...]
+    items: tuple[PlainSpec | ArraySpec | NestSpec, ...]
+
+
+class ErrorSpec(Record, frozen=True):
+    """An error that every process raises."""
+
+    kind: str
+    text: str
+
+
+Spec = PlainSpec | ArraySpec | NestSpec | ErrorSpec
+_decoder: Decoder[Spec] = Decoder(Spec)
+
+
+def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
+    """Return the values that all processes passed, in the order of their ranks.
+
+    Args:
+        group: the processes, all of which call this.
+        value: plain values and arrays in tuples, lists, dicts, named tuples and dataclasses; or a
+            ValueError or TypeError that all processes shall raise.
+
+    Raises:
+        ValueError: on all processes, where one passed what others could not make, or an error.
+        TypeError: likewise, where an array holds objects.
+    """
+    try:
+        if isinstance(value, Exception):
+            raise value
+        told = pack(value)
+    except (TypeError, ValueError) as error:
+        told = encode(ErrorSpec(type(error).__name__, str(error)))[0]
+    own = np.frombuffer(told, np.uint8)
+    sizes, joined = group.all_gather((np.array([own.size]), own), axis=0)
+    blobs = np.split(joined, np.cumsum(sizes)[:-1])
+    return [_unpacked(blob.tobytes(), f"worker {rank}: ") for rank, blob in enumerate(blobs)]
+
+
+def pack(value: Any) -> bytes:
+    """Return the bytes that another process makes the same value of.
+
+    Raises:
+        ValueError: another process could not make it.
+        TypeError: an array holds objects.
+
+    >>> unpack(pack({"x": np.ones(2, np.float32), "y": (1, None)}))
+    {'x': array([1., 1.], dtype=float32), 'y': (1, None)}
+    """
+    return encode(_spec_of(value))[0]
+
+
+def unpack(data: bytes) -> Any:
+    """Return the value that was packed; its arrays can not be written to.
+
+    Raises:
+        MalformedError: the bytes are no such value, or name a class that is not known here.
+    """
+    return _unpacked(data, "")
+
+
+def _unpacked(data: bytes, teller: str) -> Any:
+    try:
+        spec = _decoder.decode(data)
+        if not isinstance(spec, ErrorSpec):
+            return _value_of(spec)
+    except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise MalformedError(f"{teller}what it told is not understood: {error}") from error
+    raise (TypeError if spec.kind == "TypeError" else ValueError)(teller + spec.text)
+
+
+def _spec_of(value: Any) -> PlainSpec | ArraySpec | NestSpec:
+    kind: Any = type(value)
+    if isinstance(value, _PLAIN) and not isinstance(value, np.generic):
+        return PlainSpec(json.dumps(value))
+    if kind is dict:
+        keys = tuple(value)
+        if not all(isinstance(key, _PLAIN) for key in keys):
+            raise ValueError(
+                f"the keys of a dict are {keys!r}: where workers tell each other of it, they must "
+                "be strings or numbers."
+            )
+        return NestSpec("dict", keys, tuple(map(_spec_of, value.values())))
+    if kind in (tuple, list):
+        return NestSpec(kind.__name__, (), tuple(map(_spec_of, value)))
+    if fields := _fields_of(kind):
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        if _class_named(name, fields) is not kind:
+            raise ValueError(
+                f"other workers can not find {kind!r}: define it at the top of a module, as a "
+                "named tuple or a dataclass."
+            )
+        return NestSpec(name, fields, tuple(_spec_of(getattr(value, field)) for field in fields))
+    array = to_host(as_array(value))
+    if array.dtype.hasobject and array.size:
+        raise TypeError(
+            f"a {kind.__name__} of dtype {array.dtype} can not travel between processes: pass "
+            "numbers or arrays of numbers."
+        )
+    data = b"" if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+    return ArraySpec(_text_of(array.dtype), array.shape, data)
+
+
+def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
+    if isinstance(spec, PlainSpec):
+        return json.loads(spec.text)
+    if isinstance(spec, ArraySpec):
+        return _array_of(spec)
+    items = [_value_of(item) for item in spec.items]
+    if spec.kind in ("tuple", "list"):
+        return tuple(items) if spec.kind == "tuple" else items
+    named: dict[Any, Any] = dict(zip(spec.keys, items, strict=True))
+    if spec.kind == "dict":
+        return named
+    found = _class_named(spec.kind, spec.keys)
+    if found is None:
+        raise ValueError(f"{spec.kind!r} with the fields {spec.keys} is no class of this process.")
+    return found(**named)
+
+
+def _array_of(spec: ArraySpec) -> Any:
+    if len(spec.shape) > MAX_DIMENSIONS:
+        raise ValueError(f"an array of {len(spec.shape)} dimensions.")
+    if spec.dtype.startswith(("'", "[")):
+        dtype = np.lib.format.descr_to_dtype(ast.literal_eval(spec.dtype))
+    else:
+        dtype = np.dtype(spec.dtype)
+    if dtype.hasobject or not spec.data:
+        if math.prod(spec.shape):
+            raise ValueError(f"an array of shape {spec.shape} without its elements.")
+        return np.empty(spec.shape, dtype)
+    return np.frombuffer(spec.data, dtype).reshape(spec.shape)[()]
+
+
+def _class_named(name: str, fields: tuple[Any, ...]) -> Any:
+    """Return a named tuple's class or a dataclass, None if this process has no such one."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, "__dict__", {}).get(part)  # No code of a module is run for it.
+    known = isinstance(found, type) and fields and _fields_of(found) == fields
+    return found if known else None
+
+
+def _fields_of(kind: type) -> tuple[str, ...]:
+    if kind is IndexedSlices:
+        return ("values", "indices", "dense_shape")
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind) if field.init)
+    return tuple(getattr(kind, "_fields", ())) if issubclass(kind, tuple) else ()
+
+
+def _text_of(dtype: np.dtype[Any]) -> str:
+    try:
+        if np.dtype(dtype.name) == dtype:
+            return dtype.name  # The only name of those that NumPy does not know by itself.
+    except TypeError:
+        pass
+    return repr(np.lib.format.dtype_to_descr(dtype))
