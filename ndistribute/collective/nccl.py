@@ -413,8 +413,8 @@ class _Group:
         def check() -> None:
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
-                    f"{call.title}: the GPUs did not finish their work in {left:g} s. Work that "
-                    "takes longer needs CommunicationOptions(timeout_seconds=...).",
+                    f"{call.title}: the GPUs were not done within {left:g} s. Work that takes "
+                    "longer needs CommunicationOptions(timeout_seconds=...).",
                     op=call.kind,
                     sequence=call.sequence,
                 )
