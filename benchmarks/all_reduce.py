@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.case import MPICH, OPEN_MPI, OURS, PEER, TORCH, Benchmark, Contender, Group, Result
 from benchmarks.harness import main
-from ndistribute.collective import packing
+from ndistribute.collective import ring
 
 __all__ = ["BENCHMARK", "conclude", "of_processes"]
 
@@ -130,7 +130,7 @@ def _processes(size: int, processes: int, cores: int) -> Iterator[Contender]:
 
 def _algorithm(usual: str, size: int, processes: int) -> str:
     """Return what the cost model has to count: what is small goes whole instead of round a ring."""
-    small = packing.SMALL_BYTES_OF_TWO if processes == 2 else packing.SMALL_BYTES
+    small = ring.SMALL_BYTES_OF_TWO if processes == 2 else ring.SMALL_BYTES
     return "recursive_doubling" if usual == "ring" and size <= small else usual
 
 

@@ -37,25 +37,25 @@ def backend(way: str) -> Any:
     else:
         from ndistribute.collective.ring import RingBackend
 
-        made = RingBackend(peers, _transport(way, peers))
+        made = RingBackend(peers, functools.partial(_transport, way, peers))
     atexit.register(made.close)
     return made
 
 
 @functools.cache
 def _peers() -> Any:
-    from ndistribute.collective import membership
-    from ndistribute.collective.peers import Peers
+    from ndistribute.collective import bootstrap
+    from ndistribute.collective.control import ControlPlane
 
     if "TF_CONFIG" in os.environ:
         config = json.loads(os.environ["TF_CONFIG"])
         addresses, rank = config["cluster"]["worker"], config["task"]["index"]
-        own = membership.membership_from_addresses(addresses, rank)
+        own = bootstrap.info_from_addresses(addresses, rank)
     else:
         from ndistribute.collective.mpi import exchange_over_mpi, mpi_rank_and_size
 
-        own = membership.membership_from_exchange(exchange_over_mpi, mpi_rank_and_size()[0])
-    peers = Peers(own, timeout=TIMEOUT)
+        own = bootstrap.info_from_exchange(exchange_over_mpi, mpi_rank_and_size()[0])
+    peers = ControlPlane(own, timeout=TIMEOUT)
     atexit.register(peers.close)
     return peers
 

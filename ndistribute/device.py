@@ -1,13 +1,14 @@
 """Devices, and the array namespace that belongs to each.
 
 CPU devices are logical: any ``cpu:i`` exists, and all of them share the host's memory. A GPU is one
-that the driver shows to this process. CuPy is imported here and in the NCCL backend, nowhere else,
-and only once a GPU is asked for; everyone else gets arrays and a namespace, and never asks which.
+that the driver shows to this process. CuPy is imported here, nowhere else, and only once a GPU is
+asked for; everyone else gets arrays and a namespace, and never asks which.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Sequence
 from types import ModuleType
@@ -23,9 +24,12 @@ __all__ = [
     "as_array",
     "copy_to",
     "cupy_module",
+    "device_identity",
     "device_of",
     "is_gpu_array",
     "list_devices",
+    "nccl_available",
+    "nccl_module",
     "resolve_devices",
     "to_host",
 ]
@@ -265,6 +269,55 @@ def cupy_module() -> ModuleType:
             "whichever your driver supports."
         ) from error
     return cupy  # type: ignore[no-any-return]
+
+
+@functools.cache
+def nccl_module() -> Any:
+    """Return ``cupy.cuda.nccl``, imported when it is first asked for.
+
+    Raises:
+        MissingDependencyError: CuPy or NCCL is not installed.
+    """
+    # By default NCCL connects some GPUs only when it needs to, and then waits inside a launch,
+    # where nothing reaches it. It reads its variables once, so this comes before its first call.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    cupy_module()
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        nccl = None
+    if nccl is None or not nccl.available:
+        raise MissingDependencyError(
+            "CuPy finds no NCCL library: pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, "
+            "whichever CUDA your CuPy is for."
+        )
+    return nccl
+
+
+def nccl_available() -> bool:
+    """Return True if CuPy and an NCCL library that it can load are installed."""
+    try:
+        nccl_module()
+    except MissingDependencyError:
+        return False
+    return True
+
+
+def device_identity(device: Device) -> str:
+    """Return what tells a device from those of other processes, as far as NCCL sees them.
+
+    Returns:
+        ``"cpu"``; for a GPU ``"gpu"`` and its place on the host's bus, or ``"gpu"`` alone where
+        NCCL is not installed.
+
+    >>> device_identity(Device("cpu:1"))
+    'cpu'
+    """
+    if device.kind == "cpu":
+        return "cpu"
+    if not nccl_available():
+        return "gpu"
+    return f"gpu {cupy_module().cuda.Device(device.index).pci_bus_id.upper()}"
 
 
 def _pinned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:

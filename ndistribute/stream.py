@@ -16,6 +16,8 @@ from ndistribute.device import Array, Device, copy_to, cupy_module, device_of
 
 __all__ = ["Stream", "random_generator", "settle", "working_on", "write_to"]
 
+_SUCCESS, _NOT_READY = 0, 600  # cudaError_t
+
 
 class Stream:
     """Order the work of one replica on its device: a CUDA stream on a GPU, nothing on a CPU.
@@ -55,6 +57,22 @@ class Stream:
         """Wait until everything enqueued so far is done, so that other replicas may read it."""
         if self._cuda is not None:
             self._cuda.synchronize()
+
+    @property
+    def is_done(self) -> bool:
+        """Return True if everything enqueued so far is done.
+
+        Raises:
+            CUDARuntimeError: something that ran on the GPU before has failed.
+        """
+        if self._cuda is None:
+            return True
+        runtime = cupy_module().cuda.runtime
+        with self.use():
+            status = runtime.streamQuery(self.pointer)
+        if status not in (_SUCCESS, _NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == _SUCCESS)
 
     @property
     def pointer(self) -> int:

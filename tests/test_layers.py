@@ -23,7 +23,9 @@ PACKAGE = Path(__file__).parents[1] / "ndistribute"
 LAYERS = (
     {
         "blas",
+        "dtypes",
         "errors",
+        "ownership",
         "values",
         "tree",
         "device",
@@ -38,7 +40,7 @@ LAYERS = (
     {"transport"},
     {"collective", "parameter_server", "launcher"},
     {"coordinator", "variables", "data", "autodiff"},
-    {"strategies"},
+    {"strategies", "optimizers"},
     {"models"},
     {"cli"},
     {"__main__"},
@@ -49,7 +51,7 @@ FORBIDDEN = {("models", "strategies")}
 REQUIRED = {"msgspec", "numpy", "safetensors", "threadpoolctl"}
 # An optional package, and the files that may import it; an empty set: any one file.
 OPTIONAL: dict[str, set[str]] = {
-    "cupy": {"device.py", "collective/nccl.py"},
+    "cupy": {"device.py"},
     "autograd": set(),
     "cloudpickle": set(),
     "distributed": set(),
@@ -67,8 +69,6 @@ BEING_MERGED = {
     frozenset({"ndistribute.collective.communicator", "ndistribute.collective.sparse"}),
     frozenset({"ndistribute.collective.nccl", "ndistribute.collective.nccl_backend"}),
     frozenset({"ndistribute.collective.patience", "ndistribute.collective.peers"}),
-    frozenset({"ndistribute.variables.remote", "ndistribute.variables.served"}),
-    frozenset({"ndistribute.variables.variable", "ndistribute.variables.write"}),
 }
 
 

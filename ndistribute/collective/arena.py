@@ -16,7 +16,7 @@ from ndistribute.collective.segment import share_segments
 from ndistribute.device import Array
 
 if TYPE_CHECKING:
-    from ndistribute.collective.peers import Peers
+    from ndistribute.collective.control import ControlPlane
 
 __all__ = ["Arena"]
 
@@ -41,7 +41,7 @@ class Arena:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: ControlPlane,
         ranks: Sequence[int],
         leaves: Sequence[LeafKey],
         number: int,

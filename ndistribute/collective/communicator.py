@@ -6,20 +6,21 @@ buffers to its backend. Nobody else sees a backend. A group of one replica is ha
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ndistribute import tree
 from ndistribute.collective.backend import Backend, Call, Signature, Update
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.collective.leaves import flattened, reducible, rows_first, signature
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.outputs import Outputs
-from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.collective.sparse import reduce_rows
-from ndistribute.collective.whereabouts import Whereabouts
+from ndistribute.collective.reduce_op import ReduceOp, result_dtype
+from ndistribute.collective.step_tracker import StepTracker
 from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.errors import DistributeError
 
@@ -33,6 +34,9 @@ _HISTORY = 8
 
 class Communicator:
     """Let a replica reduce, gather, broadcast and meet with the others of its group.
+
+    Arrays in another byte order than this machine's count as the same numbers in its own, which is
+    also what results have.
 
     Args:
         backend: what carries the bytes.
@@ -53,20 +57,19 @@ class Communicator:
         backend: Backend,
         options: CommunicationOptions = _DEFAULT_OPTIONS,
         local: Backend | None = None,
-        where: Whereabouts | None = None,
+        where: StepTracker | None = None,
     ) -> None:
-        self._options = options
-        self._where = where
-        self._outputs = Outputs()
-        self._local = local or backend
         self.rank = backend.rank
         self.size = backend.size
-        self._backend = backend
         self.purpose = ""  # What the next calls are for, compared like all else.
         self.part_of: int | None = None  # The call that the next ones are parts of.
+        self._backend = backend
+        self._local = local or backend
+        self._timeout = options.timeout
+        self._outputs = Outputs()
         self._on_gpu = backend.device.kind == "gpu"
         self._sequence = 0
-        self._history: deque[Call] = deque(maxlen=_HISTORY)
+        self._guard = _Guard(backend.rank, where)
 
     @property
     def local_rank(self) -> int:
@@ -86,42 +89,60 @@ class Communicator:
     def begin(self) -> None:
         """Start a step: calls are numbered from 1 again."""
         self._sequence = 0
-        self._history.clear()
+        self._guard.history.clear()
 
     def all_reduce(self, op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Reduce a nest over all replicas; see `ReplicaContext.all_reduce`."""
         op = ReduceOp.parse(op)
         leaves = tree.flatten(value)
-        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+        if IndexedSlices in map(type, leaves):
             return tree.unflatten(value, [self._reduce_leaf(op, leaf, options) for leaf in leaves])
-        arrays = [reducible(op, leaf) for leaf in leaves]
-        inputs = [flattened(array) for array in self._placed(arrays)]
+        arrays, inputs, signature = self._taken(leaves, op)
         if self.size == 1:
             outputs = [flat.copy() for flat in inputs]
         else:
             outputs = self._outputs.like(inputs)
-            call = self._call("all_reduce", op.name, signature(arrays))
-            self._run(self._backend.all_reduce, call, inputs, outputs, op, options=options)
-        results = [out.reshape(a.shape)[()] for out, a in zip(outputs, arrays, strict=True)]
-        return tree.unflatten(value, self._returned(results, arrays))
+            timeout = self._timeout if options is None else options.timeout
+            call = self._call("all_reduce", op.name, signature)
+            with self._guard:
+                self._backend.all_reduce(call, inputs, outputs, op, timeout)
+        return self._returned(value, arrays, outputs)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate a nest over all replicas; see `ReplicaContext.all_gather`."""
-        leaves = [as_array(leaf) for leaf in tree.flatten(value)]
-        return tree.unflatten(value, self._gather(leaves, axis, f"axis={axis}", options))
+        arrays = [_native(as_array(leaf)) for leaf in tree.flatten(value)]
+        moved = [_rows_first(array, axis) for array in arrays]
+        if self.size == 1:
+            return tree.unflatten(value, [array.copy() for array in arrays])
+        placed = [copy_to(rows, self._backend.device) for rows in moved] if self._on_gpu else moved
+        inputs = [rows.reshape(len(rows), math.prod(rows.shape[1:])) for rows in placed]
+        timeout = self._timeout if options is None else options.timeout
+        # A star stands for the number of rows, which may differ.
+        signature = tuple((rows.dtype, ("*", *rows.shape[1:])) for rows in moved)
+        call = self._call("all_gather", f"axis={axis}", signature)
+        with self._guard:
+            joined = self._backend.all_gather(call, inputs, timeout)
+        results = []
+        for matrix, rows, array in zip(joined, moved, arrays, strict=True):
+            whole = matrix.reshape(len(matrix), *rows.shape[1:])
+            xp = array_namespace(whole)
+            whole = xp.ascontiguousarray(xp.moveaxis(whole, 0, axis))
+            results.append(copy_to(whole, device_of(array)) if self._on_gpu else whole)
+        return tree.unflatten(value, results)
 
     def broadcast(
         self, value: Any, root: int = 0, options: CommunicationOptions | None = None
     ) -> Any:
         """Return the nest that one replica passed; the others pass one of the same shapes."""
-        arrays = [as_array(leaf) for leaf in tree.flatten(value)]
-        buffers = [flattened(array).copy() for array in self._placed(arrays)]
+        arrays, inputs, signature = self._taken(tree.flatten(value))
+        buffers = [flat.copy() for flat in inputs]
         if self.size > 1:
-            call = self._call("broadcast", f"root={root}", signature(arrays))
-            method = self._backend.broadcast  # Who sends hears nothing of who receives.
-            self._run(method, call, buffers, root, options=options, meets=False)
-        results = [flat.reshape(a.shape)[()] for flat, a in zip(buffers, arrays, strict=True)]
-        return tree.unflatten(value, self._returned(results, arrays))
+            timeout = self._timeout if options is None else options.timeout
+            # Who sends hears nothing of who receives.
+            call = self._call("broadcast", f"root={root}", signature, meets=False)
+            with self._guard:
+                self._backend.broadcast(call, buffers, root, timeout)
+        return self._returned(value, arrays, buffers)
 
     def merge(
         self,
@@ -143,9 +164,10 @@ class Communicator:
         """
         if self.size == 1:
             return combine([value])
-        call = self._call(kind, None, ())
-        method = self._backend.merge
-        return self._run(method, call, value, combine, options=options, meets=False)  # type: ignore[no-any-return]
+        timeout = self._timeout if options is None else options.timeout
+        call = self._call(kind, None, (), meets=False)
+        with self._guard:
+            return self._backend.merge(call, value, combine, timeout)
 
     def reduce_update(
         self,
@@ -175,12 +197,12 @@ class Communicator:
             What `prepare` returned.
         """
         op = ReduceOp.parse(op)
-        checked = [reducible(op, array) for array in arrays]
-        inputs = [flattened(array) for array in self._placed(checked)]
-        call = self._call("reduce_update", op.name, signature(checked))
+        _, inputs, signature = self._taken(arrays, op)
+        timeout = self._timeout if options is None else options.timeout
         backend = self._backend if everywhere else self._local
-        method, rest = backend.reduce_update, (inputs, op, prepare, update)
-        return self._run(method, call, *rest, options=options, meets=everywhere)
+        call = self._call("reduce_update", op.name, signature, meets=everywhere)
+        with self._guard:
+            return backend.reduce_update(call, inputs, op, prepare, update, timeout)
 
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates for the replicas of its memory."""
@@ -194,73 +216,99 @@ class Communicator:
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, options: CommunicationOptions | None) -> Any:
         if not isinstance(leaf, IndexedSlices):
             return self.all_reduce(op, leaf, options)
-        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise ValueError(
-                f"IndexedSlices are reduced by SUM or MEAN, got {op.name}: rows that no replica "
-                "passed count as zeros. Call to_dense() first."
-            )
-        return reduce_rows(self, op, leaf, options, one_memory=self.local_size == self.size)
+        gather = functools.partial(self.all_gather, axis=0, options=options)
+        return leaf.reduced(op, self.size, gather)
 
-    def _gather(
-        self,
-        leaves: Sequence[Array],
-        axis: int,
-        title: str,
-        options: CommunicationOptions | None,
-    ) -> list[Array]:
-        moved = [rows_first(leaf, axis) for leaf in leaves]
-        if self.size == 1:
-            return [leaf.copy() for leaf in leaves]
-        inputs = [
-            array.reshape(len(array), math.prod(array.shape[1:])) for array in self._placed(moved)
-        ]
-        call = self._call("all_gather", title, signature(moved, ragged=True))
-        joined = self._run(self._backend.all_gather, call, inputs, options=options)
+    def _taken(
+        self, leaves: Sequence[Any], op: ReduceOp | None = None
+    ) -> tuple[list[Array], list[Array], Signature]:
+        """Return leaves as arrays, the elements of each in a row for the backend, and a signature.
+
+        Where there is an op, the arrays are of the dtype of its result.
+        """
+        arrays, inputs, signature = [], [], []
+        for leaf in leaves:
+            array = leaf if type(leaf) is np.ndarray else as_array(leaf)
+            if op is not None and array.dtype.kind in "OSUMm":
+                raise TypeError(
+                    f"{op.name} of {type(leaf).__name__} is not defined: pass arrays of numbers, "
+                    "or a nest of them."
+                )
+            if op is ReduceOp.MEAN:
+                array = array.astype(result_dtype(op, array.dtype), copy=False)
+            if not array.dtype.isnative:
+                array = _native(array)
+            arrays.append(array)
+            signature.append((array.dtype, array.shape))
+            # Row by row, and a copy only where the array is not laid out so.
+            placed = copy_to(array, self._backend.device) if self._on_gpu else array
+            inputs.append(placed.ravel())
+        return arrays, inputs, tuple(signature)
+
+    def _returned(self, value: Any, arrays: Sequence[Array], flat: Sequence[Array]) -> Any:
+        """Build a nest of results, each where the replica had its array: maybe on the host."""
         results = []
-        for rows, array in zip(joined, moved, strict=True):
-            whole = rows.reshape(len(rows), *array.shape[1:])
-            xp = array_namespace(whole)
-            results.append(xp.ascontiguousarray(xp.moveaxis(whole, 0, axis)))
-        return self._returned(results, leaves)
+        for array, result in zip(arrays, flat, strict=True):
+            here = copy_to(result, device_of(array)) if self._on_gpu else result
+            results.append(here.reshape(array.shape)[()])
+        return tree.unflatten(value, results)
 
-    def _placed(self, arrays: list[Array]) -> list[Array]:
-        """Return arrays in the memory of the replica's GPU, where a backend wants them."""
-        if not self._on_gpu:
-            return arrays
-        return [copy_to(array, self._backend.device) for array in arrays]
+    def _call(self, kind: str, op: str | None, signature: Signature, *, meets: bool = True) -> Call:
+        """Number and describe the call around which the guard comes next.
 
-    def _returned(self, results: list[Array], arrays: Sequence[Array]) -> list[Array]:
-        """Bring each result to where the replica had its array: losses may well be on the host."""
-        if not self._on_gpu:
-            return results
-        return [
-            copy_to(result, device_of(array))[()]
-            for result, array in zip(results, arrays, strict=True)
-        ]
-
-    def _call(self, kind: str, op: str | None, signature: Signature) -> Call:
+        Args:
+            kind: the method's name.
+            op: the reduction's name, or another argument that has to be the same everywhere.
+            signature: dtype and shape of each array.
+            meets: whether each replica hears of all others before it returns.
+        """
         if self.part_of is None:
             self._sequence += 1
         call = Call(self.part_of or self._sequence, kind, op, signature, self.purpose)
-        self._history.append(call)
+        guard = self._guard
+        guard.history.append(call)
+        guard.is_part, guard.meets = self.part_of is not None, meets
         return call
 
-    def _run(
-        self,
-        method: Callable[..., Any],
-        call: Call,
-        *arguments: Any,
-        options: CommunicationOptions | None,
-        meets: bool = True,
-    ) -> Any:
-        try:
-            result = method(call, *arguments, timeout=(options or self._options).timeout)
-        except DistributeError as error:
-            earlier = ", ".join(f"#{past.sequence} {past}" for past in self._history)
-            error.add_note(f"the last calls of replica {self.rank}: {earlier}")
-            raise
-        if self._where is not None and self.part_of is None:
-            self._where.finished = call.sequence
-            if meets:
-                self._where.exchanged = call.sequence
-        return result
+
+class _Guard:
+    """Note that the call which was begun last is over, or what led to its failure."""
+
+    def __init__(self, rank: int, where: StepTracker | None) -> None:
+        self.history: deque[Call] = deque(maxlen=_HISTORY)
+        self.is_part = False
+        self.meets = True
+        self._rank = rank
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, DistributeError):
+            earlier = ", ".join(f"#{past.sequence} {past}" for past in self.history)
+            error.add_note(f"the last calls of replica {self._rank}: {earlier}")
+        if error is None and self._where is not None and not self.is_part:
+            self._where.finished = self.history[-1].sequence
+            if self.meets:
+                self._where.exchanged = self._where.finished
+
+
+def _native(array: Array) -> Array:
+    """Return an array's values in this machine's byte order, those of its fields too."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _rows_first(array: Array, axis: int) -> Array:
+    """Return an array with an axis moved to the front, where rows lie end to end.
+
+    Raises:
+        ValueError: the array has no such axis.
+    """
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"all_gather along axis {axis} of an array of shape {array.shape}: the axis must be in "
+            f"[{-array.ndim}, {array.ndim}). A number has no axis: pass np.reshape(x, (1,))."
+        )
+    xp = array_namespace(array)
+    return xp.ascontiguousarray(xp.moveaxis(array, axis, 0))

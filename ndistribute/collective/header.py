@@ -19,8 +19,9 @@ __all__ = ["HEADER_BYTES", "Header", "compare", "decode", "encode"]
 
 HEADER_BYTES = 64
 
-_MAGIC = b"NDC1"
-_NUMBERS = struct.Struct("<4sIII")  # magic, step, number within the step, number on the wire
+_MAGIC = b"ND"
+# magic, generation, step, number within the step, number since the start of the generation
+_NUMBERS = struct.Struct("<2sHIII")
 _DETAILS = struct.Struct("<Q13s8s8sI")  # elements, kind, op, dtype, leaves; then a digest of all
 _DIGEST_BYTES = HEADER_BYTES - _NUMBERS.size - _DETAILS.size
 
@@ -42,7 +43,7 @@ class Header(NamedTuple):
         return f"{self.kind}({', '.join(filter(None, [self.op, what if self.leaves else '']))})"
 
 
-def encode(call: Call, count: int, step: int = 0) -> bytes:
+def encode(call: Call, count: int, step: int = 0, generation: int = 0) -> bytes:
     """Return the header of a call.
 
     Args:
@@ -50,12 +51,14 @@ def encode(call: Call, count: int, step: int = 0) -> bytes:
         count: how many calls it has made on this wire, this one included.
         step: in which step the process is, or 0 outside steps. A call that was left out in one
             step must not be made up for by the same call in the next.
+        generation: how often the group was made whole again; a call that failed may leave messages.
 
     >>> header = encode(Call(3, "all_reduce", "SUM"), count=12)
     >>> len(header), str(decode(header))
     (64, 'all_reduce(SUM)')
     """
-    numbers = _NUMBERS.pack(_MAGIC, step & 0xFFFFFFFF, call.sequence, count & 0xFFFFFFFF)
+    place = step & 0xFFFFFFFF, call.sequence, count & 0xFFFFFFFF
+    numbers = _NUMBERS.pack(_MAGIC, generation & 0xFFFF, *place)
     return numbers + _details(call.kind, call.op, call.signature, call.purpose)
 
 
@@ -65,9 +68,9 @@ def decode(header: bytes) -> Header:
     Raises:
         ValueError: these bytes are none.
     """
-    if len(header) != HEADER_BYTES or header[:4] != _MAGIC:
+    if len(header) != HEADER_BYTES or header[:2] != _MAGIC:
         raise ValueError(f"not a collective's header: {header[:16]!r}")
-    _, step, sequence, number = _NUMBERS.unpack_from(header)
+    _, _, step, sequence, number = _NUMBERS.unpack_from(header)
     elements, kind, op, dtype, leaves = _DETAILS.unpack_from(header, _NUMBERS.size)
     shown = _text(kind), _text(op), _text(dtype)
     return Header(step, sequence, number, elements, *shown, leaves)
@@ -85,16 +88,15 @@ def compare(mine: bytes, theirs: bytes, my_rank: int, their_rank: int) -> None:
     if mine == theirs:
         return
     own = decode(mine)
-    try:
-        other = decode(theirs)
-    except ValueError:
+    if theirs[:4] != mine[:4]:  # Other bytes, or what a failed call has left.
         raise CollectiveMismatchError(
             f"{own.kind} #{own.sequence}: worker {their_rank} sent no collective's header to "
             f"worker {my_rank}, which called {own}. Do both run the same version of ndistribute?",
             rank=their_rank,
             op=own.kind,
             sequence=own.sequence,
-        ) from None
+        )
+    other = decode(theirs)
     raise CollectiveMismatchError(
         f"{own.kind} #{own.sequence}: worker {their_rank} called {other}{_number(own, other)}, "
         f"worker {my_rank} called {own}. {_advice(own, other)}",

@@ -5,10 +5,12 @@ Only the rows that a step touched are kept, so a large table's gradient costs wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
 from ndistribute.device import Array, Device, array_namespace, copy_to, device_of, is_gpu_array
 
 __all__ = ["IndexedSlices"]
@@ -71,6 +73,41 @@ class IndexedSlices:
         totals = np.zeros((len(rows), *self.dense_shape[1:]), self.values.dtype)
         np.add.at(totals, inverse, self.values)
         return IndexedSlices(totals, rows, self.dense_shape)
+
+    def reduced(self, op: ReduceOp, size: int, gather: Callable[[Any], Any]) -> IndexedSlices:
+        """Reduce over replicas, each of which passes its rows of a table of one shape.
+
+        A replica's own duplicates are summed first, then the replicas' sums in replica order.
+
+        Args:
+            op: SUM or MEAN; a replica that did not pass a row counts as zeros.
+            size: how many replicas there are.
+            gather: joins a nest of arrays over the replicas, along the first axis.
+
+        Returns:
+            The rows that any replica passed, each once, in rising order of their indices.
+
+        Raises:
+            ValueError: another reduction; rows that were not passed have no value for it.
+
+        >>> rows = IndexedSlices(np.ones((2, 1)), np.array([4, 4]), (5, 1))
+        >>> rows.reduced(ReduceOp.SUM, 1, lambda nest: nest).values
+        array([[2.]])
+        """
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ValueError(
+                f"IndexedSlices are reduced by SUM or MEAN, got {op.name}: rows that no replica "
+                "passed count as zeros. Call to_dense() first."
+            )
+        wide = self.values.astype(accumulation_dtype(op, self.dtype), copy=False)
+        own = IndexedSlices(wide, self.indices, self.dense_shape).summed()
+        # No row of tables: it moves nothing, and lets replicas see that they mean the same table.
+        table = array_namespace(own.values).empty((0, *own.dense_shape), own.dtype)
+        values, indices, _ = gather((own.values, own.indices, table))
+        total = IndexedSlices(values, indices, self.dense_shape).summed()
+        finish(op, total.values, size)
+        total.values = total.values.astype(result_dtype(op, self.dtype), copy=False)
+        return total
 
     def to_dense(self) -> Array:
         """Return the whole array, zeros where no row was given."""

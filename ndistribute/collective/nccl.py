@@ -1,272 +1,580 @@
-"""What replicas on distinct GPUs of one process share: NVIDIA's NCCL, by way of CuPy.
+"""Replicas on distinct GPUs, of one process or of several, meet through NVIDIA's NCCL, by CuPy.
 
-The replicas meet on the host, and the last to arrive launches the operation on all GPUs as one
-NCCL group: either every GPU gets its kernel or none does. A replica that passes something else,
-raises or never comes is thus an error on the host, and no GPU is left waiting in a kernel.
+The replicas of a process meet on the host, and the last to arrive launches for all of them: either
+every GPU of the process gets its kernel or none does. Other processes may still make another call
+or none, and NCCL would wait for them in its kernels. So processes compare their calls on the host
+while the GPUs work, wait until the GPUs are done, and what fails on one ends the kernels on all.
+What NCCL is asked to do is computed first, as plain data; that part needs neither GPU nor CuPy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import logging
+import math
+import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from ndistribute.collective.backend import Call
-from ndistribute.collective.nccl_backend import NcclBackend
-from ndistribute.collective.nccl_plan import Launch, rows_launches
+import numpy as np
+
+from ndistribute.collective.backend import Call, Update
+from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
 from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.device import Array, array_namespace, cupy_module
+from ndistribute.collective.step_tracker import BEFORE_ALL
+from ndistribute.collective.workers import Workers
+from ndistribute.device import Array, array_namespace, nccl_module
 from ndistribute.errors import CollectiveTimeoutError, MissingDependencyError, WorkerLostError
 from ndistribute.stream import Stream, settle
+from ndistribute.timeline import span
 
-__all__ = [
-    "NcclBackend",
-    "NcclGroup",
-    "await_stream",
-    "end_each",
-    "failures_named",
-    "make_nccl_backends",
-    "nccl_available",
-    "nccl_library",
-]
+__all__ = ["NcclBackend", "gather_launches", "make_nccl_backends", "reduction_wire"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("ndistribute")
 
 _POLL_SECONDS = (10e-6, 200e-6)  # the first pause and the longest: short waits end promptly
+_CONNECT_SECONDS = 120.0  # for the GPUs of one process, when a strategy is made
+_END_SECONDS = 2.0  # NCCL may wait for other processes to end theirs too, and one may be gone.
 
 
-def nccl_available() -> bool:
-    """Say whether CuPy and an NCCL library that it can load are installed."""
-    try:
-        nccl_library()
-    except MissingDependencyError:
-        return False
-    return True
-
-
-def make_nccl_backends(rendezvous: Rendezvous, streams: Sequence[Stream]) -> list[NcclBackend]:
-    """Connect replicas through NCCL.
-
-    Args:
-        rendezvous: where they meet on the host.
-        streams: the device and stream of each; the devices are distinct GPUs.
-
-    Returns:
-        One backend for each replica, in order.
-
-    Raises:
-        MissingDependencyError: CuPy or NCCL is not installed.
-        WorkerLostError: NCCL can not connect the GPUs.
-    """
-    group = NcclGroup(rendezvous, streams)
-    group.connect()
-    return [NcclBackend(group, rank) for rank in range(len(streams))]
-
-
-class NcclGroup:
-    """What the replicas share: where they meet, their streams, and the NCCL communicators.
-
-    A launch returns when it stands in the replicas' streams: what they compute next waits for it
-    on the GPU, not on the host.
+def make_nccl_backends(
+    rendezvous: Rendezvous, streams: Sequence[Stream], workers: Workers | None = None
+) -> list[NcclBackend]:
+    """Join the replicas of this process, and those of all others, in one NCCL group.
 
     Args:
         rendezvous: where the replicas of this process meet.
-        streams: of these replicas.
-        first: the number of the first of them among all replicas.
-        size: how many replicas there are in all; None means those of this process.
+        streams: the device and stream of each; all GPUs, of other processes too, are distinct.
+        workers: the processes, each of which joins its replicas like this; None if alone.
+
+    Returns:
+        One backend for each replica of this process, in order. The GPUs of one process are
+        connected, those of several will be at their first collective.
+
+    Raises:
+        MissingDependencyError: CuPy or NCCL is not installed.
+        WorkerLostError: NCCL cannot connect the GPUs.
+    """
+    group = _Group(rendezvous, streams, workers)
+    if workers is None:
+        group.connect(Call(0, "connect"), time.monotonic() + _CONNECT_SECONDS)
+    return [NcclBackend(group, index) for index in range(len(streams))]
+
+
+_ELEMENTS = "int8 uint8 int32 uint32 int64 uint64 float32 float64".split()
+_WIDER = {"int16": "int32", "uint16": "uint32"}
+_PARTS = {"complex64": "float32", "complex128": "float64"}
+# What NumPy means by the sum and the product of booleans is `or` and `and`.
+_OF_BOOLEANS = {"SUM": "MAX", "PROD": "MIN"}
+
+# A communicator's method and its arguments but for the stream; a constant stands there by name.
+Launch = tuple[str, *tuple[int | str, ...]]
+
+
+class Wire(NamedTuple):
+    """How NCCL reduces an array: cast to `dtype`, seen as `words` `elements` for each item."""
+
+    dtype: np.dtype[Any]
+    elements: str
+    words: int
+    op: str
+
+
+def reduction_wire(op: ReduceOp, dtype: Any) -> Wire | None:
+    """Choose the type and the operation with which NCCL computes what NumPy would.
+
+    16-bit floats travel as float32, which is their accumulation dtype; 16-bit integers, which NCCL
+    does not know, as 32-bit ones, which wrap alike; booleans as bytes; complex numbers as pairs.
+
+    Returns:
+        None where NCCL has no such reduction, so that each replica must gather and reduce by
+        itself: products and extremes of complex numbers, and extremes of floats, in which NCCL
+        drops a NaN (it takes CUDA's ``fmin`` and ``fmax``) that NumPy keeps.
+
+    >>> reduction_wire(ReduceOp.SUM, np.float16)
+    Wire(dtype=dtype('float32'), elements='NCCL_FLOAT32', words=1, op='NCCL_SUM')
+    >>> reduction_wire(ReduceOp.PROD, np.bool_)
+    Wire(dtype=dtype('bool'), elements='NCCL_UINT8', words=1, op='NCCL_MIN')
+    """
+    wide = accumulation_dtype(op, dtype)
+    name = "SUM" if op is ReduceOp.MEAN else op.name
+    elements, words = wide.name, 1
+    if wide.kind == "b":
+        elements, name = "uint8", _OF_BOOLEANS.get(name, name)
+    elif wide.kind == "c" and name == "SUM":
+        elements, words = _PARTS.get(wide.name, ""), 2
+    elif wide.kind == "f" and name in ("MIN", "MAX"):
+        return None
+    elif wide.name in _WIDER:
+        elements = _WIDER[wide.name]
+        wide = np.dtype(elements)
+    if elements not in _ELEMENTS:
+        return None
+    return Wire(wide, f"NCCL_{elements.upper()}", words, f"NCCL_{name}")
+
+
+def gather_launches(nbytes: Sequence[int], rank: int, source: int, target: int) -> list[Launch]:
+    """Plan one rank's part of an all-gather: in one operation, or a broadcast each where ragged.
+
+    What each rank contributes, in bytes, lies at its own `source`, and arrives at its `target`.
+
+    >>> gather_launches([8, 0, 4], rank=2, source=500, target=100)
+    [('broadcast', 100, 100, 8, 'NCCL_UINT8', 0), ('broadcast', 500, 108, 4, 'NCCL_UINT8', 2)]
+    """
+    if not any(nbytes):
+        return []
+    if len(set(nbytes)) == 1:
+        return [("allGather", source, target, nbytes[0], "NCCL_UINT8")]
+    starts = itertools.accumulate(nbytes, initial=target)
+    return [
+        ("broadcast", source if root == rank else start, start, count, "NCCL_UINT8", root)
+        for root, (start, count) in enumerate(zip(starts, nbytes, strict=False))
+        if count
+    ]
+
+
+def _stage(
+    op: ReduceOp, source: Array, output: Array, size: int
+) -> tuple[list[Launch], Callable[[], None]]:
+    """Cast and allocate for the reduction of a flat array over `size` replicas.
+
+    Whatever needs memory is done here, before the replicas meet, so that no replica can fail
+    between the meeting and the launch.
+
+    Returns:
+        What to launch, and what then turns the outcome into the result, on the current stream.
+    """
+    wire = reduction_wire(op, source.dtype)
+    if wire is None:
+        parts = array_namespace(source).empty((size, source.size), source.dtype)
+        launches = gather_launches([source.nbytes] * size, 0, _address(source), _address(parts))
+        return launches, lambda: reduce_arrays(op, list(parts), out=output)
+    cast = source.astype(wire.dtype, copy=False)
+    total = output if output.dtype == wire.dtype else cast
+    count = cast.size * wire.words
+    launch = "allReduce", _address(cast), _address(total), count, wire.elements, wire.op
+
+    def complete(kept: Array = cast) -> None:  # Until then: a launch holds only an address.
+        finish(op, total, size)
+        if total is not output:
+            output[...] = total
+
+    return [launch] if count else [], complete
+
+
+def _address(array: Array) -> int:
+    """Return where a GPU array's first element is in the GPU's memory."""
+    return int(array.data.ptr)
+
+
+class NcclBackend:
+    """Move data between one replica's GPU and those of the others.
+
+    The order in which floats are summed is NCCL's: all replicas hold the same bits, but not those
+    that summing in replica order would give.
+    """
+
+    def __init__(self, group: _Group, index: int) -> None:
+        self.rank = group.first + index
+        self.size = group.size
+        self.owner, self.owners = 0, 1  # Each GPU has a memory of its own.
+        self.device = group.streams[index].device
+        self._group = group
+        self._index = index
+        self._stream = group.streams[index]
+        self._exchange = functools.partial(group.rendezvous.exchange, index)
+
+    def merge(
+        self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
+    ) -> T:
+        """Run `combine` once, when the GPUs have finished what the replicas had enqueued."""
+
+        def settled(values: Sequence[Any]) -> T:
+            combined = combine(values)
+            settle(self._group.streams)  # The others may use it at once, on their own streams.
+            return combined
+
+        self._group.drain([self._index], call, timeout)
+        return self._exchange(call, value, settled, timeout)
+
+    def all_reduce(
+        self,
+        call: Call,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        op: ReduceOp,
+        timeout: float,
+        prepare: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Reduce all leaves in one launch; return what `prepare` does, which then runs once."""
+        launch = functools.partial(self._group.launch, call, timeout=timeout, prepare=prepare)
+        with self._stream.use():
+            with span("pack", call.title):
+                pairs = zip(inputs, outputs, strict=True)
+                staged = [_stage(op, source, output, self.size) for source, output in pairs]
+            launches = [launch for leaf, _ in staged for launch in leaf]
+            prepared = self._exchange(call, launches, launch, timeout)
+            for _, complete in staged:
+                complete()
+        return prepared
+
+    def reduce_update(
+        self,
+        call: Call,
+        inputs: Sequence[Array],
+        op: ReduceOp,
+        prepare: Callable[[], Any],
+        update: Update,
+        timeout: float,
+    ) -> Any:
+        """Reduce, and let each replica update all of the copy that its GPU holds."""
+        with self._stream.use():
+            totals = [array_namespace(source).empty_like(source) for source in inputs]
+            prepared = self.all_reduce(call, inputs, totals, op, timeout, prepare)
+            with span("update", call.title):
+                for leaf, total in enumerate(totals):
+                    update(prepared, leaf, 0, total.size, total)
+        self.merge(call, None, lambda _: None, timeout)
+        return prepared
+
+    def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
+        """Join everyone's rows; the last to arrive knows how many, and allocates for all."""
+        gather = functools.partial(self._group.gather, call, timeout=timeout)
+        return self._exchange(call, inputs, gather, timeout)[self._index]
+
+    def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
+        """Copy from the root's GPU."""
+        launches = [
+            ("broadcast", _address(buffer), _address(buffer), buffer.nbytes, "NCCL_UINT8", root)
+            for buffer in buffers
+            if buffer.size
+        ]
+        launch = functools.partial(self._group.launch, call, timeout=timeout)
+        self._exchange(call, launches, launch, timeout)
+
+    def abort(self, cause: BaseException) -> None:
+        """Release every replica that waits on the host, and what cannot end on the GPUs."""
+        self._group.abort(cause)
+
+    def close(self) -> None:
+        """End the communicators of this process's replicas, with a deadline."""
+        self._group.close()
+
+
+class _Group:
+    """What the replicas of one process share: where they meet, their streams, and NCCL.
+
+    Alone, a launch returns when it stands in the replicas' streams: what they compute next waits
+    for it on the GPU, not on the host. With other processes it returns when the GPUs have done it,
+    and all processes are known to have made the same call. The communicators are then of one
+    generation of the processes: after each recovery new ones are made.
     """
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        streams: Sequence[Stream],
-        first: int = 0,
-        size: int | None = None,
+        self, rendezvous: Rendezvous, streams: Sequence[Stream], workers: Workers | None
     ) -> None:
         self.rendezvous = rendezvous
         self.streams = tuple(streams)
-        self.first = first
-        self.size = len(self.streams) if size is None else size
-        self._comms: list[Any] = []
-        # Also at exit, while CUDA still works; a communicator must not outlive it.
-        self._end = weakref.finalize(self, end_each, self._comms, "destroy")
+        self._peers = None if workers is None else workers.peers
+        self._host = None if workers is None else workers.backend
+        counts = (len(streams),) if workers is None else workers.replica_counts
+        self.first = sum(counts[: workers.rank]) if workers is not None else 0
+        self.size = sum(counts)
+        self._generation = 0
+        self._comms: _Communicators | None = None
+        self.close: Callable[[], Any] = lambda: None
 
-    def connect(self) -> None:
-        """Make the communicators, one for each GPU."""
-        devices = [stream.device.index for stream in self.streams]
-        try:
-            self._comms[:] = nccl_library().NcclCommunicator.initAll(devices)
-        except nccl_library().NcclError as error:
-            raise WorkerLostError(
-                f"NCCL can not connect the GPUs {devices}: {error}. To do without NCCL, pass "
-                "cross_device_ops=nd.HierarchicalCopyAllReduce()."
-            ) from error
-
-    def launch(self, call: Call, everyone: Sequence[Sequence[Launch]], timeout: float) -> None:
-        """Enqueue each replica's launches in its stream, all of them or none."""
-        if not any(everyone):
-            return
-        if not self._comms:
-            self.connect()
-        with self._guarded():
-            self._enqueue(everyone)
-
-    def launch_update(
+    def launch(
         self,
         call: Call,
         everyone: Sequence[Sequence[Launch]],
-        prepare: Callable[[], Any],
         timeout: float,
+        prepare: Callable[[], Any] | None = None,
+        compared: bool = False,
     ) -> Any:
-        """Launch, and run `prepare` when no replica's GPU uses what it opens for updates."""
-        for index in range(len(self.streams)):
-            self.drain(index, call, timeout)
-        prepared = prepare()
-        settle(self.streams)
-        self.launch(call, everyone, timeout)
-        return prepared
+        """Enqueue each replica's launches in its stream, all of them or none.
+
+        `prepare` is run when no replica's GPU uses what it opens for updates. All is reduced by
+        then, so that a failure leaves the variables as they were. `compared` says that all
+        processes are known to make this call.
+        """
+        deadline = time.monotonic() + timeout
+        with self._guarded():
+            if not self._is_connected:
+                # Who makes another call, or none, is not to be waited for inside NCCL.
+                if not compared:
+                    self._compare(call, deadline)
+                self.connect(call, deadline)
+                compared = True
+            if self._comms is not None and any(everyone):
+                self._comms.enqueue(everyone)
+            # Should the calls differ, the kernels wait or mix up data until they are aborted, but
+            # nobody has seen what they wrote, and the replicas' inputs are as they were.
+            if not compared:
+                self._compare(call, deadline)
+            if self._peers is not None or prepare is not None:
+                with span("reduce", call.title):
+                    self.drain(range(len(self.streams)), call, _left(deadline))
+            if prepare is None:
+                return None
+            prepared = prepare()
+            settle(self.streams)
+            return prepared
 
     def gather(
         self, call: Call, everyone: Sequence[Sequence[Array]], timeout: float
     ) -> list[list[Array]]:
         """Allocate and launch an all-gather of matrices; return what each replica gets."""
-        counts = self._count_rows(call, everyone, timeout)
+        deadline = time.monotonic() + timeout
         joined: list[list[Array]] = []
         launches: list[list[Launch]] = []
-        for index, (stream, matrices) in enumerate(zip(self.streams, everyone, strict=True)):
-            with stream.use():
-                wholes = [_room_for(own, counts[leaf]) for leaf, own in enumerate(matrices)]
-            joined.append(wholes)
-            launches.append([])
-            for own, whole, rows in zip(matrices, wholes, counts, strict=True):
-                launches[index] += rows_launches(own, whole, rows, self.first + index)
-        self._launch_gather(call, launches, timeout)
+        with self._guarded():
+            counts = np.array([[len(rows) for rows in own] for own in everyone], np.int64)
+            if self._host is not None:  # This compares the calls, too.
+                (counts,) = self._host.all_gather(call, [counts], _left(deadline))
+            for index, (stream, matrices) in enumerate(zip(self.streams, everyone, strict=True)):
+                joined.append([])
+                launches.append([])
+                for own, rows in zip(matrices, counts.T.tolist(), strict=True):
+                    with stream.use():
+                        shape = (sum(rows), *own.shape[1:])
+                        whole = array_namespace(own).empty(shape, own.dtype)
+                    sizes = [count * own.dtype.itemsize * math.prod(shape[1:]) for count in rows]
+                    part = sizes, self.first + index, _address(own), _address(whole)
+                    launches[-1] += gather_launches(*part)
+                    joined[-1].append(whole)
+            self.launch(call, launches, _left(deadline), compared=True)
         return joined
 
-    def drain(self, index: int, call: Call, timeout: float) -> None:
-        """Wait until a replica's GPU has done what stands in its stream."""
-        deadline = time.monotonic() + timeout
+    def drain(self, indices: Sequence[int], call: Call, timeout: float) -> None:
+        """Wait until replicas' GPUs have done what stands in their streams."""
+        with self._guarded():
+            check = self._watch(call, time.monotonic() + timeout)
+            for index in indices:
+                pause, longest = _POLL_SECONDS
+                while not self.streams[index].is_done:
+                    if self._comms is not None:
+                        self._comms.check(index)
+                    check()
+                    time.sleep(pause)
+                    pause = min(2 * pause, longest)
+
+    def abort(self, cause: BaseException) -> None:
+        """Release the replicas of this process, the other processes, and the GPUs of both."""
+        self.rendezvous.abort(cause)
+        if self._peers is not None:  # Else what is on the GPUs ends by itself.
+            self._disconnect(cause)
+
+    def connect(self, call: Call, deadline: float) -> None:
+        """Connect the GPUs with those of the other processes, each of which does so now."""
+        if self._comms is not None:  # Of an earlier generation, of which others may have aborted.
+            self._comms.end("abort")
+        self.close()
+        peers, check = self._peers, self._watch(call, deadline)
+        unique_id = b"" if peers is not None and peers.rank else _make_unique_id()
+        if peers is not None:
+            self._generation = peers.generation
+            # A generation's own meeting: an exchange that failed half-way leaves nothing behind.
+            key = f"nccl {peers.generation}"
+            unique_id = peers.exchange(key, unique_id, _left(deadline))[0]
+        comms = _Communicators(unique_id, self.streams, self.first, self.size)
+        # Also at exit, while CUDA still works; communicators must not outlive it.
+        self.close = weakref.finalize(self, _end_orderly, comms, peers)
+        self._comms = comms
+        comms.connect(check)
+
+    @property
+    def _is_connected(self) -> bool:
+        """Return True if the GPUs are connected; all processes find the same."""
+        current = self._peers is None or self._generation == self._peers.generation
+        return current and self._comms is not None and bool(self._comms.open)
+
+    def _compare(self, call: Call, deadline: float) -> None:
+        """Meet the other processes; what they say of their calls is compared on the way."""
+        if self._host is not None:
+            nothing = np.zeros(1, np.int8)
+            self._host.all_reduce(call, [nothing], [nothing.copy()], ReduceOp.SUM, _left(deadline))
+
+    def _watch(self, call: Call, deadline: float) -> Callable[[], None]:
+        """Return a function that raises if a process failed or the time is up."""
+        left = _left(deadline)
+        if self._peers is not None:
+            patience = self._peers.patience(call, left)
+            return lambda: patience.check(tuple)  # No rank is missing: all have launched the same.
 
         def check() -> None:
-            self._check_comm(index)
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
-                    f"{call.title}: the GPU of replica {index} did not finish its work in "
-                    f"{timeout:g} s. Work that takes longer needs "
-                    "CommunicationOptions(timeout_seconds=...).",
-                    rank=index,
+                    f"{call.title}: the GPUs did not finish their work in {left:g} s. Work that "
+                    "takes longer needs CommunicationOptions(timeout_seconds=...).",
                     op=call.kind,
                     sequence=call.sequence,
                 )
 
-        with self._guarded():
-            await_stream(self.streams[index], check)
-
-    def abort(self, cause: BaseException) -> None:
-        """Release every replica that waits on the host; what is on the GPUs ends by itself."""
-        self.rendezvous.abort(cause)
-
-    def _count_rows(
-        self, call: Call, everyone: Sequence[Sequence[Array]], timeout: float
-    ) -> list[list[int]]:
-        """Return for each leaf how many rows each replica has."""
-        return [list(map(len, parts)) for parts in zip(*everyone, strict=True)]
-
-    def _launch_gather(
-        self, call: Call, everyone: Sequence[Sequence[Launch]], timeout: float
-    ) -> None:
-        self.launch(call, everyone, timeout)
-
-    def _enqueue(self, everyone: Sequence[Sequence[Launch]]) -> None:
-        nccl = nccl_library()
-        calls = [
-            functools.partial(getattr(comm, method), *_named(nccl, args), stream.pointer)
-            for comm, stream, launches in zip(self._comms, self.streams, everyone, strict=True)
-            for method, args in launches
-        ]
-        with failures_named():
-            nccl.groupStart()
-            try:
-                for enqueue in calls:
-                    enqueue()
-            finally:
-                nccl.groupEnd()
-
-    def _check_comm(self, index: int) -> None:
-        for comm in self._comms[index : index + 1]:
-            with failures_named():
-                comm.check_async_error()
+        return check
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Give the communicators up on an error, and their kernels; the next launch connects."""
+        """End a call on all processes, and the kernels on all GPUs, when it fails on one."""
         try:
+            if self._peers is not None:
+                self._peers.check()
             yield
         except BaseException as error:
             self._disconnect(error)
             raise
 
     def _disconnect(self, cause: BaseException) -> None:
-        end_each(self._comms, "abort")
+        """Give the communicators up; the next launch makes new ones."""
+        if self._peers is not None:
+            # First, and also where others are in an earlier call: NCCL may abort on one process
+            # only when all abort.
+            self._peers.abort(cause, after=BEFORE_ALL)
+        if self._comms is not None:
+            self._comms.end("abort")
 
 
-def await_stream(stream: Stream, check: Callable[[], None]) -> None:
-    """Wait until a GPU has done what stands in a stream, unless `check` raises."""
-    pause, longest = _POLL_SECONDS
-    while not _is_done(stream):
-        check()
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
+class _Communicators(threading.Thread):
+    """Connect this process's GPUs with all others, keep the communicators, and end them.
+
+    NCCL waits for the other processes when it connects and when it ends, for as long as it takes,
+    and cannot be told to give up. So both happen on this thread; whoever needs them waits with a
+    deadline, and what is connected too late is ended again. The thread stays between, for none can
+    be started any more when the interpreter exits.
+    """
+
+    def __init__(self, unique_id: bytes, streams: Sequence[Stream], first: int, size: int) -> None:
+        super().__init__(name="ndistribute-nccl", daemon=True)
+        self.open: Sequence[Any] = ()  # One for each stream, from the connection to the end.
+        self._group = unique_id, streams, first, size
+        self._error: BaseException | None = None
+        self._mutex = threading.Lock()  # Held while NCCL uses what is open, so that none ends it.
+        self._is_connected = threading.Event()
+        self._is_over = threading.Event()
+        self._how = "abort"
+
+    def connect(self, check: Callable[[], None]) -> None:
+        """Wait for the connection, unless `check` raises.
+
+        Raises:
+            WorkerLostError: NCCL cannot connect them.
+        """
+        self.start()
+        try:
+            while not self._is_connected.wait(timeout=0.005):
+                check()
+        except BaseException:
+            self.end("abort")
+            raise
+        if self._error is not None:
+            gpus = ", ".join(str(stream.device) for stream in self._group[1])
+            raise WorkerLostError(
+                f"NCCL cannot connect {gpus} with the other GPUs: {self._error}. NCCL_DEBUG=INFO "
+                "says more; to do without NCCL, pass nd.HierarchicalCopyAllReduce() or, where "
+                "there are several workers, CommunicationOptions(implementation='ring')."
+            ) from self._error
+
+    def enqueue(self, everyone: Sequence[Sequence[Launch]]) -> None:
+        """Enqueue launches for each GPU in its stream, as one NCCL group."""
+        library = nccl_module()
+        with self._mutex, _failures_named():
+            if not self.open:
+                raise WorkerLostError("NCCL was aborted: another replica or worker failed.")
+            calls = []
+            for comm, stream, launches in zip(self.open, self._group[1], everyone, strict=True):
+                for method, *args in launches:
+                    given = (getattr(library, a) if isinstance(a, str) else a for a in args)
+                    calls.append(functools.partial(getattr(comm, method), *given, stream.pointer))
+            library.groupStart()
+            try:
+                for call in calls:
+                    call()
+            finally:
+                library.groupEnd()
+
+    def check(self, index: int) -> None:
+        """Raise what NCCL has found wrong with a GPU's communicator, unless it was ended."""
+        with self._mutex, _failures_named():
+            for comm in self.open[index : index + 1]:
+                comm.check_async_error()
+
+    def end(self, how: str) -> None:
+        """Destroy or abort the communicators; go on without them if NCCL takes too long."""
+        # Who hangs in NCCL while it holds the mutex is released by the abort.
+        held = self._mutex.acquire(timeout=_END_SECONDS)
+        if not self._is_over.is_set():
+            self.open, self._how = (), how
+            self._is_over.set()
+        if held:
+            self._mutex.release()
+        # Garbage is collected on any thread, also on this one.
+        if self._is_connected.is_set() and threading.current_thread() is not self:
+            self.join(timeout=_END_SECONDS)
+            if self.is_alive():
+                _log.warning("NCCL takes more than %g s to %s", _END_SECONDS, self._how)
+
+    def run(self) -> None:
+        unique_id, streams, first, size = self._group
+        comms: list[Any] = []
+        try:
+            nccl_module().groupStart()  # Each waits for all others, so they cannot come singly.
+            try:
+                for rank, stream in enumerate(streams, first):
+                    with stream.use():
+                        comms.append(_make_communicator(size, unique_id, rank))
+            finally:
+                nccl_module().groupEnd()
+        except BaseException as error:
+            self._error = error
+            self._is_over.set()
+        with self._mutex:
+            if not self._is_over.is_set():
+                self.open = comms
+        self._is_connected.set()
+        self._is_over.wait()
+        for comm in comms:
+            getattr(comm, self._how)()
 
 
-def end_each(comms: list[Any], method: str) -> None:
-    """Take communicators from a list, and destroy or abort each."""
-    # Two replicas may find a failure at once: each communicator is popped, and ended, by one.
-    with contextlib.suppress(IndexError):
-        while True:
-            getattr(comms.pop(0), method)()
+def _end_orderly(comms: _Communicators, peers: ControlPlane | None) -> None:
+    # NCCL destroys on one process only when all do; a broken group's others may have aborted.
+    comms.end("destroy" if peers is None or peers.cause is None else "abort")
+
+
+def _make_unique_id() -> bytes:
+    """Return what one process tells all others, so that they can connect."""
+    with _failures_named():
+        # CuPy 14 returns bytes; CuPy 13 a tuple of C's chars, which may be negative.
+        return bytes(char % 256 for char in nccl_module().get_unique_id())
+
+
+def _make_communicator(size: int, unique_id: bytes, rank: int) -> Any:
+    """Make a communicator on the current device, with what this CuPy takes for a unique id."""
+    chars = struct.unpack(f"{len(unique_id)}b", unique_id)
+    for given in (unique_id, chars, tuple(unique_id)):  # CuPy 14; CuPy 13 on x86 and on Arm
+        with contextlib.suppress(TypeError, OverflowError):
+            return nccl_module().NcclCommunicator(size, given, rank)
+    raise MissingDependencyError("this CuPy takes no unique id that is known: use CuPy 13 or 14.")
 
 
 @contextlib.contextmanager
-def failures_named() -> Iterator[None]:
+def _failures_named() -> Iterator[None]:
     """Raise what NCCL reports as a `WorkerLostError`."""
     # CuPy has no name for the newer errors of NCCL, and fails to look their number up.
     try:
         yield
-    except (nccl_library().NcclError, KeyError) as error:
+    except (nccl_module().NcclError, KeyError) as error:
         raise WorkerLostError(f"NCCL failed: {error}") from error
 
 
-def _named(nccl: Any, args: Sequence[int | str]) -> list[int]:
-    return [getattr(nccl, arg) if isinstance(arg, str) else arg for arg in args]
-
-
-def _room_for(like: Array, rows: Sequence[int]) -> Array:
-    return array_namespace(like).empty((sum(rows), *like.shape[1:]), like.dtype)
-
-
-def _is_done(stream: Stream) -> bool:
-    with stream.use():
-        return bool(cupy_module().cuda.get_current_stream().done)
-
-
-@functools.cache
-def nccl_library() -> Any:
-    """Return ``cupy.cuda.nccl``.
-
-    Raises:
-        MissingDependencyError: CuPy or NCCL is not installed.
-    """
-    try:
-        from cupy.cuda import nccl
-    except ImportError as error:
-        raise MissingDependencyError(
-            "GPU devices need CuPy: pip install 'ndistribute[cuda12]' or 'ndistribute[cuda13]'."
-        ) from error
-    if not nccl.available:
-        raise MissingDependencyError(
-            "CuPy finds no NCCL library: pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, "
-            "whichever CUDA your CuPy is for."
-        )
-    return nccl
+def _left(deadline: float) -> float:
+    """Return the seconds that are left, in tenths, for they stand in messages."""
+    return max(0.0, math.ceil(10 * (deadline - time.monotonic())) / 10)

@@ -6,14 +6,14 @@ reduction itself. An array's reference count says whether the caller still has i
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array, array_namespace, is_gpu_array
+from ndistribute.device import Array, array_namespace
+from ndistribute.ownership import ArrayOwner
 
 __all__ = ["Outputs"]
 
@@ -36,41 +36,30 @@ class Outputs:
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[int, np.dtype[Any]], list[_Slot]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, np.dtype[Any]], list[ArrayOwner]] = OrderedDict()
 
     def like(self, inputs: Sequence[Array]) -> list[Array]:
         """Return arrays of these sizes and dtypes, whose values are whatever was there."""
-        return [self._one_like(array) for array in inputs]
+        made = []
+        for array in inputs:
+            if type(array) is not np.ndarray:
+                made.append(array_namespace(array).empty(array.size, array.dtype))
+            elif array.nbytes < SMALL_BYTES:
+                made.append(np.empty(array.size, array.dtype))
+            else:
+                made.append(self._large_like(array))
+        return made
 
-    def _one_like(self, array: Array) -> Array:
-        if array.nbytes < SMALL_BYTES or is_gpu_array(array):
-            return array_namespace(array).empty(array.size, array.dtype)
+    def _large_like(self, array: Array) -> Array:
         key = (array.size, array.dtype)
         slots = self._kept.setdefault(key, [])
         self._kept.move_to_end(key)
         if len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         for slot in slots:
-            if _holders(slot) == _UNHELD:
+            if not slot.is_shared():
                 return slot.array
         made = np.empty(array.size, array.dtype)
         if len(slots) < MOST_KEPT:
-            slots.append(_Slot(made))
+            slots.append(ArrayOwner(made))
         return made
-
-
-class _Slot:
-    """A place that holds an array."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-
-
-def _holders(slot: _Slot) -> int:
-    return sys.getrefcount(slot.array)
-
-
-# Measured rather than written down: what the interpreter itself holds differs between versions.
-_UNHELD = _holders(_Slot(np.zeros(1)))

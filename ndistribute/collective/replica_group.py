@@ -5,7 +5,7 @@ A step is begun, left by each replica and ended; where there are other processes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ndistribute.collective.communicator import Communicator
 from ndistribute.collective.rendezvous import Rendezvous
@@ -23,6 +23,7 @@ class ReplicaGroup:
         rendezvous: where they meet.
         streams: the device and stream of each.
         workers: the other processes, where there are any.
+        close: ends what the communicators hold on devices.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class ReplicaGroup:
         rendezvous: Rendezvous,
         streams: Sequence[Stream],
         workers: Workers | None = None,
+        close: Callable[[], None] | None = None,
     ) -> None:
         self.workers = workers
         self.communicators = tuple(communicators)
         self.streams = tuple(streams)
         self._rendezvous = rendezvous
+        self._close = close
 
     def begin(self) -> None:
         """Start a step; every replica must be out of the last one."""
@@ -55,7 +58,12 @@ class ReplicaGroup:
             self.workers.leave()
 
     def close(self) -> None:
-        """Forget how the last step failed: its traceback holds the arrays that replicas saw."""
+        """End what is held on devices, and forget how the last step failed.
+
+        The traceback of a failure holds the arrays that replicas saw.
+        """
+        if self._close is not None:
+            self._close()
         self._rendezvous.reset()
 
     def abort(self, cause: BaseException) -> None:

@@ -114,19 +114,14 @@ def plan_reduce(
     >>> [move.after for move in plan_reduce(2, 0, [(6, 4, False)], tuning)]
     [0, 0, 1, 2]
     """
-    moves: list[Move] = []
-    for bucket, (length, itemsize, ring) in enumerate(buckets):
+    programs = []
+    for length, itemsize, ring in buckets:
         if not ring and length * itemsize <= tuning.small_bytes:
-            steps = recursive_doubling_all_reduce(size, rank, length)
-            reductions = [i for i, step in enumerate(steps) if _reduces(step)]
-            totals = set(reductions[-1:])
+            programs.append(recursive_doubling_all_reduce(size, rank, length))
         else:
-            whole = ring_all_reduce(size, rank, length)
-            steps = segmented(whole, max(1, tuning.block_bytes // itemsize))
-            first, last = chunk_cuts(length, size)[rank : rank + 2]
-            totals = {i for i, step in enumerate(steps) if _reduces(step, first, last)}
-        moves += _moves(bucket, steps, totals, len(moves))
-    return moves
+            block = max(1, tuning.block_bytes // itemsize)
+            programs.append(segmented(ring_all_reduce(size, rank, length), block))
+    return _moves(programs)
 
 
 def plan_gather(
@@ -136,23 +131,23 @@ def plan_gather(
 
     Of each it is given where the chunks begin and the last one ends, and the bytes of an element.
     """
-    moves: list[Move] = []
-    for bucket, (places, itemsize) in enumerate(cuts):
-        whole = ring_all_gather(size, rank, places[-1], places)
-        steps = segmented(whole, max(1, tuning.block_bytes // itemsize))
-        moves += _moves(bucket, steps, (), len(moves))
-    return moves
+    return _moves(
+        segmented(
+            ring_all_gather(size, rank, places[-1], places),
+            max(1, tuning.block_bytes // itemsize),
+        )
+        for places, itemsize in cuts
+    )
 
 
 def plan_broadcast(
     size: int, rank: int, root: int, lengths: Sequence[int], tuning: Tuning
 ) -> list[Move]:
     """Plan how every rank gets the bytes of several buffers of the root."""
-    moves: list[Move] = []
-    for bucket, length in enumerate(lengths):
-        steps = segmented(tree_broadcast(size, rank, length, root), tuning.block_bytes)
-        moves += _moves(bucket, steps, (), len(moves))
-    return moves
+    return _moves(
+        segmented(tree_broadcast(size, rank, length, root), tuning.block_bytes)
+        for length in lengths
+    )
 
 
 def segmented(steps: Sequence[Step], block: int) -> list[Step]:
@@ -184,20 +179,17 @@ def ring_all_reduce(size: int, rank: int, length: int) -> list[Step]:
     return ring_reduce_scatter(size, rank, length) + ring_all_gather(size, rank, length)
 
 
-def ring_reduce_scatter(
-    size: int, rank: int, length: int, cuts: Sequence[int] | None = None
-) -> list[Step]:
+def ring_reduce_scatter(size: int, rank: int, length: int) -> list[Step]:
     """Plan a reduction after which rank r holds the total of chunk r; other chunks are spoilt.
 
     The order is fixed, but begins at another rank in each chunk: the total of chunk c is
-    ``(((x[c+1] + x[c+2]) + ... + x[n-1]) + x[0]) + ... + x[c]``. `cuts` say where chunks begin
-    and the last one ends: ``size + 1`` numbers that rise from 0 to `length`, else `ValueError`;
-    None stands for `chunk_cuts`. Source: see `ring_all_reduce`.
+    ``(((x[c+1] + x[c+2]) + ... + x[n-1]) + x[0]) + ... + x[c]``. Source: see `ring_all_reduce`.
 
     >>> ring_reduce_scatter(size=2, rank=1, length=6)[0].send
     Message(peer=0, start=0, stop=3)
     """
-    return _ring(rank, _checked_cuts(size, rank, length, cuts), rank - 1, Action.REDUCE_LEFT)
+    _check(size, rank, length)
+    return _ring(rank, chunk_cuts(length, size), rank - 1, Action.REDUCE_LEFT)
 
 
 def ring_all_gather(
@@ -205,12 +197,17 @@ def ring_all_gather(
 ) -> list[Step]:
     """Plan how every rank gets all chunks, where rank r has chunk r in its place in the buffer.
 
-    `cuts` are as in `ring_reduce_scatter`; uneven ones make a ragged all-gather.
+    `cuts` say where chunks begin and the last one ends; uneven ones make a ragged all-gather, None
+    stands for `chunk_cuts`.
 
     >>> [step.receive for step in ring_all_gather(size=3, rank=0, length=9, cuts=(0, 2, 2, 9))]
     [Message(peer=2, start=2, stop=9), None]
     """
-    return _ring(rank, _checked_cuts(size, rank, length, cuts), rank, Action.COPY)
+    _check(size, rank, length)
+    cuts = chunk_cuts(length, size) if cuts is None else cuts
+    if len(cuts) != size + 1 or list(cuts) != sorted(cuts) or (cuts[0], cuts[-1]) != (0, length):
+        raise ValueError(f"cuts must be {size + 1} numbers that rise from 0 to {length}: {cuts}.")
+    return _ring(rank, cuts, rank, Action.COPY)
 
 
 def recursive_doubling_all_reduce(size: int, rank: int, length: int) -> list[Step]:
@@ -273,46 +270,31 @@ def chunk_cuts(length: int, chunks: int) -> tuple[int, ...]:
     return tuple(each * index + min(index, more) for index in range(chunks + 1))
 
 
-def _moves(bucket: int, steps: Sequence[Step], totals: Iterable[int], offset: int) -> list[Move]:
-    """Add to the steps of one buffer what each of them waits for; moves count from `offset`."""
-    complete = set(totals)
-    received: dict[tuple[int, int], int] = {}
-    sent: dict[tuple[int, int], int] = {}
-    moves = []
-    for index, (send, receive, action) in enumerate(steps):
-        after, sends_own, blocked_by, adds_own = 0, True, -1, True
-        if send is not None:
-            before = received.get(send[1:])
-            sends_own = before is None
-            after = 0 if before is None else offset + before + 1
-            sent[send[1:]] = index
-        if receive is not None:
-            last = sent.get(receive[1:])
-            blocked_by = -1 if last is None else offset + last
-            adds_own = receive[1:] not in received
-            received[receive[1:]] = index
-        moves.append(
-            Move(
-                bucket,
-                send,
-                receive,
-                action,
-                after,
-                sends_own,
-                blocked_by,
-                adds_own,
-                index in complete,
+def _moves(programs: Iterable[Sequence[Step]]) -> list[Move]:
+    """Add to the steps of each buffer what they wait for, and join them to one program."""
+    moves: list[Move] = []
+    for bucket, steps in enumerate(programs):
+        offset = len(moves)
+        last = {step.receive[1:]: index for index, step in enumerate(steps) if step.receive}
+        received: dict[tuple[int, ...], int] = {}
+        sent: dict[tuple[int, ...], int] = {}
+        for index, (send, receive, action) in enumerate(steps):
+            after, blocked_by, sends_own, adds_own, total = 0, -1, True, True, False
+            if send is not None:
+                sends_own = send[1:] not in received
+                after = 0 if sends_own else offset + received[send[1:]] + 1
+                sent[send[1:]] = index
+            if receive is not None:
+                place = receive[1:]
+                blocked_by = offset + sent[place] if place in sent else -1
+                adds_own = place not in received
+                # What was reduced here and does not come once more is the total.
+                total = action is not Action.COPY and last[place] == index
+                received[place] = index
+            moves.append(
+                Move(bucket, send, receive, action, after, sends_own, blocked_by, adds_own, total)
             )
-        )
     return moves
-
-
-def _reduces(step: Step, first: int = 0, last: int | None = None) -> bool:
-    """Say whether a step reduces elements that lie in a range."""
-    into = step.receive
-    if into is None or step.action is Action.COPY:
-        return False
-    return first <= into.start and (last is None or into.stop <= last)
 
 
 def _ring(rank: int, cuts: Sequence[int], first: int, action: Action) -> list[Step]:
@@ -320,16 +302,15 @@ def _ring(rank: int, cuts: Sequence[int], first: int, action: Action) -> list[St
     size = len(cuts) - 1
     steps = []
     for turn in range(size - 1):
-        send = _message((rank + 1) % size, cuts, (first - turn) % size)
-        receive = _message((rank - 1) % size, cuts, (first - turn - 1) % size)
+        out, into = (first - turn) % size, (first - turn - 1) % size
+        send = receive = None
+        if cuts[out] < cuts[out + 1]:
+            send = Message((rank + 1) % size, cuts[out], cuts[out + 1])
+        if cuts[into] < cuts[into + 1]:
+            receive = Message((rank - 1) % size, cuts[into], cuts[into + 1])
         if send or receive:
             steps.append(Step(send, receive, action if receive else Action.COPY))
     return steps
-
-
-def _message(peer: int, cuts: Sequence[int], chunk: int) -> Message | None:
-    message = Message(peer, cuts[chunk], cuts[chunk + 1])
-    return message if message.start < message.stop else None
 
 
 def _split(message: Message | None, block: int) -> Iterator[Message]:
@@ -343,12 +324,3 @@ def _check(size: int, rank: int, length: int, root: int = 0) -> None:
         raise ValueError(f"rank {rank} and root {root} must be in [0, size), and size is {size}.")
     if length < 0:
         raise ValueError(f"length must be 0 or more, got {length}.")
-
-
-def _checked_cuts(size: int, rank: int, length: int, cuts: Sequence[int] | None) -> Sequence[int]:
-    _check(size, rank, length)
-    if cuts is None:
-        return chunk_cuts(length, size)
-    if len(cuts) != size + 1 or list(cuts) != sorted(cuts) or (cuts[0], cuts[-1]) != (0, length):
-        raise ValueError(f"cuts must be {size + 1} numbers that rise from 0 to {length}: {cuts}.")
-    return cuts

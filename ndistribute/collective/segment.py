@@ -20,7 +20,7 @@ from ndistribute.device import Array
 from ndistribute.errors import DistributeError
 
 if TYPE_CHECKING:
-    from ndistribute.collective.peers import Peers
+    from ndistribute.collective.control import ControlPlane
 
 __all__ = ["Segment", "share_segments"]
 
@@ -85,7 +85,7 @@ def size_of(window: int, windows: int) -> int:
 
 
 def share_segments(
-    peers: Peers, ranks: Sequence[int], window: int, timeout: float, windows: int
+    peers: ControlPlane, ranks: Sequence[int], window: int, timeout: float, windows: int
 ) -> list[Segment]:
     """Make this process's segment and map those of the others on its host.
 

@@ -11,20 +11,17 @@ import logging
 from collections.abc import Sequence
 
 from ndistribute.collective.backend import Backend
-from ndistribute.collective.communicator import Communicator
-from ndistribute.collective.hierarchical import make_hierarchical_backends
-from ndistribute.collective.hosts import HostsBackend, host_groups
-from ndistribute.collective.membership import (
-    membership_from_addresses,
-    membership_from_exchange,
-    membership_from_rank_0,
+from ndistribute.collective.bootstrap import (
+    info_from_addresses,
+    info_from_exchange,
+    info_from_rank_0,
 )
+from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.levels import TwoLevelBackend, host_groups, join_replicas
 from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
-from ndistribute.collective.nccl import make_nccl_backends, nccl_available
-from ndistribute.collective.nccl_connect import nccl_obstacle
-from ndistribute.collective.nccl_workers import make_nccl_worker_backends
+from ndistribute.collective.nccl import make_nccl_backends
 from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
-from ndistribute.collective.peers import Peers
 from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.ring import RingBackend
@@ -32,7 +29,7 @@ from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.tcp import TcpTransport
 from ndistribute.collective.threads import ThreadBackend
 from ndistribute.collective.workers import ProcessBackend, Workers
-from ndistribute.device import Device
+from ndistribute.device import Device, nccl_available
 from ndistribute.stream import Stream
 
 __all__ = [
@@ -44,6 +41,7 @@ __all__ = [
     "join_workers",
     "make_group",
     "make_worker_group",
+    "nccl_obstacle",
 ]
 
 _log = logging.getLogger("ndistribute")
@@ -114,7 +112,8 @@ def make_group(
     streams = [Stream(device) for device in devices]
     if not central and _wants_nccl(devices, cross_device_ops):
         backends = make_nccl_backends(rendezvous, streams)
-        return ReplicaGroup([Communicator(b) for b in backends], rendezvous, streams)
+        communicators = [Communicator(backend) for backend in backends]
+        return ReplicaGroup(communicators, rendezvous, streams, close=backends[0].close)
     spaces = ["central" if central else device.memory_space for device in devices]
     one_device = isinstance(cross_device_ops, ReductionToOneDevice)
     threads = _thread_backends(rendezvous, streams, spaces, one_device)
@@ -135,17 +134,18 @@ def make_worker_group(
     streams = [Stream(device) for device in devices]
     spaces = [device.memory_space for device in devices]
     local = _thread_backends(rendezvous, streams, spaces, one_device=False)
-    nccl = _workers_want_nccl(workers, options)
-    backends: Sequence[Backend] = (
-        make_nccl_worker_backends(rendezvous, streams, workers)
-        if nccl
-        else list(make_hierarchical_backends(local, workers))
-    )
+    backends: Sequence[Backend]
+    close = None
+    if _workers_want_nccl(workers, options):
+        backends = over_nccl = make_nccl_backends(rendezvous, streams, workers)
+        close = over_nccl[0].close
+    else:
+        backends = join_replicas(local, workers)
     communicators = [
         Communicator(backend, options, threads, workers.peers.where)
         for backend, threads in zip(backends, local, strict=True)
     ]
-    return ReplicaGroup(communicators, rendezvous, streams, workers)
+    return ReplicaGroup(communicators, rendezvous, streams, workers, close)
 
 
 def join_workers(
@@ -169,13 +169,12 @@ def join_workers(
     """
     over_mpi = not addresses
     if over_mpi:
-        membership = membership_from_exchange(exchange_over_mpi, rank)
+        info = info_from_exchange(exchange_over_mpi, rank)
     elif not all(addresses):
-        size = len(addresses)
-        membership = membership_from_rank_0(addresses[0], rank, size, options.timeout)
+        info = info_from_rank_0(addresses[0], rank, len(addresses))
     else:
-        membership = membership_from_addresses(addresses, rank)
-    peers = Peers(membership, timeout=options.timeout)
+        info = info_from_addresses(addresses, rank)
+    peers = ControlPlane(info, timeout=options.timeout)
     try:
         _check_alike(peers, options)
         return Workers(peers, _process_backend(peers, options, over_mpi), devices, options)
@@ -185,7 +184,7 @@ def join_workers(
         raise
 
 
-def _check_alike(peers: Peers, options: CommunicationOptions) -> None:
+def _check_alike(peers: ControlPlane, options: CommunicationOptions) -> None:
     """Raise ValueError on all processes if their options would have them add up differently."""
     implementation = CommunicationImplementation(options.implementation).value
     own = f"{implementation!r}, wire_dtype={options.wire_dtype!r}"
@@ -199,31 +198,35 @@ def _check_alike(peers: Peers, options: CommunicationOptions) -> None:
             )
 
 
-def _process_backend(peers: Peers, options: CommunicationOptions, over_mpi: bool) -> ProcessBackend:
+def _process_backend(
+    peers: ControlPlane, options: CommunicationOptions, over_mpi: bool
+) -> ProcessBackend:
     wish = options.implementation
     if wish is CommunicationImplementation.MPI and not over_mpi:
         raise ValueError(
             "implementation='mpi' needs processes that MPI started: use `ndistribute run --mpi` or "
             "mpiexec, or implementation='auto'."
         )
-    groups = host_groups(peers.hosts)
     if wish in (CommunicationImplementation.RING, CommunicationImplementation.MPI):
         return _ring(peers, options, over_mpi, range(peers.size))
+    groups = host_groups(peers.hosts)
     if len(groups) == 1:
         return SharedMemoryBackend(peers)
     leaders = [group[0] for group in groups]
     own = next(group for group in groups if peers.rank in group)
     inside = SharedMemoryBackend(peers, ranks=own)
-    between = _ring(peers, options, over_mpi, leaders) if peers.rank in leaders else None
-    return HostsBackend(peers.rank, groups, inside, between)
+    if peers.rank not in leaders:
+        return TwoLevelBackend(inside, None, groups, peers.rank, owned=[inside])
+    between = _ring(peers, options, over_mpi, leaders)
+    return TwoLevelBackend(inside, between, groups, peers.rank, owned=[inside, between])
 
 
 def _ring(
-    peers: Peers, options: CommunicationOptions, over_mpi: bool, ranks: Sequence[int]
+    peers: ControlPlane, options: CommunicationOptions, over_mpi: bool, ranks: Sequence[int]
 ) -> RingBackend:
     return RingBackend(
         peers,
-        MpiTransport(peers) if over_mpi else TcpTransport(peers),
+        lambda: MpiTransport(peers) if over_mpi else TcpTransport(peers),
         ranks=ranks,
         bytes_per_pack=options.bytes_per_pack,
         wire_dtype=options.wire_dtype,
@@ -244,6 +247,40 @@ def _thread_backends(
         )
         for rank in range(len(streams))
     ]
+
+
+def nccl_obstacle(identities: Sequence[Sequence[str]], hosts: Sequence[str]) -> str | None:
+    """Return why NCCL cannot connect the devices of all workers; None where it can.
+
+    Args:
+        identities: of each worker's devices, as `device_identity` gives them.
+        hosts: of the workers.
+
+    >>> nccl_obstacle([["gpu 0000:3B:00.0"], ["gpu 0000:3B:00.0"]], ["a", "b"])
+    >>> nccl_obstacle([["gpu 0000:3B:00.0"], ["gpu 0000:3B:00.0"]], ["a", "a"])
+    'workers 0 and 1 share the GPU 0000:3B:00.0 of a host, and NCCL needs a GPU for each replica: \
+give each worker its own by devices=[...] or CUDA_VISIBLE_DEVICES'
+    """
+    owners: dict[tuple[str, str], int] = {}
+    for worker, (devices, host) in enumerate(zip(identities, hosts, strict=True)):
+        for device in devices:
+            kind, _, place = device.partition(" ")
+            if kind == "cpu":
+                return f"worker {worker} has a replica on a CPU, and NCCL connects GPUs alone"
+            if not place:
+                return (
+                    f"worker {worker} finds no NCCL: pip install nvidia-nccl-cu12 or "
+                    "nvidia-nccl-cu13, whichever CUDA its CuPy is for"
+                )
+            other = owners.setdefault((host, place), worker)
+            if other != worker or devices.count(device) > 1:
+                alone = f"two replicas of worker {worker}"
+                who = alone if other == worker else f"workers {other} and {worker}"
+                return (
+                    f"{who} share the GPU {place} of a host, and NCCL needs a GPU for each "
+                    "replica: give each worker its own by devices=[...] or CUDA_VISIBLE_DEVICES"
+                )
+    return None
 
 
 def _workers_want_nccl(workers: Workers, options: CommunicationOptions) -> bool:

@@ -24,7 +24,7 @@ from ndistribute.device import Array, Device
 from ndistribute.timeline import span
 
 if TYPE_CHECKING:
-    from ndistribute.collective.peers import Peers
+    from ndistribute.collective.control import ControlPlane
 
 __all__ = ["SharedMemoryBackend"]
 
@@ -64,7 +64,7 @@ class SharedMemoryBackend:
         DistributeError: the memory of another process can not be reached.
     """
 
-    def __init__(self, peers: Peers, *, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, peers: ControlPlane, *, ranks: Sequence[int] | None = None) -> None:
         here = tuple(range(peers.size) if ranks is None else ranks)
         self._windows = Windows(peers, here)
         self.rank = self._windows.rank

@@ -15,7 +15,7 @@ from ndistribute.collective.backend import Call
 from ndistribute.timeline import span
 
 if TYPE_CHECKING:
-    from ndistribute.collective.peers import Peers
+    from ndistribute.collective.control import ControlPlane
 
 __all__ = ["Spin"]
 
@@ -36,7 +36,7 @@ class Spin:
         ranks: those that share this host.
     """
 
-    def __init__(self, peers: Peers, ranks: Sequence[int]) -> None:
+    def __init__(self, peers: ControlPlane, ranks: Sequence[int]) -> None:
         self._peers = peers
         self._ranks = ranks
         # With fewer cores than processes, whoever looks takes the core from whom it waits for.

@@ -1,4 +1,4 @@
-"""The wire over sockets, for processes that were started without MPI.
+"""The transport over sockets, for processes that were started without MPI.
 
 Each pair of processes has one connection. Nothing blocks: while a rank waits for one message, all
 others go on, in both directions, so messages may be larger than what the system buffers. Arrays are
@@ -15,10 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ndistribute.collective.header import HEADER_BYTES, compare
-from ndistribute.collective.patience import Patience
-from ndistribute.collective.peers import Peers
-from ndistribute.collective.wire import Handle
+from ndistribute.collective.control import ControlPlane, WaitMonitor
+from ndistribute.collective.ring import Handle
 from ndistribute.device import Array
 from ndistribute.errors import WorkerLostError
 
@@ -45,42 +43,28 @@ class TcpTransport:
     # and 7.1 ms of 256 KiB, 0.9 and 4.1 ms of 512 KiB, 1.6 and 6.3 ms of 1 MiB.
     block_bytes = 512 * 1024
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ControlPlane) -> None:
         self._peers = peers
         self._links: dict[int, _Link] = {}
-        self._header = b""
-        self._patience: Patience | None = None
+        self._patience: WaitMonitor | None = None
 
-    def begin(
-        self, header: bytes, patience: Patience, sends_to: int, ring: tuple[int, int]
-    ) -> None:
-        """Start a call; see `Wire`."""
-        self._header = header
+    def begin(self, patience: WaitMonitor) -> None:
+        """Start a call."""
         self._patience = patience
-        for link in self._links.values():
-            link.greeted = link.expected = None
-        before, after = ring
-        self._link(before).expect(header)
-        if sends_to != after:
-            self._link(after).greet(header)
 
-    def isend(self, peer: int, array: Array) -> Handle:
-        """Begin to send an array, which stays unchanged until the handle is done."""
+    def isend(self, peer: int, *arrays: Array) -> Handle:
+        """Begin to send arrays, which stay unchanged until the handle is done."""
         link = self._link(peer)
-        transfer = link.greet(self._header)
-        if array.size:
+        for array in arrays:
             transfer = _Transfer(memoryview(array.view("u1")))
             link.outgoing.append(transfer)
         self._guarded(link, link.push)
         return transfer
 
-    def irecv(self, peer: int, array: Array) -> Handle:
+    def irecv(self, peer: int, array: Array, then: Callable[[], None] | None = None) -> Handle:
         """Begin to receive into an array."""
-        link = self._link(peer)
-        transfer = link.expect(self._header)
-        if array.size:
-            transfer = _Transfer(memoryview(array.view("u1")))
-            link.incoming.append(transfer)
+        transfer = _Transfer(memoryview(array.view("u1")), then)
+        self._link(peer).incoming.append(transfer)
         return transfer
 
     def wait(self, handle: Handle) -> None:
@@ -91,21 +75,23 @@ class TcpTransport:
         """Wait until all messages of the call are done."""
         self._wait(lambda: not any(link.is_busy for link in self._links.values()))
 
-    def reset(self) -> None:
-        """Forget every message and take the connections that the group has made anew."""
-        self._links.clear()
-        self._patience = None
-
     def close(self) -> None:
         """Forget the connections, which belong to the group."""
-        self.reset()
+        self._links.clear()
+        self._patience = None
 
     def _link(self, peer: int) -> _Link:
         link = self._links.get(peer)
         if link is None:
-            sock = self._peers.data_socket(peer)
-            link = self._links[peer] = _Link(sock, peer, self._peers.rank)
+            sock = self._peers.data_socket(peer, lambda: self._check_for(peer))
+            link = self._links[peer] = _Link(sock, peer)
         return link
+
+    def _check_for(self, peer: int) -> None:
+        """Check a wait for a connection; the others go on, or that process might wait for them."""
+        self._advance()
+        if self._patience is not None:
+            self._patience.check(lambda: [peer])
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         hot_until = 0.0
@@ -200,40 +186,17 @@ class _Transfer:
 class _Link:
     """One connection, with the messages that wait on it in order."""
 
-    def __init__(self, sock: socket.socket, peer: int, rank: int) -> None:
+    def __init__(self, sock: socket.socket, peer: int) -> None:
         self.sock = sock
         self.peer = peer
-        self.greeted: _Transfer | None = None
-        self.expected: _Transfer | None = None
         self.outgoing: deque[_Transfer] = deque()
         self.incoming: deque[_Transfer] = deque()
-        self._rank = rank
         self._encrypted = isinstance(sock, ssl.SSLSocket)
 
     @property
     def is_busy(self) -> bool:
         """Return whether a message is on its way."""
         return bool(self.outgoing or self.incoming)
-
-    def greet(self, header: bytes) -> _Transfer:
-        """Send the header of a call, once."""
-        if self.greeted is None:
-            self.greeted = _Transfer(memoryview(header))
-            self.outgoing.append(self.greeted)
-        return self.greeted
-
-    def expect(self, header: bytes) -> _Transfer:
-        """Receive the peer's header of a call, once, and compare it."""
-        if self.expected is not None:
-            return self.expected
-        theirs = bytearray(HEADER_BYTES)
-
-        def check() -> None:
-            compare(header, bytes(theirs), self._rank, self.peer)
-
-        self.expected = _Transfer(memoryview(theirs), check)
-        self.incoming.append(self.expected)
-        return self.expected
 
     def push(self) -> bool:
         """Send what the system takes; say whether that was anything."""

@@ -22,7 +22,7 @@ from ndistribute.collective.spin import Spin
 from ndistribute.device import Array
 
 if TYPE_CHECKING:
-    from ndistribute.collective.peers import Peers
+    from ndistribute.collective.control import ControlPlane
 
 __all__ = ["WINDOW_BYTES", "Windows"]
 
@@ -46,7 +46,7 @@ class Windows:
         step: the number of the last step, over all calls.
     """
 
-    def __init__(self, peers: Peers, ranks: Sequence[int]) -> None:
+    def __init__(self, peers: ControlPlane, ranks: Sequence[int]) -> None:
         self.rank = ranks.index(peers.rank)
         self.others = [rank for rank in range(len(ranks)) if rank != self.rank]
         self.step = 0

@@ -15,10 +15,9 @@ from ndistribute import timeline
 from ndistribute.blas import core_numbers, cores_of_one, limited_blas, set_by_user
 from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import Communicator
-from ndistribute.collective.nccl_connect import device_identity
+from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.options import CommunicationOptions
-from ndistribute.collective.peers import Peers
-from ndistribute.device import Device
+from ndistribute.device import Device, device_identity
 
 __all__ = ["ProcessBackend", "Workers"]
 
@@ -48,7 +47,7 @@ class Workers:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: ControlPlane,
         backend: ProcessBackend,
         devices: Sequence[Device],
         options: CommunicationOptions,

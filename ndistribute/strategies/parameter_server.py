@@ -34,14 +34,13 @@ from ndistribute.timeline import span
 from ndistribute.transport.failure_detector import detector
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
-from ndistribute.variables.copies import Copies, LocalCopy
+from ndistribute.variables.cache import CachedShard, VariableCache
 from ndistribute.variables.partitioners import number_of_shards
 from ndistribute.variables.policy import (
     VariableAggregation,
     VariablePolicy,
     VariableSynchronization,
 )
-from ndistribute.variables.remote import RemoteVariable
 from ndistribute.variables.served import ServedVariable
 from ndistribute.variables.sync_on_read import SyncOnReadVariable
 from ndistribute.variables.variable import Variable
@@ -215,7 +214,7 @@ class ParameterServerStrategy(Strategy):
         self._asked: Counter[str] = Counter()
         self._placed = 0
         self._servers = Servers(self.connect())
-        self._copies = Copies(self._servers)
+        self._copies = VariableCache(self._servers)
         weakref.finalize(self, detector.close_soon, self._servers.close).atexit = False
         with contextlib.nullcontext("") if _handle else self._new_namespace(restore) as namespace:
             named = None if devices is None else tuple(map(str, devices))
@@ -248,7 +247,7 @@ class ParameterServerStrategy(Strategy):
         return self._servers
 
     @property
-    def copies(self) -> Copies:
+    def copies(self) -> VariableCache:
         """Return what this process holds of the variables; see `servers`."""
         self._check_process()
         return self._copies
@@ -332,11 +331,7 @@ class ParameterServerStrategy(Strategy):
         if policy.synchronization is VariableSynchronization.ON_READ:
             return self._make_on_read(array, policy)
         shards = number_of_shards(self._partitioner, array.shape, array.dtype)
-        if shards > 1:
-            from ndistribute.variables.sharded import ShardedVariable
-
-            return ShardedVariable.make_sharded(self, array, policy, shards)
-        return RemoteVariable.make(self, array, policy)
+        return ServedVariable.make(self, array, policy, shards)
 
     def place(self, name: str) -> tuple[str, int]:
         """Return a new variable's name on the servers, and the server whose turn it is.
@@ -359,7 +354,7 @@ class ParameterServerStrategy(Strategy):
         return self.namespace + given, server % len(self.servers)
 
     def push(
-        self, name: str, applies: Mapping[int, Apply], copies: Mapping[int, Sequence[LocalCopy]]
+        self, name: str, applies: Mapping[int, Apply], copies: Mapping[int, Sequence[CachedShard]]
     ) -> None:
         """Let the servers apply gradients of an optimizer, in the update mode that was asked for.
 
@@ -422,9 +417,9 @@ class ParameterServerStrategy(Strategy):
         for variable in variables:
             if not isinstance(variable, ServedVariable):
                 raise ValueError(f"variable {variable.name!r} does not lie on servers.")
-            for part in variable.variables:
-                for server in part.servers:
-                    names[server].append(part.server_name)
+            for place in variable.places:
+                for server in place.servers:
+                    names[server].append(place.name)
         self.servers.ask({i: Delete(tuple(some)) for i, some in names.items()})
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
@@ -458,8 +453,8 @@ class ParameterServerStrategy(Strategy):
         if os.getpid() != self._process:
             return  # All of it is the parent's, and its threads are not here.
         if self._cluster is None and not self._closed:
-            variables = [v for v in self.handles.values() if isinstance(v, RemoteVariable)]
-            self._copies.pull(variable.local_copy for variable in variables)
+            served = [v for v in self.handles.values() if isinstance(v, ServedVariable)]
+            self._copies.pull({shard: None for variable in served for shard in variable.cached})
         super().close()
         self._copies.stay()
         self._servers.close()
@@ -480,7 +475,7 @@ class ParameterServerStrategy(Strategy):
                 f"variable {policy.name!r}: workers that a chief sends functions to have no mean "
                 "of values of their own. Keep a sum and a count, each with aggregation='sum'."
             )
-        return RemoteVariable.make(self, array, policy)
+        return ServedVariable.make(self, array, policy)
 
     def _count_staleness(self, seen: Mapping[int, Sequence[int]], outcomes: Outcomes) -> None:
         """Count an update by the variable that others had changed most since it was read."""

@@ -8,23 +8,23 @@ import json
 import os
 from typing import Any
 
-from ndistribute.collective.membership import membership_from_addresses, membership_from_exchange
-from ndistribute.collective.peers import Peers
+from ndistribute.collective.bootstrap import info_from_addresses, info_from_exchange
+from ndistribute.collective.control import ControlPlane
 
 __all__ = ["joined_peers"]
 
 
 @functools.cache
-def joined_peers() -> Peers:
+def joined_peers() -> ControlPlane:
     """Return this process's view of its group; it says good-bye when the process ends."""
     if "TF_CONFIG" in os.environ:
         config: dict[str, Any] = json.loads(os.environ["TF_CONFIG"])
         addresses, rank = config["cluster"]["worker"], config["task"]["index"]
-        membership = membership_from_addresses(addresses, rank)
+        info = info_from_addresses(addresses, rank)
     else:
         from ndistribute.collective.mpi import exchange_over_mpi, mpi_rank_and_size
 
-        membership = membership_from_exchange(exchange_over_mpi, mpi_rank_and_size()[0])
-    peers = Peers(membership, timeout=30.0)
+        info = info_from_exchange(exchange_over_mpi, mpi_rank_and_size()[0])
+    peers = ControlPlane(info, timeout=30.0)
     atexit.register(peers.close)
     return peers

@@ -27,9 +27,13 @@ def ring(
     bytes_per_pack: int = 0, wire_dtype: str | None = None, ranks: tuple[int, ...] | None = None
 ) -> RingBackend:
     peers = joined_peers()
-    wire = TcpTransport(peers) if "TF_CONFIG" in os.environ else MpiTransport(peers)
+    transport = TcpTransport if "TF_CONFIG" in os.environ else MpiTransport
     return RingBackend(
-        peers, wire, ranks=ranks, bytes_per_pack=bytes_per_pack, wire_dtype=wire_dtype
+        peers,
+        functools.partial(transport, peers),
+        ranks=ranks,
+        bytes_per_pack=bytes_per_pack,
+        wire_dtype=wire_dtype,
     )
 
 

@@ -210,6 +210,18 @@ def test_a_mean_of_integer_rows_is_float64(strategy):
     assert np.isclose(dense[0, 0], 1 + 2 / size)
 
 
+def test_half_precision_rows_are_summed_in_single(strategy):
+    """1 beside 2048 is lost in float16, where neighbours are 2 apart."""
+
+    def step():
+        values = np.full((3, 2), 1 if rank() else 2048, np.float16)
+        return context().all_reduce("sum", nd.IndexedSlices(values, np.arange(3), (4, 2))).values
+
+    values = run_twice(strategy, step)
+    assert values.dtype == np.float16
+    assert (values == np.float16(2048 + strategy.num_replicas_in_sync - 1)).all()
+
+
 @pytest.mark.parametrize("op", UFUNCS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_every_cross_device_op_gives_the_same_bits(op, count):
@@ -252,3 +264,29 @@ def test_the_layout_of_an_array_does_not_matter(strategy, layout):
         assert np.array_equal(result, reference("SUM", list(given.values)))
         gathered = run_twice(strategy, lambda x: context().all_gather(x, axis=1), given)
         assert np.array_equal(gathered, np.concatenate(given.values, axis=1))
+
+
+def test_replicas_may_pass_one_dtype_in_different_byte_orders(strategy):
+    """Results have the byte order of this machine."""
+    pair = np.dtype([("a", np.int16), ("b", np.float64)])
+
+    def step():
+        order = "<>"[rank() % 2]
+        numbers = np.arange(3).astype(f"{order}f4")
+        rows = np.array([(1, 2.5)] * 2, pair).astype(pair.newbyteorder(order))
+        return {
+            "sum": context().all_reduce("sum", numbers),
+            "mean": context().all_reduce("mean", numbers.astype(f"{order}i2")),
+            "gathered": context().all_gather(numbers, axis=0),
+            "fields": context().all_gather(rows, axis=0),
+            "copied": context().communicator.broadcast(numbers, root=0),
+        }
+
+    result = run_twice(strategy, step)
+    size = strategy.num_replicas_in_sync
+    assert all(array.dtype.isnative for array in result.values())
+    assert result["sum"].tolist() == [0, size, 2 * size]
+    assert result["mean"].tolist() == [0, 1, 2]
+    assert result["gathered"].tolist() == [0, 1, 2] * size
+    assert result["fields"].tolist() == [(1, 2.5)] * 2 * size
+    assert result["copied"].tolist() == [0, 1, 2]

@@ -7,12 +7,20 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ndistribute.collective import mpi
 from ndistribute.collective.mpi import exchange_over_mpi, mpi_rank_and_size
+from ndistribute.collective.reduce_op import ReduceOp
+from ndistribute.errors import DistributeError
+from tests import worker_steps
+from tests.collective import ring_calls
+from tests.collective.joined import joined_peers
 from tests.processes import ROOT, Ranks, find_mpiexec
 
 pytest.importorskip("mpi4py")
@@ -51,6 +59,39 @@ def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three: Ranks) -> Non
     outcomes = [outcome.result() for outcome in three.run(exchanged)]
     blobs = [b"", b"rank 1", b"rank 2rank 2"]
     assert outcomes == [(blobs, (rank, 3)) for rank in range(3)]
+
+
+def sums_after_lost_messages(rank: int, size: int) -> list[float]:
+    """Leave messages that nobody receives, with a tag that comes again; return what comes later."""
+    mpi._GENERATIONS = 2
+    peers, backend = joined_peers(), ring_calls.ring()
+    seen = []
+    with contextlib.suppress(DistributeError):
+        if rank == 1:
+            ring_calls.all_reduced(backend, [np.full(10, 100.0)], ReduceOp.SUM)
+        deadline = time.monotonic() + 20.0
+        while not mpi._world().data.Iprobe():  # Until what rank 1 sends is there.
+            assert time.monotonic() < deadline
+        peers.abort(ValueError("left out"))
+    for _ in range(3):
+        peers.recover(backend.reset, timeout=40.0)
+        with contextlib.suppress(DistributeError):
+            (total,) = ring_calls.all_reduced(backend, [np.full(10, 1.0)], ReduceOp.SUM)
+            seen.append(float(total.max()))
+    return seen
+
+
+def test_a_message_of_a_failed_call_is_never_taken_for_one_of_a_later_call() -> None:
+    with Ranks(2, "mpi") as two:
+        for outcome in two.run(sums_after_lost_messages):
+            assert set(outcome.result()) == {2.0}
+
+
+def test_byte_orders_may_differ() -> None:
+    with Ranks(2, "mpi") as two:
+        for outcome in two.run(worker_steps.byte_orders, "mpi", (1, 1)):
+            total, joined, last = [1, 3, 5], [0, 1, 2, 1, 2, 3], [1, 2, 3]
+            assert outcome.result() == [[total, joined, last, 5], [total]]
 
 
 def run_script(tmp_path: Path, body: str, size: int = 2) -> tuple[int, str]:
@@ -148,6 +189,20 @@ def test_a_rank_that_ends_early_leaves_the_others_in_peace(tmp_path: Path) -> No
     """
     code, output = run_script(tmp_path, START + body)
     assert (code, output.count("rank 0 is done")) == (0, 1), output
+
+
+def test_the_job_ends_although_a_rank_never_leaves_mpi(tmp_path: Path) -> None:
+    body = """
+    import time
+    from ndistribute.collective import mpi
+    mpi._FINALIZE_SECONDS = 2.0
+    if rank == 1:
+        mpi._mpi().Finalize = lambda: time.sleep(1000)
+    sys.stdout.write("last words")
+    """
+    code, output = run_script(tmp_path, START + body)
+    assert code != 0, output
+    assert "last words" in output
 
 
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:

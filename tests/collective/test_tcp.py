@@ -80,6 +80,20 @@ def test_a_killed_rank_is_named_to_all_others_at_once(tmp_path, length: int) -> 
         assert outcome.attributes["rank"] == 1
 
 
+def connections(rank: int, size: int, length: int) -> list[int]:
+    ring_calls.all_reduced(ring_calls.ring(), [np.ones(length)], ReduceOp.SUM)
+    return sorted(joined_peers()._data._sockets)
+
+
+def test_data_connections_are_made_to_those_who_need_each_other() -> None:
+    with Ranks(6) as ranks:
+        found = [outcome.result() for outcome in ranks.run(connections, 300_000)]
+        assert found == [sorted({(rank - 1) % 6, (rank + 1) % 6}) for rank in range(6)]
+        # The partners of small sums are at most one for each bit of the size.
+        for outcome in ranks.run(connections, 3):
+            assert len(outcome.result()) <= 2 + 3
+
+
 def cut_off(rank: int, size: int, odd: int, how: str) -> None:
     """End the data connection of one rank while the others communicate."""
     array = np.ones(3_000_000, np.float32)
@@ -89,7 +103,8 @@ def cut_off(rank: int, size: int, odd: int, how: str) -> None:
             # A header, and the beginning of what should follow.
             data.setblocking(True)
             call = ring_calls.call_of("all_reduce", "SUM", [array])
-            header = encode(call, ring_calls.ring().count + 1)
+            generation = joined_peers().generation
+            header = encode(call, ring_calls.ring().count + 1, generation=generation)
             data.sendall(header + b"\0" * 1001)
         elif how == "garbage":
             data.setblocking(True)

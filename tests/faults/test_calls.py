@@ -78,16 +78,21 @@ def test_a_late_rank_that_comes_after_it_was_asked_for_is_no_mismatch(wire: str)
             outcome.result()
 
 
+@pytest.mark.parametrize("who", [0, -1])
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_rank_that_finishes_early_is_named_and_every_step_before_counts(wire: str) -> None:
+def test_a_rank_that_finishes_early_is_named_and_every_step_before_counts(
+    wire: str, who: int
+) -> None:
     with WIRES[wire]() as job:
-        outcomes = job.run(steps.finished_early, job.size - 1)
-        assert outcomes[-1].error is None, outcomes[-1].traceback
-        for outcome in outcomes[:-1]:
+        outcomes = job.run(steps.finished_early, who % job.size)
+        early = outcomes.pop(who)
+        assert early.error is None, early.traceback
+        for outcome in outcomes:
             assert outcome.error == "WorkerLostError", outcome.traceback
-            assert f"worker {job.size - 1} " in outcome.text
+            assert f"worker {who % job.size} " in outcome.text
             assert "has finished" in outcome.text
             assert "the same number of steps" in outcome.text
+            assert outcome.seconds < AT_ONCE
 
 
 @pytest.mark.parametrize("wire", ["shared", "ring"])

@@ -55,7 +55,7 @@ def memory_of(pid: int) -> int:
 
 
 def ports_of(rank: int, size: int) -> int:
-    return int(steps.peers()._mesh._membership.listener.getsockname()[1])
+    return int(steps.peers()._info.listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("wire", ["shared", "ring"])

@@ -6,7 +6,6 @@ imitation and, with the marker `gpu`, on real GPUs. The imitation is no GPU: see
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -16,12 +15,12 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import device
-from ndistribute.collective import nccl
 from tests.gpu.imitation.clock import set_world
 from tests.gpu.imitation.module import modules
 from tests.gpu.placing import need
+from tests.kinds import closing
 
-CACHES = (device.cupy_module, device._gpu_count, device._is_gpu_type, nccl.nccl_library)
+CACHES = (device.cupy_module, device._gpu_count, device._is_gpu_type, device.nccl_module)
 
 TWICE, TWO, BACK = ["gpu:0"] * 2, ["gpu:0", "gpu:1"], ["gpu:1", "gpu:0"]
 
@@ -35,16 +34,9 @@ LAYOUTS: dict[str, Callable[[], nd.Strategy]] = {
     "central-shared": lambda: nd.CentralStorageStrategy(TWICE),
     "central-on-gpu": lambda: nd.CentralStorageStrategy(TWO, parameter_device="gpu:1"),
     "central-for-cpus": lambda: nd.CentralStorageStrategy(["cpu:0", "cpu:1"], "gpu:0"),
-    "served-one": lambda: nd.ParameterServerStrategy(devices=["gpu:0"]),
-    "served-two": lambda: nd.ParameterServerStrategy(devices=TWO),
+    "served": lambda: nd.ParameterServerStrategy(devices=TWO),
 }
-ON_ONE_GPU = {
-    "mirrored-shared",
-    "mirrored-with-cpu",
-    "central-shared",
-    "central-for-cpus",
-    "served-one",
-}
+ON_ONE_GPU = {"mirrored-shared", "mirrored-with-cpu", "central-shared", "central-for-cpus"}
 
 
 @pytest.fixture(scope="session", params=["imitation", pytest.param("real", marks=pytest.mark.gpu)])
@@ -79,7 +71,7 @@ def cupy(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def strategy(cupy: Any, request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
     """Each layout of replicas over GPUs in turn."""
     need(cupy, 1 if request.param in ON_ONE_GPU else 2)
-    with contextlib.closing(LAYOUTS[request.param]()) as made:
+    with closing(LAYOUTS[request.param]()) as made:
         yield made
 
 

@@ -4,7 +4,7 @@ Every operation of the imitation is given to the current stream and done at once
 a GPU would do later is kept by clocks: an operation is pending until somebody waits for its stream.
 Touching memory beside a pending operation of another stream, of which one writes, is a `RaceError`,
 whether or not the numbers would have come out right. Streams are non-blocking ones: the null
-stream waits for nobody.
+stream waits for nobody. NCCL's kernels alone run on threads, for they wait for other GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Clock:
         self.pointer = pointer
         self.given = 0
         self.done = 0
-        self.awaited: dict[Clock, int] = {}  # other streams' work that precedes what comes now
+        self.kernel: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"stream {self.pointer} of gpu:{self.device}"
@@ -47,8 +47,7 @@ class _Access:
     writes: bool
 
     def pending_for(self, clock: Clock) -> bool:
-        known = max(self.clock.done, clock.awaited.get(self.clock, 0))
-        return self.clock is not clock and self.number > known
+        return self.clock is not clock and self.number > self.clock.done
 
 
 class Memory:
@@ -164,8 +163,26 @@ class World:
                 if array.host.size:
                     memory.touch(clock, array.host, writing)
 
+    def run_kernel(self, pointer: int, kernel: threading.Thread) -> None:
+        """Give a stream a kernel that takes its time, as nothing else does."""
+        clock = self._clocks[pointer]
+        _await_kernel(clock)
+        clock.kernel = kernel
+        kernel.daemon = True
+        kernel.start()
+
+    def query(self, pointer: int) -> int:
+        """Return what ``cudaStreamQuery`` does: 0, or 600 where the stream is not done."""
+        clock = self._clocks[pointer] if pointer else self.clock
+        if clock.kernel is not None and clock.kernel.is_alive():
+            return 600
+        self.wait([clock])  # Whoever asks sees it done in the end.
+        return 0
+
     def wait(self, clocks: Sequence[Clock]) -> None:
         """Let the host wait for streams."""
+        for clock in clocks:
+            _await_kernel(clock)
         with self._lock:
             for clock in clocks:
                 clock.done = clock.given
@@ -173,6 +190,13 @@ class World:
     def wait_for_device(self, device: int) -> None:
         """Let the host wait for all streams of a device."""
         self.wait([clock for clock in self._clocks if clock.device == device])
+
+
+def _await_kernel(clock: Clock) -> None:
+    if clock.kernel is not None:
+        clock.kernel.join(timeout=30.0)
+        if clock.kernel.is_alive():
+            raise AssertionError(f"{clock} hangs: a kernel waits for another GPU")
 
 
 _worlds: list[World] = []

@@ -1,10 +1,10 @@
-"""Imitated devices, streams and events: how a program says where and in which order."""
+"""Imitated devices and streams: how a program says where and in which order."""
 
 from __future__ import annotations
 
-from tests.gpu.imitation.clock import Clock, current_world
+from tests.gpu.imitation.clock import current_world
 
-__all__ = ["Device", "Event", "Stream"]
+__all__ = ["Device", "Stream"]
 
 
 class Device:
@@ -64,22 +64,8 @@ class Stream:
     def device_id(self) -> int:
         return self.clock.device
 
-    @property
-    def done(self) -> bool:
-        self.synchronize()  # Whoever asks sees it done in the end.
-        return True
-
     def synchronize(self) -> None:
         current_world().wait([self.clock])
-
-    def record(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.clock, event.number = self.clock, self.clock.given
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        if event.clock is not None:
-            self.clock.awaited[event.clock] = event.number
 
     def __enter__(self) -> Stream:
         world = current_world()
@@ -93,14 +79,3 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         current_world().stack(self.clock.device).pop()
-
-
-class Event:
-    """Play ``cupy.cuda.Event``."""
-
-    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
-        self.clock: Clock | None = None
-        self.number = 0
-
-    def record(self, stream: Stream | None = None) -> None:
-        (stream or Stream.current()).record(self)

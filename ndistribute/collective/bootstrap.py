@@ -1,0 +1,281 @@
+"""Who this process is in its group, and how it reaches rank 0 and its partners for data.
+
+The facts come from the addresses of a `TF_CONFIG`, from an exchange over MPI, or, where the address
+of rank 0 alone is known, from the group itself: every process tells rank 0 where it listens. Data
+connections are made when two processes first need one: the higher rank connects, the lower one
+accepts, and each goes through the transport's handshake. Jobs in shared memory never make one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ndistribute.errors import AuthenticationError
+from ndistribute.transport.address import address_of, is_loopback, split_address
+from ndistribute.transport.failure_detector import not_for_forks, silence_seconds
+from ndistribute.transport.handshake import Accepted, Hello, authenticate
+from ndistribute.transport.listener import Listener, listen
+from ndistribute.transport.secret import Credentials, credentials_of, tls_files
+
+_RETRY_SECONDS = 0.05
+_ATTEMPT_SECONDS = 5.0
+_CHECK_SECONDS = 0.01
+_WELCOME = b"+"
+_SOMEWHERE = "192.0.2.1"  # Of the range for examples: a way to it is looked up, nothing is sent.
+
+# Counts the groups of this process: a process that is in the next group already must not be taken
+# for a member of the last.
+_groups = itertools.count()
+
+
+def host_identity(environ: Mapping[str, str] = os.environ) -> str:
+    """Return a text that is the same for processes that can map each other's memory.
+
+    >>> host_identity({"NDISTRIBUTE_HOST_ID": "blue"})
+    'blue'
+    """
+    if environ.get("NDISTRIBUTE_HOST_ID"):
+        return environ["NDISTRIBUTE_HOST_ID"]
+    # Containers of one machine share its boot but see neither each other's processes nor memory.
+    parts = [socket.gethostname(), str(os.getuid())]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    parts.append(boot.read_text().strip() if boot.exists() else "")
+    space = Path("/proc/self/ns/pid")
+    parts.append(os.readlink(space) if space.exists() else "")
+    return "/".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """Say which process of a group this is, and where it and rank 0 listen."""
+
+    rank: int
+    size: int
+    first: str  # The address of rank 0.
+    address: str  # Where this process takes data connections,
+    listener: socket.socket  # with this socket.
+    entrance: socket.socket | None  # Where rank 0 lets the others join.
+    credentials: Credentials
+    host: str = field(default_factory=host_identity)  # The same where memory is.
+    group: int = field(default_factory=lambda: next(_groups))  # The same on all processes.
+
+    def details(self, **more: str | int) -> dict[str, str | int]:
+        """Return what the other processes are told of this one."""
+        return {
+            "rank": self.rank,
+            "size": self.size,
+            "host": self.host,
+            "name": socket.gethostname(),
+            "pid": os.getpid(),
+            "group": self.group,
+            "address": self.address,
+            **more,
+        }
+
+    def refusal_of(self, fields: Mapping[str, Any]) -> str:
+        """Return why a process that says this of itself is none of the group, or nothing."""
+        try:
+            rank, size, _ = (int(fields[key]) for key in ("rank", "size", "group"))
+        except (ValueError, KeyError, TypeError):
+            return "it is no worker of a group"
+        if size != self.size or not 0 <= rank < size or rank == self.rank:
+            return (
+                f"it is worker {rank} of {size}, here is worker {self.rank} of {self.size}; "
+                "every process needs the same cluster, and an index of its own"
+            )
+        return ""
+
+
+def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
+    """Describe a process of a cluster whose addresses are known, as from `TF_CONFIG`."""
+    # The port comes last: nothing is left open where a setting is wrong.
+    credentials, _ = credentials_of(addresses), silence_seconds()
+    listener = listen(addresses[rank], os.environ)
+    # By the name that the others know, but by the port that it is, which may have been any.
+    own = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
+    entrance = None if rank else listener.dup()
+    return ProcessInfo(rank, len(addresses), addresses[0], own, listener, entrance, credentials)
+
+
+def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> ProcessInfo:
+    """Describe a process that can already exchange small messages with the others, as over MPI.
+
+    The exchange returns what every process passed, in rank order.
+    """
+    tls, _ = tls_files(os.environ), silence_seconds()
+    names = [name.decode() for name in exchange(socket.gethostname().encode())]
+    alone = len(set(names)) == 1
+    listener = listen(f"{'127.0.0.1' if alone else outward_address(names)}:0")
+    own = address_of(*listener.getsockname()[:2])
+    # The launcher's own channel is trusted: whoever is on it may know the secret.
+    first, secret = json.loads(exchange(json.dumps([own, secrets.token_hex(32)]).encode())[0])
+    credentials = Credentials(secret.encode(), "started by MPI", tls)
+    entrance = None if rank else listener.dup()
+    return ProcessInfo(rank, len(names), first, own, listener, entrance, credentials)
+
+
+def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
+    """Describe a process of a job in which only the address of rank 0 is known, as from torchrun.
+
+    Rank 0 listens there until all have joined.
+    """
+    credentials, _ = credentials_of([first]), silence_seconds()
+    with contextlib.ExitStack() as on_error:
+        entrance = None if rank else on_error.enter_context(listen(first, os.environ))
+        listener = listen(address_of(_own_address_towards(first), 0))
+        on_error.pop_all()
+    own = address_of(*listener.getsockname()[:2])
+    return ProcessInfo(rank, size, first, own, listener, entrance, credentials)
+
+
+def outward_address(names: Sequence[str]) -> str:
+    """Return the address by which the hosts of these names, its own among them, reach this one."""
+    own = socket.gethostname()
+    with contextlib.suppress(OSError):
+        found = socket.gethostbyname(own)
+        if not is_loopback(found):  # Debian gives a host's own name 127.0.1.1.
+            return found
+    for name in [*(name for name in names if name != own), _SOMEWHERE]:
+        with contextlib.suppress(OSError):
+            found = _own_address_towards(f"{name}:9")
+            if not is_loopback(found):
+                return found
+    raise OSError(
+        f"this host's name {own!r} has no address that other hosts can reach: add it to "
+        "/etc/hosts, or start the job with TF_CONFIG, which names the addresses."
+    )
+
+
+def _own_address_towards(address: str) -> str:
+    """Return the address of this host at which replies from another address come in."""
+    found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
+    with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+        probe.connect(found[0][4])  # Sends nothing: it asks the system for the way.
+        return str(probe.getsockname()[0])
+
+
+class DataConnections:
+    """Keep the connections that carry data between this process and others of its group.
+
+    Args:
+        info: who this process is.
+        addresses: where the processes take data connections, in rank order.
+        started: names this start of the group, the same on all processes.
+    """
+
+    def __init__(self, info: ProcessInfo, addresses: Sequence[str], started: str) -> None:
+        self._info = info
+        self._addresses = addresses
+        self._started = started
+        self._generation = 0
+        self._sockets: dict[int, socket.socket] = {}
+        self._changed = threading.Condition()
+        name = Hello(name=f"worker {info.rank}")
+        self._listener = Listener(
+            [info.listener], info.credentials, name, self._admit, check=self._refusal_of
+        )
+        not_for_forks.add(self)
+
+    def get(self, rank: int, check: Callable[[], None]) -> socket.socket:
+        """Return the connection to a process; it is made if there is none.
+
+        Args:
+            rank: of the other process, which is to ask for this connection too.
+            check: called now and then; raises where waiting has become vain.
+
+        Raises:
+            AuthenticationError: another job's process has the address.
+        """
+        pause = threading.Event()
+        while (sock := self._sockets.get(rank)) is None:
+            check()
+            if rank > self._info.rank:
+                with self._changed:
+                    self._changed.wait_for(lambda: rank in self._sockets, _CHECK_SECONDS)
+                continue
+            try:
+                self._keep(rank, self._connect(rank))
+            except AuthenticationError:
+                raise
+            except OSError:
+                pause.wait(timeout=_RETRY_SECONDS)
+        return sock
+
+    def renew(self, generation: int) -> None:
+        """Close all connections: those of the next generation are made anew."""
+        with self._changed:
+            self._generation = generation
+            self.let_go()
+
+    def close(self) -> None:
+        """Take no more connections, and close those that there are."""
+        self._listener.close()
+        with self._changed:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close the sockets; a fork's copies would hide that this process has died."""
+        while self._sockets:
+            self._sockets.popitem()[1].close()
+
+    def _connect(self, rank: int) -> socket.socket:
+        deadline = time.monotonic() + _ATTEMPT_SECONDS
+        address = split_address(self._addresses[rank])
+        sock = socket.create_connection(address, timeout=_ATTEMPT_SECONDS)
+        details = self._info.details(started=self._started, generation=self._generation)
+        name, audience = f"worker {self._info.rank}", f"worker {rank}"
+        hello = Hello(name=name, purpose="data", audience=audience, details=details)
+        sock, _ = authenticate(sock, self._info.credentials, hello, deadline=deadline)
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            if sock.recv(1) != _WELCOME:
+                raise ConnectionResetError("it is in another group, or generation, at this moment")
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _admit(self, sock: socket.socket, accepted: Accepted) -> None:
+        """Keep a connection that a process of a higher rank made."""
+        fields: dict[str, Any] = accepted.hello.details
+        with self._changed:
+            here = "data", self._started, self._generation
+            if (accepted.hello.purpose, fields.get("started"), fields.get("generation")) != here:
+                sock.close()  # It tries again, and finds the group that it looks for.
+                return
+            sock.send(_WELCOME)
+            self._keep(fields["rank"], sock)
+            self._changed.notify_all()
+
+    def _keep(self, rank: int, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+        stale = self._sockets.get(rank)
+        self._sockets[rank] = sock
+        if stale is not None:
+            stale.close()
+
+    def _refusal_of(self, hello: Hello) -> str:
+        fields = hello.details
+        reason = self._info.refusal_of(fields)
+        if reason or fields["group"] != self._info.group:
+            return reason  # Who is in another group already tries again.
+        if hello.purpose != "data":
+            return f"all {self._info.size} workers have joined: start the whole job again"
+        if fields.get("started") != self._started:
+            return (
+                "it met another worker 0 than this process: two jobs use the same addresses; give "
+                "each its own ports, and NDISTRIBUTE_JOB_ID where no launcher sets it"
+            )
+        return ""

@@ -1,0 +1,95 @@
+"""Bound gradients before they are applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.device import Array, array_namespace, device_of
+from ndistribute.dtypes import computing_dtype
+from ndistribute.stream import working_on
+
+__all__ = ["Clipping"]
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """Choose at most one bound; see `Optimizer`.
+
+    >>> import numpy as np
+    >>> Clipping(None, 1.0, None).apply([np.array([3.0]), np.array([4.0])])
+    [array([0.6]), array([0.8])]
+    """
+
+    norm: float | None
+    global_norm: float | None
+    value: float | None
+
+    def __post_init__(self) -> None:
+        given = [bound for bound in (self.norm, self.global_norm, self.value) if bound is not None]
+        if len(given) > 1:
+            raise ValueError("give at most one of clipnorm, global_clipnorm and clipvalue.")
+        if given and not given[0] > 0:
+            raise ValueError(f"a bound for gradients must be above 0, got {given[0]}.")
+
+    def __bool__(self) -> bool:
+        return any(bound is not None for bound in (self.norm, self.global_norm, self.value))
+
+    def apply(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients within the bound, 16-bit ones in float32; those given stay.
+
+        Args:
+            gradients: arrays or `IndexedSlices`, summed over replicas.
+        """
+        if not self:
+            return list(gradients)
+        merged = [_merged(_map(gradient, _widened)) for gradient in gradients]
+        if self.value is not None:
+            return [_map(g, self._cut) for g in merged]
+        norms = [_norm(g) for g in merged]
+        if self.global_norm is not None:
+            whole = math.sqrt(sum(norm**2 for norm in norms))
+            return [_scaled(g, whole, self.global_norm) for g in merged]
+        return [_scaled(g, norm, self.norm) for g, norm in zip(merged, norms, strict=True)]
+
+    def _cut(self, array: Array) -> Array:
+        bound = float(self.value or 0)
+        xp = array_namespace(array)
+        if array.dtype.kind != "c":
+            return xp.clip(array, -bound, bound)
+        parts = xp.ascontiguousarray(array).view(array.real.dtype)
+        return xp.clip(parts, -bound, bound).view(array.dtype).reshape(array.shape)
+
+
+def _widened(array: Array) -> Array:
+    return array.astype(computing_dtype(array.dtype), copy=False)
+
+
+def _merged(gradient: Any) -> Any:
+    if not isinstance(gradient, IndexedSlices):
+        return gradient
+    with working_on(device_of(gradient.values)):
+        return gradient.summed()
+
+
+def _map(gradient: Any, function: Callable[[Array], Array]) -> Any:
+    if isinstance(gradient, IndexedSlices):
+        values = _map(gradient.values, function)
+        return IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    with working_on(device_of(gradient)):
+        return function(gradient)
+
+
+def _norm(gradient: Any) -> float:
+    array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+    with working_on(device_of(array)):
+        return float(array_namespace(array).linalg.norm(array.reshape(-1)))
+
+
+def _scaled(gradient: Any, norm: float, bound: float | None) -> Any:
+    if bound is None or norm <= bound:
+        return gradient
+    return _map(gradient, lambda array: array * (bound / norm))

@@ -1,0 +1,247 @@
+"""Imitated NCCL between GPUs of one process or of several, over sockets and host memory.
+
+It waits where NCCL waits, for ever: for a rank that does not connect, for one that launches
+nothing or something else, for one that died. Only `abort` ends that. What is launched is done by
+threads that stand for the GPUs; the stream that it stands in is not done before. Where all GPUs are
+of one process, it is done when the group ends, for all else that a stream is given is done at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.imitation.clock import current_world
+from tests.gpu.imitation.real import check_call
+
+_ID_LENGTH = 128
+_LENGTH = struct.Struct("<Q")
+_LAUNCHES = ("allReduce", "allGather", "broadcast")
+
+
+class FakeError(RuntimeError):
+    """Stands for ``cupy.cuda.nccl.NcclError``."""
+
+
+class FakeNccl:
+    """Play ``cupy.cuda.nccl``; the constants stand for NumPy's dtypes and functions.
+
+    Args:
+        cupy: the major version, which says what a unique id is.
+    """
+
+    available = True
+    NcclError = FakeError
+    NCCL_SUM, NCCL_PROD, NCCL_MIN, NCCL_MAX = np.add, np.multiply, np.minimum, np.maximum
+    NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_UINT32 = np.int8, np.uint8, np.int32, np.uint32
+    NCCL_INT64, NCCL_UINT64 = np.int64, np.uint64
+    NCCL_FLOAT32, NCCL_FLOAT64 = np.float32, np.float64
+
+    def __init__(self, cupy: int = 14) -> None:
+        self.cupy = cupy
+        self.comms: list[FakeComm] = []
+        self.launched: list[str] = []
+        self.environ: dict[str, str] = {}  # as it was at the first call
+        self.fail_connecting = self.fail_launching = ""
+        self._doors: list[socket.socket] = []
+        self._group = threading.local()  # As NCCL's groups belong to the thread that starts them.
+
+    def get_unique_id(self) -> bytes | tuple[int, ...]:
+        """Return an address, in 128 chars, where a thread of this process connects ranks."""
+        self.environ = self.environ or dict(os.environ)
+        door = socket.create_server(("127.0.0.1", 0))
+        self._doors.append(door)
+        threading.Thread(target=_serve, args=(door,), daemon=True).start()
+        text = str(door.getsockname()[1]).encode().ljust(_ID_LENGTH - 1, b"\0") + b"\xff"
+        return text if self.cupy >= 14 else struct.unpack(f"{_ID_LENGTH}b", text)
+
+    def NcclCommunicator(  # noqa: N802
+        self,
+        ndev: int,
+        commId: bytes | tuple[int, ...],  # noqa: N803
+        rank: int,
+    ) -> FakeComm:
+        check_call("cuda.nccl.NcclCommunicator", ndev, commId, rank)
+        wanted = bytes if self.cupy >= 14 else tuple
+        if type(commId) is not wanted:
+            raise TypeError(f"Argument 'commId' has incorrect type (expected {wanted})")
+        given = commId if isinstance(commId, bytes) else struct.pack(f"{_ID_LENGTH}b", *commId)
+        assert len(given) == _ID_LENGTH
+        comm = FakeComm(self, ndev, rank, int(given[:-1].rstrip(b"\0")))
+        self.comms.append(comm)
+        self._group.connecting.append(comm)
+        return comm
+
+    def groupStart(self) -> None:  # noqa: N802
+        assert not hasattr(self._group, "connecting"), "a group in a group"
+        self._group.connecting, self._group.queued = [], {}
+
+    def groupEnd(self) -> None:  # noqa: N802
+        connecting, queued = self._group.connecting, self._group.queued
+        del self._group.connecting, self._group.queued
+        if connecting and self.fail_connecting:
+            for door in self._doors:
+                door.shutdown(socket.SHUT_RDWR)
+            raise FakeError(self.fail_connecting)
+        if queued and self.fail_launching:
+            raise FakeError(self.fail_launching)
+        for comm in connecting:
+            comm.knock()
+        for comm in connecting:
+            comm.await_others()
+        kernels = []
+        for comm, calls in queued.items():
+            self.launched += [method for method, _ in calls]
+            kernels.append(comm.launch(calls))
+        if all(len(kernels) == comm.ndev and not comm.has_lost_link for comm in queued):
+            for kernel in kernels:
+                kernel.join(timeout=30.0)
+
+    def enqueue(self, comm: FakeComm, method: str, args: tuple[Any, ...]) -> None:
+        self._group.queued.setdefault(comm, []).append((method, args))
+
+
+class FakeComm:
+    """One rank's communicator, and the GPU that does what it is asked."""
+
+    def __init__(self, library: FakeNccl, ndev: int, rank: int, port: int) -> None:
+        self.state = "connecting"
+        self.device = current_world().device
+        self.failure: str | None = None
+        self.ndev = ndev
+        self.has_lost_link = False
+        self._library = library
+        self._rank = rank
+        self._port = port
+        self._line = socket.socket()
+        self._ended = threading.Event()
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        if method not in _LAUNCHES:
+            raise AttributeError(method)
+
+        def enqueue(*args: Any) -> None:
+            check_call(f"cuda.nccl.NcclCommunicator.{method}", self, *args)
+            assert self.state == "open", f"{method} on a communicator that is {self.state}"
+            self._library.enqueue(self, method, args)
+
+        return enqueue
+
+    def knock(self) -> None:
+        self._line.connect(("127.0.0.1", self._port))
+        _send(self._line, (self._rank, self.ndev))
+
+    def await_others(self) -> None:
+        assert _receive(self._line) == "all are here"
+        self.state = "open"
+
+    def launch(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> threading.Thread:
+        kernel = threading.Thread(target=self._work, args=(calls,))
+        current_world().run_kernel(calls[0][1][-1], kernel)
+        return kernel
+
+    def check_async_error(self) -> None:
+        assert self.state == "open", f"check_async_error while it is {self.state}"
+        if self.failure is not None:
+            raise FakeError(self.failure)
+
+    def lose_link(self) -> None:
+        """Let nothing that is launched from now on end, on any rank."""
+        for comm in self._library.comms:
+            comm.has_lost_link = True
+        self._shut()
+
+    def abort(self) -> None:
+        self._end("aborted")
+
+    def destroy(self) -> None:
+        self._end("destroyed")
+
+    def await_end(self, seconds: float) -> str:
+        """Wait until the communicator was aborted or destroyed; return its state."""
+        self._ended.wait(timeout=seconds)
+        return self.state
+
+    def _end(self, state: str) -> None:
+        self.state = state
+        self._ended.set()
+        self._shut()
+        self._line.close()
+
+    def _shut(self) -> None:
+        with suppress(OSError):  # One that has ended has no link to lose.
+            self._line.shutdown(socket.SHUT_RDWR)
+
+    def _work(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        try:
+            for method, (source, target, count, dtype, *how, _) in calls:
+                given = ctypes.string_at(source, count * np.dtype(dtype).itemsize)
+                _send(self._line, ((method, count, dtype, *how), given))
+                result = _receive(self._line)
+                ctypes.memmove(target, result, len(result))
+        except (OSError, EOFError):
+            self._ended.wait(timeout=60.0)  # A kernel whose peer is gone spins.
+
+
+def _serve(door: socket.socket) -> None:
+    """Connect the ranks and do their reductions, as the links between the GPUs would."""
+    lines: dict[int, socket.socket] = {}
+    ndev = 1
+    with door, suppress(OSError, EOFError):
+        while len(lines) < ndev:
+            line, _ = door.accept()
+            rank, ndev = _receive(line)
+            assert rank not in lines, "two ranks of one number"
+            lines[rank] = line
+        in_order = [lines[rank] for rank in range(ndev)]
+        for line in in_order:
+            _send(line, "all are here")
+        while True:
+            heads, parts = zip(*map(_receive, in_order), strict=True)
+            if len(set(heads)) > 1:
+                _receive(in_order[0])  # Nothing good comes of it: wait until it is aborted.
+            for line, result in zip(in_order, _results(heads[0], parts), strict=True):
+                _send(line, result)
+    for line in lines.values():
+        line.close()
+
+
+def _results(head: tuple[Any, ...], parts: Sequence[bytes]) -> list[bytes]:
+    method, _, dtype, *how = head
+    if method == "allGather":
+        return [b"".join(parts)] * len(parts)
+    if method == "broadcast":
+        return [parts[how[0]]] * len(parts)
+    total = np.frombuffer(parts[0], dtype).copy()
+    for part in parts[1:]:
+        how[0](total, np.frombuffer(part, dtype), out=total)
+    return [total.tobytes()] * len(parts)
+
+
+def _send(line: socket.socket, value: Any) -> None:
+    payload = pickle.dumps(value)
+    line.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
+def _receive(line: socket.socket) -> Any:
+    (length,) = _LENGTH.unpack(_exactly(line, _LENGTH.size))
+    return pickle.loads(_exactly(line, length))
+
+
+def _exactly(line: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = line.recv(count - len(data))
+        if not part:
+            raise EOFError("the other end is gone")
+        data += part
+    return data

@@ -1,0 +1,435 @@
+"""NCCL between the GPUs of one process: NumPy's values, and no wait that has no end.
+
+Over the imitation, and with the marker `gpu` over NCCL itself, on all GPUs that are visible.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import device
+from ndistribute.collective import nccl
+from ndistribute.collective.backend import Call
+from ndistribute.collective.nccl import NcclBackend, Wire, gather_launches, reduction_wire
+from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays, result_dtype
+from ndistribute.collective.rendezvous import Rendezvous
+from ndistribute.device import Device, copy_to, list_devices, to_host
+from ndistribute.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    MissingDependencyError,
+    WorkerLostError,
+)
+from ndistribute.stream import Stream
+from tests.gpu.imitation.nccl import FakeComm, FakeNccl
+from tests.processes import AT_ONCE
+
+SUM, MEAN, MIN, MAX, PROD = ReduceOp
+DTYPES = (
+    "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 "
+    "complex64 complex128"
+).split()
+
+
+class Replicas:
+    """A replica on each GPU, and a thread for each."""
+
+    def __init__(self) -> None:
+        devices = list_devices("gpu")
+        self.size = len(devices)
+        self.streams = [Stream(device) for device in devices]
+        self.rendezvous = Rendezvous(self.size)
+        self.backends = nccl.make_nccl_backends(self.rendezvous, self.streams)
+
+    def run(self, body: Callable[[NcclBackend], Any]) -> list[Any]:
+        """Run a body on each replica; return what it returned or raised."""
+
+        def replica(backend: NcclBackend) -> Any:
+            stream = self.streams[backend.rank]
+            try:
+                with stream.use():
+                    stream.begin()
+                    result = body(backend)
+                    stream.synchronize()
+                return result
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(replica, self.backends))
+
+    def must(self, body: Callable[[NcclBackend], Any]) -> list[Any]:
+        """Run a body on each replica, which must not raise."""
+        results = self.run(body)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+
+@pytest.fixture
+def replicas(cupy: Any) -> Iterator[Replicas]:
+    made = Replicas()
+    yield made
+    made.backends[0].close()
+
+
+@pytest.fixture
+def fake(kind: str, cupy: Any) -> FakeNccl:
+    """The imitation of NCCL; the test does what no real GPU would."""
+    if kind == "real":
+        pytest.skip("over the imitation only")
+    library: FakeNccl = cupy.cuda.nccl
+    return library
+
+
+def call(name: str, op: str | None = None) -> Call:
+    return Call(1, name, op)
+
+
+def numbers(dtype: str, size: int, seed: int = 0, length: int = 37) -> list[Any]:
+    """Return per replica numbers of a dtype: negative ones, and integers that overflow."""
+    rng = np.random.default_rng([seed, size, length])
+    data = rng.uniform(-300, 300, (size, length)) + 1j * rng.uniform(-9, 9, (size, length))
+    if dtype.startswith("complex"):
+        return list(data.astype(dtype))
+    if dtype == "bool":
+        return list(rng.random((size, length)) < 0.5)
+    if dtype == "float16":  # Its largest number is 65504.
+        data = data / 16
+    return list(data.real.astype(np.int64).astype(dtype))
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+def test_reductions_of_many_leaves_give_numpys_values(replicas: Replicas, op: ReduceOp) -> None:
+    columns = [numbers(dtype, replicas.size) for dtype in DTYPES]
+    for column in columns:
+        if column[0].dtype.kind == "f" and op in (MIN, MAX):
+            column[-1][5] = np.nan
+
+    def body(backend: NcclBackend) -> Any:
+        inputs = [copy_to(column[backend.rank], backend.device) for column in columns]
+        dtypes = [result_dtype(op, array.dtype) for array in inputs]
+        outputs = [copy_to(np.empty(37, dtype), backend.device) for dtype in dtypes]
+        backend.all_reduce(call("all_reduce"), inputs, outputs, op, 9)
+        for array, column in zip(inputs, columns, strict=True):
+            np.testing.assert_array_equal(to_host(array), column[backend.rank])
+        return [to_host(array) for array in outputs]
+
+    for totals in replicas.must(body):
+        for total, column in zip(totals, columns, strict=True):
+            expected = reduce_arrays(op, column)
+            assert total.dtype == expected.dtype
+            rtol = 1e-3 if column[0].dtype == np.float16 else 1e-5
+            np.testing.assert_allclose(total, expected, rtol=rtol)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_all_gather_joins_rows_in_replica_order(replicas: Replicas, ragged: bool) -> None:
+    columns = [
+        [
+            numbers(dtype, 1, r, 3 * (r if ragged else 2))[0].reshape(-1, 3)
+            for r in range(replicas.size)
+        ]
+        for dtype in DTYPES
+    ]
+
+    def body(backend: NcclBackend) -> Any:
+        inputs = [copy_to(column[backend.rank], backend.device) for column in columns]
+        return [to_host(whole) for whole in backend.all_gather(call("all_gather"), inputs, 9)]
+
+    for wholes in replicas.must(body):
+        for whole, column in zip(wholes, columns, strict=True):
+            np.testing.assert_array_equal(whole, np.concatenate(column))
+
+
+def test_broadcast_copies_from_the_root(replicas: Replicas) -> None:
+    columns = [numbers(dtype, replicas.size) for dtype in DTYPES]
+    root = replicas.size - 1
+
+    def body(backend: NcclBackend) -> Any:
+        buffers = [copy_to(column[backend.rank].copy(), backend.device) for column in columns]
+        empty = buffers[0][:0]
+        backend.broadcast(call("broadcast"), [*buffers, empty], root, 9)
+        return [to_host(buffer) for buffer in buffers]
+
+    for buffers in replicas.must(body):
+        for buffer, column in zip(buffers, columns, strict=True):
+            np.testing.assert_array_equal(buffer, column[root])
+
+
+def test_every_replica_updates_its_whole_copy(replicas: Replicas) -> None:
+    hosts = numbers("float32", replicas.size)
+    prepared: list[str] = []
+
+    def prepare() -> str:
+        prepared.append("once")
+        return "prepared"
+
+    def body(backend: NcclBackend) -> Any:
+        own = hosts[backend.rank]
+        inputs = [copy_to(own, backend.device), copy_to(own[:0], backend.device)]
+        updates = []
+
+        def update(given: str, leaf: int, start: int, stop: int, total: Any) -> None:
+            updates.append((given, leaf, start, stop, to_host(total)))
+
+        returned = backend.reduce_update(call("reduce_update"), inputs, MEAN, prepare, update, 9)
+        assert (backend.owner, backend.owners) == (0, 1)
+        assert returned == "prepared"
+        return updates
+
+    for first, empty in replicas.must(body):
+        assert first[:4] == ("prepared", 0, 0, 37)
+        np.testing.assert_allclose(first[4], reduce_arrays(MEAN, hosts), rtol=1e-5)
+        assert empty[1:4] == (1, 0, 0)
+    assert prepared == ["once"]
+
+
+def test_merge_combines_once_in_replica_order(replicas: Replicas) -> None:
+    results = replicas.must(lambda b: b.merge(call("merge_call"), b.rank, tuple, 9))
+    assert results == [tuple(range(replicas.size))] * replicas.size
+
+
+def test_one_group_launches_all_leaves(fake: FakeNccl, replicas: Replicas) -> None:
+    def body(backend: NcclBackend) -> None:
+        hosts = [np.ones(4, np.float32), np.ones(0, np.float32), np.ones(4, np.complex64)]
+        inputs = [copy_to(host, backend.device) for host in hosts]
+        outputs = [copy_to(np.empty_like(host), backend.device) for host in hosts]
+        backend.all_reduce(call("all_reduce"), inputs, outputs, PROD, 9)
+
+    replicas.must(body)
+    assert fake.launched == ["allReduce", "allGather"] * 2
+
+
+def test_a_mismatch_launches_nothing(fake: FakeNccl, replicas: Replicas) -> None:
+    def body(backend: NcclBackend) -> Any:
+        data = copy_to(np.ones(3), backend.device)
+        name = ["SUM", "MAX"][backend.rank]
+        backend.all_reduce(call("all_reduce", name), [data], [data.copy()], SUM, 9)
+
+    assert [type(e) for e in replicas.run(body)] == [CollectiveMismatchError] * 2
+    assert fake.launched == []
+
+
+def test_a_missing_replica_is_a_timeout_and_launches_nothing(
+    fake: FakeNccl, replicas: Replicas
+) -> None:
+    def body(backend: NcclBackend) -> Any:
+        if backend.rank == 0:
+            backend.broadcast(call("broadcast"), [copy_to(np.ones(3), backend.device)], 0, 0.05)
+
+    assert [type(e) for e in replicas.run(body)] == [CollectiveTimeoutError, type(None)]
+    assert fake.launched == []
+
+
+def test_after_a_failure_of_nccl_the_next_call_connects_again(
+    fake: FakeNccl, replicas: Replicas
+) -> None:
+    def body(backend: NcclBackend) -> Any:
+        buffer = copy_to(np.full(3, float(backend.rank)), backend.device)
+        backend.broadcast(call("broadcast"), [buffer], 1, 9)
+        return to_host(buffer).tolist()
+
+    fake.fail_launching = "a link is down"
+    for error in replicas.run(body):
+        assert isinstance(error, WorkerLostError)
+        assert "a link is down" in str(error)
+    assert [comm.state for comm in fake.comms] == ["aborted"] * 2
+    fake.fail_launching = ""
+    replicas.rendezvous.reset()
+    assert replicas.must(body) == [[1, 1, 1]] * 2
+
+
+def test_connecting_says_what_failed(fake: FakeNccl) -> None:
+    fake.fail_connecting = "no peer access"
+    with pytest.raises(WorkerLostError, match=r"gpu:0, gpu:1 with the other GPUs: no peer access"):
+        Replicas()
+
+
+def test_work_that_never_ends_is_a_timeout(fake: FakeNccl, replicas: Replicas) -> None:
+    fake.comms[0].lose_link()
+    for error in replicas.run(lambda backend: merged_after_a_broadcast(backend, 0.05)):
+        assert isinstance(error, CollectiveTimeoutError | WorkerLostError)
+    assert {comm.state for comm in fake.comms} == {"aborted"}
+
+
+def test_an_error_of_nccl_ends_the_wait_for_a_gpu(fake: FakeNccl, replicas: Replicas) -> None:
+    for comm in fake.comms:
+        comm.failure = "remote access"
+    fake.comms[0].lose_link()
+    for error in replicas.run(lambda backend: merged_after_a_broadcast(backend, 30.0)):
+        assert isinstance(error, WorkerLostError)
+        assert "remote access" in str(error)
+
+
+def merged_after_a_broadcast(backend: NcclBackend, timeout: float) -> None:
+    """Wait for what is launched, which `broadcast` does not."""
+    backend.broadcast(call("broadcast"), [copy_to(np.ones(3), backend.device)], 0, 9)
+    try:
+        backend.merge(call("merge_call"), None, list, timeout)
+    except BaseException as error:
+        backend.abort(error)
+        raise
+
+
+def test_an_error_of_cuda_ends_the_wait_for_a_gpu(
+    fake: FakeNccl, replicas: Replicas, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An illegal address, say, leaves a stream that is never done."""
+    monkeypatch.setattr(cupy.cuda.runtime, "streamQuery", lambda stream: 700)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="700"):
+        replicas.backends[0].merge(call("merge_call"), None, list, 30.0)
+
+
+@pytest.mark.parametrize("version", [13, 14])
+def test_the_unique_id_is_of_the_kind_that_cupy_takes(
+    fake: FakeNccl, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    fake.cupy = version
+    backends = Replicas().backends
+    assert [comm.state for comm in fake.comms] == ["open"] * 2
+    backends[0].close()
+
+
+def test_nccl_is_told_to_connect_everything_before_its_first_call(
+    fake: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the variable once, at the first communicator of the process."""
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
+    device.nccl_module.cache_clear()
+    Replicas().backends[0].close()
+    assert fake.environ["NCCL_RUNTIME_CONNECT"] == "0"
+
+
+def test_no_communicator_is_ended_while_it_is_asked_for_errors(
+    fake: FakeNccl, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, leave, asked = threading.Event(), threading.Event(), []
+
+    def slow(comm: FakeComm) -> None:
+        inside.set()
+        leave.wait(timeout=10.0)
+        asked.append(comm.state)
+
+    monkeypatch.setattr(FakeComm, "check_async_error", slow)
+    fake.comms[0].lose_link()
+    with ThreadPoolExecutor(3) as pool:
+        waits = [pool.submit(merged_after_a_broadcast, b, 9.0) for b in replicas.backends]
+        assert inside.wait(timeout=10.0)
+        ending = pool.submit(replicas.backends[1]._group._disconnect, KeyError("lost"))
+        assert fake.comms[0].await_end(seconds=0.2) == "open"
+        leave.set()
+        ending.result(timeout=10.0)
+        assert fake.comms[0].await_end(seconds=10.0) == "aborted"
+        for waiting in waits:
+            waiting.exception(timeout=10.0)
+    assert set(asked) == {"open"}
+
+
+def test_closing_a_strategy_destroys_its_communicators(fake: FakeNccl) -> None:
+    with nd.MirroredStrategy(["gpu:0", "gpu:1"]) as strategy:
+        strategy.run(lambda: nd.get_replica_context().all_reduce("sum", 1.0))  # type: ignore[union-attr]
+        assert [comm.state for comm in fake.comms] == ["open"] * 2
+    assert [comm.state for comm in fake.comms] == ["destroyed"] * 2
+
+
+def test_communicators_end_with_their_backends(fake: FakeNccl) -> None:
+    replicas = Replicas()
+    del replicas
+    gc.collect()
+    assert [comm.state for comm in fake.comms] == ["destroyed"] * 2
+
+
+def test_closing_does_not_wait_for_nccl_for_ever(
+    fake: FakeNccl,
+    replicas: Replicas,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """NCCL destroys when all processes do, and one may be gone."""
+    leave, destroy = threading.Event(), FakeComm.destroy
+
+    def stuck(comm: FakeComm) -> None:
+        leave.wait(timeout=60.0)
+        destroy(comm)
+
+    monkeypatch.setattr(FakeComm, "destroy", stuck)
+    monkeypatch.setattr(nccl, "_END_SECONDS", 0.05)
+    started = time.monotonic()
+    replicas.backends[0].close()
+    assert time.monotonic() - started < AT_ONCE
+    assert "more than 0.05 s to destroy" in caplog.text
+    leave.set()
+
+
+def test_gpus_that_are_connected_too_late_are_ended_again(cupy: Any, fake: FakeNccl) -> None:
+    def impatient() -> NoReturn:
+        raise TimeoutError("too late")
+
+    unique_id = nccl._make_unique_id()
+    streams = [Stream(gpu) for gpu in list_devices("gpu")]
+    early = nccl._Communicators(unique_id, streams[:1], 0, 2)
+    with pytest.raises(TimeoutError, match="too late"):
+        early.connect(impatient)
+    late = nccl._Communicators(unique_id, streams[1:], 1, 2)
+    late.connect(lambda: None)
+    early.join(timeout=10.0)
+    assert {comm.device: comm.state for comm in fake.comms} == {0: "aborted", 1: "open"}
+    late.end("abort")
+
+
+def test_without_cupy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for cached in (device.cupy_module, device.nccl_module):
+        cached.cache_clear()
+    assert not device.nccl_available()
+    with pytest.raises(MissingDependencyError, match=r"ndistribute\[cuda12\]"):
+        nccl.make_nccl_backends(Rendezvous(1), [Stream(Device("cpu:0"))])
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "expected"),
+    [
+        (SUM, "float16", Wire(np.dtype("float32"), "NCCL_FLOAT32", 1, "NCCL_SUM")),
+        (MEAN, "float16", Wire(np.dtype("float32"), "NCCL_FLOAT32", 1, "NCCL_SUM")),
+        (MEAN, "int32", Wire(np.dtype("float64"), "NCCL_FLOAT64", 1, "NCCL_SUM")),
+        (SUM, "bool", Wire(np.dtype("bool"), "NCCL_UINT8", 1, "NCCL_MAX")),
+        (PROD, "bool", Wire(np.dtype("bool"), "NCCL_UINT8", 1, "NCCL_MIN")),
+        (MIN, "bool", Wire(np.dtype("bool"), "NCCL_UINT8", 1, "NCCL_MIN")),
+        (MEAN, "bool", Wire(np.dtype("float64"), "NCCL_FLOAT64", 1, "NCCL_SUM")),
+        (SUM, "int16", Wire(np.dtype("int32"), "NCCL_INT32", 1, "NCCL_SUM")),
+        (MAX, "uint16", Wire(np.dtype("uint32"), "NCCL_UINT32", 1, "NCCL_MAX")),
+        (SUM, "complex64", Wire(np.dtype("complex64"), "NCCL_FLOAT32", 2, "NCCL_SUM")),
+        (MEAN, "complex128", Wire(np.dtype("complex128"), "NCCL_FLOAT64", 2, "NCCL_SUM")),
+        (PROD, "complex64", None),
+        (MIN, "complex64", None),
+        (MIN, "float32", None),
+        (MAX, "float16", None),
+        (MIN, "int64", Wire(np.dtype("int64"), "NCCL_INT64", 1, "NCCL_MIN")),
+        (SUM, "longdouble", None),
+    ],
+)
+def test_the_wire_of_a_reduction(op: ReduceOp, dtype: str, expected: Wire | None) -> None:
+    assert reduction_wire(op, dtype) == expected
+
+
+def test_bfloat16_is_reduced_in_float32() -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    assert reduction_wire(SUM, bfloat16) == reduction_wire(SUM, np.float16)
+
+
+def test_equal_parts_are_gathered_in_one_operation() -> None:
+    assert gather_launches([8, 8], 1, 500, 100) == [("allGather", 500, 100, 8, "NCCL_UINT8")]
+    assert gather_launches([0, 0], 1, 500, 100) == []

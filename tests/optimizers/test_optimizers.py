@@ -1,0 +1,199 @@
+"""Optimizers against their formulas, written out in plain NumPy, and against bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.optimizers import SGD, Adagrad, Adam, Optimizer
+
+RNG = np.random.default_rng(1)
+START = RNG.normal(size=(6, 3))
+GRADIENTS = RNG.normal(size=(4, 6, 3))
+
+
+def sgd(momentum: float, nesterov: bool) -> Any:
+    value, velocity = START.copy(), np.zeros_like(START)
+    for gradient in GRADIENTS:
+        velocity = momentum * velocity - 0.1 * gradient
+        value = value + (momentum * velocity - 0.1 * gradient if nesterov else velocity)
+    return value
+
+
+def adagrad() -> Any:
+    value, total = START.copy(), np.full_like(START, 0.1)
+    for gradient in GRADIENTS:
+        total = total + gradient**2
+        value = value - 0.1 * gradient / np.sqrt(total + 1e-7)
+    return value
+
+
+def adam() -> Any:
+    value, mean, square = START.copy(), np.zeros_like(START), np.zeros_like(START)
+    for step, gradient in enumerate(GRADIENTS, start=1):
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
+        rate = 0.1 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+        value = value - rate * mean / (np.sqrt(square) + 1e-7)
+    return value
+
+
+FORMULAS = {
+    "sgd": (lambda: SGD(0.1), lambda: sgd(0.0, False)),
+    "momentum": (lambda: SGD(0.1, 0.9), lambda: sgd(0.9, False)),
+    "nesterov": (lambda: SGD(0.1, 0.9, nesterov=True), lambda: sgd(0.9, True)),
+    "adagrad": (lambda: Adagrad(0.1), adagrad),
+    "adam": (lambda: Adam(0.1), adam),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_steps_follow_the_formula(name: str) -> None:
+    make, expected = FORMULAS[name]
+    optimizer, variable = make(), nd.Variable(START)
+    for gradient in GRADIENTS:
+        optimizer.apply_gradients([(gradient, variable)])
+    np.testing.assert_allclose(variable.numpy(), expected(), rtol=1e-12)
+    assert optimizer.iterations == len(GRADIENTS)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_rows_update_like_the_dense_gradient_that_they_stand_for(name: str) -> None:
+    make, _ = FORMULAS[name]
+    values, indices = GRADIENTS[0][:4], np.array([5, 0, 5, 2])
+    results = []
+    for sparse in (True, False):
+        optimizer, variable = make(), nd.Variable(START)
+        for _ in range(3):
+            rows = nd.IndexedSlices(values.copy(), indices, START.shape)
+            optimizer.apply_gradients([(rows if sparse else rows.to_dense(), variable)])
+        results.append(variable.numpy())
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_gradients_stay_as_they_are(name: str) -> None:
+    gradient = GRADIENTS[0].copy()
+    FORMULAS[name][0]().apply_gradients([(gradient, nd.Variable(START))])
+    np.testing.assert_array_equal(gradient, GRADIENTS[0])
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_float32_stays_float32(name: str) -> None:
+    optimizer, variable = FORMULAS[name][0](), nd.Variable(START.astype(np.float32))
+    optimizer.apply_gradients([(GRADIENTS[0].astype(np.float32), variable)])
+    assert variable.dtype == np.float32
+    assert all(slot.dtype == np.float32 for slot in optimizer.variables[1:])
+
+
+def test_a_replica_sums_gradients_unless_told_that_they_are_summed() -> None:
+    with nd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+        with strategy.scope():
+            variables = [nd.Variable(np.zeros(50_000)) for _ in range(2)]
+        optimizers = [SGD(1.0), SGD(1.0)]
+
+        def step() -> None:
+            for skip, (variable, optimizer) in enumerate(zip(variables, optimizers, strict=True)):
+                optimizer.apply_gradients(
+                    [(np.ones(50_000), variable)], skip_gradients_aggregation=bool(skip)
+                )
+
+        strategy.run(step)
+    assert set(variables[0].numpy()) == {-3.0}
+    assert set(variables[1].numpy()) == {-1.0}
+
+
+def test_a_step_updates_in_place_when_no_read_is_held() -> None:
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            variable, optimizer = nd.Variable(np.zeros(100_000)), Adam()
+
+        def step() -> None:
+            optimizer.apply_gradients([(np.ones(100_000), variable)])
+
+        strategy.run(step)
+        owned = [variable, *optimizer.variables[1:]]
+        before = [v.component().__array_interface__["data"][0] for v in owned]
+        strategy.run(step)
+        after = [v.component().__array_interface__["data"][0] for v in owned]
+        assert before == after
+        held = variable.value
+        copy = held.copy()
+        strategy.run(step)
+        np.testing.assert_array_equal(held, copy)
+        assert not np.array_equal(variable.numpy(), copy)
+
+
+def test_clipnorm_bounds_each_gradient_after_it_is_summed() -> None:
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            variable = nd.Variable(np.zeros(2))
+        optimizer = SGD(1.0, clipnorm=1.0)
+        strategy.run(lambda: optimizer.apply_gradients([(np.array([3.0, 4.0]), variable)]))
+    np.testing.assert_allclose(variable.numpy(), [-0.6, -0.8])
+
+
+@pytest.mark.parametrize(
+    ("gradient", "message"),
+    [
+        (np.zeros((3, 6)), "has shape"),
+        (np.zeros((6, 3), np.int64), "int64"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_changes_nothing(gradient: Any, message: str) -> None:
+    optimizer, good, bad = Adam(), nd.Variable(START), nd.Variable(START)
+    with pytest.raises(ValueError, match=message):
+        optimizer.apply_gradients([(GRADIENTS[0], good), (gradient, bad)])
+    np.testing.assert_array_equal(good.numpy(), START)
+    assert optimizer.iterations == 0
+
+
+def test_variables_without_gradient_are_left_out_with_a_warning(caplog: Any) -> None:
+    first, second = nd.Variable(START), nd.Variable(START, name="unused")
+    SGD(0.1).apply_gradients([(GRADIENTS[0], first), (None, second)])
+    assert "unused" in caplog.text
+    np.testing.assert_array_equal(second.numpy(), START)
+    with pytest.raises(ValueError, match="no variable has a gradient"):
+        SGD(0.1).apply_gradients([(None, second)])
+
+
+def test_a_variable_read_across_replicas_is_refused() -> None:
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            variable = nd.Variable(0.0, synchronization="on_read", aggregation="sum")
+        with pytest.raises(ValueError, match="synchronized on read"):
+            strategy.run(lambda: SGD(0.1).apply_gradients([(np.array(1.0), variable)]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SGD(-0.1),
+        lambda: SGD(0.1, momentum=1.5),
+        lambda: SGD(0.1, nesterov=True),
+        lambda: SGD(0.1, clipnorm=1.0, clipvalue=1.0),
+        lambda: SGD(0.1, clipnorm=0.0),
+        lambda: Adam(0.1, beta_1=1.0),
+        lambda: Adagrad(0.1, initial_accumulator_value=-1.0),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be|needs|at most one"):
+        make()
+
+
+def test_a_schedule_sees_the_number_of_steps_done() -> None:
+    seen: list[int] = []
+
+    def rate(step: int) -> float:
+        seen.append(step)
+        return 0.1
+
+    optimizer: Optimizer = SGD(rate)
+    variable = nd.Variable(START)
+    for gradient in GRADIENTS:
+        optimizer.apply_gradients([(gradient, variable)])
+    assert seen == [0, 1, 2, 3]
