@@ -249,7 +249,7 @@ def test_a_forbidden_import_is_caught(path, line):
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("__init__.py", "from ndistribute.strategies.mirrored import MirroredStrategy"),
+        ("__init__.py", "from ndistribute.strategies.local import MirroredStrategy"),
         ("tree.py", "from ndistribute.values import PerReplica"),
         ("models/model.py", "from ndistribute.context import get_strategy"),
         ("models/model.py", "from ndistribute.models.layers import Dense"),
