@@ -1,6 +1,6 @@
 """Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
 
-from ndistribute import cluster, errors, models
+from ndistribute import cluster, errors, models, optimizers
 from ndistribute.autodiff import GradientTape, custom_gradient
 from ndistribute.cluster import (
     ClusterSpec,
@@ -47,7 +47,6 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
-from ndistribute.models import optimizers
 from ndistribute.strategies import (
     CentralStorageStrategy,
     MirroredStrategy,

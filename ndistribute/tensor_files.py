@@ -27,7 +27,8 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from ndistribute.errors import CheckpointCorruptError, DistributeError, MissingDependencyError
+from ndistribute.dtypes import dtype_named
+from ndistribute.errors import CheckpointCorruptError, DistributeError
 
 __all__ = ["Saved", "claim", "newest", "sync", "write"]
 
@@ -239,12 +240,7 @@ def _read(path: Path) -> Saved:
 
 def _read_tensors(path: Path, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Array]]:
     if "bfloat16" in dtypes.values():
-        try:
-            import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 once it is imported)
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"{path} holds bfloat16, which NumPy knows from a package: pip install ml_dtypes."
-            ) from error
+        dtype_named("bfloat16")  # NumPy knows it from here on.
     with safetensors.safe_open(path, "numpy", backend="pread") as file:
         for name, dtype in dtypes.items():
             tensor = file.get_tensor(_key(name))

@@ -1,39 +1,58 @@
 """The arithmetic of optimizers: how a gradient changes a variable and what is kept beside it.
 
 A rule knows nothing of replicas, servers or steps that were: it is given arrays and a rate, and
-changes the arrays in place. The optimizers of `models` and the parameter servers both use these, so
-a variable gets the same bits wherever it lives.
+changes the arrays in place. The optimizers, whose files define the rules, and the parameter servers
+both update through here, so a variable gets the same bits wherever it lives.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
-from ndistribute.device import Array, array_namespace
+import numpy as np
 
-__all__ = ["RULES", "Adagrad", "Adam", "Rule", "Sgd", "hyperparameters_of", "rule_named"]
+from ndistribute.device import Array, is_gpu_array
+from ndistribute.dtypes import can_cast, computing_dtype, kind_of
+
+__all__ = [
+    "Rule",
+    "can_train",
+    "hyperparameters_of",
+    "rule_named",
+    "update_block",
+    "update_rows",
+    "update_whole",
+]
+
+# A block of the gradient, the variable and two slots fit a core's second-level cache.
+BLOCK_ELEMENTS = 32 * 1024
 
 
-class Rule(Protocol):
-    """What an optimizer, or a server in its place, needs to know of a rule."""
+class Rule:
+    """Change a variable by its gradient; a subclass is a frozen dataclass of its hyperparameters.
+
+    Parameter servers apply a rule too, if their program has imported its class.
+    """
+
+    name: ClassVar[str] = ""
+    """By which a server finds the rule."""
 
     @property
     def slot_names(self) -> tuple[str, ...]:
         """Return the names of the arrays kept beside each variable."""
-        ...
+        return ()
 
     @property
     def rows_alone(self) -> bool:
-        """Return whether a row without gradient stays as it is."""
-        ...
+        """Return True if rows without gradient stay as they are, so a sparse update names few."""
+        return False
 
     def initial_slot(self, name: str) -> float:
         """Return the value with which a slot starts."""
-        ...
+        return 0.0
 
     def rate(self, step: int, learning_rate: float) -> float:
         """Return the number that an update needs, computed once a step.
@@ -42,186 +61,97 @@ class Rule(Protocol):
             step: the number of this step, from 1.
             learning_rate: in this step.
         """
-        ...
-
-    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: Any) -> None:
-        """Change a range of a variable and of its slots in place; `gradient` may be changed."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Sgd:
-    """Step down the gradient, with momentum; see `models.optimizers.SGD`.
-
-    >>> import numpy as np
-    >>> variable = np.array([1.0, 2.0])
-    >>> Sgd().update(variable, np.array([1.0, 1.0]), (), 0.5)
-    >>> variable
-    array([0.5, 1.5])
-    """
-
-    momentum: float = 0.0
-    nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum <= 1:
-            raise ValueError(f"momentum must be in [0, 1], got {self.momentum}.")
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov needs a momentum above 0, for example momentum=0.9.")
-
-    @property
-    def slot_names(self) -> tuple[str, ...]:
-        """Return the velocity's name, where there is one."""
-        return ("momentum",) if self.momentum else ()
-
-    @property
-    def rows_alone(self) -> bool:
-        """Return whether there is no velocity: with one every row moves on in every step."""
-        return not self.momentum
-
-    def initial_slot(self, name: str) -> float:
-        """Return zero."""
-        return 0.0
-
-    def rate(self, step: int, learning_rate: float) -> float:
-        """Return the learning rate."""
         return learning_rate
 
-    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: Any) -> None:
-        """Step down the gradient, in place."""
-        gradient *= rate
-        if not slots:
-            variable -= gradient
-            return
-        velocity = slots[0]
-        velocity *= self.momentum
-        velocity -= gradient
-        if self.nesterov:
-            variable -= gradient
-            variable += self.momentum * velocity
-        else:
-            variable += velocity
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
+        """Change a range of a variable and of its slots in place; `gradient` may be changed.
+
+        Args:
+            variable: floats of 32 bits or more.
+            gradient: of the variable's dtype, like the slots.
+            slots: in the order of `slot_names`.
+            rate: what `rate` returned.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no update.")
 
 
-@dataclass(frozen=True, slots=True)
-class Adagrad:
-    """Divide the step by the root of the sum of squares; see `models.optimizers.Adagrad`.
+def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: float) -> None:
+    """Update a variable and its slots, block by block; the gradient stays as it is.
 
-    >>> import numpy as np
-    >>> variable, accumulator = np.array([1.0]), np.array([0.0])
-    >>> Adagrad(0.0, epsilon=0.0).update(variable, np.array([4.0]), [accumulator], 0.5)
-    >>> variable, accumulator
-    (array([0.5]), array([16.]))
+    Args:
+        rule: how.
+        arrays: the variable and its slots, contiguous.
+        gradient: of the variable's shape.
+        rate: see `Rule.update`.
     """
-
-    initial_accumulator_value: float = 0.1
-    epsilon: float = 1e-7
-
-    slot_names: ClassVar[tuple[str, ...]] = ("accumulator",)
-    rows_alone: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.initial_accumulator_value < 0:
-            raise ValueError(
-                "initial_accumulator_value must be 0 or more, got "
-                f"{self.initial_accumulator_value}."
-            )
-
-    def initial_slot(self, name: str) -> float:
-        """Return where the sum of squares starts."""
-        return self.initial_accumulator_value
-
-    def rate(self, step: int, learning_rate: float) -> float:
-        """Return the learning rate."""
-        return learning_rate
-
-    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: Any) -> None:
-        """Step down the scaled gradient, in place."""
-        (accumulator,) = slots
-        xp = array_namespace(gradient)
-        scratch = xp.square(gradient)
-        accumulator += scratch
-        xp.add(accumulator, self.epsilon, out=scratch)
-        xp.sqrt(scratch, out=scratch)
-        gradient /= scratch
-        gradient *= rate
-        variable -= gradient
+    flat, flats = gradient.reshape(-1), [array.reshape(-1) for array in arrays]
+    dtype = computing_dtype(arrays[0].dtype)
+    size = max(1, flat.size if is_gpu_array(flat) else BLOCK_ELEMENTS)
+    for start in range(0, flat.size, size):
+        block = slice(start, start + size)
+        update_block(rule, [array[block] for array in flats], flat[block].astype(dtype), rate)
 
 
-@dataclass(frozen=True, slots=True)
-class Adam:
-    """Divide a running mean by the root of a running mean of squares; see `models.optimizers.Adam`.
+def update_rows(
+    rule: Rule, arrays: Sequence[Array], values: Array, indices: Array, rate: float
+) -> None:
+    """Update the rows that a gradient names, each once; see `update_whole`."""
+    taken = [array[indices] for array in arrays]
+    update_block(rule, taken, values.astype(computing_dtype(taken[0].dtype)), rate)
+    for array, part in zip(arrays, taken, strict=True):
+        array[indices] = part
 
-    >>> import numpy as np
-    >>> rule, variable = Adam(epsilon=0.0), np.array([1.0])
-    >>> slots = [np.zeros(1), np.zeros(1)]
-    >>> rule.update(variable, np.array([4.0]), slots, rule.rate(1, 0.5))
-    >>> round(float(variable[0]), 6)
-    0.5
+
+def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: float) -> None:
+    """Update contiguous parts of a variable and its slots; the gradient may be changed.
+
+    16-bit floats are updated in float32, in which their slots are kept: the square of a gradient
+    leaves the range of float16. The parts of a complex number are updated like two real ones.
     """
-
-    beta_1: float = 0.9
-    beta_2: float = 0.999
-    epsilon: float = 1e-7
-
-    slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
-    rows_alone: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        for name, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
-            if not 0 <= beta < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {beta}.")
-
-    def initial_slot(self, name: str) -> float:
-        """Return zero."""
-        return 0.0
-
-    def rate(self, step: int, learning_rate: float) -> float:
-        """Return the learning rate with the correction for means that started at zero."""
-        return learning_rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
-
-    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: Any) -> None:
-        """Step by the mean gradient over its root mean square, in place."""
-        mean, square = slots
-        xp = array_namespace(gradient)
-        scratch = gradient - mean
-        scratch *= 1 - self.beta_1
-        mean += scratch
-        gradient *= gradient
-        gradient -= square
-        gradient *= 1 - self.beta_2
-        square += gradient
-        xp.sqrt(square, out=gradient)
-        gradient += self.epsilon
-        xp.divide(mean, gradient, out=gradient)
-        gradient *= rate
-        variable -= gradient
+    variable, *slots = arrays
+    if variable.dtype.char in "fd" and gradient.dtype == variable.dtype:
+        rule.update(variable, gradient, slots, rate)
+        return
+    wide = variable.astype(computing_dtype(variable.dtype), copy=False)
+    parts = [wide, gradient.astype(wide.dtype, copy=False), *slots]
+    if wide.dtype.kind == "c":
+        parts = [part.view(part.real.dtype) for part in parts]
+    rule.update(parts[0], parts[1], parts[2:], rate)
+    if wide is not variable:
+        variable[...] = wide
 
 
-RULES: Mapping[str, type[Sgd] | type[Adagrad] | type[Adam]] = {
-    "sgd": Sgd,
-    "adagrad": Adagrad,
-    "adam": Adam,
-}
+@functools.lru_cache(maxsize=64)
+def can_train(gradient: np.dtype[Any], variable: np.dtype[Any]) -> bool:
+    """Return True if gradients of a dtype can train variables of another: both are inexact.
+
+    >>> single, double, pair = map(np.dtype, ("f4", "f8", "c16"))
+    >>> can_train(double, single), can_train(pair, double)
+    (True, False)
+    """
+    inexact = kind_of(gradient) in "fc" and kind_of(variable) in "fc"
+    return inexact and can_cast(gradient, variable)
 
 
 def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
     """Return a rule, for example one that a message names.
 
     Args:
-        name: of `RULES`.
+        name: of a subclass of `Rule`.
         hyperparameters: its fields; those left out have their defaults.
 
     Raises:
         ValueError: there is no such rule, it has no such hyperparameter, or a value is out of
             range.
 
+    >>> from ndistribute import optimizers
     >>> rule_named("sgd", {"momentum": 0.9, "nesterov": 1.0})
-    Sgd(momentum=0.9, nesterov=True)
+    SGDRule(momentum=0.9, nesterov=True)
     """
-    kind: Any = RULES.get(name)
+    kinds: dict[str, Any] = {kind.name: kind for kind in _subclasses(Rule)}
+    kind = kinds.get(name)
     if kind is None:
-        raise ValueError(f"there is no update rule {name!r}; there are {', '.join(RULES)}.")
+        raise ValueError(f"there is no update rule {name!r} here; there are {', '.join(kinds)}.")
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
     unknown = hyperparameters.keys() - defaults.keys()
     if unknown:
@@ -232,14 +162,18 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
     return rule
 
 
+def _subclasses(kind: type[Rule]) -> Iterator[type[Rule]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
 def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:
     """Return what `rule_named` needs to make a rule again.
 
-    >>> hyperparameters_of(Sgd(0.9))
+    >>> from ndistribute.optimizers import SGD
+    >>> hyperparameters_of(SGD(momentum=0.9).rule)
     ('sgd', {'momentum': 0.9, 'nesterov': 0.0})
     """
-    for name, kind in RULES.items():
-        if type(rule) is kind:
-            fields = dataclasses.fields(kind)
-            return name, {field.name: float(getattr(rule, field.name)) for field in fields}
-    raise ValueError(f"{rule!r} is no rule of {', '.join(RULES)}.")
+    fields: Any = dataclasses.fields(rule)  # type: ignore[arg-type]
+    return rule.name, {field.name: float(getattr(rule, field.name)) for field in fields}

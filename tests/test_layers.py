@@ -7,6 +7,7 @@ source, those inside functions and under ``if TYPE_CHECKING:`` too.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ PACKAGE = Path(__file__).parents[1] / "ndistribute"
 LAYERS = (
     {
         "blas",
+        "dtypes",
         "errors",
+        "ownership",
         "values",
         "tree",
         "device",
@@ -37,7 +40,7 @@ LAYERS = (
     {"transport"},
     {"collective", "parameter_server", "launcher"},
     {"coordinator", "variables", "data", "autodiff"},
-    {"strategies"},
+    {"strategies", "optimizers"},
     {"models"},
     {"cli"},
     {"__main__"},
@@ -66,8 +69,6 @@ BEING_MERGED = {
     frozenset({"ndistribute.collective.communicator", "ndistribute.collective.sparse"}),
     frozenset({"ndistribute.collective.nccl", "ndistribute.collective.nccl_backend"}),
     frozenset({"ndistribute.collective.patience", "ndistribute.collective.peers"}),
-    frozenset({"ndistribute.variables.remote", "ndistribute.variables.served"}),
-    frozenset({"ndistribute.variables.variable", "ndistribute.variables.write"}),
 }
 
 
@@ -80,6 +81,7 @@ class Import:
     lazy: bool
 
 
+@functools.cache
 def imports_of(source: str) -> list[Import]:
     """Return what a module imports, in any of its functions and for type checkers too."""
     return list(_imports(ast.parse(source), lazy=False))

@@ -17,7 +17,7 @@ from tests.lockstep import Lockstep, run_pytest
 from tests.processes import Ranks, find_mpiexec
 
 SECONDS = 300
-STRATEGIES, VARIABLES = "tests/strategies", "tests/variables"
+STRATEGIES, VARIABLES, OPTIMIZERS = "tests/strategies", "tests/variables", "tests/optimizers"
 EQUIVALENCE = "tests/test_equivalence.py"
 
 
@@ -60,7 +60,7 @@ def only(layouts: str) -> list[str]:
 OF_THREE = only("equivalence or ring-2 or auto-1-2")
 SUITES = {
     "strategies": ("shared memory", [STRATEGIES, *only("not auto-2-2")]),
-    "variables": ("shared memory", [VARIABLES, *only("auto-2-1")]),
+    "variables": ("shared memory", [VARIABLES, OPTIMIZERS, *only("auto-2-1")]),
     "equivalence": ("shared memory", [EQUIVALENCE]),
     "ring": ("ring", [EQUIVALENCE, *FAILING, *WRITING, *OF_THREE]),
     "hosts": ("hosts", [EQUIVALENCE, *FAILING, *WRITING, *OF_THREE]),

@@ -6,7 +6,6 @@ reduction itself. An array's reference count says whether the caller still has i
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.device import Array, array_namespace
+from ndistribute.ownership import ArrayOwner
 
 __all__ = ["Outputs"]
 
@@ -36,7 +36,7 @@ class Outputs:
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[int, np.dtype[Any]], list[_Slot]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, np.dtype[Any]], list[ArrayOwner]] = OrderedDict()
 
     def like(self, inputs: Sequence[Array]) -> list[Array]:
         """Return arrays of these sizes and dtypes, whose values are whatever was there."""
@@ -57,26 +57,9 @@ class Outputs:
         if len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         for slot in slots:
-            if _holders(slot) == _UNHELD:
+            if not slot.is_shared():
                 return slot.array
         made = np.empty(array.size, array.dtype)
         if len(slots) < MOST_KEPT:
-            slots.append(_Slot(made))
+            slots.append(ArrayOwner(made))
         return made
-
-
-class _Slot:
-    """A place that holds an array."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-
-
-def _holders(slot: _Slot) -> int:
-    return sys.getrefcount(slot.array)
-
-
-# Measured rather than written down: what the interpreter itself holds differs between versions.
-_UNHELD = _holders(_Slot(np.zeros(1)))

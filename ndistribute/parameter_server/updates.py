@@ -11,20 +11,18 @@ import itertools
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from ndistribute.dtypes import computing_dtype
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.messages import Apply, Done, Gradient
 from ndistribute.parameter_server.variables import Cell, Refused, Variables, check_fits, owned
 from ndistribute.transport.codec import Array
-from ndistribute.update_rules import Rule, rule_named
+from ndistribute.update_rules import Rule, can_train, rule_named, update_rows, update_whole
 
 Planned = Callable[[], m.Outcome]
 
-# A block of the gradient, the variable and two slots fit a core's second-level cache.
-_BLOCK_ELEMENTS = 32 * 1024
 _ROWS_KEPT = 16  # Rows of so many gradients are kept before those that repeat are added up.
 _LAST_STEP = 1 << 62
 
@@ -55,13 +53,13 @@ def _plan_update(variables: Variables, change: m.Update) -> Planned:
         cell.open()
     elif variables.adopts and values.flags.writeable:
         fresh = values
-    elif cell.is_shared:  # Else it is written in place, which spares the memory.
+    elif cell.is_shared():  # Else it is written in place, which spares the memory.
         fresh = owned(values)
     combine = np.add if change.how == "assign_add" else np.subtract
 
     def make() -> Done:
         if fresh is not None:
-            cell.replace(fresh)
+            cell.array = fresh
         elif change.how == "assign":
             cell.array[... if indices is None else indices] = values
         elif indices is None:
@@ -112,8 +110,9 @@ class _OptimizerStep:
         for name, gradient, slots in zip(change.names, change.gradients, change.slots, strict=True):
             array = variables.cell(name).array
             _check_gradient(name, array, gradient)
+            dtype = computing_dtype(array.dtype)
             for slot in slots:
-                check_fits(slot, variables.cell(slot).array, array.shape, array.dtype)
+                check_fits(slot, variables.cell(slot).array, array.shape, dtype)
             self._targets.append([variables.cell(each) for each in (name, *slots)])
         self._written = [self._counter, *itertools.chain(*self._targets)]
 
@@ -213,11 +212,12 @@ def _added(kept: list[Gradient], gradient: Gradient, *, first: bool) -> list[Gra
     """Return gradients whose sum is that of a step with one more, 16-bit floats in float32."""
     values, indices = gradient.values, gradient.indices
     if indices is not None:
-        rows = Gradient(values.astype(_wide(values)), indices.astype(np.int64))
+        rows = Gradient(values.astype(computing_dtype(values.dtype)), indices.astype(np.int64))
         kept = [rows] if first else [*kept, rows]
         return [_joined(kept)] if len(kept) >= _ROWS_KEPT else kept
     if not kept or _kind_of(kept[0]) != _kind_of(gradient):
-        return [Gradient(values.astype(_wide(values)))]  # A copy: the sum is ours to change.
+        # A copy: the sum is ours to change.
+        return [Gradient(values.astype(computing_dtype(values.dtype)))]
     if first:
         np.copyto(kept[0].values, values)
     else:
@@ -246,30 +246,20 @@ def _summed(values: Array, indices: Array) -> Gradient:
 def _fitted(rule: Rule, array: Array, gradient: Gradient) -> Gradient:
     if gradient.indices is None:
         return gradient
+    values = gradient.values.astype(computing_dtype(gradient.values.dtype), copy=False)
     if rule.rows_alone:
-        return _summed(gradient.values, gradient.indices)
+        return _summed(values, gradient.indices)
     # A rule that moves every row is given the dense gradient that the rows stand for.
-    dense = np.zeros(array.shape, gradient.values.dtype)
-    np.add.at(dense, gradient.indices, gradient.values)
+    dense = np.zeros(array.shape, values.dtype)
+    np.add.at(dense, gradient.indices, values)
     return Gradient(dense)
 
 
 def _update(rule: Rule, arrays: list[Array], gradient: Gradient, rate: float) -> None:
-    dtype = arrays[0].dtype
-    if gradient.indices is not None:
-        taken = [array[gradient.indices] for array in arrays]
-        rule.update(taken[0], gradient.values.astype(dtype), taken[1:], rate)
-        for array, part in zip(arrays, taken, strict=True):
-            array[gradient.indices] = part
-        return
-    flat, flats = gradient.values.reshape(-1), [array.reshape(-1) for array in arrays]
-    scratch = np.empty(min(flat.size, _BLOCK_ELEMENTS), dtype)
-    for start in range(0, flat.size, _BLOCK_ELEMENTS):
-        block = slice(start, start + _BLOCK_ELEMENTS)
-        variable, *slots = (array[block] for array in flats)
-        values = scratch[: variable.size]
-        np.copyto(values, flat[block], casting="unsafe")
-        rule.update(variable, values, slots, rate)
+    if gradient.indices is None:
+        update_whole(rule, arrays, gradient.values, rate)
+    else:
+        update_rows(rule, arrays, gradient.values, gradient.indices, rate)
 
 
 def _check_names(rule: Rule, change: Apply) -> None:
@@ -286,8 +276,7 @@ def _check_names(rule: Rule, change: Apply) -> None:
 
 def _check_gradient(name: str, array: Array, gradient: Gradient) -> None:
     given = gradient.values.dtype
-    inexact = all(dtype.kind in "fc" or dtype.name == "bfloat16" for dtype in (array.dtype, given))
-    if not inexact or not np.can_cast(given, array.dtype, "same_kind"):
+    if not can_train(given, array.dtype):
         raise Refused(f"a gradient of {given} can not train {name!r} of {array.dtype}.")
     check_fits(name, array, gradient.values.shape, array.dtype, gradient.indices)
 
@@ -296,8 +285,4 @@ def _kind_of(gradient: Gradient) -> str:
     """Return what all gradients of a sum have in common, in words."""
     values = gradient.values
     form = f"dense {values.shape}" if gradient.indices is None else f"rows {values.shape[1:]}"
-    return f"{form} {_wide(values)}"
-
-
-def _wide(values: Array) -> np.dtype[Any]:
-    return np.dtype(np.float32) if values.dtype.itemsize == 2 else values.dtype
+    return f"{form} {computing_dtype(values.dtype)}"

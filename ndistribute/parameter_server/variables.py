@@ -6,12 +6,13 @@ is refused before anything changes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ndistribute.dtypes import dtype_named
+from ndistribute.ownership import ArrayOwner
 from ndistribute.parameter_server.messages import Created, Item, NewVariable
 from ndistribute.transport.codec import DTYPES, Array
 
@@ -24,43 +25,29 @@ class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never
         self.kind = kind
 
 
-class Cell:
+class Cell(ArrayOwner):
     """Hold the value of a variable, lend it to readers, and change it without their seeing it.
 
     While somebody holds what was lent the next change is made in a copy, else in place. The array
     owns its memory, and nobody else may hold it.
     """
 
-    __slots__ = ("_lent", "array", "version")
+    __slots__ = ("version",)
 
     def __init__(self, array: Array, version: int) -> None:
-        self.array = array
+        super().__init__(array)
         self.version = version
-        self._lent = False
-
-    @property
-    def is_shared(self) -> bool:
-        """Return True if a reader may still see the array."""
-        if self._lent:
-            # Views keep the array that owns the memory alive; two references are our own.
-            self._lent = sys.getrefcount(self.array) > 2
-        return self._lent
 
     def lend(self) -> Array:
         """Return the value, which will never change."""
-        self._lent = True
-        view = self.array.view()
+        view: Array = self.array.view()
         view.flags.writeable = False
         return view
 
     def open(self) -> None:
         """Let the array be one that may be changed in place: no reader has it."""
-        if self.is_shared:
-            self.replace(self.array.copy())
-
-    def replace(self, array: Array) -> None:
-        self.array = array
-        self._lent = False
+        if self.is_shared():
+            self.array = self.array.copy()
 
 
 class Variables:
@@ -89,9 +76,9 @@ class Variables:
         for new in wanted:
             held = self.cells.get(new.name) or made.get(new.name)
             try:
-                dtype = np.dtype(new.dtype).newbyteorder("=")
+                dtype = dtype_named(new.dtype).newbyteorder("=")
                 value = _initial(new, dtype) if held is None else held.array
-            except (TypeError, ValueError, ArithmeticError) as error:
+            except (TypeError, ValueError, ArithmeticError, ImportError) as error:
                 raise Refused(
                     f"variable {new.name!r} of shape {new.shape} and dtype {new.dtype}, filled "
                     f"with {new.fill}, can not be made here: {error}"

@@ -9,7 +9,7 @@ from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.select import CrossDeviceOps, make_group
 from ndistribute.device import Device, resolve_devices
 from ndistribute.strategies.base import Strategy
-from ndistribute.variables.central import CentralVariable
+from ndistribute.variables.mirrored import CentralVariable
 from ndistribute.variables.policy import VariableSynchronization
 from ndistribute.variables.variable import Variable
 

@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ndistribute.dtypes import dtype_named
+
 MAX_DIMENSIONS = 32
 Array = npt.NDArray[Any]
 Buffer = bytes | bytearray | memoryview
@@ -126,9 +128,9 @@ def _dtype_of(name: str) -> np.dtype[Any]:
     if name not in DTYPES:
         raise ValueError(f"no dtype {name!r} travels.")
     try:
-        return np.dtype(name).newbyteorder("<")
-    except TypeError as error:  # NumPy knows it once a package that defines it is imported.
-        raise ValueError(f"NumPy alone does not know {name}: import ml_dtypes before.") from error
+        return dtype_named(name).newbyteorder("<")
+    except ImportError as error:
+        raise ValueError(str(error)) from error
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_write_array)

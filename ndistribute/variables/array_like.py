@@ -8,24 +8,26 @@ first, which is where a gradient tape learns of it. In-place changes are refused
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ndistribute import tree
-from ndistribute.device import Array, to_host
+from ndistribute.context import current_frame
+from ndistribute.device import Array, device_of, is_gpu_array, to_host
+from ndistribute.stream import working_on
 
-__all__ = ["ArrayLike"]
+__all__ = ["ArrayLike", "detached"]
 
 
-class ArrayLike:
-    """Behave like the array that `tracked_value` returns."""
+class ArrayLike(NDArrayOperatorsMixin):
+    """Behave like the array that `component` returns."""
 
     __array_priority__ = 1000.0
 
     def component(self) -> Array:
-        """Return the array itself, untracked."""
+        """Return the array itself, untracked; on a GPU as a view of memory that must not change."""
         raise NotImplementedError(f"{type(self).__name__} defines no component.")
 
     def raw_array(self) -> Array:
@@ -33,29 +35,49 @@ class ArrayLike:
         return self.component()
 
     def tracked_value(self) -> Any:
-        """Return the array, tracked by a tape that watches it."""
-        raise NotImplementedError(f"{type(self).__name__} defines no tracked_value.")
+        """Return the array to compute with, tracked by a tape that watches it."""
+        recorder = current_frame().recorder
+        array = self.component()
+        return array if recorder is None else recorder.read(self, array)
+
+    def read_value(self) -> Any:
+        """Return a snapshot to keep, tracked by the tape that watches this variable."""
+        recorder = current_frame().recorder
+        array = detached(self.component())
+        return array if recorder is None else recorder.read(self, array)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Return a copy on the host that the caller owns."""
+        return np.array(to_host(self.component()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(to_host(self.component()), dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        values = map(_read, inputs)
+        if method == "__call__" and not kwargs:
+            # CuPy's arrays have the operator, and no part in generalised ufuncs.
+            return operator.matmul(*values) if ufunc is np.matmul else ufunc(*values)
         if method == "at" and isinstance(inputs[0], ArrayLike):
             self._refuse_in_place(f"np.{ufunc.__name__}.at(variable, ...)")
         self._refuse_as_output(f"np.{ufunc.__name__}", kwargs.get("out"))
-        return getattr(ufunc, method)(*map(_read, inputs), **tree.map_leaves(_read, kwargs))
+        return getattr(ufunc, method)(*values, **tree.map_leaves(_read, kwargs))
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._refuse_as_output(f"np.{function.__name__}", kwargs.get("out"))
-        return function(*tree.map_leaves(_read, args), **tree.map_leaves(_read, kwargs))
+        found = function(*tree.map_leaves(_read, args), **tree.map_leaves(_read, kwargs))
+        return found if type(found) is np.ndarray else tree.map_leaves(detached, found)
+
+    def __pow__(self, other: Any) -> Any:
+        return self.tracked_value() ** _read(other)  # NumPy's operator has fast ways to square.
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.tracked_value(), name)
+        return getattr(self.read_value(), name)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.tracked_value()[_read(index)]
+        return detached(self.tracked_value()[_read(index)])
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         self._refuse_in_place("variable[...] = value")
@@ -67,7 +89,7 @@ class ArrayLike:
         return len(self.component())
 
     def __iter__(self) -> Any:
-        return iter(self.tracked_value())
+        return iter(self.read_value())
 
     def __bool__(self) -> bool:
         return bool(self.component())
@@ -100,57 +122,16 @@ class ArrayLike:
         )
 
 
+def detached(value: Any) -> Any:
+    """Return an array through which nobody can write to a variable.
+
+    A snapshot on a CPU is read-only. CuPy has no such flag, so what is a view there is copied.
+    """
+    if type(value) is np.ndarray or not is_gpu_array(value) or value.base is None:
+        return value
+    with working_on(device_of(value)):
+        return value.copy()
+
+
 def _read(value: Any) -> Any:
     return value.tracked_value() if isinstance(value, ArrayLike) else value
-
-
-def _function(name: str) -> Callable[..., Any]:
-    return divmod if name == "divmod" else getattr(operator, name)
-
-
-def _binary(name: str) -> Callable[[ArrayLike, Any], Any]:
-    function = _function(name)
-
-    def forward(self: ArrayLike, other: Any) -> Any:
-        return function(self.tracked_value(), _read(other))
-
-    return forward
-
-
-def _unary(name: str) -> Callable[[ArrayLike], Any]:
-    function = getattr(operator, name)
-
-    def apply(self: ArrayLike) -> Any:
-        return function(self.tracked_value())
-
-    return apply
-
-
-def _reflected(name: str) -> Callable[[ArrayLike, Any], Any]:
-    function = _function(name)
-
-    def backward(self: ArrayLike, other: Any) -> Any:
-        return function(_read(other), self.tracked_value())
-
-    return backward
-
-
-def _in_place(name: str) -> Callable[[ArrayLike, Any], NoReturn]:
-    def refuse(self: ArrayLike, _: Any) -> NoReturn:
-        self._refuse_in_place(f"an in-place operator ({name})")
-
-    return refuse
-
-
-for _name in (
-    "add sub mul truediv floordiv mod divmod pow matmul and_ or_ xor lshift rshift"
-).split():
-    _dunder = _name.rstrip("_")
-    setattr(ArrayLike, f"__{_dunder}__", _binary(_name))
-    setattr(ArrayLike, f"__r{_dunder}__", _reflected(_name))
-    setattr(ArrayLike, f"__i{_dunder}__", _in_place(_name))
-for _name in "lt le gt ge eq ne".split():
-    setattr(ArrayLike, f"__{_name}__", _binary(_name))
-for _name in "neg pos abs invert".split():
-    setattr(ArrayLike, f"__{_name}__", _unary(_name))
-del _name, _dunder

@@ -7,6 +7,7 @@ most.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from math import prod
@@ -25,7 +26,17 @@ __all__ = [
 Partitioner = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]
 
 
-class FixedShardsPartitioner:
+class _Partitioner:
+    """Check that a partitioner's numbers are positive."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and operator.index(value) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedShardsPartitioner(_Partitioner):
     """Cut every variable into the same number of shards, or into single rows if it has fewer.
 
     Args:
@@ -39,18 +50,15 @@ class FixedShardsPartitioner:
     ([2, 1], [1, 1])
     """
 
-    def __init__(self, num_shards: int) -> None:
-        self._num_shards = _at_least_one("num_shards", num_shards)
+    num_shards: int
 
     def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
         """Return the number of shards for each axis."""
-        return _first_axis(shape, self._num_shards)
-
-    def __repr__(self) -> str:
-        return f"FixedShardsPartitioner({self._num_shards})"
+        return _first_axis(shape, self.num_shards)
 
 
-class MinSizePartitioner:
+@dataclasses.dataclass(frozen=True)
+class MinSizePartitioner(_Partitioner):
     """Cut a variable into as many shards as there can be of a least size.
 
     No shard is smaller, unless the whole variable is.
@@ -67,22 +75,19 @@ class MinSizePartitioner:
     ([4, 1], [3, 1])
     """
 
-    def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1) -> None:
-        self._min_shard_bytes = _at_least_one("min_shard_bytes", min_shard_bytes)
-        self._max_shards = _at_least_one("max_shards", max_shards)
+    min_shard_bytes: int = 256 << 10
+    max_shards: int = 1
 
     def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
         """Return the number of shards for each axis."""
         if not prod(shape) or not len(shape):
             return [1] * len(shape)
-        least_rows = -(-self._min_shard_bytes // _row_bytes(shape, dtype))
-        return _first_axis(shape, min(self._max_shards, shape[0] // least_rows))
-
-    def __repr__(self) -> str:
-        return f"MinSizePartitioner({self._min_shard_bytes}, {self._max_shards})"
+        least_rows = -(-self.min_shard_bytes // _row_bytes(shape, dtype))
+        return _first_axis(shape, min(self.max_shards, shape[0] // least_rows))
 
 
-class MaxSizePartitioner:
+@dataclasses.dataclass(frozen=True)
+class MaxSizePartitioner(_Partitioner):
     """Cut a variable into as few shards as there can be of a greatest size.
 
     No shard is larger, unless a single row is, or `max_shards` forbids it.
@@ -99,22 +104,15 @@ class MaxSizePartitioner:
     ([4, 1], [5, 1])
     """
 
-    def __init__(self, max_shard_bytes: int, max_shards: int | None = None) -> None:
-        self._max_shard_bytes = _at_least_one("max_shard_bytes", max_shard_bytes)
-        self._max_shards = None if max_shards is None else _at_least_one("max_shards", max_shards)
+    max_shard_bytes: int
+    max_shards: int | None = None
 
     def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
         """Return the number of shards for each axis."""
         if not prod(shape) or not len(shape):
             return [1] * len(shape)
-        most_rows = max(1, self._max_shard_bytes // _row_bytes(shape, dtype))
-        count = -(-shape[0] // most_rows)
-        return _first_axis(
-            shape, count if self._max_shards is None else min(count, self._max_shards)
-        )
-
-    def __repr__(self) -> str:
-        return f"MaxSizePartitioner({self._max_shard_bytes}, {self._max_shards})"
+        count = -(-shape[0] // max(1, self.max_shard_bytes // _row_bytes(shape, dtype)))
+        return _first_axis(shape, min(count, self.max_shards or count))
 
 
 def number_of_shards(
@@ -133,8 +131,6 @@ def number_of_shards(
 
     >>> number_of_shards(FixedShardsPartitioner(3), (7, 2), np.dtype(float))
     3
-    >>> number_of_shards(FixedShardsPartitioner(3), (), np.dtype(float))
-    1
     """
     shape = tuple(shape)
     if partitioner is None or not shape or not prod(shape):
@@ -144,33 +140,23 @@ def number_of_shards(
         counts: list[int] = [operator.index(count) for count in answer]
     except TypeError:
         counts = []
+    given = f"partitioner {partitioner!r} returned {answer!r} for a variable of shape {shape}"
     if len(counts) != len(shape) or min(counts) < 1:
         raise ValueError(
-            f"partitioner {partitioner!r} returned {answer!r} for a variable of shape {shape}: it "
-            "must return a list with the number of shards, 1 or more, for each axis."
+            f"{given}: it must return a list with the number of shards, 1 or more, for each axis."
         )
     if any(count != 1 for count in counts[1:]) or counts[0] > shape[0]:
         raise ValueError(
-            f"partitioner {partitioner!r} returned {answer!r} for a variable of shape {shape}: "
-            "only the first axis can be cut, into at most as many shards as it has rows."
+            f"{given}: only the first axis can be cut, into at most as many shards as it has rows."
         )
     return counts[0]
 
 
 def _first_axis(shape: Sequence[int], count: int) -> list[int]:
     """Return a number of shards for each axis, one for all but the first."""
-    if not len(shape):
-        return []
-    return [max(1, min(count, shape[0])), *[1] * (len(shape) - 1)]
+    return [max(1, min(count, shape[0])), *[1] * (len(shape) - 1)] if len(shape) else []
 
 
 def _row_bytes(shape: Sequence[int], dtype: Any) -> int:
     itemsize: int = np.dtype(dtype).itemsize
     return prod(shape[1:]) * itemsize
-
-
-def _at_least_one(name: str, value: int) -> int:
-    number = operator.index(value)
-    if number < 1:
-        raise ValueError(f"{name} must be 1 or more, got {number}.")
-    return number

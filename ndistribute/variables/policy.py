@@ -1,4 +1,4 @@
-"""When the copies of a variable are brought together, and how."""
+"""When the components of a variable are brought together, and how."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp
 
-__all__ = [
-    "VariableAggregation",
-    "VariablePolicy",
-    "VariableSynchronization",
-    "check_aggregation",
-    "parse_aggregation",
-    "parse_synchronization",
-]
+__all__ = ["VariableAggregation", "VariablePolicy", "VariableSynchronization"]
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -55,51 +48,44 @@ class VariableAggregation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class VariablePolicy:
-    """Hold what was said of a variable at its creation, checked."""
+    """Hold what is said of a variable at its creation, but for its value."""
 
-    trainable: bool
     name: str
-    synchronization: VariableSynchronization
-    aggregation: VariableAggregation
+    trainable: bool = False
+    synchronization: VariableSynchronization = VariableSynchronization.ON_WRITE
+    aggregation: VariableAggregation = VariableAggregation.NONE
 
+    @classmethod
+    def parse(
+        cls, name: str | None, trainable: bool, synchronization: Any, aggregation: Any
+    ) -> VariablePolicy:
+        """Return the policy that a user's words stand for; AUTO becomes ON_WRITE.
 
-def parse_synchronization(synchronization: Any) -> VariableSynchronization:
-    """Return the synchronization that a name stands for; AUTO becomes ON_WRITE.
+        Raises:
+            ValueError: a word is unknown, or the synchronization is NONE.
+        """
+        when = _parse(VariableSynchronization, synchronization, "synchronization")
+        if when is VariableSynchronization.NONE:
+            raise ValueError(
+                "synchronization NONE is not supported: replicas could not agree on a value. Use "
+                "ON_WRITE, or ON_READ for one value per replica."
+            )
+        if when is VariableSynchronization.AUTO:
+            when = VariableSynchronization.ON_WRITE
+        how = _parse(VariableAggregation, aggregation, "aggregation")
+        return cls(name or "Variable", trainable, when, how)
 
-    Raises:
-        ValueError: the name is unknown, or NONE.
-    """
-    parsed = _parse(VariableSynchronization, synchronization, "synchronization")
-    if parsed is VariableSynchronization.NONE:
-        raise ValueError(
-            "synchronization NONE is not supported: replicas could not agree on a value. Use "
-            "ON_WRITE, or ON_READ for one value per replica."
-        )
-    if parsed is VariableSynchronization.AUTO:
-        return VariableSynchronization.ON_WRITE
-    return parsed
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        """Compare the aggregation with the dtype of what it aggregates.
 
-
-def parse_aggregation(aggregation: Any) -> VariableAggregation:
-    """Return the aggregation that a name stands for.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    return _parse(VariableAggregation, aggregation, "aggregation")
-
-
-def check_aggregation(aggregation: VariableAggregation, dtype: np.dtype[Any]) -> None:
-    """Compare an aggregation with the dtype of what it aggregates.
-
-    Raises:
-        ValueError: the dtype has no mean.
-    """
-    if aggregation is VariableAggregation.MEAN and dtype.kind in "iub":
-        raise ValueError(
-            f"aggregation MEAN needs a floating dtype, got {dtype}: a mean of integers is none. "
-            "Use SUM or ONLY_FIRST_REPLICA, or another dtype."
-        )
+        Raises:
+            ValueError: MEAN is not defined for the dtype.
+        """
+        if self.aggregation is VariableAggregation.MEAN and dtype.kind in "iub":
+            raise ValueError(
+                f"aggregation MEAN needs a floating dtype, got {dtype}: MEAN is undefined for "
+                "integers. Use SUM or ONLY_FIRST_REPLICA, or another dtype."
+            )
 
 
 def _parse(kind: type[E], value: Any, what: str) -> E:

@@ -1,30 +1,32 @@
-"""What a process does with a variable whose value lies on servers, whole or in shards.
+"""The ON_WRITE kind whose value lies on parameter servers, in one shard or in several.
 
-Reads bring local copies up to date, or fetch the few rows that an index in brackets names: a table
-on servers is large, and a step needs the rows of its batch. A tape sees the same as for any other
-variable. Writes are changes that the servers make, all of one write together on each server.
+Each process keeps a copy, which it brings up to date when it reads, or fetches the few rows that an
+index in brackets names: a table on servers is large, and a step needs the rows of its batch. A
+write is a change that the servers make, all of it together on each server. Where a process is sent
+a variable it gets a handle on the same one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ndistribute import context
-from ndistribute.device import Array, copy_to
-from ndistribute.parameter_server.messages import Change
-from ndistribute.variables.array_like import ArrayLike
+from ndistribute.context import current_frame
+from ndistribute.device import Array, copy_to, to_host
+from ndistribute.parameter_server.messages import Change, Item, Update
+from ndistribute.variables.array_like import ArrayLike, detached
+from ndistribute.variables.cache import CachedShard, Place
 from ndistribute.variables.mirrored import write_once
 from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
-from ndistribute.variables.row_selection import select_rows
+from ndistribute.variables.sharding import Shards, select_rows
 from ndistribute.variables.variable import Variable
 from ndistribute.variables.write import Write
 
-if TYPE_CHECKING:
-    from ndistribute.variables.remote import RemoteVariable
-
-__all__ = ["ServedVariable"]
+__all__ = ["ServedVariable", "attached"]
 
 # A variable of so few bytes comes whole, with the others of a step: its rows alone would cost a
 # message of their own.
@@ -32,30 +34,107 @@ _SMALL_BYTES = 1 << 14
 
 
 class ServedVariable(Variable):
-    """Keep one value on servers."""
+    """Keep one value on servers, in shards of consecutive rows.
 
-    def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
-        super()._set_up(strategy, array, policy)
-        self._elsewhere: dict[str, tuple[Any, Array]] = {}
+    A write is whole or not at all: it is checked before any shard changes, and all that it changes
+    on one server changes together. What is read from several servers may be of different moments.
+    """
 
-    @property
-    def variables(self) -> tuple[RemoteVariable, ...]:
-        """Return the variables that lie on one server each, in the order of the rows."""
-        raise NotImplementedError(f"{type(self).__name__} defines no variables.")
+    places: tuple[Place, ...]
+    """Where the shards lie, in the order of the rows."""
+    cached: tuple[CachedShard, ...]
+    """What this process holds of the shards."""
+    _shards: Shards
 
-    def parts_of(self, gradient: Any) -> list[tuple[RemoteVariable, Any]]:
-        """Return each of `variables` with its part of a gradient, which may be no rows."""
-        raise NotImplementedError(f"{type(self).__name__} defines no parts_of.")
-
-    def beside(self, label: str, value: float, policy: VariablePolicy) -> ServedVariable:
-        """Make a variable of the same shape and dtype where this one lies, unless it is there.
+    @classmethod
+    def make(
+        cls, strategy: Any, array: Array, policy: VariablePolicy, shards: int = 1
+    ) -> ServedVariable:
+        """Make a variable whose shards are named after it, on the servers whose turn it is.
 
         Args:
-            label: tells it from others beside this one, in its name on the servers.
-            value: of all elements, at first.
-            policy: of the new variable.
+            strategy: whose servers hold it.
+            array: the initial value, of at least as many rows as there are shards.
+            policy: of the variable.
+            shards: how many there are.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no beside.")
+        named = [strategy.place(_part_name(policy, k, shards)) for k in range(shards)]
+        return cls.make_at(strategy, array, policy, [Place(name, (i,)) for name, i in named])
+
+    @classmethod
+    def make_at(
+        cls, strategy: Any, array: Array, policy: VariablePolicy, places: Sequence[Place]
+    ) -> ServedVariable:
+        """Make a variable where it is told, unless it is there; the value of the first stays.
+
+        Args:
+            strategy: whose servers hold it.
+            array: the initial value.
+            policy: of the variable.
+            places: of its shards.
+
+        Raises:
+            ValueError: there is one of another shape or dtype.
+        """
+        initial: dict[int, list[tuple[str, Array]]] = defaultdict(list)
+        parts = Shards(tuple(array.shape), len(places)).cut(to_host(array))
+        for place, part in zip(places, parts, strict=True):
+            for server in place.servers:
+                initial[server].append((place.name, part))
+        try:
+            strategy.servers.create(initial)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} All workers must create the same variables in the same order."
+            ) from error
+        return attached(strategy, array.shape, array.dtype, policy, tuple(places))
+
+    def create_slot(self, name: str, value: complex = 0.0, dtype: Any = None) -> ServedVariable:
+        """Make a variable with shards like this one's beside them, unless it is there."""
+        array = np.broadcast_to(np.array(value, dtype or self.dtype), self.shape)
+        places = [Place(f"{place.name}/{name}", place.servers) for place in self.places]
+        policy = VariablePolicy(f"{self.name}/{name}")
+        return type(self).make_at(self._strategy, array, policy, places)
+
+    @property
+    def variables(self) -> tuple[ServedVariable, ...]:
+        """Return the shards as variables of their own, in the order of the rows."""
+        count = len(self.cached)
+        if count == 1:
+            return (self,)
+        return tuple(
+            attached(
+                self._strategy,
+                self._shards.shape_of(k),
+                self.dtype,
+                dataclasses.replace(self._policy, name=_part_name(self._policy, k, count)),
+                (place,),
+            )
+            for k, place in enumerate(self.places)
+        )
+
+    def cut(self, value: Any) -> list[Any]:
+        """Return each shard's part of an array or `IndexedSlices`, which may be no rows."""
+        return self._shards.cut(value)
+
+    @property
+    def values(self) -> tuple[Array, ...]:
+        """Return a snapshot of the one component."""
+        return (detached(self.component()),)
+
+    def component(self) -> Array:
+        """Return a snapshot in this replica's memory, of this step or newer."""
+        self.replica("read")
+        replica = current_frame().replica
+        versions, whole = self._fetched(in_step=replica is not None)
+        if replica is None or replica.device.kind == "cpu":
+            return whole
+        space = replica.device.memory_space
+        known, array = self._elsewhere.get(space, (None, None))
+        if known != versions:
+            array = copy_to(whole, replica.device)
+            self._elsewhere[space] = (versions, array)
+        return array.view()
 
     def read_rows(self, rows: Array) -> Array:
         """Return rows from the servers, as they are now, without fetching the others.
@@ -63,34 +142,34 @@ class ServedVariable(Variable):
         Args:
             rows: their numbers on the host, rising and each once.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no read_rows.")
+        asked: dict[int, list[Item]] = defaultdict(list)
+        answers = []
+        for portion in self._shards.portions(rows):
+            shard = self.cached[portion.shard]
+            answers.append((shard, len(asked[shard.server])))
+            asked[shard.server].append(Item(shard.place.name, rows=portion.indices))
+        if not answers:
+            return np.empty((0, *self.shape[1:]), self.dtype)
+        found = self._strategy.servers.read(asked)
+        for shard, number in answers:
+            shard.seen = found[shard.server].versions[number]
+        # The rows are rising, and so are the shards.
+        return self._shards.join([found[shard.server].arrays[n] for shard, n in answers])
 
     def changes_of(self, write: Write) -> dict[int, list[Change]]:
         """Return what a write changes on which server."""
-        raise NotImplementedError(f"{type(self).__name__} defines no changes_of.")
-
-    def _fetched(self, *, in_step: bool) -> tuple[Array, Any]:
-        """Return a snapshot on the host, and what is another for each other value."""
-        raise NotImplementedError(f"{type(self).__name__} defines no _fetched.")
-
-    @property
-    def values(self) -> tuple[Array, ...]:
-        """Return a snapshot of the one component."""
-        return (self.component(),)
-
-    def component(self) -> Array:
-        """Return a snapshot in this replica's memory, of this step or newer."""
-        self.replica("read")
-        replica = context.current_frame().replica
-        host, version = self._fetched(in_step=replica is not None)
-        if replica is None or replica.device.kind == "cpu":
-            return host
-        space = replica.device.memory_space
-        known, array = self._elsewhere.get(space, (None, host))
-        if known != version:
-            array = copy_to(host, replica.device)
-            self._elsewhere[space] = (version, array)
-        return array
+        changes: dict[int, list[Change]] = defaultdict(list)
+        for place, value in zip(self.places, self.cut(write.value), strict=True):
+            how: Any = write.how
+            if not write.sparse:
+                change = Update(place.name, how, to_host(value))
+            elif len(value.indices) or len(self.cached) == 1:
+                change = Update(place.name, how, to_host(value.values), to_host(value.indices))
+            else:
+                continue
+            for server in place.servers:
+                changes[server].append(change)
+        return changes
 
     def __getitem__(self, index: Any) -> Any:
         if not self.ndim or self._is_small or self._strategy.copies.is_final:
@@ -101,7 +180,7 @@ class ServedVariable(Variable):
             return super().__getitem__(index)
         self.replica("read")
         part = self.read_rows(selection.rows)[selection.rest]
-        frame = context.current_frame()
+        frame = current_frame()
         if frame.replica is not None and frame.replica.device.kind != "cpu":
             part = copy_to(np.asarray(part), frame.replica.device)
         return part if frame.recorder is None else frame.recorder.read_part(self, index, part)
@@ -116,9 +195,27 @@ class ServedVariable(Variable):
             return super().__repr__()
         return f"<{type(self).__name__} {self.name!r} {self.dtype.name}{self.shape} on servers>"
 
+    def __reduce__(self) -> Any:
+        return attached, (self._strategy, self.shape, self.dtype, self._policy, self.places)
+
     @property
     def _is_small(self) -> bool:
         return self.size * self.dtype.itemsize <= _SMALL_BYTES
+
+    def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
+        super()._set_up(strategy, array, policy)
+        self._elsewhere: dict[str, tuple[Any, Any]] = {}
+        self._joined: tuple[list[int], Array] = ([], array)
+
+    def _fetched(self, *, in_step: bool) -> tuple[list[int], Array]:
+        """Return the versions of the shards, and a snapshot on the host."""
+        found = self._strategy.copies.read(self.cached, in_step=in_step)
+        versions = [version for _, version in found]
+        if self._joined[0] != versions:
+            whole = self._shards.join([array for array, _ in found])
+            whole.flags.writeable = False
+            self._joined = (versions, whole)
+        return self._joined
 
     def _write(self, write: Write) -> None:
         if self.synchronization is VariableSynchronization.ON_READ:
@@ -126,11 +223,43 @@ class ServedVariable(Variable):
             self.replica("write")
             self._apply(write)
         else:
-            write_once(self, write, lambda variable, combined: variable._apply(combined))
+            write_once(self, write)
 
     def _apply(self, write: Write) -> None:
         self._strategy.servers.change(self.changes_of(write))
-        self._strategy.copies.changed(part.local_copy for part in self.variables)
+        self._strategy.copies.changed(self.cached)
+
+
+def attached(
+    strategy: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    policy: VariablePolicy,
+    places: tuple[Place, ...],
+) -> ServedVariable:
+    """Return this process's variable of some places, the same one whenever it is asked for.
+
+    Args:
+        strategy: whose servers hold it, or will.
+        shape: of the whole.
+        dtype: likewise.
+        policy: of the variable.
+        places: of its shards.
+    """
+    key = places[0].name if len(places) == 1 else f"{places[0].name} and more"
+    found: ServedVariable | None = strategy.handles.get(key)
+    if found is None:
+        found = object.__new__(ServedVariable)
+        found._set_up(strategy, np.broadcast_to(np.zeros((), dtype), shape), policy)
+        found.places = places
+        found.cached = tuple(map(strategy.copies.at, places))
+        found._shards = Shards(found.shape, len(places))
+        strategy.handles[key] = found
+    return found
+
+
+def _part_name(policy: VariablePolicy, shard: int, shards: int) -> str:
+    return policy.name if shards == 1 else f"{policy.name}/part_{shard}"
 
 
 def _read(item: Any) -> Any:

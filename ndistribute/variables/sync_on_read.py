@@ -9,9 +9,11 @@ import numpy as np
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.device import Array, copy_to, device_of
+from ndistribute.dtypes import kind_of
 from ndistribute.stream import working_on
 from ndistribute.values import PerReplica
-from ndistribute.variables.cell import Cell
+from ndistribute.variables.array_like import detached
+from ndistribute.variables.mirrored import Cell
 from ndistribute.variables.policy import VariableAggregation, VariablePolicy
 from ndistribute.variables.variable import Variable
 from ndistribute.variables.write import Write
@@ -24,8 +26,7 @@ class SyncOnReadVariable(Variable):
 
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
         super()._set_up(strategy, array, policy)
-        self._devices = list(strategy.devices)
-        self._cells = [Cell(array, device) for device in self._devices]
+        self._cells = [Cell(array, device) for device in strategy.devices]
 
     def component(self) -> Array:
         """Return this replica's own value; across replicas, all of them combined.
@@ -37,10 +38,8 @@ class SyncOnReadVariable(Variable):
         if replica is not None:
             return self._cells[replica.local_replica_id].read()
         everyone = self._strategy.num_replicas_in_sync
-        if everyone == 1:
-            return self._cells[0].read()
         first_only = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
-        if first_only and everyone == len(self._cells):
+        if everyone == 1 or (first_only and everyone == len(self._cells)):
             return self._cells[0].read()
         op = self.aggregation.reduce_op
         if op is None and not first_only:
@@ -49,7 +48,7 @@ class SyncOnReadVariable(Variable):
                 "inside run, take strategy.local_results(variable), or create it with "
                 "aggregation='sum', 'mean' or 'only_first_replica'."
             )
-        home = self._devices[0]
+        home = self._cells[0].device
         parts = self._strategy.across_workers(PerReplica(self.values)).values
         with working_on(home):
             moved = [copy_to(part, home) for part in (parts[:1] if op is None else parts)]
@@ -61,17 +60,15 @@ class SyncOnReadVariable(Variable):
     @property
     def values(self) -> tuple[Array, ...]:
         """Return a snapshot of each replica's value."""
-        return tuple(cell.read() for cell in self._cells)
+        return tuple(detached(cell.read()) for cell in self._cells)
 
     def _write(self, write: Write) -> None:
         replica = self.replica("write")
         if replica is not None:
-            rank = replica.local_replica_id
-            write.apply(self._cells[rank], self._devices[rank])
+            self._cells[replica.local_replica_id].apply(write)
             return
-        for index, (cell, device) in enumerate(zip(self._cells, self._devices, strict=True)):
-            replica_id = self._strategy.replica_contexts[index].replica_id_in_sync_group
-            self._share(write, replica_id).apply(cell, device)
+        for context, cell in zip(self._strategy.replica_contexts, self._cells, strict=True):
+            cell.apply(self._share(write, context.replica_id_in_sync_group))
 
     def _share(self, write: Write, replica_id: int) -> Write:
         """Return the part of a cross-replica write that falls to one replica's component.
@@ -82,7 +79,7 @@ class SyncOnReadVariable(Variable):
         count = self._strategy.num_replicas_in_sync
         if self.aggregation.reduce_op is not ReduceOp.SUM or count == 1:
             return write
-        if write.how == "assign" and self.dtype.kind in "fc":
+        if write.how == "assign" and kind_of(self.dtype) in "fc":
             return Write(write.how, _map(write.value, lambda array: array / count))
         if replica_id == 0:
             return write

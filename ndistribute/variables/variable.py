@@ -6,22 +6,27 @@ A kind says where its components live and what a write does; the strategy in sco
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ndistribute import context
-from ndistribute.device import Array, to_host
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.device import Array, array_namespace, as_array, to_host
+from ndistribute.dtypes import kind_of, native
+from ndistribute.values import DistributedValues
 from ndistribute.variables.array_like import ArrayLike
-from ndistribute.variables.creation import Request, create_variable
 from ndistribute.variables.policy import (
     VariableAggregation,
     VariablePolicy,
     VariableSynchronization,
 )
-from ndistribute.variables.write import Write, check_rows, check_value
+from ndistribute.variables.write import Write, cast
 
 __all__ = ["Variable"]
+
+V = TypeVar("V", bound="Variable")
 
 
 class Variable(ArrayLike):
@@ -56,12 +61,12 @@ class Variable(ArrayLike):
         synchronization: VariableSynchronization | str = "auto",
         aggregation: VariableAggregation | str = "none",
     ) -> Variable:
-        request = Request(initial_value, trainable, name, dtype, synchronization, aggregation)
-        made: Variable = create_variable(request)
+        policy = VariablePolicy.parse(name, trainable, synchronization, aggregation)
+        made: Variable = _Request(initial_value, dtype, policy).answer()
         return made
 
     @classmethod
-    def make(cls, strategy: Any, array: Array, policy: VariablePolicy) -> Variable:
+    def make(cls: type[V], strategy: Any, array: Array, policy: VariablePolicy) -> V:
         """Make a variable of this kind; ``Variable(...)`` finds out which, and calls this."""
         made = object.__new__(cls)
         made._set_up(strategy, array, policy)
@@ -74,6 +79,20 @@ class Variable(ArrayLike):
         self._dtype: np.dtype[Any] = np.dtype(array.dtype)
         self._policy = policy
 
+    def create_slot(self, name: str, value: complex = 0.0, dtype: Any = None) -> Variable:
+        """Make a variable that lies beside this one, shaped like it: what an optimizer keeps.
+
+        Args:
+            name: added to this variable's; on servers it names one slot, made once by all workers.
+            value: of all elements at first.
+            dtype: None: this variable's.
+
+        >>> Variable([1.0, 2.0], name="w").create_slot("adam/m")
+        <MirroredVariable 'w/adam/m' float64(2,) [0. 0.]>
+        """
+        array = np.broadcast_to(np.array(value, dtype or self._dtype), self._shape)
+        return type(self).make(self._strategy, array, VariablePolicy(f"{self.name}/{name}"))
+
     @property
     def values(self) -> tuple[Array, ...]:
         """Return a snapshot of every component of this process."""
@@ -83,25 +102,10 @@ class Variable(ArrayLike):
         """Carry out a checked write by the rules of the kind."""
         raise NotImplementedError(f"{type(self).__name__} defines no writes.")
 
-    def read_value(self) -> Any:
-        """Return a snapshot, tracked by the tape that watches this variable."""
-        return self.tracked_value()
-
     @property
     def value(self) -> Any:
         """Return a snapshot, tracked by the tape that watches this variable."""
-        return self.tracked_value()
-
-    def numpy(self) -> np.ndarray[Any, Any]:
-        """Return a copy on the host that the caller owns."""
-        return np.array(to_host(self.component()))
-
-    def tracked_value(self) -> Any:
-        """Return a snapshot, tracked by the tape that watches this variable."""
-        recorder = context.current_frame().recorder
-        if recorder is None:
-            return self.component()
-        return recorder.read(self, self.component())
+        return self.read_value()
 
     @property
     def distribute_strategy(self) -> Any:
@@ -148,7 +152,7 @@ class Variable(ArrayLike):
         """Return how the replicas' values are combined."""
         return self._policy.aggregation
 
-    def assign(self, value: Any) -> Variable:
+    def assign(self: V, value: Any) -> V:
         """Set the value by the variable's synchronization and aggregation.
 
         Args:
@@ -163,15 +167,15 @@ class Variable(ArrayLike):
         """
         return self._checked_write("assign", value)
 
-    def assign_add(self, value: Any) -> Variable:
+    def assign_add(self: V, value: Any) -> V:
         """Add to the value; see `assign`."""
         return self._checked_write("assign_add", value)
 
-    def assign_sub(self, value: Any) -> Variable:
+    def assign_sub(self: V, value: Any) -> V:
         """Subtract from the value; see `assign`."""
         return self._checked_write("assign_sub", value)
 
-    def scatter_add(self, indices: Any, values: Any = None) -> Variable:
+    def scatter_add(self: V, indices: Any, values: Any = None) -> V:
         """Add rows to the rows at these indices.
 
         Args:
@@ -183,11 +187,11 @@ class Variable(ArrayLike):
         """
         return self._checked_scatter("assign_add", indices, values)
 
-    def scatter_sub(self, indices: Any, values: Any = None) -> Variable:
+    def scatter_sub(self: V, indices: Any, values: Any = None) -> V:
         """Subtract rows from the rows at these indices; see `scatter_add`."""
         return self._checked_scatter("assign_sub", indices, values)
 
-    def scatter_update(self, indices: Any, values: Any = None) -> Variable:
+    def scatter_update(self: V, indices: Any, values: Any = None) -> V:
         """Set the rows at these indices; of equal indices the last one holds."""
         return self._checked_scatter("assign", indices, values)
 
@@ -212,19 +216,129 @@ class Variable(ArrayLike):
             "variable inside the scope of the strategy that uses it."
         )
 
-    def _checked_write(self, how: str, value: Any) -> Variable:
-        self._write(Write(how, check_value(self, how, value)))
+    def _checked_write(self: V, how: str, value: Any) -> V:
+        array = self._cast(how, value)
+        if array.shape != self._shape:
+            raise ValueError(
+                f"{how} of an array of shape {array.shape} to variable {self.name!r} of shape "
+                f"{self._shape}: the shapes must be equal. Nothing has changed."
+            )
+        self._write(Write(how, array))
         return self
 
-    def _checked_scatter(self, how: str, indices: Any, values: Any) -> Variable:
-        self._write(Write(how, check_rows(self, how, indices, values)))
+    def _checked_scatter(self: V, how: str, indices: Any, values: Any) -> V:
+        if isinstance(indices, IndexedSlices):
+            indices, values = indices.indices, indices.values
+        where = f"scatter ({how}) on variable {self.name!r} of shape {self._shape}"
+        if not self._shape:
+            raise ValueError(f"{where}: a variable without axes has no rows. Nothing has changed.")
+        rows = native(np.atleast_1d(to_host(as_array(indices))))
+        if rows.size == 0:
+            rows = rows.astype(np.int64)
+        if rows.dtype.kind not in "iu" or rows.ndim != 1:
+            raise ValueError(
+                f"{where}: indices must be integers of one axis, got {rows.dtype} of shape "
+                f"{rows.shape}. Nothing has changed."
+            )
+        outside = rows[(rows < 0) | (rows >= self._shape[0])]
+        if outside.size:
+            raise ValueError(
+                f"{where}: index {outside[0]} is not in [0, {self._shape[0]}). Nothing has changed."
+            )
+        array = self._cast(how, values)
+        expected = (len(rows), *self._shape[1:])
+        try:
+            array = array_namespace(array).broadcast_to(array, expected)
+        except ValueError:
+            raise ValueError(
+                f"{where}: {len(rows)} indices need values of shape {expected}, got {array.shape}. "
+                "Nothing has changed."
+            ) from None
+        self._write(Write(how, IndexedSlices(array, rows, self._shape)))
         return self
+
+    def _cast(self, how: str, value: Any) -> Array:
+        """Return what is written as an array of the variable's dtype."""
+        if isinstance(value, DistributedValues):
+            raise ValueError(
+                f"{how} of a {type(value).__name__} to variable {self.name!r}: across replicas a "
+                "variable takes one value. Combine it first with strategy.reduce(op, value), or "
+                "assign inside run."
+            )
+        return cast(value, self._dtype, f"{how} to variable {self.name!r}")
 
     def __repr__(self) -> str:
         try:
             shown = np.array2string(to_host(self.component()), threshold=20)
         except (ValueError, RuntimeError) as error:
             shown = f"<not readable here: {error}>"
-        return (
-            f"<{type(self).__name__} {self._policy.name!r} {self._dtype.name}{self._shape} {shown}>"
-        )
+        return f"<{type(self).__name__} {self.name!r} {self._dtype.name}{self._shape} {shown}>"
+
+
+class _Request:
+    """What the caller of ``Variable(...)`` asked for.
+
+    Inside `run` every replica asks and all get the same variable, so the requests are compared.
+    """
+
+    def __init__(self, initial_value: Any, dtype: Any, policy: VariablePolicy) -> None:
+        if isinstance(initial_value, DistributedValues):
+            raise ValueError(
+                "the initial value of a variable is the same on every replica, got a "
+                f"{type(initial_value).__name__}."
+            )
+        self._initial_value = initial_value
+        self._dtype = dtype
+        self._policy = policy
+        self._array: Array | None = None
+
+    def answer(self) -> Any:
+        """Return the variable that was asked for, one and the same for all replicas."""
+        replica = context.get_replica_context()
+        if replica is None or replica.num_replicas_in_sync == 1:
+            return self._create(context.get_strategy())
+        strategy = replica.strategy
+        if replica is strategy.replica_contexts[0]:
+            self._initial()  # Now, on its own thread: it may draw from the replica's generator.
+
+        def create(requests: Sequence[_Request]) -> Any:
+            wanted = requests[0]._description()
+            for rank, other in enumerate(requests):
+                if (own := other._description()) != wanted:
+                    raise ValueError(
+                        f"replica {rank} created a variable with {own}, replica 0 with {wanted}. "
+                        "Variables created inside run are matched by their order, and must be "
+                        "alike."
+                    )
+            return requests[0]._create(strategy)
+
+        return replica.communicator.merge("Variable", self, create)
+
+    def _initial(self) -> Array:
+        """Return the initial value; a callable is called the first time alone."""
+        if self._array is None:
+            value = self._initial_value() if callable(self._initial_value) else self._initial_value
+            made = as_array(value)
+            wanted = np.dtype(made.dtype if self._dtype is None else self._dtype)
+            for dtype in (made.dtype, wanted):
+                if kind_of(dtype) not in "biufc":
+                    raise ValueError(f"a variable holds numbers, not {dtype}, got {value!r}.")
+            wanted = wanted.newbyteorder("=")
+            self._array = cast(value, wanted, "the initial value of a variable")
+        return self._array
+
+    def _create(self, strategy: Any) -> Any:
+        policy = self._policy
+        what = f"variable {policy.name!r}, {policy.synchronization.name}, {policy.aggregation.name}"
+        array = strategy.agree_on(self._initial(), what)
+        policy.check_dtype(array.dtype)
+        return strategy.make_variable(array, policy)
+
+    def _description(self) -> str:
+        value, dtype = self._initial_value, None if self._dtype is None else np.dtype(self._dtype)
+        shown = "a callable initial value"
+        if not callable(value):
+            array = as_array(value)
+            shown, dtype = f"shape {array.shape}", dtype or np.dtype(array.dtype)
+        how = self._policy
+        return f"{shown}, dtype {dtype}, {how.synchronization.name}, {how.aggregation.name}"

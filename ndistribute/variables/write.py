@@ -1,34 +1,22 @@
-"""A write to a variable, as a value.
+"""A write to a variable, as a value, and which values an array of a dtype can take.
 
-It is checked whole before any copy changes, and applied to each copy after.
+A variable keeps its dtype for life, so what is written to it is cast; a cast that would cut off a
+fraction, an imaginary part or the high digits of an integer is an error instead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.device import (
-    Array,
-    Device,
-    array_namespace,
-    as_array,
-    copy_to,
-    is_gpu_array,
-    to_host,
-)
+from ndistribute.device import Array, as_array, device_of, to_host
+from ndistribute.dtypes import can_cast, kind_of, standard
 from ndistribute.stream import working_on
-from ndistribute.values import DistributedValues
-from ndistribute.variables.casting import cast, native
 
-if TYPE_CHECKING:
-    from ndistribute.variables.cell import Cell
-    from ndistribute.variables.variable import Variable
-
-__all__ = ["Write", "check_rows", "check_value"]
+__all__ = ["Write", "cast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +33,8 @@ class Write:
 
     @property
     def sparse(self) -> bool:
-        """Return whether only some rows are written."""
+        """Return True if only some rows are written."""
         return isinstance(self.value, IndexedSlices)
-
-    def apply(self, cell: Cell, device: Device) -> None:
-        """Carry the write out on one component."""
-        overwritten = self.how == "assign" and not self.sparse
-        target = cell.writable(keep=not overwritten)
-        with working_on(device):
-            if self.sparse:
-                _apply_rows(Write(self.how, self.value.on(device)), target)
-                return
-            value = copy_to(self.value, device)
-            if overwritten:
-                target[...] = value
-            elif self.how == "assign_add":
-                target += value
-            else:
-                target -= value
 
     def rows_once(self) -> Write:
         """Return a write in which each row stands once: of equal indices the last one holds."""
@@ -71,84 +43,44 @@ class Write:
         rows = self.value
         indices = to_host(rows.indices)
         unique, last = np.unique(indices[::-1], return_index=True)
-        chosen = len(indices) - 1 - last
-        return Write(
-            self.how, IndexedSlices(rows.values[chosen], as_array(unique), rows.dense_shape)
-        )
+        values = rows.values[len(indices) - 1 - last]
+        return Write(self.how, IndexedSlices(values, as_array(unique), rows.dense_shape))
 
 
-def check_value(variable: Variable, how: str, value: Any) -> Array:
-    """Return the value of a write as an array of the variable's dtype.
+def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
+    """Return a value as an array of a dtype.
 
-    Raises:
-        ValueError: it is a `PerReplica`, has another shape, or would lose its kind of number.
-    """
-    array = _as_number_array(variable, how, value)
-    if array.shape != variable.shape:
-        raise ValueError(
-            f"{how} of an array of shape {array.shape} to variable {variable.name!r} of shape "
-            f"{variable.shape}: the shapes must be equal. Nothing has changed."
-        )
-    return array
-
-
-def check_rows(variable: Variable, how: str, indices: Any, values: Any) -> IndexedSlices:
-    """Return the rows of a scatter as `IndexedSlices` of the variable's dtype.
+    Args:
+        value: an array or number.
+        dtype: the dtype that is wanted.
+        what: what is about to happen, for the error.
 
     Raises:
-        ValueError: an index is out of range or no integer, or the shapes do not fit.
+        ValueError: the dtype can not hold the value.
+
+    >>> cast([1, 2], np.dtype(np.uint8), "assign")
+    array([1, 2], dtype=uint8)
     """
-    if isinstance(indices, IndexedSlices):
-        indices, values = indices.indices, indices.values
-    where = f"scatter ({how}) on variable {variable.name!r} of shape {variable.shape}"
-    if not variable.ndim:
-        raise ValueError(f"{where}: a variable without axes has no rows. Nothing has changed.")
-    rows = native(np.atleast_1d(to_host(as_array(indices))))
-    if rows.size == 0:
-        rows = rows.astype(np.int64)
-    if rows.dtype.kind not in "iu" or rows.ndim != 1:
-        raise ValueError(
-            f"{where}: indices must be integers of one axis, got {rows.dtype} of shape "
-            f"{rows.shape}. Nothing has changed."
-        )
-    outside = rows[(rows < 0) | (rows >= variable.shape[0])]
-    if outside.size:
-        raise ValueError(
-            f"{where}: index {outside[0]} is not in [0, {variable.shape[0]}). Nothing has changed."
-        )
-    array = _as_number_array(variable, how, values)
-    expected = (len(rows), *variable.shape[1:])
-    try:
-        array = array_namespace(array).broadcast_to(array, expected)
-    except ValueError:
-        raise ValueError(
-            f"{where}: {len(rows)} indices need values of shape {expected}, got {array.shape}. "
-            "Nothing has changed."
-        ) from None
-    return IndexedSlices(array, rows, variable.shape)
+    array = as_array(value)
+    if array.dtype == dtype:
+        return array
+    with working_on(device_of(array)):
+        if not _fits(value, array, dtype):
+            raise ValueError(
+                f"{what}: {array.dtype} does not fit {dtype}, the cast would lose information. "
+                "Convert the value with astype first. Nothing has changed."
+            )
+        return array.astype(dtype)
 
 
-def _as_number_array(variable: Variable, how: str, value: Any) -> Array:
-    if isinstance(value, DistributedValues):
-        raise ValueError(
-            f"{how} of a {type(value).__name__} to variable {variable.name!r}: across replicas a "
-            "variable takes one value. Combine it first with strategy.reduce(op, value), or "
-            "assign inside run."
-        )
-    return cast(value, variable.dtype, f"{how} to variable {variable.name!r}")
-
-
-def _apply_rows(write: Write, target: Array) -> None:
-    rows: IndexedSlices = write.value
-    if is_gpu_array(target):
-        # What CuPy does where an index stands twice is not defined, or for few dtypes only.
-        rows = write.rows_once().value if write.how == "assign" else rows.summed()
-    if write.how == "assign":
-        target[rows.indices] = rows.values
-    elif is_gpu_array(target):
-        change = rows.values if write.how == "assign_add" else -rows.values
-        target[rows.indices] = target[rows.indices] + change
-    elif write.how == "assign_add":
-        np.add.at(target, rows.indices, rows.values)
-    else:
-        np.subtract.at(target, rows.indices, rows.values)
+def _fits(value: Any, array: Array, dtype: np.dtype[Any]) -> bool:
+    if array.dtype.kind == "O":  # An integer of more than 64 bits, or no number at all.
+        return False
+    if array.dtype.kind in "iu" and dtype.kind in "iu":
+        # Only the values say whether integers fit a narrower or an unsigned dtype.
+        safe = np.can_cast(array.dtype, dtype)
+        return safe or bool((array.astype(dtype) == array).all())
+    if isinstance(value, bool | int | float | complex):
+        # A number of Python's has a kind, but no width of its own.
+        return np.result_type(type(value), standard(dtype)).kind == kind_of(dtype)
+    return can_cast(array.dtype, dtype)

@@ -18,6 +18,7 @@ from ndistribute import device
 from tests.gpu.imitation.clock import set_world
 from tests.gpu.imitation.module import modules
 from tests.gpu.placing import need
+from tests.kinds import closing
 
 CACHES = (device.cupy_module, device._gpu_count, device._is_gpu_type, device.nccl_module)
 
@@ -70,7 +71,7 @@ def cupy(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def strategy(cupy: Any, request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
     """Each layout of replicas over GPUs in turn."""
     need(cupy, 1 if request.param in ON_ONE_GPU else 2)
-    with LAYOUTS[request.param]() as made:
+    with closing(LAYOUTS[request.param]()) as made:
         yield made
 
 

@@ -279,7 +279,7 @@ def trained(rank: int, size: int, implementation: str) -> dict[str, Any]:
 
         losses = [strategy.run(step).values[0] for _ in range(3)]
         return {
-            "backend": type(strategy._group.communicators[0]._backend).__name__,
+            "backend": type(strategy.replica_contexts[0].communicator._backend).__name__,
             "weights": to_host(as_array(weights)),
             "table": to_host(as_array(table)),
             "losses": [float(loss) for loss in losses],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -153,21 +155,62 @@ def test_a_snapshot_stays_as_it_was(strategy: nd.Strategy) -> None:
 def test_an_update_is_in_place_when_nobody_holds_a_read(strategy: nd.Strategy) -> None:
     if isinstance(strategy, nd.ParameterServerStrategy):
         pytest.skip("what a server updates comes from there anew")
-    variable = make(strategy)
+    variable: Any = make(strategy)
 
     def addresses() -> list[int]:
         return [
             array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-            for array in variable.values
+            for array in variable.begin_update()
         ]
 
     before = addresses()
     variable.assign_add(START)
     assert addresses() == before
-    held = variable.values
+    held = variable.component()
     variable.assign_add(START)
     assert addresses() != before
-    np.testing.assert_array_equal(hosts(held)[0], START * 2)
+    np.testing.assert_array_equal(hosts([held])[0], START * 2)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "value": lambda v: v.value,
+    "read_value": lambda v: v.read_value(),
+    "slice": lambda v: v[1:],
+    "row": lambda v: v[0],
+    "transposed": lambda v: v.T,
+    "method": lambda v: v.reshape(-1),
+    "function": lambda v: np.reshape(v, (2, 6)),
+    "functions": lambda v: np.split(v, 2)[1],
+    "iterated": lambda v: next(iter(v)),
+}
+
+
+@pytest.mark.parametrize("how", ["on_write", "on_read"])
+@pytest.mark.parametrize("name", READS)
+def test_a_write_through_what_was_read_does_not_reach_the_variable(
+    strategy: nd.Strategy, name: str, how: str
+) -> None:
+    variable = make(strategy, synchronization=how, aggregation="only_first_replica")
+
+    def spoil() -> None:
+        # Refused on a CPU; a GPU has no arrays that are read-only.
+        with contextlib.suppress(ValueError):
+            READS[name](variable)[...] = 9.0
+
+    spoil()
+    strategy.run(spoil)
+    with contextlib.suppress(ValueError):
+        for part in (*variable.values, *strategy.local_results(variable)):
+            part[...] = 9.0
+    for copy in [*copies(variable), *hosts(strategy.run(lambda: variable + 0.0).values)]:
+        np.testing.assert_array_equal(copy, START)
+
+
+def test_methods_that_change_an_array_do_not_reach_the_variable(strategy: nd.Strategy) -> None:
+    variable = make(strategy)
+    with contextlib.suppress(ValueError):
+        variable.fill(9.0)
+    np.testing.assert_array_equal(variable.numpy(), START)
 
 
 def test_variables_made_inside_run_are_shared(strategy: nd.Strategy) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ndistribute.optimizers.adam import AdamRule
 from ndistribute.parameter_server.messages import (
     Aggregate,
     Apply,
@@ -16,7 +17,6 @@ from ndistribute.parameter_server.messages import (
     Gradient,
     Number,
 )
-from ndistribute.update_rules import Adam
 from tests.parameter_server.calls import Calls, apply, rows
 
 FOUR = np.zeros(4, np.float32)
@@ -173,7 +173,7 @@ def test_sets_and_members_that_a_snapshot_holds_count(calls):
 @given(st.data(), st.integers(1, 3), st.integers(0, 2))
 def test_steps_of_n_of_m_are_the_rule_over_the_mean_of_the_first_n(data, needed, spare):
     """Adam, so that the count of steps matters."""
-    draw, calls, rule = data.draw, setting(), Adam()
+    draw, calls, rule = data.draw, setting(), AdamRule()
     expected, slots = FOUR.copy(), [FOUR.copy() for _ in range(2)]
     for step in range(draw(st.integers(1, 4))):
         sets = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import pickle
 import threading
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models.optimizers import SGD, Adagrad, Adam, Optimizer
+from ndistribute.optimizers import SGD, Adagrad, Adam, Optimizer
 from ndistribute.parameter_server.client import closure
+from ndistribute.update_rules import Rule
 from tests.kinds import DEADLINE, closing, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
 
@@ -213,16 +215,34 @@ def test_metrics_of_workers_with_a_chief_add_up() -> None:
             strategy.close()
 
 
-def test_an_optimizer_that_is_more_than_a_rule_is_refused() -> None:
-    class Signed(SGD):
-        def update(self, variable: Any, gradient: Any, slots: Any, rates: Any) -> None:
-            variable -= rates * np.sign(gradient)
+def test_servers_refuse_a_rule_that_their_program_has_not_imported() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Elsewhere:
+        name = "elsewhere"
+        slot_names = ()
 
+    rule: Any = Elsewhere()
     with served() as strategy:
         with strategy.scope():
             variable = nd.Variable([1.0])
-        with pytest.raises(TypeError, match="Signed has its own update"):
-            Signed().apply_gradients([([1.0], variable)])
+        with pytest.raises(ValueError, match="no update rule 'elsewhere' here"):
+            Optimizer(rule, 0.5).apply_gradients([([1.0], variable)])
+
+
+def test_servers_apply_a_rule_that_their_program_has_imported() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Signed(Rule):
+        name = "signed"
+        scale: float = 1.0
+
+        def update(self, variable: Any, gradient: Any, slots: Any, rate: float) -> None:
+            variable -= self.scale * rate * np.sign(gradient)
+
+    with served() as strategy:
+        with strategy.scope():
+            variable = nd.Variable([1.0, 1.0])
+        Optimizer(Signed(2.0), 0.25).apply_gradients([([3.0, -4.0], variable)])
+        assert variable.numpy().tolist() == [0.5, 1.5]
 
 
 def test_variables_of_two_homes_are_refused() -> None:

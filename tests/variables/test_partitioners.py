@@ -15,7 +15,7 @@ from ndistribute.variables.partitioners import (
     MinSizePartitioner,
     number_of_shards,
 )
-from ndistribute.variables.shards import Shards
+from ndistribute.variables.sharding import Shards
 
 SHAPES = st.lists(st.integers(0, 70), min_size=1, max_size=3).map(tuple)
 DTYPES = st.sampled_from([np.dtype(name) for name in ("int8", "float16", "float32", "complex128")])

@@ -11,7 +11,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.parameter_server.client import closure
 from ndistribute.parameter_server.server import LocalServer
-from ndistribute.variables.remote import RemoteVariable
+from ndistribute.variables.served import ServedVariable
 from tests.kinds import DEADLINE, closing, in_thread
 from tests.strategies.on_servers import holders, served, worker_of
 
@@ -38,9 +38,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_variables_go_to_servers_in_turn_under_names_of_their_own() -> None:
     with served(2) as strategy:
         made = [variable(strategy, 1.0, name=name) for name in (None, None, "w", "w", "w_1")]
-        assert all(isinstance(v, RemoteVariable) for v in made)
-        assert [v.server_name for v in made] == ["Variable", "Variable_1", "w", "w_1", "w_1_1"]
-        assert [v.servers for v in made] == [(0,), (1,), (0,), (1,), (0,)]
+        assert all(isinstance(v, ServedVariable) for v in made)
+        assert [v.places[0].name for v in made] == ["Variable", "Variable_1", "w", "w_1", "w_1_1"]
+        assert [v.places[0].servers for v in made] == [(0,), (1,), (0,), (1,), (0,)]
 
 
 def test_workers_share_what_the_first_one_made() -> None:
@@ -187,7 +187,7 @@ def test_what_is_deleted_is_gone_from_all_servers() -> None:
         optimizer.apply_gradients([(np.ones((4, 2)), gone)])
         strategy.delete([gone, *optimizer.variables])
         strategy.delete([gone])
-        assert [list(one.store.variables.cells) for one in held] == [[kept.server_name], []]
+        assert [list(one.store.variables.cells) for one in held] == [[kept.places[0].name], []]
         with pytest.raises(nd.DistributeError, match="no variable"):
             gone.numpy()
         assert kept.numpy().tolist() == [1.0]

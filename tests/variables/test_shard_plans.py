@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.variables.row_selection import select_rows
-from ndistribute.variables.shards import Shards
+from ndistribute.variables.sharding import Shards, select_rows
 
 
 @st.composite
@@ -81,7 +80,7 @@ def test_gradient_rows_are_cut_like_their_sum(drawn):
     array, shards, rows = drawn
     gradient = IndexedSlices(np.arange(2.0 * len(rows)).reshape(-1, 2), rows, array.shape)
     whole = shards.cut(gradient.to_dense())
-    for part, expected in zip(shards.cut_rows(gradient), whole, strict=True):
+    for part, expected in zip(shards.cut(gradient), whole, strict=True):
         assert np.array_equal(part.to_dense(), expected)
 
 

@@ -13,8 +13,7 @@ import ndistribute as nd
 from ndistribute.parameter_server.client import Servers, closure
 from ndistribute.parameter_server.messages import Read, Transaction
 from ndistribute.variables.partitioners import FixedShardsPartitioner
-from ndistribute.variables.remote import RemoteVariable
-from ndistribute.variables.sharded import ShardedVariable
+from ndistribute.variables.served import ServedVariable
 from ndistribute.variables.write import Write
 from tests.strategies import on_servers
 
@@ -70,10 +69,10 @@ def rows_sent(clients):
 def test_shards_are_named_after_the_variable_and_dealt_to_the_servers():
     with served(2, 3) as (strategy, _):
         v = make(strategy, np.arange(14.0).reshape(7, 2), name="table", aggregation="sum")
-        assert isinstance(v, ShardedVariable)
+        assert isinstance(v, ServedVariable)
         assert isinstance(v, nd.Variable)
         assert [part.name for part in v.variables] == [f"table/part_{k}" for k in range(3)]
-        assert [part.servers for part in v.variables] == [(0,), (1,), (0,)]
+        assert [place.servers for place in v.places] == [(0,), (1,), (0,)]
         assert [part.shape for part in v.variables] == [(3, 2), (2, 2), (2, 2)]
         assert all(part.aggregation is v.aggregation for part in v.variables)
         assert (v.name, v.shape, v.dtype, len(v)) == ("table", (7, 2), np.float64, 7)
@@ -82,7 +81,8 @@ def test_shards_are_named_after_the_variable_and_dealt_to_the_servers():
 @pytest.mark.parametrize("initial", [3.0, np.zeros((0, 4)), np.zeros((4, 0)), np.zeros((1, 4))])
 def test_what_can_not_be_cut_is_left_whole(strategy, initial):
     v = make(strategy, initial)
-    assert type(v) is RemoteVariable
+    assert len(v.places) == 1
+    assert v.variables == (v,)
     assert np.array_equal(v.numpy(), initial)
 
 
@@ -149,7 +149,7 @@ def test_a_wrong_index_is_refused_as_of_an_array(strategy, index):
 def test_only_the_rows_asked_for_are_read(shards):
     with served(2, shards) as (strategy, clients):
         v = make(strategy)
-        assert isinstance(v, ShardedVariable if shards > 1 else RemoteVariable)
+        assert len(v.variables) == shards
         v[[3, 699, 3, -1]]
         assert rows_sent(clients) == 2
         v[100:110]
@@ -402,8 +402,7 @@ def test_what_an_optimizer_keeps_is_sharded_like_the_variable():
         optimizer.apply_gradients([(np.full_like(TABLE, 2.0), v)])
         count, slot = optimizer.variables
         assert int(count) == 1
-        assert isinstance(slot, ShardedVariable)
-        assert [part.servers for part in slot.variables] == [part.servers for part in v.variables]
+        assert [place.servers for place in slot.places] == [place.servers for place in v.places]
         assert np.array_equal(slot, np.full_like(TABLE, 4.5))
 
 

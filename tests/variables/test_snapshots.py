@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.variables.remote import RemoteVariable
+from ndistribute.variables.served import ServedVariable
 from tests.kinds import each, mirrored, rank
 
 UPDATES = {
@@ -52,7 +52,7 @@ def make(strategy, initial=None, **kwargs):
 
 def is_at(v, place):
     """Say whether a variable is where it was; one of a server comes from there anew."""
-    return isinstance(v, RemoteVariable) or address(v) == place
+    return isinstance(v, ServedVariable) or address(v) == place
 
 
 def address(v):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models.optimizers import SGD, Adagrad, Adam, Optimizer
+from ndistribute.optimizers import SGD, Adagrad, Adam, Optimizer
 
 RNG = np.random.default_rng(1)
 START = RNG.normal(size=(6, 3))

@@ -8,38 +8,49 @@ unless this process changes it.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ndistribute.device import Array
 from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.messages import Item
 from ndistribute.timeline import span
 
-__all__ = ["Copies", "LocalCopy"]
+__all__ = ["CachedShard", "Place", "VariableCache"]
 
 
-class LocalCopy:
-    """Hold the last known value of a variable of a server.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Say where a variable, or a shard of one, lies.
 
     Args:
-        server_name: the variable's name there.
-        server: its number.
+        name: by which its servers know it.
+        servers: their numbers; it is written on all and read from the first.
     """
 
-    __slots__ = ("_array", "pulled_in", "seen", "server", "server_name", "version")
+    name: str
+    servers: tuple[int, ...]
 
-    def __init__(self, server_name: str, server: int) -> None:
-        self.server_name = server_name
-        self.server = server
+
+class CachedShard:
+    """Hold the last known value of what lies at a place."""
+
+    __slots__ = ("__weakref__", "_array", "place", "pulled_in", "seen", "version")
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self.version = 0
         self.seen = 0
+        """The version of which rows were read last, which may not be held here."""
         self.pulled_in = -1
         self._array: Array | None = None
 
-    def saw(self, version: int) -> None:
-        """Know that rows of a version were read, which are not held here."""
-        self.seen = version
+    @property
+    def server(self) -> int:
+        """Return the number of the server that it is read from."""
+        return self.place.servers[0]
 
     def receive(self, array: Array, version: int) -> None:
         """Hold an array, which nobody changes any more."""
@@ -54,13 +65,13 @@ class LocalCopy:
         """
         if self._array is None:
             raise RuntimeError(
-                f"the value of variable {self.server_name!r} was never fetched from its server."
+                f"the value of variable {self.place.name!r} was never fetched from its server."
             )
         return self._array
 
 
-class Copies:
-    """Bring the copies of one strategy up to date.
+class VariableCache:
+    """Keep what a process has read of the variables of one strategy, and bring it up to date.
 
     Args:
         servers: where the variables lie.
@@ -69,10 +80,16 @@ class Copies:
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._lock = threading.RLock()
+        self._known: weakref.WeakValueDictionary[str, CachedShard] = weakref.WeakValueDictionary()
         self._step = 0
-        self._read_before: Sequence[LocalCopy] = ()
-        self._read_now: dict[LocalCopy, None] = {}
+        self._read_before: Sequence[CachedShard] = ()
+        self._read_now: dict[CachedShard, None] = {}
         self._final = False
+
+    def at(self, place: Place) -> CachedShard:
+        """Return what is held of a place, one object for all variables that it belongs to."""
+        with self._lock:
+            return self._known.setdefault(place.name, CachedShard(place))
 
     def begin_step(self) -> None:
         """Let the next reads in replicas be those of another step."""
@@ -81,49 +98,49 @@ class Copies:
             if self._read_now:
                 self._read_before, self._read_now = tuple(self._read_now), {}
 
-    def read(self, copies: Sequence[LocalCopy], *, in_step: bool) -> list[tuple[Array, int]]:
-        """Return a snapshot of each of some variables, and its version.
+    def read(self, shards: Sequence[CachedShard], *, in_step: bool) -> list[tuple[Array, int]]:
+        """Return a snapshot of each of some shards, and its version.
 
         Args:
-            copies: of the variables.
+            shards: what to read.
             in_step: whether a replica reads.
         """
         with self._lock:
             if not in_step:
-                self.pull(copies)
-            elif any(copy.pulled_in != self._step for copy in copies):
-                all_read = dict.fromkeys([*copies, *self._read_before])
-                self.pull([copy for copy in all_read if copy.pulled_in != self._step])
+                self.pull(shards)
+            elif any(shard.pulled_in != self._step for shard in shards):
+                all_read = dict.fromkeys([*shards, *self._read_before])
+                self.pull([shard for shard in all_read if shard.pulled_in != self._step])
             if in_step:
-                self._read_now.update(dict.fromkeys(copies))
-            return [(copy.read(), copy.version) for copy in copies]
+                self._read_now.update(dict.fromkeys(shards))
+            return [(shard.read(), shard.version) for shard in shards]
 
-    def pull(self, copies: Iterable[LocalCopy]) -> None:
+    def pull(self, shards: Iterable[CachedShard]) -> None:
         """Ask the servers for what is newer than what is held."""
         with self._lock:
             if self._final:
                 return
-            by_server: dict[int, list[LocalCopy]] = defaultdict(list)
-            for copy in copies:
-                by_server[copy.server].append(copy)
+            by_server: dict[int, list[CachedShard]] = defaultdict(list)
+            for shard in shards:
+                by_server[shard.server].append(shard)
             asked = {
-                server: [Item(copy.server_name, copy.version) for copy in some]
+                server: [Item(shard.place.name, shard.version) for shard in some]
                 for server, some in by_server.items()
             }
             with span("pull"):
                 found = self._servers.read(asked)
             for server, some in by_server.items():
                 newer = found[server]
-                for copy, array, version in zip(some, newer.arrays, newer.versions, strict=True):
+                for shard, array, version in zip(some, newer.arrays, newer.versions, strict=True):
                     if array is not None:
-                        copy.receive(array, version)
-                    copy.pulled_in = self._step
+                        shard.receive(array, version)
+                    shard.pulled_in = self._step
 
-    def changed(self, copies: Iterable[LocalCopy]) -> None:
+    def changed(self, shards: Iterable[CachedShard]) -> None:
         """Let the next read of what this process changed ask the servers."""
         with self._lock:
-            for copy in copies:
-                copy.pulled_in = -1
+            for shard in shards:
+                shard.pulled_in = -1
 
     @property
     def is_final(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, array_namespace, device_of
+from ndistribute.dtypes import computing_dtype
 from ndistribute.stream import working_on
 
 __all__ = ["Clipping"]
@@ -38,24 +39,33 @@ class Clipping:
         return any(bound is not None for bound in (self.norm, self.global_norm, self.value))
 
     def apply(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the gradients within the bound; those given stay as they are.
+        """Return the gradients within the bound, 16-bit ones in float32; those given stay.
 
         Args:
             gradients: arrays or `IndexedSlices`, summed over replicas.
         """
         if not self:
             return list(gradients)
-        merged = [_merged(g) for g in gradients]
+        merged = [_merged(_map(gradient, _widened)) for gradient in gradients]
         if self.value is not None:
             return [_map(g, self._cut) for g in merged]
         norms = [_norm(g) for g in merged]
         if self.global_norm is not None:
             whole = math.sqrt(sum(norm**2 for norm in norms))
-            return [_scale(g, whole, self.global_norm) for g in merged]
-        return [_scale(g, norm, self.norm) for g, norm in zip(merged, norms, strict=True)]
+            return [_scaled(g, whole, self.global_norm) for g in merged]
+        return [_scaled(g, norm, self.norm) for g, norm in zip(merged, norms, strict=True)]
 
     def _cut(self, array: Array) -> Array:
-        return array_namespace(array).clip(array, -float(self.value or 0), float(self.value or 0))
+        bound = float(self.value or 0)
+        xp = array_namespace(array)
+        if array.dtype.kind != "c":
+            return xp.clip(array, -bound, bound)
+        parts = xp.ascontiguousarray(array).view(array.real.dtype)
+        return xp.clip(parts, -bound, bound).view(array.dtype).reshape(array.shape)
+
+
+def _widened(array: Array) -> Array:
+    return array.astype(computing_dtype(array.dtype), copy=False)
 
 
 def _merged(gradient: Any) -> Any:
@@ -65,7 +75,7 @@ def _merged(gradient: Any) -> Any:
         return gradient.summed()
 
 
-def _map(gradient: Any, function: Any) -> Any:
+def _map(gradient: Any, function: Callable[[Array], Array]) -> Any:
     if isinstance(gradient, IndexedSlices):
         values = _map(gradient.values, function)
         return IndexedSlices(values, gradient.indices, gradient.dense_shape)
@@ -79,7 +89,7 @@ def _norm(gradient: Any) -> float:
         return float(array_namespace(array).linalg.norm(array.reshape(-1)))
 
 
-def _scale(gradient: Any, norm: float, bound: float | None) -> Any:
+def _scaled(gradient: Any, norm: float, bound: float | None) -> Any:
     if bound is None or norm <= bound:
         return gradient
     return _map(gradient, lambda array: array * (bound / norm))

@@ -1,0 +1,126 @@
+"""What an optimizer keeps can be made ahead, saved and restored by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.optimizers import SGD, Adagrad, Adam, Optimizer
+from tests.kinds import one_process, raised_in, rank
+
+OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
+    "sgd": lambda: SGD(lambda step: 0.1 / (1 + step)),
+    "momentum": lambda: SGD(0.1, 0.9),
+    "adagrad": lambda: Adagrad(0.1),
+    "adam": lambda: Adam(0.1),
+}
+SHAPES = ((40, 3), (7,), ())
+
+
+def make(strategy: nd.Strategy) -> list[nd.Variable]:
+    rng = np.random.default_rng(2)
+    with strategy.scope():
+        return [nd.Variable(rng.normal(size=shape)) for shape in SHAPES]
+
+
+def steps(
+    strategy: nd.Strategy, optimizer: Optimizer, variables: list[nd.Variable], numbers: range
+) -> None:
+    def step(number: int) -> None:
+        rng = np.random.default_rng(10 * number + rank())
+        gradients = [rng.normal(size=variable.shape) for variable in variables]
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    for number in numbers:
+        strategy.run(step, args=(number,))
+
+
+def bits(variables: list[nd.Variable]) -> list[bytes]:
+    return [variable.numpy().tobytes() for variable in variables]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_from_saved_state_with_the_same_bits(
+    strategy: nd.Strategy, name: str
+) -> None:
+    variables = make(strategy)
+    with strategy.scope():
+        optimizer = OPTIMIZERS[name]()
+    steps(strategy, optimizer, variables, range(3))
+    weights, state = ([v.numpy() for v in own] for own in (variables, optimizer.variables))
+    count = optimizer.iterations
+    steps(strategy, optimizer, variables, range(3, 6))
+    expected = bits([*variables, *optimizer.variables])
+
+    with strategy.scope():
+        again = OPTIMIZERS[name]()
+    again.build(variables)
+    assert again.iterations == 0
+    for variable, value in zip([*variables, *again.variables], [*weights, *state], strict=True):
+        variable.assign(value)
+    assert again.iterations == count == 3
+    steps(strategy, again, variables, range(3, 6))
+    assert bits([*variables, *again.variables]) == expected
+
+
+def test_the_count_of_steps_can_be_set(strategy: nd.Strategy) -> None:
+    variables = make(strategy)
+    with strategy.scope():
+        optimizer = Adam(0.1)
+    optimizer.build(variables)
+    optimizer.iterations = 41
+    steps(strategy, optimizer, variables, range(1))
+    assert optimizer.iterations == int(optimizer.variables[0]) == 42
+
+
+def test_the_count_of_an_optimizer_that_is_not_built_can_not_be_set() -> None:
+    with pytest.raises(RuntimeError, match=r"build\(variables\)"):
+        SGD(0.1).iterations = 3
+
+
+def test_building_makes_what_the_first_step_makes(strategy: nd.Strategy) -> None:
+    variables = make(strategy)
+    with strategy.scope():
+        optimizers = [Adam(0.1), Adam(0.1)]
+    strategy.run(lambda: optimizers[0].build(variables))
+    steps(strategy, optimizers[1], variables, range(1))
+    shapes = [[v.shape for v in optimizer.variables] for optimizer in optimizers]
+    assert shapes[0] == shapes[1] == [(), *(shape for shape in SHAPES for _ in "mv")]
+    own = optimizers[0].variables
+    optimizers[0].build(variables)
+    assert all(a is b for a, b in zip(own, optimizers[0].variables, strict=True))
+
+
+@one_process("workers have optimizers of their own")
+def test_replicas_with_optimizers_of_their_own_are_told(several: nd.Strategy) -> None:
+    variables = make(several)
+    with raised_in(several, None, ValueError, "make one outside of run"):
+        several.run(lambda: Adam(0.1).build(variables))
+
+
+def test_building_with_nothing_or_with_what_can_not_be_trained() -> None:
+    optimizer = Adam(0.1)
+    optimizer.build([])
+    assert optimizer.variables == []
+    with pytest.raises(ValueError, match="synchronized on read"):
+        optimizer.build([nd.Variable(0.0, synchronization="on_read", aggregation="sum")])
+
+
+@pytest.mark.parametrize("how", ["on_write", "on_read"])
+def test_a_slot_lies_beside_its_variable(strategy: nd.Strategy, how: str) -> None:
+    with strategy.scope():
+        variable = nd.Variable(
+            np.ones((3, 2)), name="w", synchronization=how, aggregation="only_first_replica"
+        )
+    slot: Any = variable.create_slot("adam/m", 0.5, np.float32)
+    assert type(slot) is type(variable)
+    assert (slot.name, slot.shape, slot.dtype) == ("w/adam/m", (3, 2), np.float32)
+    assert slot.distribute_strategy is strategy
+    assert not slot.trainable
+    assert slot.numpy().tolist() == [[0.5, 0.5]] * 3 if how == "on_write" else True
+    slot.assign(np.zeros((3, 2)))
+    assert variable.create_slot("other").dtype == variable.dtype

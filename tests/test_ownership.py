@@ -1,0 +1,55 @@
+"""Memory is written in place only where a count of references shows that nobody else sees it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import ownership
+from ndistribute.collective.outputs import SMALL_BYTES, Outputs
+from ndistribute.ownership import ArrayOwner
+from ndistribute.parameter_server.variables import Cell
+
+LARGE = np.zeros(SMALL_BYTES)
+
+
+def test_this_interpreter_counts_references():
+    assert ownership._UNSHARED is not None
+
+
+@pytest.mark.parametrize(
+    "hold", [lambda a: a, lambda a: a[1:], lambda a: a[1:].reshape(1, -1).T, memoryview]
+)
+def test_who_holds_an_array_or_a_view_of_it_shares_it(hold):
+    owner = ArrayOwner(np.zeros(4))
+    assert not owner.is_shared()
+    held = hold(owner.array)
+    assert owner.is_shared()
+    assert not owner.is_shared(own_views=1)
+    del held
+    assert not owner.is_shared()
+
+
+def test_where_references_are_not_counted_everything_is_copied(monkeypatch):
+    monkeypatch.setattr(ownership, "_UNSHARED", None)
+    mirrored, outputs, served = nd.Variable([1.0, 2.0]), Outputs(), Cell(np.zeros(2), 1)
+
+    def arrays():
+        return mirrored._cells[0].array, outputs.like([LARGE])[0], served.array
+
+    before = arrays()
+    mirrored.assign_add([1.0, 1.0])
+    served.open()
+    assert all(a is not b for a, b in zip(before, arrays(), strict=True))
+    assert mirrored.numpy().tolist() == [2, 3]
+
+
+def test_results_are_used_again_once_nobody_holds_them():
+    outputs = Outputs()
+    held = outputs.like([LARGE])[0]
+    address = held.ctypes.data
+    other = outputs.like([LARGE])[0]
+    assert other.ctypes.data != address
+    del held
+    assert outputs.like([LARGE])[0].ctypes.data == address
