@@ -133,14 +133,11 @@ def list_devices(kind: str | None = None) -> list[Device]:
 
 
 def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices") -> list[Device]:
-    """Parse and check the devices of a strategy.
-
-    Args:
-        specs: devices or their names; None stands for all visible GPUs, else ``cpu:0`` alone.
-        what: the argument's name, for the error.
+    """Return the devices of a strategy, checked; None: all visible GPUs, else ``cpu:0`` alone.
 
     Raises:
-        ValueError: none is given, one does not exist, or a CPU is named twice.
+        ValueError: none is given, one does not exist, or a CPU is named twice; `what` is the
+            argument's name, for the error.
     """
     if specs is None:
         return list_devices("gpu") or [Device("cpu:0")]

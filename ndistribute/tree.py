@@ -53,6 +53,8 @@ def map_leaves(fn: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
     >>> map_leaves(lambda a, b: a + b, [1, {"x": 2}], [10, {"x": 20}])
     [11, {'x': 22}]
     """
+    if not others:
+        return fn(tree) if _nesting(type(tree)) is None else _rebuilt(tree, fn)
     for other in others:
         if not same_structure(tree, other):
             raise ValueError(f"structures differ: {tree!r} and {other!r}")

@@ -38,6 +38,7 @@ BLOCK_ELEMENTS = 64 * 1024
 # Shared memory stays until the group is closed: only for what is worth it, and not for ever more.
 SHARED_BYTES = 256 * 1024
 MOST_SHARED = 4
+MOST_KEPT = 4
 
 _Key = tuple[tuple[np.dtype[Any], int], ...]
 
@@ -131,7 +132,8 @@ class _Sums:
             self._outside.all_reduce(call, agreed, agreed, ReduceOp.SUM, timeout)
             self._shared[key] = self._allocate(key, timeout)
             return self._shared[key]
-        self._made.clear()  # One step's gradients after the other, not all that ever were.
+        if len(self._made) == MOST_KEPT:  # Those of a step, not all that ever were.
+            del self._made[next(iter(self._made))]
         self._made[key] = [np.zeros(size, dtype) for dtype, size in key]
         return self._made[key]
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ndistribute.collective.backend import Backend, Call, Update
+from ndistribute.collective.backend import Call, Update
 from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
 from ndistribute.collective.rendezvous import Rendezvous
@@ -212,9 +212,19 @@ class NcclBackend:
         outputs: Sequence[Array],
         op: ReduceOp,
         timeout: float,
-    ) -> None:
-        """Reduce all leaves in one launch."""
-        self._reduce(call, inputs, outputs, op, None, timeout)
+        prepare: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Reduce all leaves in one launch; return what `prepare` does, which then runs once."""
+        launch = functools.partial(self._group.launch, call, timeout=timeout, prepare=prepare)
+        with self._stream.use():
+            with span("pack", call.title):
+                pairs = zip(inputs, outputs, strict=True)
+                staged = [_stage(op, source, output, self.size) for source, output in pairs]
+            launches = [launch for leaf, _ in staged for launch in leaf]
+            prepared = self._exchange(call, launches, launch, timeout)
+            for _, complete in staged:
+                complete()
+        return prepared
 
     def reduce_update(
         self,
@@ -228,7 +238,7 @@ class NcclBackend:
         """Reduce, and let each replica update all of the copy that its GPU holds."""
         with self._stream.use():
             totals = [array_namespace(source).empty_like(source) for source in inputs]
-            prepared = self._reduce(call, inputs, totals, op, prepare, timeout)
+            prepared = self.all_reduce(call, inputs, totals, op, timeout, prepare)
             with span("update", call.title):
                 for leaf, total in enumerate(totals):
                     update(prepared, leaf, 0, total.size, total)
@@ -258,26 +268,6 @@ class NcclBackend:
         """End the communicators of this process's replicas, with a deadline."""
         self._group.close()
 
-    def _reduce(
-        self,
-        call: Call,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array],
-        op: ReduceOp,
-        prepare: Callable[[], Any] | None,
-        timeout: float,
-    ) -> Any:
-        launch = functools.partial(self._group.launch, call, timeout=timeout, prepare=prepare)
-        with self._stream.use():
-            with span("pack", call.title):
-                pairs = zip(inputs, outputs, strict=True)
-                staged = [_stage(op, source, output, self.size) for source, output in pairs]
-            launches = [launch for leaf, _ in staged for launch in leaf]
-            prepared = self._exchange(call, launches, launch, timeout)
-            for _, complete in staged:
-                complete()
-        return prepared
-
 
 class _Group:
     """What the replicas of one process share: where they meet, their streams, and NCCL.
@@ -293,13 +283,11 @@ class _Group:
     ) -> None:
         self.rendezvous = rendezvous
         self.streams = tuple(streams)
-        self.first, self.size = 0, len(streams)
-        self._peers: ControlPlane | None = None
-        self._host: Backend | None = None
-        if workers is not None:
-            self.first = sum(workers.replica_counts[: workers.rank])
-            self.size = sum(workers.replica_counts)
-            self._peers, self._host = workers.peers, workers.backend
+        self._peers = None if workers is None else workers.peers
+        self._host = None if workers is None else workers.backend
+        counts = (len(streams),) if workers is None else workers.replica_counts
+        self.first = sum(counts[: workers.rank]) if workers is not None else 0
+        self.size = sum(counts)
         self._generation = 0
         self._comms: _Communicators | None = None
         self.close: Callable[[], Any] = lambda: None
@@ -334,7 +322,7 @@ class _Group:
                 self._compare(call, deadline)
             if self._peers is not None or prepare is not None:
                 with span("reduce", call.title):
-                    self._await(range(len(self.streams)), call, deadline)
+                    self.drain(range(len(self.streams)), call, _left(deadline))
             if prepare is None:
                 return None
             prepared = prepare()
@@ -369,7 +357,15 @@ class _Group:
     def drain(self, indices: Sequence[int], call: Call, timeout: float) -> None:
         """Wait until replicas' GPUs have done what stands in their streams."""
         with self._guarded():
-            self._await(indices, call, time.monotonic() + timeout)
+            check = self._watch(call, time.monotonic() + timeout)
+            for index in indices:
+                pause, longest = _POLL_SECONDS
+                while not self.streams[index].is_done:
+                    if self._comms is not None:
+                        self._comms.check(index)
+                    check()
+                    time.sleep(pause)
+                    pause = min(2 * pause, longest)
 
     def abort(self, cause: BaseException) -> None:
         """Release the replicas of this process, the other processes, and the GPUs of both."""
@@ -407,17 +403,6 @@ class _Group:
             nothing = np.zeros(1, np.int8)
             self._host.all_reduce(call, [nothing], [nothing.copy()], ReduceOp.SUM, _left(deadline))
 
-    def _await(self, indices: Sequence[int], call: Call, deadline: float) -> None:
-        check = self._watch(call, deadline)
-        for index in indices:
-            pause, longest = _POLL_SECONDS
-            while not self.streams[index].is_done:
-                if self._comms is not None:
-                    self._comms.check(index)
-                check()
-                time.sleep(pause)
-                pause = min(2 * pause, longest)
-
     def _watch(self, call: Call, deadline: float) -> Callable[[], None]:
         """Return a function that raises if a process failed or the time is up."""
         left = _left(deadline)
@@ -428,8 +413,8 @@ class _Group:
         def check() -> None:
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
-                    f"{call.title}: the GPUs did not finish their work in {left:g} s. Work that "
-                    "takes longer needs CommunicationOptions(timeout_seconds=...).",
+                    f"{call.title}: the GPUs were not done within {left:g} s. Work that takes "
+                    "longer needs CommunicationOptions(timeout_seconds=...).",
                     op=call.kind,
                     sequence=call.sequence,
                 )

@@ -53,6 +53,7 @@ SMALL_BYTES = 64 * 1024
 
 _PACKINGS = 16  # of the arrays of the last calls
 _Leaves = tuple[tuple[np.dtype[Any], int], ...]
+_Space = dict[tuple[str, np.dtype[Any], int], Array]  # for messages, by use, dtype and number
 
 
 class Handle(Protocol):
@@ -316,18 +317,14 @@ class Packing:
         leaves: dtype and number of elements of each array.
         bucket_bytes: the most bytes of a bucket with several arrays.
         wire_dtype: how float32 is compressed, or None.
-
-    Attributes:
-        lengths: what `plan_reduce` has to know of each bucket.
-        moves: this rank's program.
     """
 
     def __init__(self, leaves: _Leaves, bucket_bytes: int, wire_dtype: str | None) -> None:
         # Sums decide: a mean of integers has become one of floats above.
         specs = [LeafSpec(accumulation_dtype(ReduceOp.SUM, d), size) for d, size in leaves]
         layout = pack(specs, bucket_bytes)
-        self.lengths: list[tuple[int, int, bool]] = []
-        self.moves: list[Move] = []
+        self.lengths: list[tuple[int, int, bool]] = []  # What `plan_reduce` has to know.
+        self.moves: list[Move] = []  # This rank's program.
         self._slots = [slice(slot.start, slot.stop) for slot in layout.slots]
         self._bucket_of = [slot.bucket for slot in layout.slots]
         self._buckets: list[tuple[np.dtype[Any], np.dtype[Any] | None, bool, list[int]]] = []
@@ -373,10 +370,6 @@ class Packing:
     def total(self, leaf: int, buckets: Sequence[Bucket]) -> Array:
         """Return the reduced elements of an array, in the dtype in which they were added."""
         return buckets[self._bucket_of[leaf]].target[self._slots[leaf]]
-
-
-# By use, dtype and number: space for messages, kept from call to call.
-_Space = dict[tuple[str, np.dtype[Any], int], Array]
 
 
 class Runner:
@@ -537,8 +530,8 @@ class Runner:
     def _take(self, index: int, move: Move, message: Message) -> None:
         """Wait for what a move receives, and make of it what the plan says."""
         handle, received = self._receives.pop(index)
-        self._await(self._expected[message.peer])  # Of another call's message nothing is made.
         self._await(handle)
+        self._await(self._expected[message.peer])  # Of another call's message nothing is made.
         bucket = self._buckets[move.bucket]
         target = message.of(bucket.target)
         if move.action is Action.COPY:
@@ -566,6 +559,10 @@ class Runner:
     def _is_free(self, move: Move, *, wait: bool) -> bool:
         """Return True if nothing that is still being sent lies where a message goes."""
         if move.blocked_by < 0:
+            return True
+        bucket = self._buckets[move.bucket]
+        sends_source = self._moves[move.blocked_by].sends_own
+        if sends_source and not np.may_share_memory(bucket.source, bucket.target):
             return True
         handle = self._sends.get(move.blocked_by)
         if handle is None:

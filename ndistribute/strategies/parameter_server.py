@@ -7,6 +7,7 @@ chief sends functions to the workers through a `ClusterCoordinator`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import threading
@@ -52,27 +53,16 @@ _LIVES_APART = 1 << 29  # Versions of two lives of a server differ by more.
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """What this process is among those that use the servers.
-
-    Args:
-        task: its name, such as ``"worker:1"``.
-        num_workers: how many processes train, each with a share of the data.
-        index: which of them this one is.
-        coordinated: whether a chief sends functions to the workers.
-    """
+    """What this process is among those that use the servers."""
 
     task: str = "worker:0"
-    num_workers: int = 1
-    index: int = 0
-    coordinated: bool = False
+    num_workers: int = 1  # So many processes train, each with a share of the data.
+    index: int = 0  # Which of them this one is.
+    coordinated: bool = False  # Whether a chief sends functions to the workers.
 
     @classmethod
     def of(cls, resolver: ClusterResolver | None) -> _Role:
-        """Return what a process is.
-
-        Raises:
-            ValueError: it is a parameter server itself, or there is none.
-        """
+        """Return what a process is; ValueError: a parameter server itself, or there is none."""
         if resolver is None or not resolver.cluster_spec():
             return cls()
         cluster, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id or 0
@@ -104,26 +94,16 @@ class _Handle:
     A worker makes it once for a coordinator, so that all variables and functions which were sent
     there meet in the same strategy; it is dropped with the coordinator's own.
 
-    Args:
-        token: no other strategy has it.
-        namespace: stands before all its names on the servers.
-        devices: as its maker named them; of each worker itself.
-        partitioner: likewise.
-        timeout_seconds: likewise.
     """
 
-    token: str
-    namespace: str
+    token: str  # No other strategy has it.
+    namespace: str  # Stands before all its names on the servers.
     devices: tuple[str, ...] | None
     partitioner: Callable[..., Sequence[int]] | None
     timeout_seconds: float | None
 
     def strategy(self) -> ParameterServerStrategy:
-        """Return this process's own strategy.
-
-        Raises:
-            RuntimeError: it is not from here, and this process is no worker.
-        """
+        """Return this process's own strategy."""
         with _process.lock:
             found: ParameterServerStrategy | None = _process.made.get(self.token)
         if found is not None:
@@ -376,7 +356,7 @@ class ParameterServerStrategy(Strategy):
     def push(
         self, name: str, applies: Mapping[int, Apply], copies: Mapping[int, Sequence[CachedShard]]
     ) -> None:
-        """Let the servers apply gradients, at the pace that was asked for.
+        """Let the servers apply gradients of an optimizer, in the update mode that was asked for.
 
         Args:
             name: of the optimizer.
@@ -386,10 +366,8 @@ class ParameterServerStrategy(Strategy):
         trained = [copy for some in copies.values() for copy in some]
         seen = {server: [copy.seen for copy in some] for server, some in copies.items()}
 
-        def count(outcomes: Outcomes) -> None:
-            self._count_staleness(seen, outcomes)
-
         with span("push", name):
+            count = functools.partial(self._count_staleness, seen)
             self._mode.push(self.servers, name, applies, count)
         self.copies.changed(trained)
 
@@ -462,12 +440,7 @@ class ParameterServerStrategy(Strategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[Any], Any], options: Any = None
     ) -> Any:
-        """Feed this worker's replicas from a dataset of per-replica batches.
-
-        Args:
-            dataset_fn: called with an `InputContext` that says which worker this is.
-            options: `InputOptions`.
-        """
+        """Feed this worker's replicas from a dataset of per-replica batches; see `Strategy`."""
         own = InputContext(*self._role.share, self.num_replicas_in_sync)
         return super().distribute_datasets_from_function(lambda _: dataset_fn(own), options)
 
@@ -529,12 +502,8 @@ class ParameterServerStrategy(Strategy):
 def _share_of(dataset: Any, workers: int, index: int, *, evenly: bool) -> Any:
     """Return a worker's batches: every `workers`-th, from number `index` on.
 
-    Args:
-        dataset: of batches, the same on every worker.
-        workers: how many there are.
-        index: which one this is.
-        evenly: whether all get as many, so that nobody waits for one that has none left: to those
-            that have one less a batch without examples is added.
+    If `evenly`, all get as many, so that nobody waits for one that has none left: to those that
+    have one less a batch without examples is added.
 
     >>> batches = Dataset.range(5).batch(2)
     >>> [batch.tolist() for batch in _share_of(batches, 2, 1, evenly=True)]

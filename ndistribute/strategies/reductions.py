@@ -6,6 +6,7 @@ the same; it is for losses and metrics, not for gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -66,38 +67,30 @@ def components_of_workers(value: Any, workers: Workers) -> Any:
         ValueError: on all processes, where one has another number of components than replicas.
         TypeError: on all processes, where one has components that are no arrays of plain dtypes.
     """
-    leaves = tree.flatten(value)
-    columns = [_components(leaf) for leaf in leaves]
-    own = [column for column in columns if column is not None]
-    if not own:
+    leaves = [leaf for leaf in tree.flatten(value) if _differs(leaf)]
+    if not leaves:
         return value
     replicas = workers.replica_counts[workers.rank]
-    told: Any = own
-    for column in own:
-        if len(column) != replicas:
-            told = ValueError(
-                f"a value of {len(column)} component(s) where the worker has {replicas} replica(s)."
-            )
+    try:
+        told: Any = [_components(leaf, replicas, "worker") for leaf in leaves]
+    except ValueError as error:
+        told = error
     everyone = all_gather_object(workers, told)
     joined = map(PerReplica, map(chain.from_iterable, zip(*everyone, strict=True)))
-    whole = [
-        leaf if column is None else next(joined)
-        for leaf, column in zip(leaves, columns, strict=True)
-    ]
-    return tree.unflatten(value, whole)
+    return tree.map_leaves(lambda leaf: next(joined) if _differs(leaf) else leaf, value)
 
 
 def reduce_value(op: ReduceOp, value: Any, axis: Any, device: Device, replicas: int) -> Any:
     """Return a nest reduced over replicas on a device; see `Strategy.reduce`."""
     with working_on(device):
-        return tree.map_leaves(lambda leaf: _reduce_leaf(op, leaf, axis, device, replicas), value)
+        return tree.map_leaves(functools.partial(_reduce_leaf, op, axis, device, replicas), value)
 
 
 def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
     """Return a nest joined over replicas on a device; see `Strategy.gather`."""
 
     def gather(leaf: Any) -> Array:
-        parts = _checked_components(leaf, replicas) or [_value_of(leaf)] * replicas
+        parts = _components(leaf, replicas) or [_value_of(leaf)] * replicas
         for replica, array in enumerate(map(as_array, parts)):
             if not -array.ndim <= axis < array.ndim:
                 raise ValueError(
@@ -111,17 +104,21 @@ def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
         return tree.map_leaves(gather, value)
 
 
-def _components(leaf: Any) -> Sequence[Any] | None:
+def _differs(leaf: Any) -> bool:
+    """Return True if replicas may have different values."""
+    if isinstance(leaf, DistributedValues):
+        return True
+    return isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ
+
+
+def _components(leaf: Any, replicas: int, where: str = "strategy") -> Sequence[Any] | None:
     """Return a leaf's components, or None where every replica has the same value."""
-    local = isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ
-    return leaf.values if local or isinstance(leaf, DistributedValues) else None
-
-
-def _checked_components(leaf: Any, replicas: int) -> Sequence[Any] | None:
-    parts = _components(leaf)
-    if parts is not None and len(parts) != replicas:
+    if not _differs(leaf):
+        return None
+    parts: Sequence[Any] = leaf.values
+    if len(parts) != replicas:
         raise ValueError(
-            f"a {type(leaf).__name__} of {len(parts)} component(s) where the strategy has "
+            f"a {type(leaf).__name__} of {len(parts)} component(s) where the {where} has "
             f"{replicas} replica(s)."
         )
     return parts
@@ -136,9 +133,9 @@ def _joined(parts: Sequence[Any], axis: int, device: Device) -> Array:
     return array_namespace(*arrays).concatenate(arrays, axis=axis)
 
 
-def _reduce_leaf(op: ReduceOp, leaf: Any, axis: Any, device: Device, replicas: int) -> Any:
+def _reduce_leaf(op: ReduceOp, axis: Any, device: Device, replicas: int, leaf: Any) -> Any:
     """Reduce one leaf; what has no axes left is a number of its dtype."""
-    parts = _checked_components(leaf, replicas)
+    parts = _components(leaf, replicas)
     if isinstance(leaf if parts is None else parts[0], IndexedSlices):
         return _reduce_rows(op, parts or [leaf] * replicas, axis, device)
     arrays = _numbers(op, [_value_of(leaf)] if parts is None else parts, device)
@@ -166,9 +163,10 @@ def _numbers(op: ReduceOp, parts: Sequence[Any], device: Device) -> list[Array]:
                 f"{op.name} of {type(part).__name__} is not defined: pass numbers, arrays of "
                 "numbers, or a nest of them."
             )
-    if any(array.dtype != arrays[0].dtype for array in arrays):
+    dtypes = {array.dtype for array in arrays}
+    if len(dtypes) > 1:
         # Replicas may well return 0 and 0.5; in the first one's dtype the half would be lost.
-        common = np.result_type(*(array.dtype for array in arrays))
+        common = np.result_type(*dtypes)
         arrays = [array.astype(common, copy=False) for array in arrays]
     return arrays
 

@@ -38,13 +38,17 @@ class _Running:
         self.errors: list[tuple[int, BaseException]] = []  # In the order of time.
         self.begun = 0
         self._ended: list[None] = []
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wake = threading.Lock()  # Held until a thread ends.
+        self._wake.acquire()
         self._deadline: float | None = None
 
     def end(self) -> None:
         """Say that a thread is out of the step."""
         self._ended.append(None)
-        self._wake.put(None)
+        try:  # noqa: SIM105 - it costs a microsecond.
+            self._wake.release()
+        except RuntimeError:
+            pass  # Another one has, and the waiter will count both.
 
     def wait(self) -> bool:
         """Wait until all threads are out: as long as they compute, but a while after a failure.
@@ -54,13 +58,11 @@ class _Running:
         """
         # Those that ended are counted: an interrupt may strike when a wake-up was taken already.
         while len(self._ended) < self.begun:
-            try:  # In short waits, for a failure may come while this thread sleeps.
-                self._wake.get(timeout=1.0)
-            except queue.Empty:
-                if self.errors:
-                    self._deadline = self._deadline or time.monotonic() + GRACE_SECONDS
-                    if time.monotonic() > self._deadline:
-                        return False
+            # In short waits, for a failure may come while this thread sleeps.
+            if not self._wake.acquire(timeout=1.0) and self.errors:
+                self._deadline = self._deadline or time.monotonic() + GRACE_SECONDS
+                if time.monotonic() > self._deadline:
+                    return False
         return True
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ def taking_part(tasks: Tasks, job: str = "evaluator", **options: Any) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         for name, value in tasks.environ.items():
             patch.setenv(name, value)
-        with nd.ParameterServerStrategy(tasks.resolver(job), **options) as strategy:
+        with closing(nd.ParameterServerStrategy(tasks.resolver(job), **options)) as strategy:
             yield strategy
 
 

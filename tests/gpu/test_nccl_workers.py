@@ -232,7 +232,7 @@ def test_training_over_nccl_gives_what_it_gives_over_a_ring(ground: str) -> None
         need_two_gpus()
     first, second = results(trained({"NCCL_GROUND": ground}, "auto"))
     expected, _ = results(trained({"NCCL_GROUND": ground}, "ring"))
-    assert (first["backend"], expected["backend"]) == ("NcclBackend", "HierarchicalBackend")
+    assert (first["backend"], expected["backend"]) == ("NcclBackend", "TwoLevelBackend")
     for name in ("weights", "table", "losses"):
         np.testing.assert_array_equal(first[name], second[name])
         np.testing.assert_allclose(first[name], expected[name], rtol=1e-12)
@@ -240,7 +240,7 @@ def test_training_over_nccl_gives_what_it_gives_over_a_ring(ground: str) -> None
 
 def test_a_gpu_that_two_workers_share_meets_in_host_memory() -> None:
     outcomes = trained({"DEVICES": "gpu:0"}, "auto")
-    assert [outcome.result()["backend"] for outcome in outcomes] == ["HierarchicalBackend"] * 2
+    assert [outcome.result()["backend"] for outcome in outcomes] == ["TwoLevelBackend"] * 2
 
 
 @pytest.mark.parametrize(

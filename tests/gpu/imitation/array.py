@@ -1,7 +1,7 @@
 """An imitation of ``cupy.ndarray`` over host memory, strict where CuPy is.
 
 It never turns into a NumPy array by itself, never mixes with one, and works on the current device
-alone; results without axes are arrays. What a call takes is written down as CuPy 13 has it.
+alone; results without axes are arrays.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from tests.gpu.imitation.attributes import Attributes
 from tests.gpu.imitation.clock import Memory, Pinned, current_world
@@ -22,7 +23,7 @@ DTYPES = "?bhilqBHILQefdFD"
 SCALARS = (bool, int, float, complex, np.generic)
 
 
-class ndarray(Attributes):  # noqa: N801
+class ndarray(NDArrayOperatorsMixin, Attributes):  # noqa: N801
     """Play ``cupy.ndarray``; `host` and `memory` are the imitation's own."""
 
     __module__ = "cupy"

@@ -12,16 +12,27 @@ from tests.gpu.imitation.array import compute, ndarray, upload
 from tests.gpu.imitation.clock import Pinned, World, current_world
 from tests.gpu.imitation.cuda import Device, Stream
 from tests.gpu.imitation.nccl import FakeNccl
-from tests.gpu.imitation.operations import Function, Ufunc
-from tests.gpu.imitation.protocols import connect
-from tests.gpu.imitation.signatures import FUNCTIONS, UFUNCS
+from tests.gpu.imitation.operations import Function, Ufunc, connect
 
 __all__ = ["CUDARuntimeError", "modules"]
 
-_CONSTANTS = (
-    "pi e inf nan newaxis bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 "
-    "float64 complex64 complex128 intp dtype errstate broadcast_shapes"
-).split()
+
+class _Namespace(types.ModuleType):
+    """Play a module of CuPy: what NumPy has under a name, for imitated arrays."""
+
+    def __init__(self, name: str, host: Any) -> None:
+        super().__init__(name)
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._host, name)
+        if isinstance(found, types.ModuleType):
+            return _Namespace(f"{self.__name__}.{name}", found)
+        if isinstance(found, np.ufunc):
+            return Ufunc(name)
+        if callable(found) and not isinstance(found, type):
+            return Function(f"{self.__name__}.{name}".partition(".")[2])
+        return found
 
 
 class CUDARuntimeError(RuntimeError):
@@ -45,16 +56,8 @@ def modules(count: int, version: int = 14) -> tuple[World, dict[str, Any]]:
 
 @functools.cache
 def _cupy() -> Any:
-    cupy: Any = types.ModuleType("cupy", "An imitation over host memory.")
+    cupy: Any = _Namespace("cupy", np)
     cupy.ndarray = ndarray
-    for name in UFUNCS:
-        setattr(cupy, name, Ufunc(name))
-    cupy.linalg = types.SimpleNamespace()
-    for name, signature in FUNCTIONS.items():
-        owner, _, last = name.rpartition(".")
-        setattr(cupy.linalg if owner else cupy, last, Function(name, signature))
-    for name in _CONSTANTS:
-        setattr(cupy, name, getattr(np, name))
     for maker in (array, asarray, empty, zeros, ones, full, arange):
         setattr(cupy, maker.__name__, maker)
     cupy.cuda = types.ModuleType("cupy.cuda")
@@ -68,7 +71,7 @@ def _cupy() -> Any:
         CUDARuntimeError=CUDARuntimeError,
     )
     cupy.random = types.SimpleNamespace(Generator=Generator, XORWOW=XORWOW)
-    connect(cupy)
+    connect()
     return cupy
 
 
@@ -134,16 +137,6 @@ class Generator:
         self, size: Any = None, dtype: Any = np.float64, out: None = None
     ) -> ndarray:
         return self._draw(lambda: self._bits.host.standard_normal(size, dtype))
-
-    def uniform(
-        self, low: float = 0.0, high: float = 1.0, size: Any = None, dtype: Any = np.float64
-    ) -> ndarray:
-        return self._draw(lambda: self._bits.host.uniform(low, high, size).astype(dtype))
-
-    def integers(
-        self, low: int, high: Any = None, size: Any = None, dtype: Any = np.int64
-    ) -> ndarray:
-        return self._draw(lambda: self._bits.host.integers(low, high, size, dtype))
 
     def _draw(self, draw: Any) -> ndarray:
         if self._bits.device != current_world().device:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tests.gpu.imitation.clock import current_world
-from tests.gpu.imitation.signatures import NCCL, binder
+from tests.gpu.imitation.real import check_call
 
 _ID_LENGTH = 128
 _LENGTH = struct.Struct("<Q")
@@ -70,6 +70,7 @@ class FakeNccl:
         commId: bytes | tuple[int, ...],  # noqa: N803
         rank: int,
     ) -> FakeComm:
+        check_call("cuda.nccl.NcclCommunicator", ndev, commId, rank)
         wanted = bytes if self.cupy >= 14 else tuple
         if type(commId) is not wanted:
             raise TypeError(f"Argument 'commId' has incorrect type (expected {wanted})")
@@ -128,10 +129,8 @@ class FakeComm:
         if method not in _LAUNCHES:
             raise AttributeError(method)
 
-        bind = binder(NCCL[f"NcclCommunicator.{method}"])
-
         def enqueue(*args: Any) -> None:
-            bind(self, *args)
+            check_call(f"cuda.nccl.NcclCommunicator.{method}", self, *args)
             assert self.state == "open", f"{method} on a communicator that is {self.state}"
             self._library.enqueue(self, method, args)
 

@@ -1,0 +1,70 @@
+"""What real CuPy takes: each call of the imitation is compared with it, where it is installed.
+
+Its wheel needs no GPU for that; `make cupy-check` installs it for CuPy 13 and 14, with NCCL.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import re
+import warnings
+from typing import Any
+
+try:  # Before the imitation takes its name.
+    import cupy
+
+    with warnings.catch_warnings(action="ignore"):  # that NCCL is not installed
+        import cupy.cuda.nccl
+except ImportError:
+    cupy = None
+
+__all__ = ["check_call", "signature_in"]
+
+
+def check_call(name: str, *args: Any, **kwargs: Any) -> None:
+    """Raise what is wrong with a call of CuPy, of a method with its array first.
+
+    Raises:
+        AttributeError: CuPy has no such function.
+        TypeError: it takes other arguments.
+    """
+    if cupy is not None:
+        signature = _signature_of(name)
+        if signature is not None:
+            signature.bind(*args, **kwargs)
+
+
+@functools.cache
+def _signature_of(name: str) -> inspect.Signature | None:
+    """Return what a function takes; None for a ufunc, all of which take the same."""
+    if name.startswith("cuda.nccl") and not cupy.cuda.nccl.available:
+        return None
+    function = operator.attrgetter(name)(cupy)
+    if isinstance(function, cupy.ufunc):
+        return None
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return signature_in(function.__doc__)
+
+
+def signature_in(doc: str) -> inspect.Signature:
+    """Read what a compiled function takes from the first line of its docstring."""
+    inside = doc.partition("\n")[0].partition("(")[2].rpartition(")")[0]
+    inside = re.sub(r"\([^()]*\)", "", inside)  # a default that is a tuple
+    parameters, kind = [], inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for part in filter(None, (part.strip() for part in inside.split(","))):
+        typed, equals, _ = part.partition("=")
+        stars, argument = re.fullmatch(r"(\**)(.*)", typed.split()[-1]).groups()  # type: ignore[union-attr]
+        default = None if equals else inspect.Parameter.empty
+        own = {
+            "*": inspect.Parameter.VAR_POSITIONAL,
+            "**": inspect.Parameter.VAR_KEYWORD,
+        }.get(stars, kind)
+        if argument not in ("", "/"):
+            parameters.append(inspect.Parameter(argument, own, default=default))
+        if stars == "*":
+            kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(parameters)
