@@ -64,14 +64,6 @@ OPTIONAL: dict[str, set[str]] = {
 }
 
 
-# Files that import each other, for the types in their signatures alone, until they are one.
-BEING_MERGED = {
-    frozenset({"ndistribute.collective.communicator", "ndistribute.collective.sparse"}),
-    frozenset({"ndistribute.collective.nccl", "ndistribute.collective.nccl_backend"}),
-    frozenset({"ndistribute.collective.patience", "ndistribute.collective.peers"}),
-}
-
-
 @dataclass(frozen=True)
 class Import:
     """One imported module: its dotted name, where it stands, and whether only a call runs it."""
@@ -218,7 +210,7 @@ def test_optional_packages_have_one_door(sources):
 
 
 def test_no_module_imports_itself_by_way_of_others(sources):
-    assert cycles(sources) <= BEING_MERGED
+    assert cycles(sources) == set()
 
 
 @pytest.mark.parametrize(
