@@ -145,6 +145,7 @@ def struck(rank: int, size: int, who: int, moment: str, number: int, note: str) 
             until_told(rank, size, LARGE)
         elif moment == "inside":
             alone_inside(number, note)
+            until_told(rank, size, LARGE)  # The others may have come before it was struck.
         else:
             with struck_inside(lambda: strike(number, note)):
                 until_told(rank, size, LARGE)
