@@ -149,5 +149,4 @@ class VariableCache:
 
     def stay(self) -> None:
         """Ask no more: what is held stays readable."""
-        with self._lock:
-            self._final = True
+        self._final = True  # Without the lock, which a thread holds while it waits for a server.

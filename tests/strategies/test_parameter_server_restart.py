@@ -16,12 +16,12 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.parameter_server.client import ServerClient, Servers
-from ndistribute.parameter_server.messages import Aggregate, AwaitStep, Gradient
-from ndistribute.parameter_server.server import LocalServer
+from ndistribute.parameter_server.messages import Aggregate, AwaitStep, Gradient, Read
+from ndistribute.parameter_server.server import LocalServer, StoreService
 from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.transport.failure_detector import detector
 from tests.faults.tasks import free_addresses
-from tests.kinds import DEADLINE
+from tests.kinds import DEADLINE, closing, in_thread
 from tests.parameter_server.calls import apply
 
 
@@ -107,6 +107,32 @@ def test_a_strategy_may_be_collected_while_another_one_connects(
         with detector._lock:  # As in the middle of connecting.
             pool.submit(gc.collect).result(DEADLINE)
         assert seen() is None
+
+
+def test_closing_does_not_wait_for_a_read_that_a_server_does_not_answer(
+    cluster: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = threading.Event(), threading.Event()
+    handle = StoreService.handle
+
+    def slow(service: StoreService, peer: Any, call: Any, request: Any) -> Any:
+        if isinstance(request, Read):
+            asked.set()
+            assert answer.wait(DEADLINE)
+        return handle(service, peer, call, request)
+
+    monkeypatch.setattr(StoreService, "handle", slow)
+    with nd.Server(cluster, "ps", 0), closing(worker(cluster)) as strategy:
+        with strategy.scope():
+            weights = nd.Variable(np.zeros(3))
+        with in_thread(weights.numpy) as reading:
+            assert asked.wait(DEADLINE)
+            with in_thread(strategy.close) as closed:
+                try:
+                    closed.result(DEADLINE / 4)
+                    assert isinstance(reading.exception(DEADLINE / 4), nd.WorkerLostError)
+                finally:
+                    answer.set()
 
 
 class Restarted:
