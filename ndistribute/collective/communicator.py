@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ndistribute import tree
 from ndistribute.collective.backend import Backend, Call, Signature, Update
 from ndistribute.collective.indexed_slices import IndexedSlices
@@ -27,6 +29,8 @@ __all__ = ["Communicator"]
 
 T = TypeVar("T")
 
+GradientMemory = Callable[[np.dtype[Any], tuple[int, ...]], Array | None]
+
 _DEFAULT_OPTIONS = CommunicationOptions()
 _HISTORY = 8
 
@@ -39,6 +43,10 @@ class Communicator:
         options: for calls that bring none of their own.
         local: the backend among the replicas of this process, where there are several processes.
         where: is told which calls are over, where there are several processes.
+
+    Attributes:
+        gradient_memory: if not None, called with a dtype and a shape it returns an array that
+            `reduce_update` need not copy, or None.
 
     >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
@@ -64,6 +72,7 @@ class Communicator:
         self._backend = backend
         self.purpose = ""  # What the next calls are for, compared like all else.
         self.part_of: int | None = None  # The call that the next ones are parts of.
+        self.gradient_memory: GradientMemory | None = getattr(backend, "gradient_memory", None)
         self._on_gpu = backend.device.kind == "gpu"
         self._sequence = 0
         self._history: deque[Call] = deque(maxlen=_HISTORY)
@@ -91,19 +100,26 @@ class Communicator:
     def all_reduce(self, op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Reduce a nest over all replicas; see `ReplicaContext.all_reduce`."""
         op = ReduceOp.parse(op)
-        leaves = tree.flatten(value)
-        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+        alone = type(value) is np.ndarray  # The most frequent of all nests.
+        leaves = [value] if alone else tree.flatten(value)
+        if IndexedSlices in map(type, leaves):
             return tree.unflatten(value, [self._reduce_leaf(op, leaf, options) for leaf in leaves])
-        arrays = [reducible(op, leaf) for leaf in leaves]
-        inputs = [flattened(array) for array in self._placed(arrays)]
+        arrays, inputs, described = [], [], []
+        for leaf in leaves:
+            array = reducible(op, leaf)
+            arrays.append(array)
+            described.append((array.dtype, array.shape))
+            inputs.append((copy_to(array, self._backend.device) if self._on_gpu else array).ravel())
         if self.size == 1:
             outputs = [flat.copy() for flat in inputs]
         else:
             outputs = self._outputs.like(inputs)
-            call = self._call("all_reduce", op.name, signature(arrays))
+            call = self._call("all_reduce", op.name, tuple(described))
             self._run(self._backend.all_reduce, call, inputs, outputs, op, options=options)
         results = [out.reshape(a.shape)[()] for out, a in zip(outputs, arrays, strict=True)]
-        return tree.unflatten(value, self._returned(results, arrays))
+        if self._on_gpu:
+            results = self._returned(results, arrays)
+        return results[0] if alone else tree.unflatten(value, results)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate a nest over all replicas; see `ReplicaContext.all_gather`."""

@@ -33,9 +33,8 @@ T = TypeVar("T")
 # As large as a core's second-level cache likes it; see the thread backend for why not smaller.
 BLOCK_ELEMENTS = 64 * 1024
 
-# Shared memory stays until the group is closed: only for what is worth it, and not for ever more.
+# Smaller ones are not worth the two meetings of a reduction in place.
 SHARED_BYTES = 256 * 1024
-MOST_SHARED = 4
 
 _Key = tuple[tuple[np.dtype[Any], int], ...]
 
@@ -59,41 +58,28 @@ class _Buckets:
     """Keep the arrays in which the replicas of a process add their parts, one for each leaf.
 
     They are shared by the replicas, and used again by the next call of the same shapes. Large ones
-    that every step needs lie where the other processes of the host see them, where that is offered.
+    lie where the other processes of the host see them, where that is offered.
 
     Args:
         workers: the processes; all of them make the same calls, and so the same choices.
     """
 
     def __init__(self, workers: Workers) -> None:
-        self._peers = workers.peers
-        self._backend = workers.backend
         self._allocate = getattr(workers.backend, "allocate", None)
         self._made: dict[_Key, list[Array]] = {}
-        self._shared: dict[_Key, list[Array]] = {}
-        self._generation = 0
-        workers.at_close(self._shared.clear)
+        workers.at_close(self._made.clear)
 
-    def of(self, call: Call, inputs: Sequence[Array], op: ReduceOp, timeout: float) -> list[Array]:
+    def of(self, inputs: Sequence[Array], op: ReduceOp) -> list[Array]:
         """Return host arrays of the sizes of these, in the dtype in which they are added up."""
         key = tuple((accumulation_dtype(op, array.dtype), array.size) for array in inputs)
-        if self._generation != self._peers.generation:
-            # A failure may have come while one process had made an array and another had not.
-            self._generation = self._peers.generation
-            self._shared.clear()
-        if key in self._shared:
-            return self._shared[key]
-        if key in self._made:
-            return self._made[key]
-        large = sum(dtype.itemsize * size for dtype, size in key) >= SHARED_BYTES
-        if large and self._allocate is not None and len(self._shared) < MOST_SHARED:
-            # Only once it is known that the others do the same: making it compares no calls.
-            agreed = np.zeros(1)
-            self._backend.all_reduce(call, [agreed], [agreed], ReduceOp.SUM, timeout)
-            self._shared[key] = self._allocate(key, timeout)
-            return self._shared[key]
-        self._made.clear()  # One step's gradients after the other, not all that ever were.
-        self._made[key] = [np.zeros(size, dtype) for dtype, size in key]
+        if key not in self._made:
+            self._made.clear()  # One step's gradients after the other, not all that ever were.
+            arrays: list[Array | None] = [None]
+            if self._allocate and sum(dtype.itemsize * n for dtype, n in key) >= SHARED_BYTES:
+                arrays = [self._allocate(dtype, (n,)) for dtype, n in key]
+            if any(array is None for array in arrays):
+                arrays = [np.empty(n, dtype) for dtype, n in key]
+            self._made[key] = arrays
         return self._made[key]
 
 
@@ -111,9 +97,13 @@ class HierarchicalBackend:
         self._outer = workers.backend
         self._counts = workers.replica_counts
         self._buckets = buckets
-        # Where every process has one replica, on a CPU, there is nothing to join. All processes
-        # find the same, for they must make the same calls.
-        self._direct = workers.single_cpus
+        self.gradient_memory = None
+        if workers.single_cpus:
+            # There is nothing to join. All processes find the same, for they must make the same
+            # calls.
+            self.gradient_memory = getattr(self._outer, "gradient_memory", None)
+            self.all_reduce = self._outer.all_reduce  # type: ignore[method-assign]
+            self.reduce_update = self._outer.reduce_update  # type: ignore[method-assign]
         self.rank = sum(self._counts[: workers.rank]) + threads.rank
         self.size = sum(self._counts)
         self.device = threads.device
@@ -135,9 +125,6 @@ class HierarchicalBackend:
         timeout: float,
     ) -> None:
         """Reduce in the process, then over processes, and copy the total."""
-        if self._direct:
-            self._outer.all_reduce(call, inputs, outputs, op, timeout)
-            return
         totals, _ = self._reduce(call, inputs, op, _nothing, timeout)
         for total, output in zip(totals, outputs, strict=True):
             narrow = total.astype(result_dtype(op, output.dtype), copy=False)
@@ -153,8 +140,6 @@ class HierarchicalBackend:
         timeout: float,
     ) -> Any:
         """Reduce in the process, then over processes, and update what this replica owns."""
-        if self._direct:
-            return self._outer.reduce_update(call, inputs, op, prepare, update, timeout)
         totals, prepared = self._reduce(call, inputs, op, prepare, timeout)
         sizes = tuple(total.size for total in totals)
         for leaf, start, stop in _owned_ranges(sizes, self.owners, self.owner):
@@ -211,7 +196,7 @@ class HierarchicalBackend:
         own = [to_host(array) for array in inputs]
 
         def open_buckets(everyone: Sequence[Any]) -> tuple[Sequence[Any], list[Array]]:
-            return everyone, self._buckets.of(call, own, op, timeout)
+            return everyone, self._buckets.of(own, op)
 
         everyone, buckets = self._threads.merge(call, own, open_buckets, timeout)
         sizes = tuple(array.size for array in own)

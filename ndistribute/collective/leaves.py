@@ -48,5 +48,5 @@ def rows_first(array: Array, axis: int) -> Array:
 def signature(arrays: Sequence[Array], *, ragged: bool = False) -> Signature:
     """Describe arrays for comparison; where rows may differ in number, a star stands for it."""
     if ragged:
-        return tuple((a.dtype, ("*", *a.shape[1:])) for a in arrays)
-    return tuple((a.dtype, a.shape) for a in arrays)
+        return tuple([(a.dtype, ("*", *a.shape[1:])) for a in arrays])
+    return tuple([(a.dtype, a.shape) for a in arrays])

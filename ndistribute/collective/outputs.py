@@ -15,7 +15,7 @@ import numpy as np
 
 from ndistribute.device import Array, array_namespace, is_gpu_array
 
-__all__ = ["Outputs"]
+__all__ = ["Outputs", "Slot", "is_unheld"]
 
 # Below this the allocator keeps memory by itself.
 SMALL_BYTES = 128 * 1024
@@ -36,14 +36,19 @@ class Outputs:
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[int, np.dtype[Any]], list[_Slot]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, np.dtype[Any]], list[Slot]] = OrderedDict()
 
     def like(self, inputs: Sequence[Array]) -> list[Array]:
         """Return arrays of these sizes and dtypes, whose values are whatever was there."""
-        return [self._one_like(array) for array in inputs]
+        return [
+            np.empty(array.size, array.dtype)
+            if array.nbytes < SMALL_BYTES and type(array) is np.ndarray
+            else self._large_like(array)
+            for array in inputs
+        ]
 
-    def _one_like(self, array: Array) -> Array:
-        if array.nbytes < SMALL_BYTES or is_gpu_array(array):
+    def _large_like(self, array: Array) -> Array:
+        if is_gpu_array(array):
             return array_namespace(array).empty(array.size, array.dtype)
         key = (array.size, array.dtype)
         slots = self._kept.setdefault(key, [])
@@ -51,15 +56,15 @@ class Outputs:
         if len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         for slot in slots:
-            if _holders(slot) == _UNHELD:
+            if is_unheld(slot):
                 return slot.array
         made = np.empty(array.size, array.dtype)
         if len(slots) < MOST_KEPT:
-            slots.append(_Slot(made))
+            slots.append(Slot(made))
         return made
 
 
-class _Slot:
+class Slot:
     """A place that holds an array."""
 
     __slots__ = ("array",)
@@ -68,9 +73,22 @@ class _Slot:
         self.array = array
 
 
-def _holders(slot: _Slot) -> int:
+def is_unheld(slot: Slot) -> bool:
+    """Return True if nobody but the slot holds its array, or a view of it.
+
+    >>> slot = Slot(np.zeros(3))
+    >>> is_unheld(slot)
+    True
+    >>> view = slot.array[1:]
+    >>> is_unheld(slot)
+    False
+    """
+    return _holders(slot) == _UNHELD
+
+
+def _holders(slot: Slot) -> int:
     return sys.getrefcount(slot.array)
 
 
 # Measured rather than written down: what the interpreter itself holds differs between versions.
-_UNHELD = _holders(_Slot(np.zeros(1)))
+_UNHELD = _holders(Slot(np.zeros(1)))
