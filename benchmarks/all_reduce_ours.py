@@ -50,7 +50,7 @@ def in_place(size: int) -> Iterator[Prepared]:
     chosen = backend("shared")
     mine = contribution(chosen.rank, size // 4)
     call = _call("all_reduce", mine)
-    arrays = chosen.allocate([(mine.dtype, mine.size)], TIMEOUT)
+    arrays = [chosen.allocate(mine.dtype, mine.shape)]
 
     def step() -> None:
         chosen.all_reduce(call, arrays, arrays, ReduceOp.SUM, TIMEOUT)
@@ -64,11 +64,18 @@ def in_place(size: int) -> Iterator[Prepared]:
 
 @contextmanager
 def reduce_update(size: int) -> Iterator[Prepared]:
-    """Sum as an optimizer does: the total is handed over block by block, and read where it is."""
+    """Sum as an optimizer does: gradients lie where the tape writes those of weights.
+
+    The total is handed over block by block, in the processor's cache.
+    """
     from ndistribute.collective.reduce_op import ReduceOp
 
     chosen = backend("shared")
     mine = contribution(chosen.rank, size // 4)
+    memory = chosen.gradient_memory(mine.dtype, mine.shape)
+    if memory is not None:
+        memory[...] = mine
+        mine = memory
     call = _call("reduce_update", mine)
 
     def total_of_one_call() -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.rules.indexing import Part, Rows
+from ndistribute.autodiff.rules.linear import RightFactor
 from ndistribute.collective.indexed_slices import IndexedSlices
 
 __all__ = ["Component", "Entry", "backpropagate"]
@@ -21,6 +22,7 @@ __all__ = ["Component", "Entry", "backpropagate"]
 Entry = tuple[tuple[int, ...], Any]
 Deliver = Callable[[int, Any], None]
 Spans = Sequence[tuple[int, int]]
+Memory = Callable[[np.dtype[Any], tuple[int, ...]], Any]
 
 
 class Component:
@@ -50,6 +52,7 @@ def backpropagate(
     *,
     spans: Spans,
     free: bool,
+    memory: Memory | None = None,
 ) -> None:
     """Compute the gradients of some entries.
 
@@ -62,6 +65,8 @@ def backpropagate(
             called for a source that was made after everything in `seeds`.
         spans: ranges of entries that count; an operation outside is a constant.
         free: whether to drop each entry once it is done, so that its memory serves the next.
+        memory: offers arrays for the gradients of weights, or None; such memory need not be copied
+            when gradients are added over replicas.
     """
     top = max(seeds, default=-1)
     flows, needed, final = _plan(entries, top, sources, spans)
@@ -70,7 +75,7 @@ def backpropagate(
         found.add(index, seed, owned=False)
     for index in range(top, -1, -1):
         if flows[index] and found.gradients[index] is not None:
-            _step(index, found, needed, keep=index in sources)
+            _step(index, found, needed, memory, keep=index in sources)
         if free:
             entries[index] = None
         if index in final:
@@ -104,7 +109,7 @@ def _plan(
     return flows, needed, final
 
 
-def _step(index: int, found: _Found, needed: bytearray, keep: bool) -> None:
+def _step(index: int, found: _Found, needed: bytearray, memory: Memory | None, keep: bool) -> None:
     """Pass the gradient of one operation on to what it used."""
     gradients = found.gradients
     upstream = gradients[index]
@@ -116,6 +121,10 @@ def _step(index: int, found: _Found, needed: bytearray, keep: bool) -> None:
         return
     for parent, rule in zip(parents, rules, strict=True):
         if needed[parent]:
+            if memory is not None and type(rule) is RightFactor and found.is_new_leaf(parent):
+                gradients[parent] = rule.into(upstream, memory)
+                found.owned[parent] = True
+                continue
             change = rule(upstream)
             owned = change is not upstream and getrefcount(change) == _ALONE
             if gradients[parent] is None and type(change) is np.ndarray:
@@ -143,6 +152,10 @@ class _Found:
         self.entries = entries
         self.gradients: list[Any] = [None] * (top + 1)
         self.owned = bytearray(top + 1)
+
+    def is_new_leaf(self, index: int) -> bool:
+        """Return True for a leaf that has no gradient yet."""
+        return self.entries[index] is None and self.gradients[index] is None
 
     def add(self, index: int, change: Any, owned: bool) -> None:
         """Add a contribution to the gradient of an entry.

@@ -170,8 +170,16 @@ class GradientTape:
             self._entries = None
             graph.askers -= 1
         spans = [(start, len(entries) if stop is None else stop) for start, stop in self._spans]
+        replica = current_frame().replica
+        memory = None if replica is None else replica.communicator.gradient_memory
         backpropagate(
-            entries, seeds, delivery.places, delivery, spans=spans, free=graph.askers == 0
+            entries,
+            seeds,
+            delivery.places,
+            delivery,
+            spans=spans,
+            free=graph.askers == 0,
+            memory=memory,
         )
         results = delivery.finish()
         return results if flat else tree.unflatten(sources, results)

@@ -8,21 +8,26 @@ so a caller may keep a layout for as long as its shapes stay the same.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 __all__ = [
     "ALIGNMENT",
     "BucketSpec",
+    "Chunk",
     "Layout",
+    "LeafKey",
     "LeafSpec",
+    "Piece",
     "Slot",
     "blocks",
+    "cut",
     "owned_ranges",
     "pack",
 ]
@@ -112,6 +117,64 @@ def pack(leaves: Sequence[LeafSpec], bucket_bytes: int) -> Layout:
         slots.append(Slot(bucket, start, start + leaf.size))
     buckets = tuple(BucketSpec(dtype, size) for dtype, size in zip(dtypes, ends, strict=True))
     return Layout(buckets, tuple(reversed(slots)))
+
+
+LeafKey = tuple[np.dtype[Any], int]  # dtype and number of elements of a leaf
+
+
+class Piece(NamedTuple):
+    """Say where a range of a leaf lies in a chunk."""
+
+    leaf: int
+    dtype: np.dtype[Any]
+    start: int  # elements of the leaf
+    stop: int
+    offset: int  # bytes from the chunk's start
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return self.stop - self.start
+
+
+Chunk = tuple[Piece, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def cut(leaves: tuple[LeafKey, ...], limit: int) -> tuple[Chunk, ...]:
+    """Lay leaves end to end and cut them into chunks of limited size.
+
+    Args:
+        leaves: dtype and number of elements of each; empty ones take no part.
+        limit: how many bytes a chunk may take, a multiple of `ALIGNMENT`.
+
+    Returns:
+        The chunks, none of them empty but where there is nothing to move at all. There is at least
+        one.
+
+    >>> f4 = np.dtype(np.float32)
+    >>> for chunk in cut(((f4, 20), (f4, 40)), limit=128):
+    ...     print([(piece.leaf, piece.start, piece.stop, piece.offset) for piece in chunk])
+    [(0, 0, 20, 0)]
+    [(1, 0, 32, 0)]
+    [(1, 32, 40, 0)]
+    """
+    chunks: list[list[Piece]] = [[]]
+    used = 0
+    for leaf, (dtype, size) in enumerate(leaves):
+        start = 0
+        while start < size:
+            room = (limit - used) // dtype.itemsize
+            # A small leaf is not worth being moved in two parts.
+            if room < min(size - start, limit // 2 // dtype.itemsize):
+                chunks.append([])
+                used = 0
+                continue
+            stop = min(size, start + room)
+            chunks[-1].append(Piece(leaf, dtype, start, stop, used))
+            used += -(-(stop - start) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            start = stop
+    return tuple(map(tuple, chunks))
 
 
 def owned_ranges(

@@ -28,6 +28,8 @@ __all__ = ["Communicator"]
 
 T = TypeVar("T")
 
+GradientMemory = Callable[[np.dtype[Any], tuple[int, ...]], Array | None]
+
 _DEFAULT_OPTIONS = CommunicationOptions()
 _HISTORY = 8
 
@@ -43,6 +45,10 @@ class Communicator:
         options: for calls that bring none of their own.
         local: the backend among the replicas of this process, where there are several processes.
         where: is told which calls are over, where there are several processes.
+
+    Attributes:
+        gradient_memory: if not None, called with a dtype and a shape it returns an array that
+            `reduce_update` need not copy, or None.
 
     >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
@@ -67,6 +73,7 @@ class Communicator:
         self._local = local or backend
         self._timeout = options.timeout
         self._outputs = Outputs()
+        self.gradient_memory: GradientMemory | None = getattr(backend, "gradient_memory", None)
         self._on_gpu = backend.device.kind == "gpu"
         self._sequence = 0
         self._guard = _Guard(backend.rank, where)

@@ -35,9 +35,8 @@ T = TypeVar("T")
 # As large as a core's second-level cache likes it; see the thread backend for why not smaller.
 BLOCK_ELEMENTS = 64 * 1024
 
-# Shared memory stays until the group is closed: only for what is worth it, and not for ever more.
+# Smaller ones are not worth the two meetings of a reduction in place.
 SHARED_BYTES = 256 * 1024
-MOST_SHARED = 4
 MOST_KEPT = 4
 
 _Key = tuple[tuple[np.dtype[Any], int], ...]
@@ -92,6 +91,7 @@ class _Single:
         self.broadcast = processes.broadcast
         self.merge = threads.merge
         self.abort = threads.abort
+        self.gradient_memory = getattr(processes, "gradient_memory", None)
 
 
 class _Sums:
@@ -105,36 +105,24 @@ class _Sums:
     """
 
     def __init__(self, workers: Workers | None = None) -> None:
-        self._outside = None if workers is None else workers.backend
-        self._allocate = getattr(self._outside, "allocate", None)
-        self._peers = None if workers is None else workers.peers
+        self._allocate = None if workers is None else getattr(workers.backend, "allocate", None)
         self._made: dict[_Key, list[Array]] = {}
-        self._shared: dict[_Key, list[Array]] = {}
-        self._generation = 0
         if workers is not None:
-            workers.at_close(self._shared.clear)
+            workers.at_close(self._made.clear)
 
-    def of(self, call: Call, inputs: Sequence[Array], op: ReduceOp, timeout: float) -> list[Array]:
+    def of(self, inputs: Sequence[Array], op: ReduceOp) -> list[Array]:
         """Return host arrays of these sizes, in the dtype in which they are added up."""
         key = tuple((accumulation_dtype(op, array.dtype), array.size) for array in inputs)
-        if self._peers is not None and self._generation != self._peers.generation:
-            # A failure may have come while one process had made an array and another had not.
-            self._generation = self._peers.generation
-            self._shared.clear()
-        if key in self._shared:
-            return self._shared[key]
-        if key in self._made:
-            return self._made[key]
-        large = sum(dtype.itemsize * size for dtype, size in key) >= SHARED_BYTES
-        if large and self._outside and self._allocate and len(self._shared) < MOST_SHARED:
-            # Only once it is known that the others do the same: making it compares no calls.
-            agreed = [np.zeros(1)]
-            self._outside.all_reduce(call, agreed, agreed, ReduceOp.SUM, timeout)
-            self._shared[key] = self._allocate(key, timeout)
-            return self._shared[key]
-        if len(self._made) == MOST_KEPT:  # Those of a step, not all that ever were.
-            del self._made[next(iter(self._made))]
-        self._made[key] = [np.zeros(size, dtype) for dtype, size in key]
+        if key not in self._made:
+            if len(self._made) == MOST_KEPT:  # Those of a step, not all that ever were.
+                del self._made[next(iter(self._made))]
+            arrays: list[Array | None] = [None]
+            if self._allocate and sum(dtype.itemsize * size for dtype, size in key) >= SHARED_BYTES:
+                arrays = [self._allocate(dtype, (size,)) for dtype, size in key]
+            whole = [array for array in arrays if array is not None]
+            if len(whole) < len(key):  # All or none: only then do processes reduce in place.
+                whole = [np.empty(size, dtype) for dtype, size in key]
+            self._made[key] = whole
         return self._made[key]
 
 
@@ -263,7 +251,7 @@ class TwoLevelBackend:
         own = [to_host(array) for array in inputs]
 
         def open_sums(everyone: Sequence[Any]) -> tuple[Sequence[Any], list[Array]]:
-            return everyone, self._sums.of(call, own, op, timeout)
+            return everyone, self._sums.of(own, op)
 
         everyone, sums = self._inside.merge(call, own, open_sums, timeout)
         if self._one_memory:

@@ -31,6 +31,8 @@ class ReduceOp(enum.Enum):
     MAX = "MAX"
     PROD = "PROD"
 
+    __hash__ = object.__hash__  # There is one of each; what `Enum` has is slower.
+
     @property
     def ufunc(self) -> str:
         """Return the name of the binary function, in NumPy's and CuPy's namespaces."""
@@ -104,38 +106,53 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Array], out: Array | None = Non
     >>> reduce_arrays(ReduceOp.MEAN, [np.float32([1, 2]), np.float32([3, 6])])
     array([2., 4.], dtype=float32)
     """
-    accumulate = accumulation_dtype(op, arrays[0].dtype)
-    final = result_dtype(op, arrays[0].dtype)
-    direct = out is not None and out.dtype == accumulate
-    total = _combine(op, arrays, accumulate, out if direct else None)
-    finish(op, total, len(arrays))
-    if direct:
-        return out
-    if out is not None:
+    first, *others = arrays
+    if len(others) == 1 and type(first) is type(others[0]) is type(out) is np.ndarray:
+        plain = _plain(op, first.dtype, out.dtype)
+        if plain is not None:  # What nearly always happens.
+            plain(first, others[0], out=out)
+            if op is ReduceOp.MEAN:
+                out /= 2
+            return out
+    accumulate, wide = _ways(op, first.dtype)
+    direct = out if out is not None and out.dtype == accumulate else None
+    if others:
+        xp = array_namespace(*arrays)
+        ufunc = getattr(xp, _UFUNCS[op._name_])
+        total = ufunc(first, others[0], out=direct, **wide)
+        if direct is None:
+            total = xp.asarray(total)
+        for array in others[1:]:
+            ufunc(total, array, out=total, **wide)
+    elif direct is None:
+        total = first.astype(accumulate, copy=True)
+    else:
+        direct[...] = first
+        total = direct
+    if op is ReduceOp.MEAN:
+        total /= len(arrays)
+    if out is None:
+        return total.astype(result_dtype(op, first.dtype), copy=False)
+    if direct is None:
         out[...] = total
-        return out
-    return total.astype(final, copy=False)
+    return out
+
+
+@functools.lru_cache(maxsize=256)
+def _plain(op: ReduceOp, dtype: np.dtype[Any], out: np.dtype[Any]) -> Any:
+    """Return the ufunc that combines NumPy arrays without converting them, None if they must be."""
+    return getattr(np, op.ufunc) if dtype == accumulation_dtype(op, dtype) == out else None
+
+
+@functools.lru_cache(maxsize=256)
+def _ways(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], dict[str, Any]]:
+    """Return the dtype in which values of a dtype are combined, and how a ufunc is told."""
+    accumulate = accumulation_dtype(op, dtype)
+    # logical_or and logical_and are what `add` and `multiply` of booleans mean; they need no dtype.
+    return accumulate, {} if accumulate == dtype else {"dtype": accumulate}
 
 
 def finish(op: ReduceOp, total: Array, count: int) -> None:
     """Scale a sum into a mean, in place; other reductions are complete as they are."""
     if op is ReduceOp.MEAN:
         total /= count
-
-
-def _combine(op: ReduceOp, arrays: Sequence[Array], dtype: np.dtype[Any], out: Array | None) -> Any:
-    ufunc = getattr(array_namespace(*arrays), op.ufunc)
-    first = arrays[0]
-    if len(arrays) == 1:
-        if out is None:
-            return first.astype(dtype, copy=True)
-        out[...] = first
-        return out
-    # logical_or and logical_and are what `add` and `multiply` of booleans mean; they need no dtype.
-    extra = {} if dtype == first.dtype else {"dtype": dtype}
-    total = ufunc(first, arrays[1], out=out, **extra) if out is not None else None
-    if total is None:
-        total = array_namespace(*arrays).asarray(ufunc(first, arrays[1], **extra))
-    for array in arrays[2:]:
-        ufunc(total, array, out=total, **extra)
-    return total

@@ -15,24 +15,47 @@ from typing import Any, TypeVar
 from ndistribute.collective.backend import Call, check_calls
 from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError
 
-__all__ = ["Rendezvous"]
+__all__ = ["Meeting", "Rendezvous"]
 
 T = TypeVar("T")
 
 SLICE_SECONDS = 1.0
 
 
-class _Round:
-    """One meeting: what each replica brought, and how it ended."""
+class Meeting:
+    """What each replica brought; a context that the last to arrive runs while the others wait.
 
-    __slots__ = ("arrived", "calls", "error", "result", "values")
+    Attributes:
+        values: what the replicas brought, in replica order.
+        last: the replica that runs the context.
+        result: for the context to set.
+    """
 
-    def __init__(self, size: int) -> None:
-        self.calls: list[Call | None] = [None] * size
-        self.values: list[Any] = [None] * size
+    __slots__ = ("_rendezvous", "arrived", "calls", "done", "error", "last", "result", "values")
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self.calls: list[Any] = [None] * rendezvous.size
+        self.values: list[Any] = [None] * rendezvous.size
         self.arrived = 0
+        self.last: int | None = None
         self.result: Any = None
         self.error: BaseException | None = None
+        self.done = threading.Lock()  # Free when it is over; who takes it hands it on.
+        self.done.acquire()
+
+    def __enter__(self) -> None:
+        try:
+            if self.calls.count(self.calls[0]) < len(self.calls):
+                check_calls(self.calls)
+        except BaseException as error:
+            self._rendezvous.end(self, error)
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._rendezvous.end(self, error)
+        if error is None and self.error is not None:  # Somebody did not wait until the end.
+            raise _for_waiter(self.error)
 
 
 class Rendezvous:
@@ -50,23 +73,15 @@ class Rendezvous:
         self.size = size
         self._mutex = threading.Lock()
         self._returned: dict[int, int] = {}
-        self._renew()
+        self._cause: BaseException | None = None
+        self._meeting = Meeting(self)
 
     def reset(self) -> None:
         """Forget what an earlier step left behind; no thread may be inside."""
         self._returned.clear()
-        if self._cause is not None or self._round.arrived:
-            self._renew()
-
-    def _renew(self) -> None:
-        # A wake lock is a token, held until the waiter may go on. An interrupt may have left one
-        # that nobody took, so a step that failed gets new ones.
-        self._wake = [threading.Lock() for _ in range(self.size)]
-        for lock in self._wake:
-            lock.acquire(blocking=False)
-        self._round = _Round(self.size)
-        self._waiting: dict[int, _Round] = {}
-        self._cause: BaseException | None = None
+        self._cause = None
+        if self._meeting.arrived:
+            self._meeting = Meeting(self)
 
     def exchange(
         self,
@@ -90,89 +105,79 @@ class Rendezvous:
             CollectiveTimeoutError: not all came in time.
             WorkerLostError: another replica failed; its exception is the ``__cause__``.
         """
+        meeting = self.join(rank, call, value, timeout)
+        if meeting.last == rank:
+            with meeting:
+                meeting.result = combine(meeting.values)
+        return meeting.result  # type: ignore[no-any-return]
+
+    def join(self, rank: int, call: Call, value: Any, timeout: float) -> Meeting:
+        """Return a meeting when it is over; to the last to arrive at once, which has to enter it.
+
+        The arguments and errors are those of `exchange`.
+        """
         with self._mutex:
-            self._check_open(call)
-            meeting = self._round
+            if self._cause is not None:
+                raise _for_waiter(self._cause)
+            if self._returned:
+                raise self._skipped(call)
+            meeting = self._meeting
             meeting.calls[rank] = call
             meeting.values[rank] = value
             meeting.arrived += 1
-            last = meeting.arrived == self.size
-            if last:
-                self._round = _Round(self.size)
-            else:
-                self._waiting[rank] = meeting
-        if last:
-            self._conclude(meeting, combine)
-            if meeting.error is not None:
-                raise meeting.error
-        else:
-            self._wait(rank, meeting, call, timeout)
-            if meeting.error is not None:
-                raise _for_waiter(meeting.error)
-        return meeting.result  # type: ignore[no-any-return]
+            if meeting.arrived == self.size:
+                meeting.last = rank
+                return meeting
+        self._wait(meeting, rank, call, timeout)
+        if meeting.error is not None:
+            raise _for_waiter(meeting.error)
+        return meeting
 
     def leave(self, rank: int, calls_made: int) -> None:
         """Say that a replica has returned from its step and meets nobody any more."""
         with self._mutex:
             self._returned[rank] = calls_made
-            waiting = [meeting.calls[waiter] for waiter, meeting in self._waiting.items()]
-            if waiting and waiting[0] is not None:
-                self._release(self._skipped(waiting[0]))
+            meeting = self._meeting
+            waiting = [call for call in meeting.calls if call is not None]
+        if waiting:
+            self.end(meeting, self._skipped(waiting[0]))
 
     def abort(self, cause: BaseException) -> None:
         """Release everyone who waits, and everyone who comes later, with the first cause given."""
+        self._cause = self._cause or cause
+        self.end(self._meeting, self._cause)
+
+    def end(self, meeting: Meeting, error: BaseException | None) -> None:
+        """Let everyone leave a meeting, unless it is over, and begin the next one."""
         with self._mutex:
-            self._cause = self._cause or cause
-            self._release(self._cause)
+            if meeting is self._meeting:
+                meeting.error = error
+                self._meeting = Meeting(self)
+                meeting.done.release()
 
-    def _check_open(self, call: Call) -> None:
-        if self._cause is not None:
-            raise _for_waiter(self._cause)
-        if self._returned:
-            raise self._skipped(call)
-
-    def _conclude(self, meeting: _Round, combine: Callable[[Sequence[Any]], Any]) -> None:
-        try:
-            check_calls([call for call in meeting.calls if call is not None])
-            meeting.result = combine(meeting.values)
-        except BaseException as error:
-            meeting.error = error
-        with self._mutex:
-            for rank in [rank for rank, held in self._waiting.items() if held is meeting]:
-                del self._waiting[rank]
-                self._wake[rank].release()
-
-    def _wait(self, rank: int, meeting: _Round, call: Call, timeout: float) -> None:
+    def _wait(self, meeting: Meeting, rank: int, call: Call, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
-            # In slices, for an interrupt that comes just before a sleep is seen only after it.
-            if self._wake[rank].acquire(timeout=min(left, SLICE_SECONDS)):
+            # In slices: an interrupt that comes just before a sleep is seen only after it, and may
+            # keep another replica from handing on the lock.
+            if meeting.done.acquire(timeout=min(left, SLICE_SECONDS)):
+                meeting.done.release()
                 return
+            if meeting is not self._meeting:
+                return
+        absent = [other for other, held in enumerate(meeting.calls) if held is None]
+        error = CollectiveTimeoutError(
+            f"{call.title}: replica {rank} waited {timeout:g} s for replica(s) "
+            f"{', '.join(map(str, absent)) or 'in the reduction'}. A replica that computes "
+            "longer needs CommunicationOptions(timeout_seconds=...).",
+            rank=absent[0] if absent else None,
+            op=call.kind,
+            sequence=call.sequence,
+        )
         with self._mutex:
-            # The last one may have come between the end of the wait and here.
-            if self._wake[rank].acquire(blocking=False):
-                return
-            absent = [i for i, held in enumerate(meeting.calls) if held is None]
-            error = CollectiveTimeoutError(
-                f"{call.title}: replica {rank} waited {timeout:g} s for replica(s) "
-                f"{', '.join(map(str, absent)) or 'in the reduction'}. A replica that computes "
-                "longer needs CommunicationOptions(timeout_seconds=...).",
-                rank=absent[0] if absent else None,
-                op=call.kind,
-                sequence=call.sequence,
-            )
-            self._cause = self._cause or error
-            self._waiting.pop(rank, None)
-            self._release(error)
-        raise error
-
-    def _release(self, error: BaseException) -> None:
-        """End the meetings that wait; the mutex is held."""
-        for rank, meeting in list(self._waiting.items()):
-            meeting.error = meeting.error or error
-            self._wake[rank].release()
-        self._waiting.clear()
-        self._round = _Round(self.size)
+            if meeting is self._meeting:
+                self._cause = self._cause or error
+        self.end(meeting, error)
 
     def _skipped(self, call: Call) -> CollectiveMismatchError:
         rank, made = next(iter(self._returned.items()))

@@ -1,149 +1,335 @@
-"""The memory that a process shows to the others of its host: a page of counters, and windows.
+"""The memory that the processes of one host share: for each a page of counters, and a bucket.
 
-It is an anonymous file: it has no name that could be left behind, and the system frees it with the
-last process that maps it, however that process ends. Its size never changes.
+It is one anonymous file, which all of them map. It has no name that could be left behind, and the
+system frees it with the last process that maps it, however that process ends. A bucket is as large
+as the host's memory allows but takes memory only where it was used, so nothing is ever mapped anew.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
+import math
 import mmap
 import os
+import platform
+import resource
 import secrets
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndistribute.collective.header import HEADER_BYTES
+from ndistribute.collective.backend import Call
+from ndistribute.collective.header import HEADER_BYTES, compare, encode
 from ndistribute.device import Array
 from ndistribute.errors import DistributeError
+from ndistribute.ownership import ArrayOwner
+from ndistribute.timeline import span
+from ndistribute.transport.shared_memory import make_file, padded
 
 if TYPE_CHECKING:
     from ndistribute.collective.control import ControlPlane
 
-__all__ = ["Segment", "share_segments"]
+__all__ = ["Segment"]
 
-# Each stands on a cache line of its own, so that who waits for one is not disturbed by another.
-_NONCE, _FILLED, _REDUCED, _ARENA, _HEADERS, _WINDOWS = 0, 128, 256, 320, 384, 4096
-_NONCE_BYTES = 16
+# In the page of each process: how far it has come; and what it says about its calls, in turn.
+_PAGE = 64 * 1024  # Of memory, on any processor.
+_COUNTER, _HEADERS = 0, 128
+_NONCE_BYTES = 16  # They stand where the first header will.
+_START_SECONDS = 60.0
+
+# About 40 ns each in CPython: a while in which a process that does the same work will come.
+_LOOKS = 1000
+# Until then a process that waits stays on its core but lets others have it; a sleep, even of no
+# length, costs 60 to 100 us, which is what a small call in a small step would feel.
+_YIELD_SECONDS = 300e-6
+_SLEEPS = (50e-6, 1e-3)
+_CHECK_SECONDS = 1e-3
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the module mmap does not name.
 
 
 class Segment:
-    """Map the memory of one process: its own, or another's.
+    """Meet the other processes of this host, and see what they have put in their buckets.
+
+    All processes make the same calls, and in each of them `begin`, `arrive` and `wait` equally
+    often. What a process has written before it arrives, the others see once they have waited.
 
     Args:
-        fd: the file; it may be closed afterwards.
-        window: how many bytes each of the windows has.
-        windows: how many there are.
+        peers: all processes; each of them must make this at the same time, on whichever host.
+        ranks: those that share this host, this one among them.
+        head: how many bytes at the start of a bucket are used without `take`.
 
     Attributes:
-        filled: ``filled[0]`` is the number of the last chunk that the process has put in a window.
-        reduced: ``reduced[0]`` is the number of the last chunk whose part it has reduced.
-        arena: ``arena[0]`` is the number of the arena in which its data lies, or 0.
-        headers: what the process says about a call that starts in the one or other window.
-        windows: the bytes of the windows.
+        rank: this process's place in `ranks`.
+        size: how many processes share this host.
+        capacity: how many bytes of a bucket `allocate` has left.
+
+    Raises:
+        DistributeError: the memory can not be made, or not be reached.
     """
 
-    def __init__(self, fd: int, window: int, windows: int) -> None:
-        memory = memoryview(mmap.mmap(fd, size_of(window, windows)))
-        self.nonce = memory[_NONCE : _NONCE + _NONCE_BYTES]
-        self.filled = memory[_FILLED : _FILLED + 8].cast("Q")
-        self.reduced = memory[_REDUCED : _REDUCED + 8].cast("Q")
-        self.arena = memory[_ARENA : _ARENA + 8].cast("Q")
-        self.headers = [
-            memory[start : start + HEADER_BYTES] for start in (_HEADERS, _HEADERS + HEADER_BYTES)
+    def __init__(self, peers: ControlPlane, ranks: Sequence[int], head: int) -> None:
+        self.rank = ranks.index(peers.rank)
+        self.size = size = len(ranks)
+        self._peers = peers
+        self._ranks = ranks
+        try:
+            memory = _shared_memory(peers, ranks)
+        except BaseException as error:
+            peers.abort(error)
+            raise
+        self._memory: Any = memory
+        whole: Array = np.frombuffer(memory, np.uint8)
+        self._buckets = whole[size * _PAGE :].reshape(size, -1)
+        self.capacity = self._buckets.shape[1]
+        self._taken = head
+        self._slots: dict[int, list[ArrayOwner]] = {}  # What `allocate` has made, by length.
+        self._starts: dict[int, int] = {}
+        pages = [memoryview(memory)[rank * _PAGE : (rank + 1) * _PAGE] for rank in range(size)]
+        self._counters = [page[_COUNTER : _COUNTER + 8].cast("Q") for page in pages]
+        self._headers = [
+            [page[start : start + HEADER_BYTES] for page in pages]
+            for start in (_HEADERS, _HEADERS + HEADER_BYTES)
         ]
-        self.windows = [
-            np.frombuffer(memory, np.uint8, window, _WINDOWS + index * window)
-            for index in range(windows)
-        ]
-        self._typed: dict[np.dtype[Any], list[Array]] = {}
+        self._arrived = self._calls = 0
+        self._header: bytes | None = None
+        # With fewer cores than processes, whoever looks takes the core from whom it waits for.
+        self._looks = _LOOKS if size <= len(os.sched_getaffinity(0)) else 0
+        self._fence = _make_fence()
+        self.view = functools.lru_cache(maxsize=4096)(self._view)
+        self.views = functools.lru_cache(maxsize=1024)(self._views)
 
-    def view(self, index: int, dtype: np.dtype[Any], offset: int, count: int) -> Array:
-        """Return elements of a window that start so many bytes behind its start."""
-        if offset % dtype.itemsize:  # Text may have items of any length.
-            return self.windows[index][offset : offset + count * dtype.itemsize].view(dtype)
-        typed = self._typed.get(dtype)
-        if typed is None:
-            if dtype.hasobject:
-                raise TypeError("Python objects can not be shared between processes.")
-            whole = len(self.windows[0]) // dtype.itemsize * dtype.itemsize
-            typed = self._typed[dtype] = [window[:whole].view(dtype) for window in self.windows]
-        start = offset // dtype.itemsize
-        return typed[index][start : start + count]
+    def begin(self, call: Call) -> None:
+        """Start a call: the next `wait` compares it with those of the others."""
+        self._calls += 1
+        self._header = encode(call, self._calls, self._peers.where.position)
+        self._headers[self._calls & 1][self.rank][:] = self._header
+
+    def arrive(self) -> None:
+        """Tell the others that this process has come here, and show what it has written."""
+        self._arrived += 1
+        if self._fence:
+            self._fence()
+        self._counters[self.rank][0] = self._arrived
+
+    def wait(self, call: Call, timeout: float) -> None:
+        """Wait until all others have come to where this process has arrived.
+
+        Args:
+            call: what is waited for.
+            timeout: how long to wait, in seconds.
+
+        Raises:
+            CollectiveMismatchError: another process makes another call.
+        """
+        looks, arrived = self._looks, self._arrived
+        for counter in self._counters:
+            while counter[0] < arrived:
+                looks -= 1
+                if looks < 0:
+                    with span("wait", call.title):
+                        self._wait_long(arrived, call, timeout)
+        if self._fence:
+            self._fence()
+        if self._header is not None:
+            for rank, header in enumerate(self._headers[self._calls & 1]):
+                if header != self._header:
+                    own, other = self._ranks[self.rank], self._ranks[rank]
+                    compare(self._header, header.tobytes(), own, other)
+            self._header = None
+
+    def _wait_long(self, arrived: int, call: Call, timeout: float) -> None:
+        def missing() -> list[int]:
+            pairs = zip(self._ranks, self._counters, strict=True)
+            return [rank for rank, counter in pairs if counter[0] < arrived]
+
+        patience = self._peers.patience(call, timeout)
+        start = checked = time.monotonic()
+        while any(counter[0] < arrived for counter in self._counters):
+            now = time.monotonic()
+            if now - checked >= _CHECK_SECONDS:
+                checked = now
+                patience.check(missing)
+            if now - start < _YIELD_SECONDS:
+                os.sched_yield()
+            else:
+                # In proportion, so that waking late never adds much to the wait.
+                shortest, longest = _SLEEPS
+                time.sleep(min(max(shortest, (now - start) / 20), longest))
+
+    def take(self, stop: int) -> None:
+        """Take the first bytes of this process's bucket, if they are not taken yet.
+
+        Raises:
+            DistributeError: there is not so much memory.
+        """
+        if stop <= self._taken:
+            return
+        if stop > self.capacity:
+            raise DistributeError(
+                f"worker {self._ranks[self.rank]} needs {stop} bytes of shared memory for a call, "
+                f"and has {self.capacity}: the {self.size} workers of a host share its memory, or "
+                "half of what `ulimit -v` and `ulimit -f` allow."
+            )
+        self._populate(self._taken, stop)
+        self._taken = stop
+
+    def _populate(self, start: int, stop: int) -> None:
+        """Take memory now: where it is lacking later, the system would kill this process."""
+        first = start // _PAGE * _PAGE
+        base = self.size * _PAGE + self.rank * self._buckets.shape[1]
+        try:
+            self._memory.madvise(_POPULATE_WRITE, base + first, -(-(stop - first) // _PAGE) * _PAGE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # Linux before 5.14 does not know it.
+                raise DistributeError(
+                    f"worker {self._ranks[self.rank]} gets no {stop - start} bytes of shared "
+                    f"memory: {error}."
+                ) from error
+
+    def _view(self, rank: int, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Return an array in the bucket of one process."""
+        if dtype.hasobject:
+            raise TypeError("Python objects can not be shared between processes.")
+        stop = start + math.prod(shape) * dtype.itemsize
+        return self._buckets[rank, start:stop].view(dtype).reshape(shape)
+
+    def _views(self, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
+        """Return the arrays that lie there in everyone's bucket, in the order of ranks."""
+        return [self.view(rank, start, dtype, shape) for rank in range(self.size)]
+
+    def allocate(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+        """Return an array in this process's own bucket, or None if nothing is left of that.
+
+        Its memory is used again once nobody holds the array, or a view of it.
+        """
+        used = math.prod(shape) * dtype.itemsize
+        nbytes = padded(max(used, 1))
+        slots = self._slots.setdefault(nbytes, [])
+        slot = next((slot for slot in slots if not slot.is_shared()), None)
+        if slot is None:
+            start = self.capacity - nbytes
+            if start < self._taken:
+                return None
+            self.capacity = start
+            self._populate(start, start + nbytes)
+            # A view of memory, and not of another array, which would be what views of it hold.
+            memory = self._buckets[self.rank, start : start + nbytes].data
+            slot = ArrayOwner(np.frombuffer(memory, np.uint8))
+            slots.append(slot)
+            self._starts[id(slot.array)] = start - _address(slot.array)
+        return slot.array[:used].view(dtype).reshape(shape)
+
+    def place_of(self, array: Array) -> int | None:
+        """Return where an array of `allocate` begins in the bucket; None for any other."""
+        start = self._starts.get(id(array.base))
+        return None if start is None else start + _address(array)
+
+    def reset(self) -> None:
+        """Start over; run by every process when none of them is inside a call."""
+        self._arrived = self._calls = 0
+        self._header = None
+        self._counters[self.rank][0] = 0
 
     def close(self) -> None:
         """Give the memory back, as soon as nobody looks at it any more."""
-        del self.nonce, self.filled, self.reduced, self.arena, self.headers, self.windows
-        self._typed.clear()
+        self.view.cache_clear()
+        self.views.cache_clear()
+        self._slots.clear()
+        self._starts.clear()
+        self._memory = None
+        self._buckets = np.empty((self.size, 0), np.uint8)
+        self._counters, self._headers = [], []
 
 
-def size_of(window: int, windows: int) -> int:
-    """Return how many bytes a segment has."""
-    return _WINDOWS + windows * window
-
-
-def share_segments(
-    peers: ControlPlane, ranks: Sequence[int], window: int, timeout: float, windows: int
-) -> list[Segment]:
-    """Make this process's segment and map those of the others on its host.
-
-    Args:
-        peers: all processes; each of them must call this, on whichever host it is.
-        ranks: those that share this host.
-        window: how many bytes each window has.
-        timeout: how long to wait for the others, in seconds.
-        windows: how many there are.
-
-    Returns:
-        The segments in the order of `ranks`.
+def _shared_memory(peers: ControlPlane, ranks: Sequence[int]) -> mmap.mmap:
+    """Map the file of this host, which the first of its processes makes.
 
     Raises:
-        DistributeError: another process's memory can not be reached.
+        DistributeError: that is not possible.
     """
-    fd = os.memfd_create("ndistribute", os.MFD_CLOEXEC)
+    room = _room()
+    card: dict[str, Any] = {"room": room}
+    made = -1
     try:
-        os.ftruncate(fd, size_of(window, windows))
-        mine = Segment(fd, window, windows)
-        mine.nonce[:] = nonce = secrets.token_bytes(_NONCE_BYTES)
-        card = json.dumps({"pid": os.getpid(), "fd": fd, "nonce": nonce.hex(), "window": window})
-        cards = peers.exchange("segment", card.encode(), timeout)
-        segments = [
-            mine
-            if rank == peers.rank
-            else _map(rank, peers.rank, json.loads(cards[rank]), window, windows)
-            for rank in ranks
-        ]
-        peers.exchange("mapped", b"", timeout)  # Until then the others need the descriptor.
-    except BaseException as error:
-        peers.abort(error)
-        raise
+        if peers.rank == ranks[0]:
+            made = _make(len(ranks) * _PAGE + room)
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            os.pwrite(made, nonce, _HEADERS)
+            card |= {"pid": os.getpid(), "fd": made, "nonce": nonce.hex()}
+        blobs = peers.exchange("segment", json.dumps(card).encode(), _START_SECONDS)
+        cards = [json.loads(blobs[rank]) for rank in ranks]
+        bucket = min(card["room"] for card in cards) // len(ranks) // _PAGE * _PAGE
+        memory = _map(cards[0], len(ranks) * (_PAGE + bucket), ranks[0], peers.rank)
+        peers.exchange("mapped", b"", _START_SECONDS)  # Until then the descriptor is needed.
     finally:
-        os.close(fd)
-    return segments
+        if made >= 0:
+            os.close(made)
+    return memory
 
 
-def _map(rank: int, reader: int, card: dict[str, Any], window: int, windows: int) -> Segment:
-    """Map the memory of another process, by way of its descriptor."""
+def _make(nbytes: int) -> int:
+    try:
+        return make_file(nbytes, take=False)
+    except OSError as error:
+        raise DistributeError(
+            f"the memory that the workers of this host share can not be made: {error}. "
+            "CommunicationOptions(implementation='ring') needs none."
+        ) from error
+
+
+def _room() -> int:
+    """Return how much memory all buckets of this host may be allowed to take together."""
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            room = min(room, limit // 2)
+    return room
+
+
+def _map(card: dict[str, Any], length: int, owner: int, reader: int) -> mmap.mmap:
+    """Map the file that a process has made, by way of its descriptor."""
     path = f"/proc/{card['pid']}/fd/{card['fd']}"
-    reason = f"its windows have {card['window']} bytes, expected {window}"
-    if card["window"] == window:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                segment = Segment(fd, window, windows)
-            finally:
-                os.close(fd)
-            if segment.nonce.hex() == card["nonce"]:
-                return segment
-            reason = f"{path} is not what it shared"
-        except (OSError, ValueError) as error:
-            reason = str(error)
+            memory = mmap.mmap(fd, length)
+        finally:
+            os.close(fd)
+        if memory[_HEADERS : _HEADERS + _NONCE_BYTES].hex() == card["nonce"]:
+            return memory
+        reason = f"{path} is not what it shared"
+    except (OSError, ValueError) as error:
+        reason = str(error)
     raise DistributeError(
-        f"worker {reader} can not map the shared memory of worker {rank} (pid {card['pid']}): "
+        f"worker {reader} can not map the shared memory of worker {owner} (pid {card['pid']}): "
         f"{reason}. Processes of one host must run as one user and see each other's processes. If "
         "they are in separate containers, give each its own NDISTRIBUTE_HOST_ID: they then talk "
         "over the network.",
-        rank=rank,
+        rank=owner,
     )
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _make_fence() -> Callable[[], None] | None:
+    """Return what keeps a counter from overtaking the data it stands for, where that is needed."""
+    if platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}:
+        return None  # They show stores to others in the order in which they were made.
+    lock = threading.Lock()
+    lock.acquire(blocking=False)
+
+    def fence() -> None:
+        # Neither loads nor stores pass a release that is followed by an acquire.
+        lock.release()
+        lock.acquire(blocking=False)
+
+    return fence

@@ -65,12 +65,19 @@ class Ring:
         return count
 
 
-def make_file() -> int:
-    """Return a descriptor of new memory for a ring."""
-    # It can not shrink, and is taken at once, so that neither end is ever killed for using it.
-    file = os.memfd_create("ndistribute-messages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def make_file(nbytes: int = _SIZE, *, take: bool = True) -> int:
+    """Return a descriptor of new memory: an anonymous file, which can not shrink.
+
+    Args:
+        nbytes: how long it is; as long as a ring unless something else is asked for.
+        take: whether all of it is taken at once, so that nobody is ever killed for using it.
+    """
+    file = os.memfd_create("ndistribute", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(file, 0, _SIZE)
+        if take:
+            os.posix_fallocate(file, 0, nbytes)
+        else:
+            os.ftruncate(file, nbytes)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         return file
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from ndistribute.collective.buckets import (
     Layout,
     LeafSpec,
     blocks,
+    cut,
     owned_ranges,
     pack,
 )
@@ -151,3 +153,20 @@ def test_blocks_cover_a_range_in_order(start: int, length: int, block: int) -> N
     assert [i for a, b in pieces for i in range(a, b)] == list(range(start, start + length))
     assert all(0 < b - a <= block for a, b in pieces)
     assert all(b - a == block for a, b in pieces[:-1])
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 300)), max_size=8).map(tuple),
+    st.sampled_from([128, 256, 4096]),
+)
+def test_chunks_cover_every_element_once_at_places_of_their_own(leaves: Any, limit: int) -> None:
+    chunks = cut(leaves, limit)
+    found = [(p.leaf, i) for chunk in chunks for p in chunk for i in range(p.start, p.stop)]
+    assert found == [(leaf, i) for leaf, (_, size) in enumerate(leaves) for i in range(size)]
+    for chunk in chunks:
+        free = 0
+        for piece in chunk:
+            assert piece.offset >= free
+            assert piece.offset % ALIGNMENT == 0
+            free = piece.offset + (piece.stop - piece.start) * piece.dtype.itemsize
+        assert free <= limit

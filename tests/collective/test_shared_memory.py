@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -14,17 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ndistribute.collective import segment, windows
+from ndistribute.collective import segment
 from ndistribute.collective.backend import Call
-from ndistribute.collective.buckets import ALIGNMENT
-from ndistribute.collective.chunks import Piece, cut, share
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.collective.reducer import WHOLE_BYTES
-from ndistribute.collective.shared_memory import SharedMemoryBackend
-from ndistribute.collective.windows import WINDOW_BYTES
+from ndistribute.collective.shared_memory import (
+    COPIED_BYTES,
+    SMALL_BYTES,
+    WINDOW_BYTES,
+    SharedMemoryBackend,
+)
 from ndistribute.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -38,8 +38,8 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 
 TIMEOUT = 20.0
 DTYPES = "bool int8 uint16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
-# Around what is reduced whole, what fits a window, and what takes several.
-BYTES = (0, 1, 4096, WHOLE_BYTES, WHOLE_BYTES + 64, WINDOW_BYTES, WINDOW_BYTES + 64)
+# Around what every rank adds whole, what fits a window, and what takes several.
+BYTES = (0, 1, 4096, SMALL_BYTES, SMALL_BYTES + 64, WINDOW_BYTES, WINDOW_BYTES + 64)
 LARGE = 2 * WINDOW_BYTES + 77 * 16
 
 
@@ -135,8 +135,28 @@ def test_leaves_of_several_dtypes_and_empty_ones_travel_together(ranks: Ranks, l
     agreed(ranks, check_several_leaves, large)
 
 
+def check_many_leaves(rank: int, size: int) -> str:
+    seen = np.zeros(5000)
+
+    def update(prepared: None, leaf: int, start: int, stop: int, total: Any) -> None:
+        seen[leaf] = total[0]
+
+    for factor in (1, 2):
+        arrays = [np.full(1, rank + factor * leaf, np.float32) for leaf in range(len(seen))]
+        call = Call(1, "reduce_update", "MAX", signature(arrays))
+        backend().reduce_update(call, arrays, ReduceOp.MAX, lambda: None, update, TIMEOUT)
+        assert seen.tolist() == [size - 1 + factor * leaf for leaf in range(len(seen))]
+    return digest([seen])
+
+
+def test_a_call_may_have_thousands_of_leaves(ranks: Ranks) -> None:
+    agreed(ranks, check_many_leaves)
+
+
 def check_no_leaves(rank: int, size: int) -> list[Any]:
-    return all_reduced([])
+    call = Call(1, "reduce_update", "SUM")
+    backend().reduce_update(call, [], ReduceOp.SUM, lambda: None, lambda *_: None, TIMEOUT)
+    return [*all_reduced([]), *gathered([])]
 
 
 def test_a_call_without_leaves_is_a_meeting(ranks: Ranks) -> None:
@@ -156,13 +176,11 @@ def test_input_and_output_may_be_one_array(ranks: Ranks) -> None:
     agreed(ranks, check_in_place)
 
 
-def check_allocated(rank: int, size: int, shared_ranks: int) -> str:
-    """Reduce in place; only the first ranks use the memory that was allocated for it."""
-    leaves = [(np.dtype(t), n) for t, n in [("f4", LARGE // 4), ("i8", 0), ("f2", 70_000)]]
-    allocated = backend().allocate(leaves, TIMEOUT)
+def check_allocated(rank: int, size: int, large: int) -> str:
+    leaves = [(np.dtype(t), n) for t, n in [("f4", large), ("i8", 0), ("f2", large // 10)]]
+    arrays = [backend().allocate(dtype, (n,)) for dtype, n in leaves]
     for op in (ReduceOp.SUM, ReduceOp.MAX):
         everyone = [[noise(r, n, dtype) for dtype, n in leaves] for r in range(size)]
-        arrays = allocated if rank < shared_ranks else [np.empty(n, t) for t, n in leaves]
         for array, values in zip(arrays, everyone[rank], strict=True):
             array[...] = values
         call = Call(1, "all_reduce", op.name, signature(arrays))
@@ -172,14 +190,44 @@ def check_allocated(rank: int, size: int, shared_ranks: int) -> str:
     return digest(arrays)
 
 
-@pytest.mark.parametrize("shared_ranks", [0, 1, 3])
-def test_allocated_arrays_are_reduced_where_they_are(ranks: Ranks, shared_ranks: int) -> None:
-    agreed(ranks, check_allocated, shared_ranks)
+@pytest.mark.parametrize("large", [LARGE // 4, 100])
+def test_allocated_arrays_are_reduced_where_they_are(ranks: Ranks, large: int) -> None:
+    agreed(ranks, check_allocated, large)
+    agreed(ranks, check_in_place)
+
+
+def check_reuse(rank: int, size: int) -> None:
+    floats = np.dtype(np.float32), (100, 1000)
+    first = backend().allocate(*floats)
+    held, address = first[5:], first.ctypes.data
+    del first
+    assert backend().allocate(*floats).ctypes.data != address  # Somebody holds a part of it.
+    del held
+    assert backend().allocate(*floats).ctypes.data == address
+    assert backend().allocate(np.dtype(np.int8), (1 << 60,)) is None
+
+
+def test_allocated_memory_is_used_again_once_nobody_holds_it(ranks: Ranks) -> None:
+    agreed(ranks, check_reuse)
+
+
+def allocate_alone(rank: int, size: int) -> None:
+    array = np.zeros(LARGE // 4, np.float32)
+    arrays = [array if rank else backend().allocate(array.dtype, array.shape)]
+    call = Call(1, "all_reduce", "SUM", signature(arrays))
+    backend().all_reduce(call, arrays, arrays, ReduceOp.SUM, TIMEOUT)
+
+
+def test_allocated_arrays_on_some_ranks_alone_are_an_error_on_every_rank(ranks: Ranks) -> None:
+    outcomes = ranks.run(allocate_alone)
+    assert [o.error for o in outcomes] == [CollectiveMismatchError.__name__] * ranks.size
+    for outcome in ranks.run(recover):
+        outcome.result()
     agreed(ranks, check_in_place)
 
 
 def check_half_sums(rank: int, size: int) -> float:
-    (total,) = all_reduced([np.full(WHOLE_BYTES, 2048.0 if rank == 0 else 0.6, np.float16)])
+    (total,) = all_reduced([np.full(SMALL_BYTES, 2048.0 if rank == 0 else 0.6, np.float16)])
     return float(total[-1])
 
 
@@ -188,7 +236,8 @@ def test_sixteen_bit_floats_are_added_in_thirty_two(ranks: Ranks) -> None:
     assert agreed(ranks, check_half_sums) == np.float16(np.float32(2048) + added)
 
 
-def check_update(rank: int, size: int, count: int) -> str:
+def check_update(rank: int, size: int, count: int, lending: int) -> str:
+    """Update twice; the first ranks lend arrays that lie in their buckets."""
     variables = [np.zeros(count, np.float32), np.zeros(5, np.float64)]
     events: list[str] = []
 
@@ -205,10 +254,15 @@ def check_update(rank: int, size: int, count: int) -> str:
 
     for _ in range(2):
         inputs = [noise(rank, count), noise(rank, 5, np.float64)]
+        if rank < lending:
+            lent = backend().allocate(inputs[0].dtype, (count,))
+            lent[...] = inputs[0]
+            inputs[0] = lent
         call = Call(1, "reduce_update", "MEAN", signature(inputs))
         mean = ReduceOp.MEAN
         assert backend().reduce_update(call, inputs, mean, prepare, update, TIMEOUT) == "ready"
         assert inputs[0].tobytes() == noise(rank, count).tobytes()
+        inputs[0][...] = np.nan  # The others have read it.
     means = [
         reduce_arrays(mean, [noise(r, v.size, v.dtype) for r in range(size)]) for v in variables
     ]
@@ -219,9 +273,12 @@ def check_update(rank: int, size: int, count: int) -> str:
     return digest(variables)
 
 
-@pytest.mark.parametrize("count", [100, LARGE // 4])
-def test_an_update_sees_every_element_of_the_total_once(ranks: Ranks, count: int) -> None:
-    agreed(ranks, check_update, count)
+@pytest.mark.parametrize("lending", [0, 1, 3])
+@pytest.mark.parametrize("count", [100, LARGE // 4, COPIED_BYTES // 4 + 5])
+def test_an_update_sees_every_element_of_the_total_once(
+    ranks: Ranks, count: int, lending: int
+) -> None:
+    agreed(ranks, check_update, count, lending)
 
 
 def check_gather(rank: int, size: int, rows: list[int]) -> str:
@@ -327,12 +384,12 @@ def test_merge_stays_in_the_process(ranks: Ranks) -> None:
 
 
 def check_fenced(rank: int, size: int) -> str:
-    native = windows.platform.machine
-    windows.platform.machine = lambda: "aarch64"
+    native = segment.platform.machine
+    segment.platform.machine = lambda: "aarch64"
     try:
         weak = SharedMemoryBackend(joined_peers())
     finally:
-        windows.platform.machine = native
+        segment.platform.machine = native
     outputs = []
     for count in (100, LARGE // 4):
         array = noise(rank, count)
@@ -472,10 +529,16 @@ def test_an_exception_on_one_rank_reaches_the_others(ranks: Ranks) -> None:
     agreed(ranks, check_in_place)
 
 
-def die_in_a_call(rank: int, size: int, point: str) -> tuple[str, str, float]:
+def die_in_a_call(rank: int, size: int, arrivals: int) -> tuple[str, str, float]:
     all_reduced([noise(rank, 10)])
     if rank == 1:
-        setattr(backend()._windows, point, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        native, left = backend()._segment.arrive, [arrivals]
+
+        def arrive() -> None:
+            left[0] -= 1
+            native() if left[0] else os.kill(os.getpid(), signal.SIGKILL)
+
+        backend()._segment.arrive = arrive
     start = time.monotonic()
     try:
         all_reduced([noise(rank, LARGE)])
@@ -484,16 +547,42 @@ def die_in_a_call(rank: int, size: int, point: str) -> tuple[str, str, float]:
     raise AssertionError("the call ended as if nobody had died")
 
 
-@pytest.mark.parametrize(("size", "point"), [(3, "publish"), (2, "show"), (3, "drain_shown")])
-def test_a_rank_killed_inside_a_call_is_lost_to_the_others(size: int, point: str) -> None:
+@pytest.mark.parametrize(("size", "arrivals"), [(3, 1), (2, 2), (3, 2), (3, 3)])
+def test_a_rank_killed_inside_a_call_is_lost_to_the_others(size: int, arrivals: int) -> None:
     with Ranks(size) as mortals:
-        outcomes = mortals.run(die_in_a_call, point)
+        outcomes = mortals.run(die_in_a_call, arrivals)
     assert outcomes[1].error == "Lost"
     for outcome in (outcomes[0], *outcomes[2:]):
         name, text, seconds = outcome.result()
         assert name == "WorkerLostError"
         assert "worker 1" in text
         assert seconds < AT_ONCE
+
+
+def die_once_all_have_come(rank: int, size: int) -> int:
+    seen = np.zeros(LARGE // 4, np.float32)
+
+    def prepare() -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def update(prepared: None, leaf: int, start: int, stop: int, total: Any) -> None:
+        seen[start:stop] = total
+
+    array = np.ones_like(seen)
+    call = Call(1, "reduce_update", "SUM", signature([array]))
+    backend().reduce_update(call, [array], ReduceOp.SUM, prepare, update, TIMEOUT)
+    return int(seen.sum())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_update_is_finished_though_a_rank_dies_in_its_own(size: int) -> None:
+    with Ranks(size) as mortals:
+        outcomes = mortals.run(die_once_all_have_come)
+    assert outcomes[1].error == "Lost"
+    assert [outcomes[rank].result() for rank in (0, *range(2, size))] == [size * (LARGE // 4)] * (
+        size - 1
+    )
 
 
 def check_closing(rank: int, size: int) -> None:
@@ -518,51 +607,67 @@ def test_closing_gives_memory_and_files_back(ranks: Ranks) -> None:
     agreed(ranks, check_closing)
 
 
+def need_too_much(rank: int, size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, resource.RLIM_INFINITY))
+    try:
+        small = SharedMemoryBackend(joined_peers())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    array = np.ones(64 << 20, np.int8)
+    call = Call(1, "all_reduce", "SUM", signature([array]))
+    small.all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)  # Streams.
+    assert array[-1] == size
+    call = Call(2, "all_gather", "axis=0", ((array.dtype, ("*", 1)),))
+    small.all_gather(call, [array[:, None]], TIMEOUT)
+
+
+def test_a_lack_of_room_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    outcomes = ranks.run(need_too_much)
+    assert all("bytes of shared memory" in outcome.text for outcome in outcomes)
+    for outcome in ranks.run(recover):
+        outcome.result()
+
+
+def make_without_files(rank: int, size: int) -> None:
+    joined_peers()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+    try:
+        backend()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_memory_that_can_not_be_made_is_an_error_on_every_rank() -> None:
+    with Ranks(3) as ranks:
+        outcomes = ranks.run(make_without_files)
+    assert outcomes[0].error == "DistributeError"
+    assert all("can not be made" in outcome.text for outcome in outcomes)
+
+
+def count_files(rank: int, size: int) -> int:
+    joined_peers()
+    before = len(os.listdir("/proc/self/fd"))
+    backend()
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+def test_the_memory_of_all_ranks_is_one_file() -> None:
+    with Ranks(4) as ranks:
+        assert [outcome.result() for outcome in ranks.run(count_files)] == [1] * 4
+
+
 def test_memory_that_is_not_the_peers_is_refused():
     fd = os.memfd_create("stranger")
     try:
-        os.ftruncate(fd, segment.size_of(4096, 4))
-        card = {"pid": os.getpid(), "fd": fd, "nonce": "ab" * 16, "window": 4096}
+        os.ftruncate(fd, 1 << 16)
+        card = {"pid": os.getpid(), "fd": fd, "nonce": "ab" * 16}
         with pytest.raises(DistributeError, match=r"not what it shared.*NDISTRIBUTE_HOST_ID"):
-            segment._map(1, 0, card, 4096, 4)
+            segment._map(card, 1 << 16, 1, 0)
         with pytest.raises(DistributeError, match=r"worker 0 can not map .* of worker 1 \(pid"):
-            segment._map(1, 0, {**card, "fd": 1 << 20}, 4096, 4)
-        with pytest.raises(DistributeError, match="4096 bytes, expected 8192"):
-            segment._map(1, 0, card, 8192, 4)
+            segment._map({**card, "fd": 1 << 20}, 1 << 16, 1, 0)
+        with pytest.raises(DistributeError, match="greater than file size"):
+            segment._map(card, 1 << 17, 1, 0)
     finally:
         os.close(fd)
-
-
-leaf_lists = st.lists(
-    st.tuples(st.sampled_from(["f2", "f4", "f8", "c16", "?"]).map(np.dtype), st.integers(0, 300)),
-    max_size=8,
-).map(tuple)
-
-
-def covered(pieces: Any) -> list[Any]:
-    return sorted((p.leaf, element) for p in pieces for element in range(p.start, p.stop))
-
-
-@given(leaf_lists, st.sampled_from([128, 256, 4096]), st.integers(0, 128), st.integers(1, 5))
-def test_chunks_and_shares_cover_every_element_once(
-    leaves: Any, window: int, head: int, owners: int
-) -> None:
-    chunks = cut(leaves, window, head)
-    elements = [(leaf, i) for leaf, (_, size) in enumerate(leaves) for i in range(size)]
-    assert covered(piece for chunk in chunks for piece in chunk) == elements
-    for number, chunk in enumerate(chunks):
-        shares = share(chunk, owners)
-        assert len(shares) == owners
-        assert covered(piece for part in shares for piece in part) == covered(chunk)
-        check_places(chunk, head if number == 0 else 0, window)
-        check_places([piece for part in shares for piece in part], 0, window, aligned=False)
-
-
-def check_places(pieces: Any, first: int, window: int, aligned: bool = True) -> None:
-    free = first
-    for piece in sorted(pieces, key=lambda piece: piece.offset):
-        assert isinstance(piece, Piece)
-        assert piece.offset >= free
-        assert piece.offset % (ALIGNMENT if aligned else piece.dtype.itemsize) == 0
-        free = piece.offset + (piece.stop - piece.start) * piece.dtype.itemsize
-    assert free <= max(window, first)

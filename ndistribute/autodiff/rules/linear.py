@@ -14,9 +14,30 @@ import numpy as np
 from ndistribute.autodiff.rules.fit import fit
 from ndistribute.device import Array, as_array
 
-__all__ = ["RULES", "RULES_BY_NAME"]
+__all__ = ["RULES", "RULES_BY_NAME", "RightFactor"]
 
 Vjp = Callable[[Array], Array]
+
+
+class RightFactor:
+    """The gradient of the right factor of a product of two matrices: in most models, the weights.
+
+    Args:
+        x: the left factor.
+    """
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x: Array) -> None:
+        self._x = x
+
+    def __call__(self, g: Array) -> Array:
+        return self._x.T @ _blas(g)
+
+    def into(self, g: Array, memory: Callable[[Any, tuple[int, ...]], Array | None]) -> Array:
+        """Return the gradient in the memory that a function offers, if it offers any."""
+        out = memory(g.dtype, (self._x.shape[1], g.shape[1]))
+        return np.matmul(self._x.T, _blas(g), out=out)
 
 
 def _matmul_x(out: Array, x: Array, y: Array) -> Vjp:
@@ -35,7 +56,7 @@ def _matmul_x(out: Array, x: Array, y: Array) -> Vjp:
 def _matmul_y(out: Array, x: Array, y: Array) -> Vjp:
     shape, dtype = y.shape, y.dtype
     if x.ndim == 2 == y.ndim and dtype == out.dtype:
-        return lambda g: x.T @ _blas(g)
+        return RightFactor(x)
     if x.ndim == 1:
         if y.ndim == 1:
             return lambda g: fit(g * x, shape, dtype)
