@@ -632,7 +632,7 @@ def make_without_files(rank: int, size: int) -> None:
     joined_peers()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 0:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # Those are taken: no file opens.
     try:
         backend()
     finally:
