@@ -196,7 +196,8 @@ class Strategy:
         size = len(self._devices)
         named = dict(kwargs or {})
         calls = [
-            (tree.select(args, rank, size), tree.select(named, rank, size)) for rank in range(size)
+            (args and tree.select(args, rank, size), named and tree.select(named, rank, size))
+            for rank in range(size)
         ]
 
         def step(rank: int) -> Any:
