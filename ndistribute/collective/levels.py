@@ -173,7 +173,7 @@ class TwoLevelBackend:
         timeout: float,
     ) -> None:
         """Reduce in each group, then over groups, and copy the total."""
-        totals, _ = self._reduce(call, inputs, op, _nothing, timeout)
+        totals, _ = self._reduce(call, inputs, op, lambda: None, timeout)
         for total, output in zip(totals, outputs, strict=True):
             narrow = total.astype(result_dtype(op, output.dtype), copy=False)
             write_to(output, copy_to(narrow, self.device))
@@ -198,7 +198,7 @@ class TwoLevelBackend:
                 for first, last in blocks(start, stop, BLOCK_ELEMENTS):
                     total = totals[leaf][first:last].astype(dtype, copy=read_by_others)
                     update(prepared, leaf, first, last, total)
-        self._inside.merge(call, None, _forget, timeout)
+        self._inside.merge(call, None, lambda _: None, timeout)
         return prepared
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
@@ -220,7 +220,7 @@ class TwoLevelBackend:
         own = [np.array(to_host(buffer)).view(np.uint8) for buffer in buffers]
         for flat in own if self.rank != root else ():
             flat[...] = 0
-        totals, _ = self._reduce(call, own, ReduceOp.SUM, _nothing, timeout)
+        totals, _ = self._reduce(call, own, ReduceOp.SUM, lambda: None, timeout)
         for buffer, total in zip(buffers, totals, strict=True):
             write_to(buffer, copy_to(total.view(buffer.dtype), self.device))
 
@@ -308,11 +308,3 @@ class TwoLevelBackend:
             parts = dict(zip(self._order, np.split(rows, np.cumsum(lengths)[:-1]), strict=True))
             results.append(np.concatenate([parts[rank] for rank in range(self.size)]))
         return results
-
-
-def _nothing() -> None:
-    return None
-
-
-def _forget(_: Sequence[Any]) -> None:
-    return None
