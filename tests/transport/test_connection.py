@@ -145,7 +145,7 @@ def test_long_buffers_of_a_host_go_through_memory_that_both_ends_map(nbytes):
         for _ in range(2):
             record = note(nbytes, 5, 3 * MEGABYTES)
             assert same(exchanged(one, other, record), record)
-        assert sum("ndistribute-messages" in link for link in open_files()) >= 1
+        assert sum("memfd:ndistribute" in link for link in open_files()) >= 1
 
 
 def test_a_descriptor_that_comes_while_nobody_receives_is_kept():
@@ -557,6 +557,6 @@ def test_a_fork_keeps_no_copy_and_does_not_disturb_its_parent(ends):
     one._writing.release()
     assert "fork" in said
     assert kept <= before - 2
-    assert not [link for link in forked(open_files) if "ndistribute-messages" in link][1:]
+    assert not [link for link in forked(open_files) if "memfd:ndistribute" in link][1:]
     del first
     assert exchanged(other, one, Note("the parent's goes on")).text == "the parent's goes on"
