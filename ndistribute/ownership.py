@@ -13,7 +13,7 @@ import numpy as np
 
 from ndistribute.device import Array
 
-__all__ = ["ArrayOwner"]
+__all__ = ["COUNTS_TELL", "ArrayOwner"]
 
 
 class ArrayOwner:
@@ -60,3 +60,5 @@ def _unshared_count() -> int | None:
 
 
 _UNSHARED = _unshared_count()
+COUNTS_TELL = _UNSHARED is not None
+"""Whether this interpreter's counts tell who holds an array; else all are taken for shared."""

@@ -38,7 +38,14 @@ class Rule:
     """
 
     name: ClassVar[str] = ""
-    """By which a server finds the rule."""
+    """By which a server finds the rule; each class has its own."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not vars(cls).get("name"):
+            raise TypeError(
+                f"{cls.__name__} needs a `name` of its own: by it a server finds the rule."
+            )
 
     @property
     def slot_names(self) -> tuple[str, ...]:
@@ -148,18 +155,36 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
     >>> rule_named("sgd", {"momentum": 0.9, "nesterov": 1.0})
     SGDRule(momentum=0.9, nesterov=True)
     """
-    kinds: dict[str, Any] = {kind.name: kind for kind in _subclasses(Rule)}
-    kind = kinds.get(name)
-    if kind is None:
-        raise ValueError(f"there is no update rule {name!r} here; there are {', '.join(kinds)}.")
+    kind: Any = _rule_class(name)
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
     unknown = hyperparameters.keys() - defaults.keys()
     if unknown:
         raise ValueError(f"rule {name!r} has no {', '.join(sorted(unknown))}.")
-    # A message holds numbers only, also for what is true or false.
-    values = {key: type(defaults[key])(value) for key, value in hyperparameters.items()}
+    values = {key: _like(defaults[key], value) for key, value in hyperparameters.items()}
     rule: Rule = kind(**values)
     return rule
+
+
+def _rule_class(name: str) -> type[Rule]:
+    # A class made twice, as for dataclasses with slots or in a notebook, is the last of its name.
+    kinds = {(kind.__module__, kind.__qualname__): kind for kind in _subclasses(Rule)}
+    found = [kind for kind in kinds.values() if kind.name == name]
+    if not found:
+        known = ", ".join(sorted({kind.name for kind in kinds.values()}))
+        raise ValueError(f"there is no update rule {name!r} here; there are {known}.")
+    if len(found) > 1:
+        raise ValueError(
+            f"{' and '.join(kind.__qualname__ for kind in found)} are both named {name!r}: give "
+            "each rule a name of its own."
+        )
+    return found[0]
+
+
+def _like(default: Any, value: float) -> Any:
+    """Return a number as what it is by default: a message holds floats only."""
+    if isinstance(default, bool | int) and type(default)(value) == value:
+        return type(default)(value)
+    return value
 
 
 def _subclasses(kind: type[Rule]) -> Iterator[type[Rule]]:
@@ -175,5 +200,10 @@ def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:
     >>> hyperparameters_of(SGD(momentum=0.9).rule)
     ('sgd', {'momentum': 0.9, 'nesterov': 0.0})
     """
-    fields: Any = dataclasses.fields(rule)  # type: ignore[arg-type]
-    return rule.name, {field.name: float(getattr(rule, field.name)) for field in fields}
+    if _rule_class(rule.name) is not type(rule) or not dataclasses.is_dataclass(rule):
+        raise ValueError(f"{rule!r} must be a dataclass, the last one made of its name.")
+    try:
+        numbers = {f.name: float(getattr(rule, f.name)) for f in dataclasses.fields(rule)}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{rule!r}: a server takes numbers only ({error}).") from error
+    return rule.name, numbers

@@ -164,7 +164,7 @@ class ControlPlane:
 
         Another process may have failed in a step that this one has yet to begin.
         """
-        return self.cause is not None and self._broken_after[0] <= self.where.last[0]
+        return self.cause is not None and self._broken_after[0] <= max(0, self.where.last[0])
 
     @property
     def broken_and_known(self) -> bool:
@@ -216,18 +216,20 @@ class ControlPlane:
             return f"worker {rank}"
         return f"worker {rank} ({self._members[rank]['name']}, pid {self._members[rank]['pid']})"
 
-    def enter(self) -> None:
-        """Start a step, in which this process may meet the others.
-
-        Raises:
-            WorkerLostError: another process failed since the last step.
-            RuntimeError: this process is a fork of the one that joined the group.
-        """
+    def refuse_forks(self) -> None:
+        """Raise RuntimeError if this process is a fork of the one that joined the group."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this process was forked from worker {self.rank}, whose place among the workers "
                 "is its own: run steps there, or start processes by 'spawn'."
             )
+
+    def enter(self) -> None:
+        """Start a step, in which this process may meet the others.
+
+        Raises:
+            WorkerLostError: another process failed since the last step.
+        """
         if self.cause is not None and self.where.position + 1 > self._broken_after[0]:
             self._reported = True
             _raise_again(self.cause)
@@ -269,7 +271,7 @@ class ControlPlane:
             return left and not any(self._left.values())
 
         with self._changed:
-            in_time = self._changed.wait_for(is_over, timeout)
+            in_time = self._changed.wait_for(is_over, min(timeout, threading.TIMEOUT_MAX))
         if not in_time:
             error = CollectiveTimeoutError(
                 f"worker {self.rank} raised in a step, and waited {timeout:g} s until worker(s) "
@@ -382,11 +384,13 @@ class ControlPlane:
         try:
             told = self._meet(star.JOIN, own, left)
         except CollectiveTimeoutError as error:
-            late = self._missing.get(star.JOIN, ())
-            who = f"{', '.join(map(str, late)) or '(not known which)'}"
+            if self.cause is not None:
+                raise  # Another process has given up.
+            late = self._missing.get(star.JOIN) or [0]  # Who is to say who else is.
+            who = f"worker{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
             raise CollectiveTimeoutError(
-                f"worker {self.rank} waited {timeout:g} s for worker{'s' * (len(late) > 1)} {who} "
-                f"to start, and to join at {info.first}.{self._star.refusal} Were all {self.size} "
+                f"worker {self.rank} waited {timeout:g} s for {who} to start, and to join at "
+                f"{info.first}.{self._star.refusal} Were all {self.size} "
                 "processes started, with the same secret, and is that address reachable?",
                 rank=error.rank,
                 op="start",
@@ -398,11 +402,13 @@ class ControlPlane:
         self._data = DataConnections(info, addresses, self._members[0]["started"])
 
     def _part(self) -> None:
-        self._star.close(self._farewell(), broken=self.cause is not None)
-        if self._data is None:
-            self._info.listener.close()
-        else:
-            self._data.close()
+        try:
+            self._star.close(self._farewell(), broken=self.cause is not None)
+        finally:
+            if self._data is None:
+                self._info.listener.close()
+            else:
+                self._data.close()
 
     def _farewell(self) -> star.GoodBye:
         failure = getattr(sys, "last_value", None)
@@ -425,7 +431,8 @@ class ControlPlane:
                 self._refuse_gone(call, {*missing, *self._lost})
                 now = time.monotonic()
                 if now >= deadline + (0.0 if missing else _GRACE_SECONDS):
-                    raise self._missed(call, timeout, missing)
+                    # Worker 0 is to say who is missing.
+                    raise self._missed(call, timeout, missing or [0])
                 shortest, longest = _REPEAT_SECONDS
                 pause = shortest if self.where.departed else longest
                 repeat_at = min(repeat_at, now + pause)
@@ -441,7 +448,7 @@ class ControlPlane:
         return CollectiveTimeoutError(
             f"{call.kind}: worker {self.rank} waited {timeout:g} s for worker(s) "
             f"{', '.join(map(str, missing))}.",
-            rank=missing[0] if missing else None,
+            rank=missing[0],
             op=call.kind,
         )
 
@@ -569,8 +576,8 @@ class ControlPlane:
                 return None
             if self.cause is not None and after >= self._broken_after:
                 return None
-            self.cause, self._broken_after, self._broken_before = cause, after, before
-            self._reported = seen
+            self._broken_after, self._broken_before, self._reported = after, before, seen
+            self.cause = cause  # Last, for it is looked at without the lock.
             self._changed.notify_all()
             return now
 

@@ -96,7 +96,7 @@ def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
         if isinstance(value, Exception):
             raise value
         told = pack(value)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # Whatever it is, the others wait to be told.
         told = encode(ErrorSpec(type(error).__name__, str(error)))[0]
     own = np.frombuffer(told, np.uint8)
     sizes, joined = group.all_gather((np.array([own.size]), own), axis=0)

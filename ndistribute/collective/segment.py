@@ -27,9 +27,10 @@ from ndistribute.collective.backend import Call
 from ndistribute.collective.header import HEADER_BYTES, compare, encode
 from ndistribute.device import Array
 from ndistribute.errors import DistributeError
-from ndistribute.ownership import ArrayOwner
+from ndistribute.ownership import COUNTS_TELL, ArrayOwner
 from ndistribute.timeline import span
-from ndistribute.transport.shared_memory import make_file, padded
+from ndistribute.transport.failure_detector import not_for_forks
+from ndistribute.transport.shared_memory import ALIGNMENT, make_file, padded
 
 if TYPE_CHECKING:
     from ndistribute.collective.control import ControlPlane
@@ -101,6 +102,7 @@ class Segment:
         # With fewer cores than processes, whoever looks takes the core from whom it waits for.
         self._looks = _LOOKS if size <= len(os.sched_getaffinity(0)) else 0
         self._fence = _make_fence()
+        not_for_forks.add(self)
         self.view = functools.lru_cache(maxsize=4096)(self._view)
         self.views = functools.lru_cache(maxsize=1024)(self._views)
 
@@ -210,14 +212,19 @@ class Segment:
         """
         used = math.prod(shape) * dtype.itemsize
         nbytes = padded(max(used, 1))
+        # They are kept for ever, so they have few lengths: four to the double.
+        nbytes += -nbytes % max(ALIGNMENT, 1 << (nbytes.bit_length() - 3))
         slots = self._slots.setdefault(nbytes, [])
         slot = next((slot for slot in slots if not slot.is_shared()), None)
         if slot is None:
             start = self.capacity - nbytes
-            if start < self._taken:
+            if start < self._taken or not COUNTS_TELL:
+                return None
+            try:
+                self._populate(start, start + nbytes)
+            except DistributeError:
                 return None
             self.capacity = start
-            self._populate(start, start + nbytes)
             # A view of memory, and not of another array, which would be what views of it hold.
             memory = self._buckets[self.rank, start : start + nbytes].data
             slot = ArrayOwner(np.frombuffer(memory, np.uint8))
@@ -235,6 +242,12 @@ class Segment:
         self._arrived = self._calls = 0
         self._header = None
         self._counters[self.rank][0] = 0
+
+    def let_go(self) -> None:
+        """Lend no memory any more: a fork would lend what its parent lends."""
+        self.capacity = 0
+        self._slots.clear()
+        self._starts.clear()
 
     def close(self) -> None:
         """Give the memory back, as soon as nobody looks at it any more."""

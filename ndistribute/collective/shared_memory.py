@@ -82,6 +82,7 @@ class SharedMemoryBackend:
         self._chunks = functools.lru_cache(maxsize=64)(self._cut)
         self._window = 0
         self._far = self._lent = False
+        self._failed = False  # The others may still read what is lent here.
         self._kept: tuple[tuple[LeafKey, ...], list[Array]] = ((), [])
 
     def merge(
@@ -140,7 +141,7 @@ class SharedMemoryBackend:
         theirs changes everything or nothing.
         """
         try:
-            if self.size > 2 or _nbytes(inputs) <= SMALL_BYTES:
+            if self.size != 2 or _nbytes(inputs) <= SMALL_BYTES:
                 totals = self._totals(call, inputs, op, timeout)
                 return update_in_blocks(call, inputs, totals, prepare, update)
             self._peers.check()
@@ -162,6 +163,9 @@ class SharedMemoryBackend:
                             parts = [term[start:stop] for term in terms]
                             total = reduce_arrays(op, parts, out=scratch[: stop - start])
                         update(prepared, leaf, start, stop, total)
+            # What fails from here on does not undo the update: a recovery has to know of it.
+            where = self._peers.where
+            where.finished = where.exchanged = call.sequence
             self._have_read(call, timeout)
             return prepared
         except BaseException as error:
@@ -208,18 +212,20 @@ class SharedMemoryBackend:
 
     def gradient_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """Return an array of `allocate` where that spares a copy, else None."""
-        if self.size > 2 or math.prod(shape) * dtype.itemsize < SMALL_BYTES:
+        if self.size > 2 or self._failed or math.prod(shape) * dtype.itemsize < SMALL_BYTES:
             return None
         return self._segment.allocate(dtype, shape)
 
     def abort(self, cause: BaseException) -> None:
         """Tell all processes, so that none waits for this one."""
+        self._failed = True
         self._peers.abort(cause)
 
     def reset(self) -> None:
         """Forget every call; run by every process when none of them is inside one."""
         self._segment.reset()
         self._window = 0
+        self._failed = False
 
     def close(self) -> None:
         """Give the memory back; the backend can not be used any more."""
@@ -304,7 +310,8 @@ class SharedMemoryBackend:
         free = start + head
         places: list[Any] = [segment.place_of(array) for array in arrays]
         self._lent = any(place is not None for place in places)
-        needed = sum([padded(array.nbytes) for array in arrays if array.nbytes <= most])
+        copied = [i for i, a in enumerate(arrays) if places[i] is None and a.nbytes <= most]
+        needed = sum([padded(arrays[i].nbytes) for i in copied])
         # What is not shown comes through the windows before the rest is read.
         if most < _UNLIMITED or self._lent or free + needed > window + SMALL_BYTES:
             segment.wait(call, timeout)  # Until nobody reads what was there before.
@@ -314,7 +321,7 @@ class SharedMemoryBackend:
         table: list[int] = []
         with span("pack", call.title):
             for i, array in enumerate(arrays):
-                if places[i] is None and array.nbytes <= most:
+                if i in copied:
                     segment.view(self.rank, free, array.dtype, array.shape)[...] = array
                     places[i], free = free, free + padded(array.nbytes)
                 table += -1 if places[i] is None else places[i], len(array)

@@ -7,7 +7,6 @@ process learns the same in the same order. What a message means to a process is 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import socket
@@ -262,6 +261,7 @@ class Star:
         self._on_end = on_end
         self.refusal = ""  # Why rank 0 sent a process away.
         self._links: dict[int, Connection] = {}
+        self._live: set[Connection] = set()  # Those whose end is yet to be acted on.
         self._threads: list[threading.Thread] = []
         # Messages are left to a thread: an interrupt in the middle of a write would end the
         # connection, and a process that does not read would stop who writes to it.
@@ -334,7 +334,9 @@ class Star:
 
     def _refusal_of(self, hello: Hello) -> str:
         """Return what is wrong with a process that says which one it is, if anything is."""
-        reason = self._info.refusal_of(hello.details) or self._obstacle_to(hello.details)
+        reason = self._info.refusal_of(hello.details)
+        if not reason and hello.purpose == "control":  # Who looks for data soon finds it.
+            reason = self._obstacle_to(hello.details)
         if reason:
             self.refusal = f" It refused one: {reason}."
             _log.warning("worker 0 refused a worker: %s", reason)
@@ -368,7 +370,9 @@ class Star:
             connection.send(Answer(JOIN, [], []))  # It is welcome.
             stale = self._links.get(fields["rank"])
             if stale is not None:
-                stale.abort("the process connected again.")
+                why = "the process connected again."
+                stale.abort(why)
+                self._orders.put((fields["rank"], stale, why))  # Before what the new one brings.
             self._follow(fields["rank"], connection)
         except BaseException:
             connection.close()
@@ -405,6 +409,7 @@ class Star:
     def _follow(self, rank: int, connection: Connection) -> None:
         """Read what comes over a connection, on a thread of its own."""
         self._links[rank] = connection
+        self._live.add(connection)
         name = f"ndistribute-control-{self._info.rank}-of-{rank}"
         self._threads.append(self._start(self._read, rank, connection, name=name))
 
@@ -435,8 +440,9 @@ class Star:
                     self._deliver(0, sender, message)
                 elif not isinstance(message, Connection):
                     self._hub.take(sender, message)
-                else:
-                    if self._links.get(sender) is message:  # Else it has a newer connection.
+                elif message in self._live:
+                    self._live.discard(message)
+                    if self._links.get(sender) is message:
                         del self._links[sender]
                     self._hub.end(sender, why)
             except Exception as error:
@@ -450,9 +456,12 @@ class Star:
         if rank == self._info.rank:
             self._on_message(sender, message)
         elif rank in self._links:
-            # Who does not read is cut off; the thread that reads tells of it.
-            with contextlib.suppress(ConnectionLostError, TimeoutError):
+            try:
                 self._links[rank].send(message, sender)
+            except (ConnectionLostError, TimeoutError):
+                pass  # Who does not read is cut off; the thread that reads tells of it.
+            except Exception as error:  # It is not the sender's fault, and others are to be told.
+                self._links[rank].abort(f"it could not be told something ({error!r})")
 
 
 def describe_error(error: BaseException, worker: int) -> Failure:

@@ -99,8 +99,10 @@ class Workers:
 
         Raises:
             WorkerLostError: a process failed since the last step, or is gone for good.
+            RuntimeError: this process is a fork of the one that joined the group.
         """
         peers = self.peers
+        peers.refuse_forks()
         if self._failed and not peers.is_broken_here:
             peers.settle(self._timeout)
         if peers.is_broken_here and (self._failed or peers.broken_and_known):
@@ -185,7 +187,9 @@ class Workers:
     def close(self) -> None:
         """Say good-bye to the other processes."""
         self._limited.close()
-        self.peers.close()
-        for forget in self._forget:
-            forget()
-        self.backend.close()
+        try:
+            self.peers.close()
+        finally:
+            for forget in self._forget:
+                forget()
+            self.backend.close()

@@ -43,6 +43,8 @@ __all__ = ["LearningRate", "Optimizer", "Options"]
 
 LearningRate = float | Callable[[int], float]
 
+_OF_RULES = {name for name in vars(Rule) if not name.startswith("_")} - {"name"}
+
 _log = logging.getLogger("ndistribute")
 
 
@@ -71,6 +73,15 @@ class Optimizer:
         ValueError: a number is not above 0, or more than one clipping is asked for.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        arithmetic = _OF_RULES & vars(cls).keys()
+        if arithmetic:
+            raise TypeError(
+                f"{cls.__name__} defines {', '.join(sorted(arithmetic))}, which belong to the Rule "
+                "that an optimizer is made with: Optimizer(rule, learning_rate)."
+            )
+
     def __init__(
         self,
         rule: Rule,
@@ -81,6 +92,8 @@ class Optimizer:
         clipvalue: float | None = None,
         name: str | None = None,
     ) -> None:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"an optimizer is made with a Rule, got {rule!r}.")
         if not callable(learning_rate) and not learning_rate >= 0:
             raise ValueError(f"learning_rate must be 0 or more, got {learning_rate}.")
         self.rule = rule
@@ -136,6 +149,12 @@ class Optimizer:
         """
         if variables := list(variables):
             _are_on_servers(variables)
+            for variable in variables:
+                if not can_train(variable.dtype, variable.dtype):
+                    raise ValueError(
+                        f"variable {variable.name!r} of dtype {variable.dtype} can not be trained: "
+                        "gradients need floating or complex numbers."
+                    )
             self._build(variables, variables[0].replica("update"))
 
     def apply_gradients(
@@ -244,13 +263,13 @@ class Optimizer:
     def _open(self, variables: Sequence[Any]) -> _Opened:
         """Count the step and open everything it writes; runs once for all replicas."""
         steps = int(self._counter)
-        for counter in self._counter.begin_update():
-            write_to(counter, np.asarray(steps + 1))
         rate = self.rule.rate(steps + 1, self._rate_after(lambda: steps))
         arrays = []
         for variable in variables:
             columns = [each.begin_update() for each in (variable, *self._slots[variable])]
             arrays.append(list(zip(*columns, strict=True)))
+        for counter in self._counter.begin_update():
+            write_to(counter, np.asarray(steps + 1))
         return _Opened(arrays, rate)
 
     def _update_all(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
@@ -385,6 +404,10 @@ def _checked_pairs(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple
                 "must be equal, and both floating, or the variable complex. Nothing has changed."
             )
         kept.append((gradient, variable))
+    if len({id(variable) for _, variable in kept}) < len(kept):
+        raise ValueError(
+            "a variable is named twice: add its gradients up first. Nothing has changed."
+        )
     if not kept:
         raise ValueError(
             "no variable has a gradient: check that the loss is computed inside the tape, from "
@@ -420,6 +443,7 @@ class _Names:
 
     def __init__(self) -> None:
         self._outside: set[str] = set()  # Those may be used with any strategy.
+        self._scoped: set[str] = set()  # Those of all strategies, also of ones that are gone.
         self._inside: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -427,12 +451,14 @@ class _Names:
         """Return the label the first time it is asked for, and with a number from then on."""
         with self._lock:
             if strategy is None:
-                own, others = self._outside, set().union(*self._inside.values())
+                own, others = self._outside, self._scoped
             else:
                 own, others = self._inside.setdefault(strategy, set()), self._outside
             numbered = (f"{label}_{number}" if number else label for number in itertools.count())
             name = next(one for one in numbered if one not in own and one not in others)
             own.add(name)
+            if strategy is not None:
+                self._scoped.add(name)
             return name
 
 

@@ -304,9 +304,7 @@ class Strategy:
         Raises:
             RuntimeError: called inside a replica or a merge_call of this strategy.
         """
-        frame = current_frame()
-        if frame.strategy is self and (frame.replica is not None or frame.merging):
-            raise RuntimeError(f"close of {self!r} was called inside a step that it runs.")
+        self._check_may_close()
         with self._exclusive():
             self._closed = True
             self._pool.close()
@@ -335,6 +333,11 @@ class Strategy:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, map(str, self._devices)))})"
+
+    def _check_may_close(self) -> None:
+        frame = current_frame()
+        if frame.strategy is self and (frame.replica is not None or frame.merging):
+            raise RuntimeError(f"close of {self!r} was called inside a step that it runs.")
 
     def _build(self) -> None:
         """Make the replicas' communicators, contexts and threads."""

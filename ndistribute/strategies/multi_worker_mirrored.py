@@ -87,8 +87,11 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def close(self) -> None:
         """End the replica threads and say good-bye to the other workers."""
-        super().close()
-        self._farewell()
+        self._check_may_close()
+        try:
+            super().close()
+        finally:
+            self._farewell()
 
     def __repr__(self) -> str:
         if self._workers is None:

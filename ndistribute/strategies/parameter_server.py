@@ -421,6 +421,10 @@ class ParameterServerStrategy(Strategy):
                 for server in place.servers:
                     names[server].append(place.name)
         self.servers.ask({i: Delete(tuple(some)) for i, some in names.items()})
+        gone = {name for some in names.values() for name in some}
+        for key, handle in list(self.handles.items()):
+            if isinstance(handle, ServedVariable) and any(p.name in gone for p in handle.places):
+                del self.handles[key]
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Divide the batches of a dataset among the workers, and each over a worker's replicas.
@@ -452,13 +456,16 @@ class ParameterServerStrategy(Strategy):
         """
         if os.getpid() != self._process:
             return  # All of it is the parent's, and its threads are not here.
-        if self._cluster is None and not self._closed:
-            served = [v for v in self.handles.values() if isinstance(v, ServedVariable)]
-            self._copies.pull({shard: None for variable in served for shard in variable.cached})
-        super().close()
-        self._copies.stay()
-        self._servers.close()
-        self._forgotten()
+        self._check_may_close()
+        try:
+            if self._cluster is None and not self._closed:
+                served = [v for v in self.handles.values() if isinstance(v, ServedVariable)]
+                self._copies.pull({shard: None for variable in served for shard in variable.cached})
+            super().close()
+        finally:
+            self._copies.stay()
+            self._servers.close()
+            self._forgotten()
 
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
         self._check_process()

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ndistribute.device import Array
+from ndistribute.errors import DistributeError
 from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.messages import Item
 from ndistribute.timeline import span
@@ -109,11 +110,19 @@ class VariableCache:
             if not in_step:
                 self.pull(shards)
             elif any(shard.pulled_in != self._step for shard in shards):
-                all_read = dict.fromkeys([*shards, *self._read_before])
-                self.pull([shard for shard in all_read if shard.pulled_in != self._step])
+                before, self._read_before = self._read_before, ()
+                try:
+                    self._pull_once(dict.fromkeys([*shards, *before]))
+                except DistributeError:  # What the last step read may have been deleted since.
+                    self._pull_once(shards)
+                else:
+                    self._read_before = before
             if in_step:
                 self._read_now.update(dict.fromkeys(shards))
             return [(shard.read(), shard.version) for shard in shards]
+
+    def _pull_once(self, shards: Iterable[CachedShard]) -> None:
+        self.pull([shard for shard in shards if shard.pulled_in != self._step])
 
     def pull(self, shards: Iterable[CachedShard]) -> None:
         """Ask the servers for what is newer than what is held."""

@@ -128,7 +128,7 @@ class ServedVariable(Variable):
         replica = current_frame().replica
         versions, whole = self._fetched(in_step=replica is not None)
         if replica is None or replica.device.kind == "cpu":
-            return whole
+            return whole.view()
         space = replica.device.memory_space
         known, array = self._elsewhere.get(space, (None, None))
         if known != versions:

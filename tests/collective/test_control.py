@@ -11,10 +11,16 @@ from collections.abc import Iterator
 import pytest
 
 from ndistribute.collective.backend import Call
-from ndistribute.errors import DistributeError
+from ndistribute.collective.options import CommunicationOptions
+from ndistribute.collective.shared_memory import SharedMemoryBackend
+from ndistribute.collective.step_tracker import BEFORE_ALL
+from ndistribute.collective.workers import Workers
+from ndistribute.device import Device
+from ndistribute.errors import DistributeError, WorkerLostError
 from tests.collective.joined import joined_peers
 from tests.processes import AT_ONCE, Ranks
 
+CPU = [Device("cpu:0")]
 FAST = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "1"}
 
 
@@ -113,6 +119,37 @@ def told(rank: int, size: int) -> None:
     while peers.cause is None and time.monotonic() < deadline:
         time.sleep(0.001)
     peers.enter()
+
+
+def broken_before_a_step(rank: int, size: int) -> list[str]:
+    """Break a group in which one process has not begun a step yet, and say how each goes on."""
+    peers = joined_peers()
+    workers = Workers(peers, SharedMemoryBackend(peers), CPU, CommunicationOptions())
+    if rank == 0:
+        workers.enter()
+        cause = WorkerLostError("broken")
+        peers.abort(cause, after=BEFORE_ALL)
+        workers.fail(cause)
+        workers.leave()
+    else:
+        deadline = time.monotonic() + 50.0
+        while peers.cause is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+    told = []
+    for _ in range(2):
+        try:
+            workers.enter()
+            workers.leave()
+        except DistributeError as error:
+            told.append(type(error).__name__)
+    workers.close()
+    return told
+
+
+def test_who_has_begun_no_step_yet_takes_part_in_a_recovery() -> None:
+    with Ranks(2) as ranks:
+        raised = [outcome.result() for outcome in ranks.run(broken_before_a_step)]
+    assert raised == [[], ["WorkerLostError"]]
 
 
 def timed_out(rank: int, size: int, late: int) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+import ndistribute as nd
 from ndistribute import update_rules
 from ndistribute.optimizers.adagrad import AdagradRule
 from ndistribute.optimizers.adam import AdamRule
-from ndistribute.optimizers.sgd import SGDRule
+from ndistribute.optimizers.optimizer import Optimizer
+from ndistribute.optimizers.sgd import SGD, SGDRule
 from ndistribute.update_rules import (
+    Rule,
     hyperparameters_of,
     rule_named,
     update_block,
@@ -134,3 +140,52 @@ def test_a_rule_can_be_named_and_made_again(rule):
 def test_a_rule_that_makes_no_sense_is_refused(name, numbers, says):
     with pytest.raises(ValueError, match=says):
         rule_named(name, numbers)
+
+
+def test_a_rule_needs_a_name_of_its_own() -> None:
+    with pytest.raises(TypeError, match="Derived needs a `name` of its own"):
+
+        class Derived(AdamRule):
+            pass
+
+
+def test_two_rules_of_one_name_are_refused() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class First(Rule):
+        name = "twice"
+
+    @dataclasses.dataclass(frozen=True)
+    class Second(Rule):
+        name = "twice"
+
+    with pytest.raises(ValueError, match="are both named 'twice'"):
+        hyperparameters_of(First())
+    del First, Second
+
+
+def test_arithmetic_in_an_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match="defines update, which belong to the Rule"):
+
+        class Own(SGD):
+            def update(self) -> None:
+                pass
+
+    rule: Any = 0.1
+    with pytest.raises(TypeError, match=r"made with a Rule, got 0\.1"):
+        Optimizer(rule, 0.1)
+
+
+def test_a_variable_that_is_named_twice_is_refused() -> None:
+    variable = nd.Variable([1.0])
+    with pytest.raises(ValueError, match="named twice"):
+        SGD(1.0).apply_gradients([([1.0], variable), ([1.0], variable)])
+    assert variable.numpy().tolist() == [1.0]
+
+
+def test_a_learning_rate_that_raises_counts_no_step() -> None:
+    variable, optimizer = nd.Variable([1.0]), SGD({1: 0.5}.__getitem__)
+    with pytest.raises(KeyError):
+        optimizer.apply_gradients([([1.0], variable)])
+    assert optimizer.iterations == 0
+    with pytest.raises(ValueError, match="can not be trained"):
+        optimizer.build([nd.Variable([1, 2])])

@@ -215,25 +215,29 @@ def test_metrics_of_workers_with_a_chief_add_up() -> None:
             strategy.close()
 
 
-def test_servers_refuse_a_rule_that_their_program_has_not_imported() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Elsewhere:
-        name = "elsewhere"
-        slot_names = ()
-
-    rule: Any = Elsewhere()
+def test_what_was_deleted_disturbs_neither_later_steps_nor_the_end() -> None:
     with served() as strategy:
         with strategy.scope():
-            variable = nd.Variable([1.0])
-        with pytest.raises(ValueError, match="no update rule 'elsewhere' here"):
-            Optimizer(rule, 0.5).apply_gradients([([1.0], variable)])
+            kept, gone = nd.Variable([1.0]), nd.Variable([2.0])
+        assert strategy.run(lambda: kept + gone).values[0].tolist() == [3.0]
+        strategy.delete([gone])
+        for _ in range(2):
+            assert strategy.run(lambda: kept + 0.0).values[0].tolist() == [1.0]
+        with pytest.raises(nd.errors.DistributeError, match="no variable"):
+            strategy.run(lambda: gone + 0.0)
+    alone = nd.ParameterServerStrategy()
+    with alone.scope():
+        variables = [nd.Variable([1.0]), nd.Variable([2.0])]
+    alone.delete(variables[:1])
+    alone.close()
+    assert variables[1].numpy().tolist() == [2.0]
 
 
 def test_servers_apply_a_rule_that_their_program_has_imported() -> None:
     @dataclasses.dataclass(frozen=True)
     class Signed(Rule):
         name = "signed"
-        scale: float = 1.0
+        scale: float = 1
 
         def update(self, variable: Any, gradient: Any, slots: Any, rate: float) -> None:
             variable -= self.scale * rate * np.sign(gradient)
@@ -241,8 +245,8 @@ def test_servers_apply_a_rule_that_their_program_has_imported() -> None:
     with served() as strategy:
         with strategy.scope():
             variable = nd.Variable([1.0, 1.0])
-        Optimizer(Signed(2.0), 0.25).apply_gradients([([3.0, -4.0], variable)])
-        assert variable.numpy().tolist() == [0.5, 1.5]
+        Optimizer(Signed(2.5), 0.25).apply_gradients([([3.0, -4.0], variable)])
+        assert variable.numpy().tolist() == [0.375, 1.625]
 
 
 def test_variables_of_two_homes_are_refused() -> None:

@@ -36,7 +36,8 @@ class RightFactor:
 
     def into(self, g: Array, memory: Callable[[Any, tuple[int, ...]], Array | None]) -> Array:
         """Return the gradient in the memory that a function offers, if it offers any."""
-        out = memory(g.dtype, (self._x.shape[1], g.shape[1]))
+        here = type(g) is np.ndarray
+        out = memory(g.dtype, (self._x.shape[1], g.shape[1])) if here else None
         return np.matmul(self._x.T, _blas(g), out=out)
 
 
