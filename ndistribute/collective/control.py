@@ -540,6 +540,8 @@ class ControlPlane:
             self.cut_off_at = time.monotonic()
             self._changed.notify_all()
         if 0 not in self.where.departed and not self._closed:
+            own = "or it took this process for lost, which may have been stopped"
+            why = f"{why.rstrip('.')}; {own}"
             self._lose(0, why, by=self.rank)
 
     def _lose(self, rank: int, why: str, by: int) -> None:

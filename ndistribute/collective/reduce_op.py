@@ -97,8 +97,8 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Array], out: Array | None = Non
     Args:
         op: how.
         arrays: at least one; not changed.
-        out: where the result goes, of the result's dtype; may be one of `arrays` where that has
-            the accumulation dtype.
+        out: where the result goes, of the result's dtype; may be the first or second of `arrays`
+            where that has the accumulation dtype.
 
     Returns:
         The result, in `result_dtype`.

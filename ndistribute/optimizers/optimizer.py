@@ -148,14 +148,16 @@ class Optimizer:
         [(), (2,), (2,)]
         """
         if variables := list(variables):
-            _are_on_servers(variables)
             for variable in variables:
+                _check_is_variable(variable)
                 if not can_train(variable.dtype, variable.dtype):
                     raise ValueError(
                         f"variable {variable.name!r} of dtype {variable.dtype} can not be trained: "
                         "gradients need floating or complex numbers."
                     )
-            self._build(variables, variables[0].replica("update"))
+            _are_on_servers(variables)
+            replica, *_ = [variable.replica("update") for variable in variables]
+            self._build(variables, replica)
 
     def apply_gradients(
         self,
@@ -175,7 +177,8 @@ class Optimizer:
         """
         pairs = _checked_pairs(grads_and_vars)
         gradients, variables = [list(column) for column in zip(*pairs, strict=True)]
-        replica, summed = variables[0].replica("update"), skip_gradients_aggregation
+        replica, *_ = [variable.replica("update") for variable in variables]
+        summed = skip_gradients_aggregation
         on_servers = _are_on_servers(variables)
         self._build(variables, replica)
         if on_servers:
@@ -389,6 +392,7 @@ def _checked_pairs(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple
     pairs = list(grads_and_vars)
     kept: list[tuple[Any, Variable]] = []
     for given, variable in pairs:
+        _check_is_variable(variable)
         if given is None:
             _log.warning("no gradient for variable %r: it stays as it is", variable.name)
             continue
@@ -414,6 +418,11 @@ def _checked_pairs(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple
             f"the variables {[variable.name for _, variable in pairs]}."
         )
     return kept
+
+
+def _check_is_variable(variable: Any) -> None:
+    if not isinstance(variable, Variable):
+        raise TypeError(f"an optimizer trains variables, got {type(variable).__name__}.")
 
 
 def _are_on_servers(variables: Sequence[Any]) -> bool:

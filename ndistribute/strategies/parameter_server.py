@@ -416,7 +416,8 @@ class ParameterServerStrategy(Strategy):
         names: dict[int, list[str]] = defaultdict(list)
         for variable in variables:
             if not isinstance(variable, ServedVariable):
-                raise ValueError(f"variable {variable.name!r} does not lie on servers.")
+                name = getattr(variable, "name", variable)
+                raise ValueError(f"variable {name!r} does not lie on servers.")
             for place in variable.places:
                 for server in place.servers:
                     names[server].append(place.name)

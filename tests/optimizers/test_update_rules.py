@@ -189,3 +189,15 @@ def test_a_learning_rate_that_raises_counts_no_step() -> None:
     assert optimizer.iterations == 0
     with pytest.raises(ValueError, match="can not be trained"):
         optimizer.build([nd.Variable([1, 2])])
+
+
+def test_variables_of_another_strategy_are_refused_in_any_place() -> None:
+    elsewhere = nd.Variable([1.0])
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        own, optimizer = nd.Variable([1.0]), SGD(1.0)
+        for pairs in ([elsewhere, own], [own, elsewhere]):
+            with pytest.raises(RuntimeError, match="update of variable"):
+                strategy.run(lambda p=pairs: optimizer.apply_gradients([([1.0], v) for v in p]))
+        assert own.numpy().tolist() == [1.0]
+    with pytest.raises(TypeError, match="trains variables, got ndarray"):
+        SGD(1.0).apply_gradients([([1.0], np.ones(1))])
