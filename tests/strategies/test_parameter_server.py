@@ -249,6 +249,26 @@ def test_servers_apply_a_rule_that_their_program_has_imported() -> None:
         assert variable.numpy().tolist() == [0.375, 1.625]
 
 
+def test_what_a_rule_changed_before_it_raised_is_read() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Choosy(Rule):
+        name = "choosy"
+
+        def update(self, variable: Any, gradient: Any, slots: Any, rate: float) -> None:
+            if gradient[0] < 0:
+                raise ArithmeticError("not down")
+            variable -= rate * gradient
+
+    with served() as strategy:
+        with strategy.scope():
+            variables = [nd.Variable([1.0]), nd.Variable([1.0])]
+        assert [float(variable[0]) for variable in variables] == [1.0, 1.0]
+        pairs = zip([np.array([1.0]), np.array([-1.0])], variables, strict=True)
+        with pytest.raises(Exception, match="not down"):
+            Optimizer(Choosy(), 0.5).apply_gradients(pairs)
+        assert [float(variable[0]) for variable in variables] == [0.5, 1.0]
+
+
 def test_variables_of_two_homes_are_refused() -> None:
     here = nd.Variable([1.0], name="here")
     with served() as strategy:
