@@ -177,8 +177,9 @@ def cut(leaves: tuple[LeafKey, ...], limit: int) -> tuple[Chunk, ...]:
     return tuple(map(tuple, chunks))
 
 
+@functools.lru_cache(maxsize=256)
 def owned_ranges(
-    sizes: Sequence[int], owners: int, owner: int, align: int = 16
+    sizes: tuple[int, ...], owners: int, owner: int, align: int = 16
 ) -> list[tuple[int, int, int]]:
     """Cut flat leaves, laid end to end, into balanced parts and return the part of one owner.
 
@@ -187,14 +188,14 @@ def owned_ranges(
     differs from ``sum(sizes) / owners`` by at most ``align + 1`` elements.
 
     Args:
-        sizes: the number of elements of each leaf; a tuple, where the caller caches the answer.
+        sizes: the number of elements of each leaf.
         owners: the number of parts.
         owner: which part.
         align: where a leaf may be cut, in elements; 16 float32 are a cache line.
 
     Returns:
-        Ranges ``(leaf, start, stop)`` in rising order, none of them empty. Over all owners they
-        cover every element exactly once.
+        Ranges ``(leaf, start, stop)`` in rising order, none of them empty; not to be changed. Over
+        all owners they cover every element exactly once.
 
     Raises:
         ValueError: there is no such owner, or a size or `align` makes no sense.

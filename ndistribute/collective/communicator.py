@@ -22,6 +22,7 @@ from ndistribute.collective.outputs import Outputs
 from ndistribute.collective.reduce_op import ReduceOp, result_dtype
 from ndistribute.collective.step_tracker import StepTracker
 from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
+from ndistribute.dtypes import native
 from ndistribute.errors import DistributeError
 
 __all__ = ["Communicator"]
@@ -117,7 +118,7 @@ class Communicator:
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate a nest over all replicas; see `ReplicaContext.all_gather`."""
-        arrays = [_native(as_array(leaf)) for leaf in tree.flatten(value)]
+        arrays = [native(as_array(leaf)) for leaf in tree.flatten(value)]
         moved = [_rows_first(array, axis) for array in arrays]
         if self.size == 1:
             return tree.unflatten(value, [array.copy() for array in arrays])
@@ -244,7 +245,7 @@ class Communicator:
             if op is ReduceOp.MEAN:
                 array = array.astype(result_dtype(op, array.dtype), copy=False)
             if not array.dtype.isnative:
-                array = _native(array)
+                array = native(array)
             arrays.append(array)
             signature.append((array.dtype, array.shape))
             # Row by row, and a copy only where the array is not laid out so.
@@ -299,11 +300,6 @@ class _Guard:
             self._where.finished = self.history[-1].sequence
             if self.meets:
                 self._where.exchanged = self._where.finished
-
-
-def _native(array: Array) -> Array:
-    """Return an array's values in this machine's byte order, those of its fields too."""
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _rows_first(array: Array, axis: int) -> Array:

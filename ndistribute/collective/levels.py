@@ -7,7 +7,6 @@ so one message of each group travels.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -40,8 +39,6 @@ SHARED_BYTES = 256 * 1024
 MOST_KEPT = 4
 
 _Key = tuple[tuple[np.dtype[Any], int], ...]
-
-_owned_ranges = functools.lru_cache(maxsize=256)(owned_ranges)
 
 
 def join_replicas(local: Sequence[ThreadBackend], workers: Workers) -> list[Backend]:
@@ -193,7 +190,7 @@ class TwoLevelBackend:
         # Members with memories of their own read the same total, and each may change it.
         read_by_others = self._one_memory and self.owners < len(self._members)
         with span("update", call.title):
-            for leaf, start, stop in _owned_ranges(sizes, self.owners, self.owner):
+            for leaf, start, stop in owned_ranges(sizes, self.owners, self.owner):
                 dtype = result_dtype(op, inputs[leaf].dtype)
                 for first, last in blocks(start, stop, BLOCK_ELEMENTS):
                     total = totals[leaf][first:last].astype(dtype, copy=read_by_others)
@@ -277,7 +274,7 @@ class TwoLevelBackend:
         """Add up this member's slice of what all members of one memory contribute."""
         sizes = tuple(total.size for total in sums)
         place = self._members.index(self.rank)
-        for leaf, start, stop in _owned_ranges(sizes, len(self._members), place):
+        for leaf, start, stop in owned_ranges(sizes, len(self._members), place):
             for first, last in blocks(start, stop, BLOCK_ELEMENTS):
                 into = sums[leaf][first:last]
                 parts = [

@@ -49,8 +49,6 @@ _UNLIMITED = 1 << 60
 # The blocks of two processes, a sum and what it updates fit a core's second-level cache.
 BLOCK_BYTES = 256 * 1024
 
-_owned_ranges = functools.lru_cache(maxsize=256)(owned_ranges)
-
 
 # A leaf, which part of it, and where that lies in everyone's bucket.
 _Piece = tuple[int, slice, list[Array]]
@@ -354,7 +352,7 @@ class SharedMemoryBackend:
         """Add everyone's part of this process's slice, for everyone, as all others do."""
         sizes = tuple([terms[0].size for terms in everyone])
         with span("reduce", call.title):
-            for leaf, start, stop in _owned_ranges(sizes, self.size, self.rank):
+            for leaf, start, stop in owned_ranges(sizes, self.size, self.rank):
                 block = BLOCK_BYTES // everyone[leaf][0].itemsize
                 for first, last in blocks(start, stop, block):
                     parts = [term[first:last] for term in everyone[leaf]]

@@ -7,7 +7,6 @@ needed. Small values are reduced whole by whoever comes last, which saves the se
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -32,8 +31,6 @@ SMALL_BYTES = 1024 * 1024
 BLOCK_BYTES = 512 * 1024
 
 _ALL = slice(None)
-
-_owned_ranges = functools.lru_cache(maxsize=256)(owned_ranges)
 
 
 class ThreadBackend:
@@ -188,7 +185,7 @@ class ThreadBackend:
     ) -> Iterator[tuple[int, slice]]:
         """Yield an owner's part of leaves in blocks that fit the cache; a GPU takes it whole."""
         sizes = tuple([array.size for array in arrays])
-        for leaf, start, stop in _owned_ranges(sizes, owners, owner):
+        for leaf, start, stop in owned_ranges(sizes, owners, owner):
             array = arrays[leaf]
             block = stop - start if is_gpu_array(array) else BLOCK_BYTES // array.dtype.itemsize
             for first, last in blocks(start, stop, max(1, block)):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ndistribute.device import Array
-from ndistribute.errors import DistributeError
+from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
 from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.messages import Item
 from ndistribute.timeline import span
@@ -110,13 +110,13 @@ class VariableCache:
             if not in_step:
                 self.pull(shards)
             elif any(shard.pulled_in != self._step for shard in shards):
-                before, self._read_before = self._read_before, ()
                 try:
-                    self._pull_once(dict.fromkeys([*shards, *before]))
+                    self._pull_once(dict.fromkeys([*shards, *self._read_before]))
+                except (WorkerLostError, CollectiveTimeoutError):
+                    raise
                 except DistributeError:  # What the last step read may have been deleted since.
+                    self._read_before = ()
                     self._pull_once(shards)
-                else:
-                    self._read_before = before
             if in_step:
                 self._read_now.update(dict.fromkeys(shards))
             return [(shard.read(), shard.version) for shard in shards]

@@ -118,7 +118,7 @@ def test_senseless_arguments_are_value_errors(call: object) -> None:
 def test_owners_cover_every_element_exactly_once(
     sizes: tuple[int, ...], owners: int, align: int
 ) -> None:
-    parts = [owned_ranges(sizes, owners, owner, align) for owner in range(owners)]
+    parts = [owned_ranges(tuple(sizes), owners, owner, align) for owner in range(owners)]
     seen = [(leaf, i) for part in parts for leaf, a, b in part for i in range(a, b)]
     assert seen == [(leaf, i) for leaf, size in enumerate(sizes) for i in range(size)]
     assert all(start < stop for part in parts for _, start, stop in part)
@@ -129,7 +129,7 @@ def test_owners_cut_a_leaf_only_at_aligned_places(
     sizes: tuple[int, ...], owners: int, align: int
 ) -> None:
     for owner in range(owners):
-        for leaf, start, stop in owned_ranges(sizes, owners, owner, align):
+        for leaf, start, stop in owned_ranges(tuple(sizes), owners, owner, align):
             assert start % align == 0
             assert stop % align == 0 or stop == sizes[leaf]
 
@@ -143,7 +143,7 @@ def test_parts_are_even_within_one_alignment(
     sizes: tuple[int, ...], owners: int, align: int
 ) -> None:
     for owner in range(owners):
-        part = sum(b - a for _, a, b in owned_ranges(sizes, owners, owner, align))
+        part = sum(b - a for _, a, b in owned_ranges(tuple(sizes), owners, owner, align))
         assert abs(part - sum(sizes) / owners) <= align + 1
 
 
