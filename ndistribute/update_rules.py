@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +30,8 @@ __all__ = [
 # A block of the gradient, the variable and two slots fit a core's second-level cache.
 BLOCK_ELEMENTS = 32 * 1024
 
+_rules: dict[str, type[Rule]] = {}
+
 
 class Rule:
     """Change a variable by its gradient; a subclass is a frozen dataclass of its hyperparameters.
@@ -42,10 +44,16 @@ class Rule:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if not vars(cls).get("name"):
+        name = vars(cls).get("name")
+        if not name:
             raise TypeError(
                 f"{cls.__name__} needs a `name` of its own: by it a server finds the rule."
             )
+        # A class may be made twice, as by a dataclass with slots or in a notebook: the last counts.
+        known = _rules.setdefault(name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{known.__qualname__} and {cls.__qualname__} are both named {name!r}.")
+        _rules[name] = cls
 
     @property
     def slot_names(self) -> tuple[str, ...]:
@@ -155,7 +163,9 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
     >>> rule_named("sgd", {"momentum": 0.9, "nesterov": 1.0})
     SGDRule(momentum=0.9, nesterov=True)
     """
-    kind: Any = _rule_class(name)
+    kind: Any = _rules.get(name)
+    if kind is None:
+        raise ValueError(f"there is no update rule {name!r} here; there are {', '.join(_rules)}.")
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
     unknown = hyperparameters.keys() - defaults.keys()
     if unknown:
@@ -165,32 +175,11 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
     return rule
 
 
-def _rule_class(name: str) -> type[Rule]:
-    # A class made twice, as for dataclasses with slots or in a notebook, is the last of its name.
-    kinds = {(kind.__module__, kind.__qualname__): kind for kind in _subclasses(Rule)}
-    found = [kind for kind in kinds.values() if kind.name == name]
-    if not found:
-        known = ", ".join(sorted({kind.name for kind in kinds.values()}))
-        raise ValueError(f"there is no update rule {name!r} here; there are {known}.")
-    if len(found) > 1:
-        raise ValueError(
-            f"{' and '.join(kind.__qualname__ for kind in found)} are both named {name!r}: give "
-            "each rule a name of its own."
-        )
-    return found[0]
-
-
 def _like(default: Any, value: float) -> Any:
     """Return a number as what it is by default: a message holds floats only."""
     if isinstance(default, bool | int) and type(default)(value) == value:
         return type(default)(value)
     return value
-
-
-def _subclasses(kind: type[Rule]) -> Iterator[type[Rule]]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from _subclasses(each)
 
 
 def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:
@@ -200,7 +189,7 @@ def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:
     >>> hyperparameters_of(SGD(momentum=0.9).rule)
     ('sgd', {'momentum': 0.9, 'nesterov': 0.0})
     """
-    if _rule_class(rule.name) is not type(rule) or not dataclasses.is_dataclass(rule):
+    if _rules[rule.name] is not type(rule) or not dataclasses.is_dataclass(rule):
         raise ValueError(f"{rule!r} must be a dataclass, the last one made of its name.")
     try:
         numbers = {f.name: float(getattr(rule, f.name)) for f in dataclasses.fields(rule)}

@@ -154,13 +154,12 @@ def test_two_rules_of_one_name_are_refused() -> None:
     class First(Rule):
         name = "twice"
 
-    @dataclasses.dataclass(frozen=True)
-    class Second(Rule):
-        name = "twice"
+    with pytest.raises(TypeError, match="are both named 'twice'"):
 
-    with pytest.raises(ValueError, match="are both named 'twice'"):
-        hyperparameters_of(First())
-    del First, Second
+        class Second(Rule):
+            name = "twice"
+
+    assert hyperparameters_of(First()) == ("twice", {})
 
 
 def test_arithmetic_in_an_optimizer_is_refused() -> None:
