@@ -1,7 +1,7 @@
 """How soon all workers know of a fault in one of them, and what the checks cost without any.
 
-Every figure is of real processes of this machine, over shared memory and over the TCP ring. A
-detection time runs from the fault to the exception in the step of the last of the others.
+Every figure is of real processes of this machine, over shared memory, the TCP ring and the MPI ring
+(MPICH). A detection time runs from the fault to the exception in a step of the last of the others.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from benchmarks.faulty import DEADLY, FAULTS
 from benchmarks.machine import machine
 from benchmarks.report import markdown, shown, write_json
 from benchmarks.workers import ROOT, WorkerError, read_line
+from ndistribute.launcher.mpiexec import find_mpiexec
 
 __all__ = ["main"]
 
-SIZES = {"shared": 2, "ring": 3}
+SIZES = {"shared": 2, "ring": 3, "mpi": 3}
 _ANSWER_SECONDS = 120.0
 _log = logging.getLogger("benchmarks")
 
@@ -38,72 +39,96 @@ class Job:
     """The workers of one job.
 
     Args:
-        wire: ``"shared"`` or ``"ring"``.
+        wire: ``"shared"``, ``"ring"`` or ``"mpi"``.
         size: how many workers.
         heartbeat: after how many seconds of silence one counts as lost.
     """
 
     def __init__(self, wire: str, size: int, heartbeat: float) -> None:
-        doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
-        addresses = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
-        secret = secrets.token_hex(16)
-        self._buffers = [bytearray() for _ in range(size)]
-        self.processes = []
-        for rank, door in enumerate(doors):
-            task = {"type": "worker", "index": rank}
-            environ = {
-                **os.environ,
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            settings = {
                 "OPENBLAS_NUM_THREADS": "1",
-                "FAULTS_WIRE": "ring" if wire == "ring" else "auto",
+                "FAULTS_WIRE": "auto" if wire == "shared" else "ring",
+                "FAULTS_ADDRESS": f"127.0.0.1:{listener.getsockname()[1]}",
                 "NDISTRIBUTE_HEARTBEAT_SECONDS": str(heartbeat),
-                "NDISTRIBUTE_SECRET": secret,
-                "NDISTRIBUTE_LISTEN_FD": str(door.fileno()),
-                "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
             }
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.faulty"],
-                    env=environ,
-                    cwd=ROOT,
-                    pass_fds=[door.fileno()],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    # What a process says when it fails is shown; a lost one's peers fail as well.
-                    stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-                    bufsize=0,
-                )
-            )
-            door.close()
+            start = _start_over_mpi if wire == "mpi" else _start_over_tcp
+            self._processes = start(size, {**os.environ, **settings})
+            self._links: dict[int, socket.socket] = {}
+            self._pids: list[int] = []
+            listener.settimeout(_ANSWER_SECONDS)
+            for _ in range(size):
+                link, _ = listener.accept()
+                first = self._read(link, bytearray())
+                self._links[first["rank"]] = link
+                self._pids.append(first["pid"])
+        self.size = size
+        self._buffers = [bytearray() for _ in range(size)]
         for rank in range(size):
             self.answer(rank)
 
     def ask(self, **request: Any) -> None:
         """Send a request to all workers."""
-        for process in self.processes:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
+        for link in self._links.values():
+            link.sendall(json.dumps(request).encode() + b"\n")
 
     def answer(self, rank: int) -> dict[str, Any]:
         """Return the next answer of a worker."""
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        pipe = self.processes[rank].stdout.fileno()
         try:
-            return dict(json.loads(read_line(pipe, self._buffers[rank], deadline)))
+            return self._read(self._links[rank], self._buffers[rank])
         except (OSError, EOFError) as error:
             raise WorkerError(f"worker {rank}: {error}") from None
 
     def close(self) -> None:
         """End the workers."""
-        for process in self.processes:
-            process.stdin.close()
-        for process in self.processes:
+        for link in self._links.values():
+            link.close()
+        for pid in self._pids:
             with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGCONT)
+        for process in self._processes:
             try:
                 process.wait(10.0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10.0)
-            process.stdout.close()
+
+    def _read(self, link: socket.socket, buffer: bytearray) -> dict[str, Any]:
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        return dict(json.loads(read_line(link.fileno(), buffer, deadline)))
+
+
+def _start_over_tcp(size: int, environ: dict[str, str]) -> list[subprocess.Popen[bytes]]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in listeners]
+    environ["NDISTRIBUTE_SECRET"] = secrets.token_hex(16)
+    started = []
+    for rank, listener in enumerate(listeners):
+        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        place = {"NDISTRIBUTE_LISTEN_FD": str(listener.fileno()), "TF_CONFIG": json.dumps(config)}
+        started.append(_popen([], environ | place, [listener.fileno()]))
+        listener.close()
+    return started
+
+
+def _start_over_mpi(size: int, environ: dict[str, str]) -> list[subprocess.Popen[bytes]]:
+    # Else mpiexec ends all ranks when one dies, before they can say when they knew.
+    return [_popen([find_mpiexec().path, "-n", str(size), "-disable-auto-cleanup"], environ, [])]
+
+
+def _popen(
+    prefix: list[str], environ: dict[str, str], files: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-m", "benchmarks.faulty"],
+        env=environ,
+        cwd=ROOT,
+        pass_fds=files,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # What a process says when it fails is shown; a lost one's peers fail as well.
+        stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+    )
 
 
 @contextlib.contextmanager
@@ -126,7 +151,11 @@ def detections(wire: str, repetitions: int, heartbeat: float) -> Iterator[dict[s
         struck = []
         for number in range(repetitions):
             with _job(wire, heartbeat) as job:
-                struck.append(_strike(job, fault, number))
+                try:
+                    struck.append(_strike(job, fault, number))
+                except WorkerError:
+                    if wire != "mpi":  # There mpiexec may have ended the others before they knew.
+                        raise
         yield _detection(wire, fault, struck)
 
 
@@ -146,13 +175,13 @@ def _detection(wire: str, fault: str, struck: list[tuple[float, set[str]]]) -> d
 
 def _strike(job: Job, fault: str, number: int) -> tuple[float, set[str]]:
     """Let a fault hit another worker after more steps each time."""
-    who = number % len(job.processes)
+    who = number % job.size
     job.ask(do="fault", fault=fault, who=who, steps=1 + number % 3)
     struck = job.answer(who)["struck"]
-    others = [rank for rank in range(len(job.processes)) if rank != who]
+    others = [rank for rank in range(job.size) if rank != who]
     answers = [job.answer(rank) for rank in others]
     if fault not in DEADLY:
-        for rank in range(len(job.processes)):
+        for rank in range(job.size):
             job.answer(rank)  # That all are whole again.
     return max(a["when"] for a in answers) - struck, {a["error"] for a in answers}
 

@@ -1,6 +1,6 @@
 """A worker of `faults.py`: it steps until a fault hits it or another, and says when it knew.
 
-Requests and answers are lines of JSON on standard input and output; times are of the clock that
+Requests and answers are lines of JSON over a connection to the parent; times are of the clock that
 all processes of a machine share.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,23 +29,25 @@ _SMALL, _LARGE = 1000, 500_000
 
 
 def main() -> None:
-    """Join the others, and serve requests until the parent closes the pipe."""
+    """Join the others, and serve requests until the parent closes the connection."""
     import ndistribute as nd
 
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    host, port = os.environ["FAULTS_ADDRESS"].split(":")
+    link = socket.create_connection((host, int(port)), timeout=_WAIT_SECONDS)
+    link.settimeout(None)
 
     def answer(**fields: Any) -> None:
-        answers.write(json.dumps(fields) + "\n")
+        link.sendall(json.dumps(fields).encode() + b"\n")
 
     options = nd.CommunicationOptions(
         implementation=os.environ["FAULTS_WIRE"], timeout_seconds=_WAIT_SECONDS
     )
     with nd.MultiWorkerMirroredStrategy(communication_options=options) as strategy:
         worker = _Worker(strategy, answer)
+        answer(rank=worker.rank, pid=os.getpid())
         worker.recover()
         answer(ready=True)
-        for line in sys.stdin:
+        for line in link.makefile():
             request = json.loads(line)
             if request["do"] == "fault":
                 worker.fault(request["fault"], request["who"], request["steps"])
@@ -58,7 +60,7 @@ class _Worker:
         self._strategy = strategy
         self._answer = answer
         self._workers = strategy._workers
-        self._rank: int = self._workers.rank
+        self.rank: int = self._workers.rank
 
     def recover(self) -> None:
         """Step until a step succeeds: each failure is told once."""
@@ -76,7 +78,7 @@ class _Worker:
         """Step, let the fault hit the victim, and answer when this process knew of it."""
         import ndistribute as nd
 
-        if self._rank == who:
+        if self.rank == who:
             self._steps(steps)
             self._be_hit(fault)
         else:

@@ -15,7 +15,7 @@ Entry = dict[str, Any]
 
 # Ours in blues and greens, the others in warm colours: the Okabe-Ito palette, which colour-blind
 # readers can tell.
-_OURS = ("#0072B2", "#56B4E9", "#009E73", "#005079", "#7A9E00")
+_OURS = ("#0072B2", "#56B4E9", "#009E73", "#005079", "#7A9E00", "#6A51A3")
 _THEIRS = ("#E69F00", "#D55E00", "#CC79A7", "#000000")
 
 
