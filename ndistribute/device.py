@@ -11,28 +11,13 @@ import functools
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from ndistribute.errors import MissingDependencyError
-
-__all__ = [
-    "Device",
-    "array_namespace",
-    "as_array",
-    "copy_to",
-    "cupy_module",
-    "device_identity",
-    "device_of",
-    "is_gpu_array",
-    "list_devices",
-    "nccl_available",
-    "nccl_module",
-    "resolve_devices",
-    "to_host",
-]
 
 Array = Any  # numpy.ndarray or cupy.ndarray; CuPy has no stubs and may not be installed.
 
@@ -43,6 +28,7 @@ _PATTERN = re.compile(
 )
 
 
+@dataclass(init=False, repr=False, unsafe_hash=True, slots=True)
 class Device:
     """Name a logical CPU or a GPU.
 
@@ -59,18 +45,13 @@ class Device:
     True
     """
 
-    __slots__ = ("index", "job", "kind", "task")
-
     kind: str
     index: int
     job: str | None
     task: int | None
 
     def __init__(self, spec: str | Device) -> None:
-        if isinstance(spec, Device):
-            self.kind, self.index, self.job, self.task = spec.kind, spec.index, spec.job, spec.task
-            return
-        match = _PATTERN.fullmatch(spec) if isinstance(spec, str) else None
+        match = _PATTERN.fullmatch(str(spec)) if isinstance(spec, str | Device) else None
         if match is None:
             raise ValueError(
                 f"{spec!r} names no device. Write for example 'cpu:0', '/gpu:1' or "
@@ -100,17 +81,9 @@ class Device:
     def __repr__(self) -> str:
         return f"Device({str(self)!r})"
 
-    def _key(self) -> tuple[str, int, str | None, int | None]:
-        return (self.kind, self.index, self.job, self.task)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Device) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-
-_HOST = Device("cpu:0")
+# Many arrays are asked where they are.
+_device_named = functools.cache(Device)
 
 
 def list_devices(kind: str | None = None) -> list[Device]:
@@ -125,11 +98,12 @@ def list_devices(kind: str | None = None) -> list[Device]:
     >>> list_devices("cpu")
     [Device('cpu:0')]
     """
-    if kind is not None and str(kind).lower() not in ("cpu", "gpu"):
+    if kind is None:
+        return [*list_devices("gpu"), *list_devices("cpu")]
+    name = str(kind).lower()
+    if name not in ("gpu", "cpu"):
         raise ValueError(f"kind must be 'cpu', 'gpu' or None, got {kind!r}.")
-    wanted = None if kind is None else str(kind).lower()
-    gpus = [Device(f"gpu:{i}") for i in range(_gpu_count())] if wanted != "cpu" else []
-    return gpus + ([Device("cpu:0")] if wanted != "gpu" else [])
+    return [Device(f"{name}:{index}") for index in range(_gpu_count() if name == "gpu" else 1)]
 
 
 def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices") -> list[Device]:
@@ -178,7 +152,7 @@ def is_gpu_array(value: Any) -> bool:
 
 def device_of(array: Array) -> Device:
     """Return the device in whose memory an array lies, ``cpu:0`` for the host's."""
-    return _gpu(array.device.id) if is_gpu_array(array) else _HOST
+    return _device_named(f"gpu:{array.device.id}" if is_gpu_array(array) else "cpu:0")
 
 
 def as_array(value: Any) -> Array:
@@ -209,32 +183,26 @@ def copy_to(array: Array, device: Device) -> Array:
     if device.kind == "cpu":
         return array if type(array) is np.ndarray else to_host(array)
     cupy = cupy_module()
-    if is_gpu_array(array):
+    on_gpu = is_gpu_array(array)
+    if on_gpu:
         if array.device.id == device.index:
             return array
         with array.device:
             if not array.flags.c_contiguous:  # CuPy copies no other array between devices.
                 array = array.copy()
             cupy.cuda.get_current_stream().synchronize()
-        source = array
-    else:
-        host = np.asarray(array)
-        source = _pinned_empty(host.shape, host.dtype)
-        source[...] = host
     with cupy.cuda.Device(device.index):
-        if is_gpu_array(source):
-            target = source.copy()  # CuPy copies to the current device.
+        if on_gpu:
+            target = array.copy()  # CuPy copies to the current device.
         else:
-            target = cupy.empty(source.shape, source.dtype)
-            target.set(source)
+            host = np.asarray(array)
+            pinned = _pinned_empty(host.shape, host.dtype)
+            pinned[...] = host
+            target = cupy.empty(host.shape, host.dtype)
+            target.set(pinned)
         # What is copied may be written to, or go back to CuPy's pool, as soon as this returns.
         cupy.cuda.get_current_stream().synchronize()
     return target
-
-
-@functools.cache
-def _gpu(index: int) -> Device:
-    return Device(f"gpu:{index}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -246,10 +214,9 @@ def _is_gpu_type(kind: type) -> bool:
 def _gpu_count() -> int:
     try:
         cupy = cupy_module()
+        return int(cupy.cuda.runtime.getDeviceCount())
     except MissingDependencyError:
         return 0
-    try:
-        return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
         return 0
 
@@ -304,19 +271,15 @@ def nccl_available() -> bool:
 
 
 def device_identity(device: Device) -> str:
-    """Return what tells a device from those of other processes, as far as NCCL sees them.
+    """Return ``"cpu"``, or ``"gpu"`` and its place on the host's bus, which NCCL may connect.
 
-    Returns:
-        ``"cpu"``; for a GPU ``"gpu"`` and its place on the host's bus, or ``"gpu"`` alone where
-        NCCL is not installed.
+    The place is left out where NCCL is not installed.
 
     >>> device_identity(Device("cpu:1"))
     'cpu'
     """
-    if device.kind == "cpu":
-        return "cpu"
-    if not nccl_available():
-        return "gpu"
+    if device.kind == "cpu" or not nccl_available():
+        return device.kind
     return f"gpu {cupy_module().cuda.Device(device.index).pci_bus_id.upper()}"
 
 

@@ -17,6 +17,7 @@ from ndistribute.device import Array, Device, copy_to, cupy_module, device_of
 __all__ = ["Stream", "random_generator", "settle", "working_on", "write_to"]
 
 _SUCCESS, _NOT_READY = 0, 600  # cudaError_t
+_NOTHING = contextlib.nullcontext()
 
 
 class Stream:
@@ -28,21 +29,17 @@ class Stream:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.on_gpu = device.kind == "gpu"
         self._cuda: Any = None
-        if device.kind == "gpu":
+        if self.on_gpu:
             cupy = cupy_module()
             with cupy.cuda.Device(device.index):
                 self._cuda = cupy.cuda.Stream(non_blocking=True)
 
-    @property
-    def on_gpu(self) -> bool:
-        """Return whether there is anything to order."""
-        return self._cuda is not None
-
     def use(self) -> contextlib.AbstractContextManager[Any]:
         """Make the device and this stream current for a ``with`` block."""
-        if self._cuda is None:
-            return contextlib.nullcontext()
+        if not self.on_gpu:
+            return _NOTHING
         stack = contextlib.ExitStack()
         stack.enter_context(cupy_module().cuda.Device(self.device.index))
         stack.enter_context(self._cuda)
@@ -50,12 +47,11 @@ class Stream:
 
     def begin(self) -> None:
         """Wait for what other streams of the device were given before this one starts."""
-        if self._cuda is not None:
-            cupy_module().cuda.Device(self.device.index).synchronize()
+        settle([self])
 
     def synchronize(self) -> None:
         """Wait until everything enqueued so far is done, so that other replicas may read it."""
-        if self._cuda is not None:
+        if self.on_gpu:
             self._cuda.synchronize()
 
     @property
@@ -65,7 +61,7 @@ class Stream:
         Raises:
             CUDARuntimeError: something that ran on the GPU before has failed.
         """
-        if self._cuda is None:
+        if not self.on_gpu:
             return True
         runtime = cupy_module().cuda.runtime
         with self.use():
@@ -77,7 +73,7 @@ class Stream:
     @property
     def pointer(self) -> int:
         """Return the CUDA stream's address, as NCCL takes it; 0 on a CPU."""
-        return 0 if self._cuda is None else int(self._cuda.ptr)
+        return int(self._cuda.ptr) if self.on_gpu else 0
 
 
 def settle(streams: Sequence[Stream]) -> None:
@@ -92,9 +88,6 @@ def working_on(device: Device) -> contextlib.AbstractContextManager[Any]:
     If another one was current, what the block enqueued is done at its end.
     """
     return _NOTHING if device.kind == "cpu" else _visiting(device.index)
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
