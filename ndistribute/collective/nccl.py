@@ -14,6 +14,7 @@ import functools
 import itertools
 import logging
 import math
+import queue
 import struct
 import threading
 import time
@@ -53,11 +54,7 @@ def make_nccl_backends(
     Args:
         rendezvous: where the replicas of this process meet.
         streams: the device and stream of each; all GPUs, of other processes too, are distinct.
-        workers: the processes, each of which joins its replicas like this; None if alone.
-
-    Returns:
-        One backend for each replica of this process, in order. The GPUs of one process are
-        connected, those of several will be at their first collective.
+        workers: the processes, whose GPUs are connected at their first collective; None if alone.
 
     Raises:
         MissingDependencyError: CuPy or NCCL is not installed.
@@ -69,11 +66,13 @@ def make_nccl_backends(
     return [NcclBackend(group, index) for index in range(len(streams))]
 
 
-_ELEMENTS = "int8 uint8 int32 uint32 int64 uint64 float32 float64".split()
-_WIDER = {"int16": "int32", "uint16": "uint32"}
-_PARTS = {"complex64": "float32", "complex128": "float64"}
+# What NCCL sees in the place of NumPy's dtypes; integers wrap alike in wider ones.
+_ELEMENTS = {name: name for name in "int8 uint8 int32 uint32 int64 uint64 float32 float64".split()}
+_ELEMENTS |= {"bool": "uint8", "int16": "int32", "uint16": "uint32"}
+_ELEMENTS |= {"complex64": "float32", "complex128": "float64"}
 # What NumPy means by the sum and the product of booleans is `or` and `and`.
 _OF_BOOLEANS = {"SUM": "MAX", "PROD": "MIN"}
+_REFUSED = {"f": ("MIN", "MAX"), "c": ("MIN", "MAX", "PROD")}
 
 # A communicator's method and its arguments but for the stream; a constant stands there by name.
 Launch = tuple[str, *tuple[int | str, ...]]
@@ -91,13 +90,8 @@ class Wire(NamedTuple):
 def reduction_wire(op: ReduceOp, dtype: Any) -> Wire | None:
     """Choose the type and the operation with which NCCL computes what NumPy would.
 
-    16-bit floats travel as float32, which is their accumulation dtype; 16-bit integers, which NCCL
-    does not know, as 32-bit ones, which wrap alike; booleans as bytes; complex numbers as pairs.
-
-    Returns:
-        None where NCCL has no such reduction, so that each replica must gather and reduce by
-        itself: products and extremes of complex numbers, and extremes of floats, in which NCCL
-        drops a NaN (it takes CUDA's ``fmin`` and ``fmax``) that NumPy keeps.
+    None means that each replica must gather and reduce by itself. NCCL has no products and extremes
+    of complex numbers, and its extremes of floats drop a NaN, which those of NumPy keep.
 
     >>> reduction_wire(ReduceOp.SUM, np.float16)
     Wire(dtype=dtype('float32'), elements='NCCL_FLOAT32', words=1, op='NCCL_SUM')
@@ -106,18 +100,14 @@ def reduction_wire(op: ReduceOp, dtype: Any) -> Wire | None:
     """
     wide = accumulation_dtype(op, dtype)
     name = "SUM" if op is ReduceOp.MEAN else op.name
-    elements, words = wide.name, 1
+    if wide.name not in _ELEMENTS or name in _REFUSED.get(wide.kind, ()):
+        return None
+    elements = _ELEMENTS[wide.name]
     if wide.kind == "b":
-        elements, name = "uint8", _OF_BOOLEANS.get(name, name)
-    elif wide.kind == "c" and name == "SUM":
-        elements, words = _PARTS.get(wide.name, ""), 2
-    elif wide.kind == "f" and name in ("MIN", "MAX"):
-        return None
-    elif wide.name in _WIDER:
-        elements = _WIDER[wide.name]
+        name = _OF_BOOLEANS.get(name, name)
+    elif wide.kind in "iu":
         wide = np.dtype(elements)
-    if elements not in _ELEMENTS:
-        return None
+    words = 2 if wide.kind == "c" else 1
     return Wire(wide, f"NCCL_{elements.upper()}", words, f"NCCL_{name}")
 
 
@@ -144,13 +134,9 @@ def gather_launches(nbytes: Sequence[int], rank: int, source: int, target: int) 
 def _stage(
     op: ReduceOp, source: Array, output: Array, size: int
 ) -> tuple[list[Launch], Callable[[], None]]:
-    """Cast and allocate for the reduction of a flat array over `size` replicas.
+    """Return what to launch for a reduction over `size` replicas, and what then completes it.
 
-    Whatever needs memory is done here, before the replicas meet, so that no replica can fail
-    between the meeting and the launch.
-
-    Returns:
-        What to launch, and what then turns the outcome into the result, on the current stream.
+    All memory is taken here, so that no replica can fail between the meeting and the launch.
     """
     wire = reduction_wire(op, source.dtype)
     if wire is None:
@@ -171,7 +157,6 @@ def _stage(
 
 
 def _address(array: Array) -> int:
-    """Return where a GPU array's first element is in the GPU's memory."""
     return int(array.data.ptr)
 
 
@@ -186,11 +171,12 @@ class NcclBackend:
         self.rank = group.first + index
         self.size = group.size
         self.owner, self.owners = 0, 1  # Each GPU has a memory of its own.
-        self.device = group.streams[index].device
         self._group = group
         self._index = index
         self._stream = group.streams[index]
+        self.device = self._stream.device
         self._exchange = functools.partial(group.rendezvous.exchange, index)
+        self.abort, self.close = group.abort, group.close
 
     def merge(
         self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
@@ -260,22 +246,13 @@ class NcclBackend:
         launch = functools.partial(self._group.launch, call, timeout=timeout)
         self._exchange(call, launches, launch, timeout)
 
-    def abort(self, cause: BaseException) -> None:
-        """Release every replica that waits on the host, and what cannot end on the GPUs."""
-        self._group.abort(cause)
-
-    def close(self) -> None:
-        """End the communicators of this process's replicas, with a deadline."""
-        self._group.close()
-
 
 class _Group:
     """What the replicas of one process share: where they meet, their streams, and NCCL.
 
-    Alone, a launch returns when it stands in the replicas' streams: what they compute next waits
-    for it on the GPU, not on the host. With other processes it returns when the GPUs have done it,
-    and all processes are known to have made the same call. The communicators are then of one
-    generation of the processes: after each recovery new ones are made.
+    Alone, a launch returns when it stands in the replicas' streams, and what they compute next
+    waits for it on the GPU. With other processes it returns when the GPUs have done it, and all
+    processes have made the same call. After each recovery of those the GPUs are connected anew.
     """
 
     def __init__(
@@ -289,8 +266,8 @@ class _Group:
         self.first = sum(counts[: workers.rank]) if workers is not None else 0
         self.size = sum(counts)
         self._generation = 0
-        self._comms: _Communicators | None = None
-        self.close: Callable[[], Any] = lambda: None
+        self._comms = _Communicators(b"", (), 0, 0)  # Nothing is connected.
+        self._end: Callable[[], Any] = lambda: None
 
     def launch(
         self,
@@ -302,9 +279,8 @@ class _Group:
     ) -> Any:
         """Enqueue each replica's launches in its stream, all of them or none.
 
-        `prepare` is run when no replica's GPU uses what it opens for updates. All is reduced by
-        then, so that a failure leaves the variables as they were. `compared` says that all
-        processes are known to make this call.
+        `prepare` is run when all is reduced, so that a failure leaves the variables as they were.
+        `compared` says that all processes are known to make this call.
         """
         deadline = time.monotonic() + timeout
         with self._guarded():
@@ -314,7 +290,7 @@ class _Group:
                     self._compare(call, deadline)
                 self.connect(call, deadline)
                 compared = True
-            if self._comms is not None and any(everyone):
+            if any(everyone):
                 self._comms.enqueue(everyone)
             # Should the calls differ, the kernels wait or mix up data until they are aborted, but
             # nobody has seen what they wrote, and the replicas' inputs are as they were.
@@ -334,23 +310,21 @@ class _Group:
     ) -> list[list[Array]]:
         """Allocate and launch an all-gather of matrices; return what each replica gets."""
         deadline = time.monotonic() + timeout
-        joined: list[list[Array]] = []
-        launches: list[list[Launch]] = []
+        joined: list[list[Array]] = [[] for _ in everyone]
+        launches: list[list[Launch]] = [[] for _ in everyone]
         with self._guarded():
             counts = np.array([[len(rows) for rows in own] for own in everyone], np.int64)
             if self._host is not None:  # This compares the calls, too.
                 (counts,) = self._host.all_gather(call, [counts], _left(deadline))
-            for index, (stream, matrices) in enumerate(zip(self.streams, everyone, strict=True)):
-                joined.append([])
-                launches.append([])
+            for index, matrices in enumerate(everyone):
                 for own, rows in zip(matrices, counts.T.tolist(), strict=True):
-                    with stream.use():
-                        shape = (sum(rows), *own.shape[1:])
+                    with self.streams[index].use():
+                        shape = sum(rows), own.shape[1]
                         whole = array_namespace(own).empty(shape, own.dtype)
-                    sizes = [count * own.dtype.itemsize * math.prod(shape[1:]) for count in rows]
+                    sizes = [count * own.shape[1] * own.dtype.itemsize for count in rows]
                     part = sizes, self.first + index, _address(own), _address(whole)
-                    launches[-1] += gather_launches(*part)
-                    joined[-1].append(whole)
+                    launches[index] += gather_launches(*part)
+                    joined[index].append(whole)
             self.launch(call, launches, _left(deadline), compared=True)
         return joined
 
@@ -361,8 +335,7 @@ class _Group:
             for index in indices:
                 pause, longest = _POLL_SECONDS
                 while not self.streams[index].is_done:
-                    if self._comms is not None:
-                        self._comms.check(index)
+                    self._comms.check(index)
                     check()
                     time.sleep(pause)
                     pause = min(2 * pause, longest)
@@ -373,11 +346,14 @@ class _Group:
         if self._peers is not None:  # Else what is on the GPUs ends by itself.
             self._disconnect(cause)
 
+    def close(self) -> None:
+        """End the communicators of this process, with a deadline."""
+        self._end()
+
     def connect(self, call: Call, deadline: float) -> None:
         """Connect the GPUs with those of the other processes, each of which does so now."""
-        if self._comms is not None:  # Of an earlier generation, of which others may have aborted.
-            self._comms.end("abort")
-        self.close()
+        self._comms.end("abort")  # Those of an earlier generation, which others may have aborted.
+        self._end()
         peers, check = self._peers, self._watch(call, deadline)
         unique_id = b"" if peers is not None and peers.rank else _make_unique_id()
         if peers is not None:
@@ -387,7 +363,7 @@ class _Group:
             unique_id = peers.exchange(key, unique_id, _left(deadline))[0]
         comms = _Communicators(unique_id, self.streams, self.first, self.size)
         # Also at exit, while CUDA still works; communicators must not outlive it.
-        self.close = weakref.finalize(self, _end_orderly, comms, peers)
+        self._end = weakref.finalize(self, _end_orderly, comms, peers)
         self._comms = comms
         comms.connect(check)
 
@@ -395,7 +371,7 @@ class _Group:
     def _is_connected(self) -> bool:
         """Return True if the GPUs are connected; all processes find the same."""
         current = self._peers is None or self._generation == self._peers.generation
-        return current and self._comms is not None and bool(self._comms.open)
+        return current and bool(self._comms.open)
 
     def _compare(self, call: Call, deadline: float) -> None:
         """Meet the other processes; what they say of their calls is compared on the way."""
@@ -438,17 +414,15 @@ class _Group:
             # First, and also where others are in an earlier call: NCCL may abort on one process
             # only when all abort.
             self._peers.abort(cause, after=BEFORE_ALL)
-        if self._comms is not None:
-            self._comms.end("abort")
+        self._comms.end("abort")
 
 
 class _Communicators(threading.Thread):
     """Connect this process's GPUs with all others, keep the communicators, and end them.
 
-    NCCL waits for the other processes when it connects and when it ends, for as long as it takes,
-    and cannot be told to give up. So both happen on this thread; whoever needs them waits with a
-    deadline, and what is connected too late is ended again. The thread stays between, for none can
-    be started any more when the interpreter exits.
+    NCCL waits for the other processes when it connects and when it ends, and cannot be told to give
+    up. So both happen on this thread; who needs them waits with a deadline, and what is connected
+    too late is ended again. The thread stays, for at exit the interpreter starts none any more.
     """
 
     def __init__(self, unique_id: bytes, streams: Sequence[Stream], first: int, size: int) -> None:
@@ -458,15 +432,10 @@ class _Communicators(threading.Thread):
         self._error: BaseException | None = None
         self._mutex = threading.Lock()  # Held while NCCL uses what is open, so that none ends it.
         self._is_connected = threading.Event()
-        self._is_over = threading.Event()
-        self._how = "abort"
+        self._endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # The first one counts.
 
     def connect(self, check: Callable[[], None]) -> None:
-        """Wait for the connection, unless `check` raises.
-
-        Raises:
-            WorkerLostError: NCCL cannot connect them.
-        """
+        """Wait for the connection, unless `check` raises."""
         self.start()
         try:
             while not self._is_connected.wait(timeout=0.005):
@@ -488,15 +457,12 @@ class _Communicators(threading.Thread):
         with self._mutex, _failures_named():
             if not self.open:
                 raise WorkerLostError("NCCL was aborted: another replica or worker failed.")
-            calls = []
-            for comm, stream, launches in zip(self.open, self._group[1], everyone, strict=True):
-                for method, *args in launches:
-                    given = (getattr(library, a) if isinstance(a, str) else a for a in args)
-                    calls.append(functools.partial(getattr(comm, method), *given, stream.pointer))
             library.groupStart()
             try:
-                for call in calls:
-                    call()
+                for comm, stream, launches in zip(self.open, self._group[1], everyone, strict=True):
+                    for method, *args in launches:
+                        given = [getattr(library, a) if isinstance(a, str) else a for a in args]
+                        getattr(comm, method)(*given, stream.pointer)
             finally:
                 library.groupEnd()
 
@@ -510,16 +476,15 @@ class _Communicators(threading.Thread):
         """Destroy or abort the communicators; go on without them if NCCL takes too long."""
         # Who hangs in NCCL while it holds the mutex is released by the abort.
         held = self._mutex.acquire(timeout=_END_SECONDS)
-        if not self._is_over.is_set():
-            self.open, self._how = (), how
-            self._is_over.set()
+        self.open = ()
+        self._endings.put(how)
         if held:
             self._mutex.release()
         # Garbage is collected on any thread, also on this one.
         if self._is_connected.is_set() and threading.current_thread() is not self:
             self.join(timeout=_END_SECONDS)
             if self.is_alive():
-                _log.warning("NCCL takes more than %g s to %s", _END_SECONDS, self._how)
+                _log.warning("NCCL takes more than %g s to %s", _END_SECONDS, how)
 
     def run(self) -> None:
         unique_id, streams, first, size = self._group
@@ -534,14 +499,14 @@ class _Communicators(threading.Thread):
                 nccl_module().groupEnd()
         except BaseException as error:
             self._error = error
-            self._is_over.set()
+            self._endings.put("abort")
         with self._mutex:
-            if not self._is_over.is_set():
+            if self._endings.empty():
                 self.open = comms
         self._is_connected.set()
-        self._is_over.wait()
+        how = self._endings.get()
         for comm in comms:
-            getattr(comm, self._how)()
+            getattr(comm, how)()
 
 
 def _end_orderly(comms: _Communicators, peers: ControlPlane | None) -> None:
