@@ -52,9 +52,10 @@ def _peers() -> Any:
         addresses, rank = config["cluster"]["worker"], config["task"]["index"]
         own = bootstrap.info_from_addresses(addresses, rank)
     else:
-        from ndistribute.collective.mpi import exchange_over_mpi, mpi_rank_and_size
+        from ndistribute.cluster import MPIClusterResolver
+        from ndistribute.collective.mpi import exchange_over_mpi
 
-        own = bootstrap.info_from_exchange(exchange_over_mpi, mpi_rank_and_size()[0])
+        own = bootstrap.info_from_exchange(exchange_over_mpi, MPIClusterResolver().task_id)
     peers = ControlPlane(own, timeout=TIMEOUT)
     atexit.register(peers.close)
     return peers

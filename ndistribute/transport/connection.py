@@ -134,7 +134,7 @@ class Connection:
     ) -> None:
         self.peer = accepted.hello
         self.is_unix = sock.family == socket.AF_UNIX
-        self._sock: Any = _NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
+        self._sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._kinds = kinds
         self._sealed = sealed
         self._seal, self._unseal = _macs(accepted.sending_key), _macs(accepted.receiving_key)
@@ -515,7 +515,7 @@ class Connection:
         raise ConnectionLostError(*(self._lost or (why, clean))) from error
 
 
-class _NonBlockingTls:
+class NonBlockingTls:
     """Make a TLS socket look like a plain one that does not block.
 
     OpenSSL wants one thread at a time in a connection: a lock is held, but never while waiting.

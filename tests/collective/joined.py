@@ -8,6 +8,7 @@ import json
 import os
 from typing import Any
 
+from ndistribute.cluster import MPIClusterResolver
 from ndistribute.collective.bootstrap import info_from_addresses, info_from_exchange
 from ndistribute.collective.control import ControlPlane
 
@@ -22,9 +23,9 @@ def joined_peers() -> ControlPlane:
         addresses, rank = config["cluster"]["worker"], config["task"]["index"]
         info = info_from_addresses(addresses, rank)
     else:
-        from ndistribute.collective.mpi import exchange_over_mpi, mpi_rank_and_size
+        from ndistribute.collective.mpi import exchange_over_mpi
 
-        info = info_from_exchange(exchange_over_mpi, mpi_rank_and_size()[0])
+        info = info_from_exchange(exchange_over_mpi, MPIClusterResolver().task_id)
     peers = ControlPlane(info, timeout=30.0)
     atexit.register(peers.close)
     return peers

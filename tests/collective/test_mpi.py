@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 from ndistribute.collective import mpi
-from ndistribute.collective.mpi import exchange_over_mpi, mpi_rank_and_size
+from ndistribute.collective.mpi import exchange_over_mpi
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.errors import DistributeError
 from tests import worker_steps
@@ -52,7 +54,8 @@ def three() -> Iterator[Ranks]:
 
 def exchanged(rank: int, size: int) -> tuple[list[bytes], tuple[int, int]]:
     exchange_over_mpi(b"")
-    return exchange_over_mpi(f"rank {rank}".encode() * rank), mpi_rank_and_size()
+    here = mpi._world()
+    return exchange_over_mpi(f"rank {rank}".encode() * rank), (here.rank, here.size)
 
 
 def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three: Ranks) -> None:
@@ -70,7 +73,7 @@ def sums_after_lost_messages(rank: int, size: int) -> list[float]:
         if rank == 1:
             ring_calls.all_reduced(backend, [np.full(10, 100.0)], ReduceOp.SUM)
         deadline = time.monotonic() + 20.0
-        while not mpi._world().data.Iprobe():  # Until what rank 1 sends is there.
+        while not mpi._world().comm.Iprobe():  # Until what rank 1 sends is there.
             assert time.monotonic() < deadline
         peers.abort(ValueError("left out"))
     for _ in range(3):
@@ -85,6 +88,22 @@ def test_a_message_of_a_failed_call_is_never_taken_for_one_of_a_later_call() -> 
     with Ranks(2, "mpi") as two:
         for outcome in two.run(sums_after_lost_messages):
             assert set(outcome.result()) == {2.0}
+
+
+def freed_after_a_failure(rank: int, size: int) -> bool:
+    """Fail in a call and recover; return True if nothing holds any more what was sent."""
+    backend, sent = ring_calls.ring(), np.ones(10)
+    held = weakref.ref(sent)
+    with contextlib.suppress(DistributeError):
+        ring_calls.all_reduced(backend, [sent], ReduceOp.MAX if rank else ReduceOp.SUM)
+    joined_peers().recover(backend.reset, timeout=40.0)
+    del sent
+    gc.collect()
+    return held() is None
+
+
+def test_what_a_failed_call_sent_is_freed(three: Ranks) -> None:
+    assert [outcome.result() for outcome in three.run(freed_after_a_failure)] == [True] * 3
 
 
 def test_byte_orders_may_differ() -> None:
@@ -221,10 +240,10 @@ def test_without_mpi4py_the_error_names_the_extra(tmp_path: Path) -> None:
     body = """
     import sys
     sys.modules["mpi4py"] = None
-    from ndistribute.collective.mpi import mpi_rank_and_size
+    from ndistribute.collective.mpi import exchange_over_mpi
     from ndistribute.errors import MissingDependencyError
     try:
-        mpi_rank_and_size()
+        exchange_over_mpi(b"")
     except MissingDependencyError as error:
         print(error)
     """
