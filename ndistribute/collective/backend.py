@@ -16,7 +16,7 @@ from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.device import Array, Device
 from ndistribute.errors import CollectiveMismatchError
 
-__all__ = ["Backend", "Call", "Signature", "Update", "check_calls"]
+__all__ = ["Backend", "Call", "Signature", "Update", "check_calls", "mismatch"]
 
 T = TypeVar("T")
 
@@ -123,20 +123,30 @@ replica 0 called all_reduce(SUM). Every replica must make the same calls in the 
     """
     first = calls[0]
     for rank, call in enumerate(calls):
-        if call == first:
-            continue
-        if call[:3] == first[:3]:
-            advice = (
-                "Every replica must pass the same shapes and dtypes; pad the batch, or use "
-                "all_gather."
-            )
-        else:
-            advice = "Every replica must make the same calls in the same order."
-        number = "" if call.sequence == first.sequence else f" as its call {call.sequence}"
-        raise CollectiveMismatchError(
-            f"{first.title}: replica {rank} called {call}{number}, replica 0 called {first}. "
-            + advice,
-            rank=rank,
-            op=first.kind,
-            sequence=first.sequence,
-        )
+        if call != first:
+            number = "" if call.sequence == first.sequence else f" as its call {call.sequence}"
+            what = f"replica {rank} called {call}{number}, replica 0 called {first}."
+            raise mismatch(first.kind, first.sequence, rank, what, alike=call[:3] == first[:3])
+
+
+def mismatch(
+    kind: str, sequence: int, rank: int, what: str, *, alike: bool
+) -> CollectiveMismatchError:
+    """Return the error for calls that differ.
+
+    Args:
+        kind: of the call as it was expected.
+        sequence: its number.
+        rank: who made another one.
+        what: which calls were made, as a sentence.
+        alike: whether they differ in shapes and dtypes alone.
+    """
+    advice = "make the same calls in the same order."
+    if alike:
+        advice = "pass the same shapes and dtypes; pad the batch, or use all_gather."
+    return CollectiveMismatchError(
+        f"{kind} #{sequence}: {what} Every replica must {advice}",
+        rank=rank,
+        op=kind,
+        sequence=sequence,
+    )

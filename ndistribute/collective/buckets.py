@@ -1,8 +1,8 @@
 """Where every leaf of a gradient tree lies in the communication buffers, and who reduces what.
 
 One message per leaf would cost a latency each, so leaves of one dtype share buckets. Everything
-here is arithmetic on sizes: no array is touched, and equal arguments give equal, hashable answers,
-so a caller may keep a layout for as long as its shapes stay the same.
+here is arithmetic on sizes: no array is touched, and equal arguments give equal answers, so a
+caller may keep them for as long as its shapes stay the same.
 """
 
 from __future__ import annotations
@@ -12,114 +12,61 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "ALIGNMENT",
-    "BucketSpec",
-    "Chunk",
-    "Layout",
-    "LeafKey",
-    "LeafSpec",
-    "Piece",
-    "Slot",
-    "blocks",
-    "cut",
-    "owned_ranges",
-    "pack",
-]
+from ndistribute.transport.shared_memory import ALIGNMENT, padded
 
-ALIGNMENT = 64  # bytes: a cache line, and a full AVX-512 register
+__all__ = ["LeafKey", "Piece", "blocks", "cut", "owned_ranges", "pack"]
+
+LeafKey = tuple[np.dtype[Any], int]  # The dtype of a leaf, and its number of elements.
+
+# Where a leaf may be cut between owners: 16 elements of float32 are a cache line.
+OWNED_ALIGNMENT = 16
 
 
-@dataclass(frozen=True, slots=True)
-class LeafSpec:
-    """Describe one array of a tree: its dtype and its number of elements."""
-
-    dtype: np.dtype[Any]
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class BucketSpec:
-    """Describe one flat buffer to allocate: its dtype and its number of elements.
-
-    Elements between two slots are padding: nobody reads them, but reductions run over them, so
-    a buffer must start as zeros, or stray bits would raise floating-point warnings.
-    """
-
-    dtype: np.dtype[Any]
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Say where a leaf lies: elements ``[start, stop)`` of a bucket."""
-
-    bucket: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Hold a packing: buckets in the order in which they fill, one slot per leaf, in leaf order."""
-
-    buckets: tuple[BucketSpec, ...]
-    slots: tuple[Slot, ...]
-
-
-def pack(leaves: Sequence[LeafSpec], bucket_bytes: int) -> Layout:
-    """Give every leaf a place in a bucket of its dtype.
+def pack(
+    leaves: Sequence[LeafKey], bucket_bytes: int
+) -> list[tuple[np.dtype[Any], dict[int, slice]]]:
+    """Give every leaf that is not empty a place in a bucket of its dtype.
 
     The last leaf is placed first, because a backward pass yields the last layer's gradient first:
     bucket 0 is full, and can travel, while earlier layers are still computing. The idea is that of
     Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020,
-    section 3.2.3. A leaf is never cut. One that is larger than `bucket_bytes` fills a bucket
-    alone, empty leaves aside. Slots start at multiples of `ALIGNMENT` bytes.
+    section 3.2.3. A leaf is never cut. One that is larger than `bucket_bytes` fills a bucket alone.
 
     Args:
         leaves: dtype and size of each leaf.
         bucket_bytes: how large a bucket may grow; 0 gives every leaf its own.
 
     Returns:
-        The layout. A bucket without elements occurs only where a dtype has empty leaves alone, or
-        where `bucket_bytes` is 0.
-
-    Raises:
-        ValueError: a size or `bucket_bytes` is negative.
+        The dtype of each bucket, in the order in which they fill, and the places of its leaves by
+        their numbers, in rising order. They start at multiples of 64 bytes. Nobody reads what lies
+        between them, but reductions run over it, so a buffer must start as zeros, or stray bits
+        would raise floating-point warnings.
 
     >>> f4 = np.dtype(np.float32)
-    >>> layout = pack([LeafSpec(f4, 100), LeafSpec(f4, 20), LeafSpec(f4, 3)], bucket_bytes=256)
-    >>> [bucket.size for bucket in layout.buckets]
-    [36, 100]
-    >>> [(slot.bucket, slot.start, slot.stop) for slot in layout.slots]
-    [(1, 0, 100), (0, 16, 36), (0, 0, 3)]
+    >>> for _, places in pack([(f4, 100), (f4, 20), (f4, 0), (f4, 3)], bucket_bytes=256):
+    ...     print(places)
+    {3: slice(0, 3, None), 1: slice(16, 36, None)}
+    {0: slice(0, 100, None)}
     """
-    if bucket_bytes < 0:
-        raise ValueError(f"bucket_bytes must be 0 or more, got {bucket_bytes}.")
-    _check_sizes([leaf.size for leaf in leaves])
-    dtypes: list[np.dtype[Any]] = []
-    ends: list[int] = []
-    newest: dict[np.dtype[Any], int] = {}  # dtype -> the bucket that is still filling
-    slots: list[Slot] = []
-    for leaf in reversed(leaves):
-        bucket = newest.get(leaf.dtype)
-        if bucket is None or not _fits(leaf, ends[bucket], bucket_bytes):
-            bucket = newest[leaf.dtype] = len(ends)
-            dtypes.append(leaf.dtype)
-            ends.append(0)
-        start = _aligned(ends[bucket], leaf.dtype)
-        ends[bucket] = start + leaf.size
-        slots.append(Slot(bucket, start, start + leaf.size))
-    buckets = tuple(BucketSpec(dtype, size) for dtype, size in zip(dtypes, ends, strict=True))
-    return Layout(buckets, tuple(reversed(slots)))
-
-
-LeafKey = tuple[np.dtype[Any], int]  # dtype and number of elements of a leaf
+    buckets: list[tuple[np.dtype[Any], dict[int, slice]]] = []
+    filling: dict[np.dtype[Any], tuple[dict[int, slice], int]] = {}  # The newest, and its length.
+    for leaf in reversed(range(len(leaves))):
+        dtype, size = leaves[leaf]
+        if size == 0:
+            continue
+        places, end = filling.get(dtype, ({}, 0))
+        step = ALIGNMENT // math.gcd(ALIGNMENT, dtype.itemsize)
+        start = -(-end // step) * step
+        if not end or (start + size) * dtype.itemsize > bucket_bytes:
+            places, start = {}, 0
+            buckets.append((dtype, places))
+        places[leaf] = slice(start, start + size)
+        filling[dtype] = places, start + size
+    return buckets
 
 
 class Piece(NamedTuple):
@@ -137,16 +84,12 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-Chunk = tuple[Piece, ...]
-
-
-@functools.lru_cache(maxsize=256)
-def cut(leaves: tuple[LeafKey, ...], limit: int) -> tuple[Chunk, ...]:
+def cut(leaves: Sequence[LeafKey], limit: int) -> list[list[Piece]]:
     """Lay leaves end to end and cut them into chunks of limited size.
 
     Args:
         leaves: dtype and number of elements of each; empty ones take no part.
-        limit: how many bytes a chunk may take, a multiple of `ALIGNMENT`.
+        limit: how many bytes a chunk may take, a multiple of 64.
 
     Returns:
         The chunks, none of them empty but where there is nothing to move at all. There is at least
@@ -172,112 +115,60 @@ def cut(leaves: tuple[LeafKey, ...], limit: int) -> tuple[Chunk, ...]:
                 continue
             stop = min(size, start + room)
             chunks[-1].append(Piece(leaf, dtype, start, stop, used))
-            used += -(-(stop - start) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            used += padded((stop - start) * dtype.itemsize)
             start = stop
-    return tuple(map(tuple, chunks))
+    return chunks
 
 
 @functools.lru_cache(maxsize=256)
-def owned_ranges(
-    sizes: tuple[int, ...], owners: int, owner: int, align: int = 16
-) -> list[tuple[int, int, int]]:
+def owned_ranges(sizes: tuple[int, ...], owners: int, owner: int) -> list[tuple[int, int, int]]:
     """Cut flat leaves, laid end to end, into balanced parts and return the part of one owner.
 
-    A cut falls between two leaves, or at a multiple of `align` elements inside one, so that two
-    owners never write to one cache line. It moves by at most ``align / 2`` for that, so a part
-    differs from ``sum(sizes) / owners`` by at most ``align + 1`` elements.
+    A cut falls between two leaves, or at a multiple of `OWNED_ALIGNMENT` inside one, so that two
+    owners never write to one cache line. For that it moves by at most half of it.
 
     Args:
         sizes: the number of elements of each leaf.
         owners: the number of parts.
         owner: which part.
-        align: where a leaf may be cut, in elements; 16 float32 are a cache line.
 
     Returns:
         Ranges ``(leaf, start, stop)`` in rising order, none of them empty; not to be changed. Over
         all owners they cover every element exactly once.
-
-    Raises:
-        ValueError: there is no such owner, or a size or `align` makes no sense.
 
     >>> owned_ranges((40, 8, 60), owners=2, owner=0)
     [(0, 0, 40), (1, 0, 8)]
     >>> owned_ranges((100,), owners=3, owner=1)
     [(0, 32, 64)]
     """
-    if not 0 <= owner < owners:
-        raise ValueError(f"owner must be in [0, owners), got owner {owner} of {owners}.")
-    if align < 1:
-        raise ValueError(f"align must be 1 or more, got {align}.")
-    _check_sizes(sizes)
-    ends = list(itertools.accumulate(sizes))
-    begin = _cut(sizes, ends, owners, owner, align)
-    end = _cut(sizes, ends, owners, owner + 1, align)
-    ranges: list[tuple[int, int, int]] = []
-    if begin == end:
-        return ranges
-    for leaf in range(bisect.bisect_right(ends, begin), len(ends)):
-        offset = ends[leaf] - sizes[leaf]
-        if offset >= end:
-            break
-        if sizes[leaf]:
-            ranges.append((leaf, max(begin - offset, 0), min(end - offset, sizes[leaf])))
+    starts = list(itertools.accumulate(sizes, initial=0))
+    begin, end = _owned_start(starts, owners, owner), _owned_start(starts, owners, owner + 1)
+    ranges = []
+    for leaf, (first, last) in enumerate(itertools.pairwise(starts)):
+        start, stop = max(begin, first), min(end, last)
+        if start < stop:
+            ranges.append((leaf, start - first, stop - first))
     return ranges
 
 
+def _owned_start(starts: list[int], owners: int, owner: int) -> int:
+    """Return where a part begins: the permitted place nearest to the even cut.
+
+    Rounding is monotone in the even cut, so parts can not overlap, whatever the alignment is.
+    """
+    even = starts[-1] * owner // owners
+    leaf = bisect.bisect_right(starts, even) - 1
+    if leaf == len(starts) - 1:
+        return even
+    below = even - (even - starts[leaf]) % OWNED_ALIGNMENT
+    above = min(below + OWNED_ALIGNMENT, starts[leaf + 1])
+    return below if even - below <= above - even else above
+
+
 def blocks(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
-    """Walk a range in pieces that fit the cache.
-
-    Args:
-        start: the first element.
-        stop: the end, exclusive; nothing is yielded where it is not above `start`.
-        block: the most elements of a piece.
-
-    Returns:
-        An iterator of ``(start, stop)``, adjacent and in rising order; the last may be shorter.
-
-    Raises:
-        ValueError: `block` is below 1.
+    """Return a range in adjacent pieces ``(start, stop)``, each of at most `block` elements.
 
     >>> list(blocks(3, 10, 4))
     [(3, 7), (7, 10)]
     """
-    if block < 1:
-        raise ValueError(f"block must be 1 or more, got {block}.")
     return ((first, min(first + block, stop)) for first in range(start, stop, block))
-
-
-def _fits(leaf: LeafSpec, end: int, bucket_bytes: int) -> bool:
-    """Say whether a bucket that is filled up to `end` takes a leaf."""
-    if bucket_bytes == 0:
-        return False
-    if end == 0 or leaf.size == 0:
-        return True
-    return (_aligned(end, leaf.dtype) + leaf.size) * leaf.dtype.itemsize <= bucket_bytes
-
-
-def _aligned(end: int, dtype: np.dtype[Any]) -> int:
-    """Return the first element at or after `end` that starts at a multiple of `ALIGNMENT` bytes."""
-    step = ALIGNMENT // math.gcd(ALIGNMENT, dtype.itemsize)
-    return -(-end // step) * step
-
-
-def _cut(sizes: Sequence[int], ends: list[int], owners: int, index: int, align: int) -> int:
-    """Return where part `index` begins: the permitted place nearest to the even cut.
-
-    Rounding is monotone in the even cut, so parts can not overlap, whatever `align` is.
-    """
-    total = ends[-1] if ends else 0
-    even = total * index // owners
-    leaf = bisect.bisect_right(ends, even)
-    if leaf == len(ends):
-        return total
-    offset = ends[leaf] - sizes[leaf]
-    below = offset + (even - offset) // align * align
-    above = min(below + align, ends[leaf])
-    return below if even - below <= above - even else above
-
-
-def _check_sizes(sizes: Sequence[int]) -> None:
-    if sizes and min(sizes) < 0:
-        raise ValueError(f"A leaf has a negative number of elements: {min(sizes)}.")

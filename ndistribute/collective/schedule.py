@@ -2,17 +2,14 @@
 
 A plan is a pure function of how many ranks there are (`size`), whose plan it is (`rank`) and how
 many elements the buffer has (`length`), so it is tested without a thread or a socket. Any size and
-length will do: what would be a message without elements is left out at both ends. A rank that can
-not be is a `ValueError`.
+length will do: what would be a message without elements is left out at both ends.
 
 =============================  ==================  ===========================================
 plan                           steps of a rank     elements that a rank sends
 =============================  ==================  ===========================================
-ring_reduce_scatter            n - 1               all but its own chunk: (n-1)/n * length
-ring_all_gather                n - 1               all but the next rank's chunk
 ring_all_reduce                2(n - 1)            2(n-1)/n * length: the least possible
+ring_all_gather                n - 1               all but the next rank's chunk
 recursive_doubling_all_reduce  floor(log2 n) (+2)  length in each step that sends
-tree_broadcast                 <= ceil(log2 n)     length to each child
 =============================  ==================  ===========================================
 
 The steps of one or more buffers become moves, which know what they wait for, so that several
@@ -25,7 +22,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ndistribute.collective.buckets import blocks
@@ -36,17 +33,13 @@ __all__ = [
     "Message",
     "Move",
     "Step",
-    "Tuning",
     "chunk_cuts",
-    "plan_broadcast",
     "plan_gather",
     "plan_reduce",
     "recursive_doubling_all_reduce",
     "ring_all_gather",
     "ring_all_reduce",
-    "ring_reduce_scatter",
     "segmented",
-    "tree_broadcast",
 ]
 
 
@@ -88,66 +81,56 @@ class Move(NamedTuple):
     send: Message | None
     receive: Message | None
     action: Action
-    after: int  # So many moves must have received before this one sends.
-    sends_own: bool  # Whether that is still what this rank contributes.
+    after: int  # So many moves must have received before it sends; 0: it sends the contribution.
     blocked_by: int  # The move whose send reads the received range last, or -1.
     adds_own: bool  # Whether what arrives is combined with what this rank contributes.
     total: bool  # Whether that makes the total of all ranks.
 
 
-class Tuning(NamedTuple):
-    """Say how messages are cut."""
-
-    small_bytes: int  # Up to here a buffer goes whole, in the fewest steps; above, round the ring.
-    block_bytes: int  # The most bytes of one message.
-
-
 def plan_reduce(
-    size: int, rank: int, buckets: Sequence[tuple[int, int, bool]], tuning: Tuning
+    size: int,
+    rank: int,
+    buckets: Iterable[tuple[int, int, bool]],
+    small_bytes: int,
+    block_bytes: int,
 ) -> list[Move]:
     """Plan the all-reduce of several buffers.
 
-    Of each it is given the length, the bytes of an element, and whether only a ring will do: where
-    what one rank sends is not what it adds itself, two that exchange would get different totals.
+    Args:
+        size: how many ranks there are.
+        rank: whose plan it is.
+        buckets: of each the length, the bytes of an element, and whether only a ring will do: where
+            what one rank sends is not what it adds itself, two that exchange would get different
+            totals.
+        small_bytes: up to here a buffer goes whole, in the fewest steps; above, round the ring.
+        block_bytes: the most bytes of one message.
 
-    >>> tuning = Tuning(small_bytes=0, block_bytes=8)
-    >>> [move.after for move in plan_reduce(2, 0, [(6, 4, False)], tuning)]
+    >>> [move.after for move in plan_reduce(2, 0, [(6, 4, False)], small_bytes=0, block_bytes=8)]
     [0, 0, 1, 2]
     """
     programs = []
     for length, itemsize, ring in buckets:
-        if not ring and length * itemsize <= tuning.small_bytes:
+        if not ring and length * itemsize <= small_bytes:
             programs.append(recursive_doubling_all_reduce(size, rank, length))
         else:
-            block = max(1, tuning.block_bytes // itemsize)
-            programs.append(segmented(ring_all_reduce(size, rank, length), block))
+            steps = ring_all_reduce(size, rank, length)
+            programs.append(segmented(steps, max(1, block_bytes // itemsize)))
     return _moves(programs)
 
 
 def plan_gather(
-    size: int, rank: int, cuts: Sequence[tuple[Sequence[int], int]], tuning: Tuning
+    rank: int, buckets: Iterable[tuple[Iterable[int], int]], block_bytes: int
 ) -> list[Move]:
     """Plan how every rank gets every chunk of several buffers.
 
-    Of each it is given where the chunks begin and the last one ends, and the bytes of an element.
+    Of each it is given how long the chunks of the ranks are, and the bytes of an element. Where all
+    but one rank have nothing, that is a broadcast.
     """
-    return _moves(
-        segmented(
-            ring_all_gather(size, rank, places[-1], places),
-            max(1, tuning.block_bytes // itemsize),
-        )
-        for places, itemsize in cuts
-    )
-
-
-def plan_broadcast(
-    size: int, rank: int, root: int, lengths: Sequence[int], tuning: Tuning
-) -> list[Move]:
-    """Plan how every rank gets the bytes of several buffers of the root."""
-    return _moves(
-        segmented(tree_broadcast(size, rank, length, root), tuning.block_bytes)
-        for length in lengths
-    )
+    programs = []
+    for lengths, itemsize in buckets:
+        steps = ring_all_gather(rank, tuple(itertools.accumulate(lengths, initial=0)))
+        programs.append(segmented(steps, max(1, block_bytes // itemsize)))
+    return _moves(programs)
 
 
 def segmented(steps: Sequence[Step], block: int) -> list[Step]:
@@ -159,11 +142,16 @@ def segmented(steps: Sequence[Step], block: int) -> list[Step]:
     >>> [step.send for step in segmented([Step(send=Message(1, 0, 5))], block=3)]
     [Message(peer=1, start=0, stop=3), Message(peer=1, start=3, stop=5)]
     """
-    cut = []
-    for step in steps:
-        pairs = itertools.zip_longest(_split(step.send, block), _split(step.receive, block))
-        cut += [Step(out, into, step.action if into else Action.COPY) for out, into in pairs]
-    return cut
+
+    def split(message: Message | None) -> list[Message]:
+        peer, start, stop = message or (0, 0, 0)
+        return [Message(peer, *part) for part in blocks(start, stop, block)]
+
+    return [
+        Step(send, receive, action if receive else Action.COPY)
+        for whole_send, whole_receive, action in steps
+        for send, receive in itertools.zip_longest(split(whole_send), split(whole_receive))
+    ]
 
 
 def ring_all_reduce(size: int, rank: int, length: int) -> list[Step]:
@@ -171,42 +159,21 @@ def ring_all_reduce(size: int, rank: int, length: int) -> list[Step]:
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
     Journal of Parallel and Distributed Computing 69(2), 2009. Each element is totalled once and
-    then copied, so all ranks hold the same bits; see `ring_reduce_scatter` for the order.
+    then copied, so all ranks hold the same bits. The order is fixed, but begins at another rank in
+    each chunk: that of chunk c is ``(((x[c+1] + x[c+2]) + ... + x[n-1]) + x[0]) + ... + x[c]``.
 
     >>> [(step.receive, step.action.name) for step in ring_all_reduce(2, 0, length=5)]
     [(Message(peer=1, start=0, stop=3), 'REDUCE_LEFT'), (Message(peer=1, start=3, stop=5), 'COPY')]
     """
-    return ring_reduce_scatter(size, rank, length) + ring_all_gather(size, rank, length)
+    cuts = chunk_cuts(length, size)
+    return _ring(rank, cuts, rank - 1, Action.REDUCE_LEFT) + ring_all_gather(rank, cuts)
 
 
-def ring_reduce_scatter(size: int, rank: int, length: int) -> list[Step]:
-    """Plan a reduction after which rank r holds the total of chunk r; other chunks are spoilt.
-
-    The order is fixed, but begins at another rank in each chunk: the total of chunk c is
-    ``(((x[c+1] + x[c+2]) + ... + x[n-1]) + x[0]) + ... + x[c]``. Source: see `ring_all_reduce`.
-
-    >>> ring_reduce_scatter(size=2, rank=1, length=6)[0].send
-    Message(peer=0, start=0, stop=3)
-    """
-    _check(size, rank, length)
-    return _ring(rank, chunk_cuts(length, size), rank - 1, Action.REDUCE_LEFT)
-
-
-def ring_all_gather(
-    size: int, rank: int, length: int, cuts: Sequence[int] | None = None
-) -> list[Step]:
+def ring_all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
     """Plan how every rank gets all chunks, where rank r has chunk r in its place in the buffer.
 
-    `cuts` say where chunks begin and the last one ends; uneven ones make a ragged all-gather, None
-    stands for `chunk_cuts`.
-
-    >>> [step.receive for step in ring_all_gather(size=3, rank=0, length=9, cuts=(0, 2, 2, 9))]
-    [Message(peer=2, start=2, stop=9), None]
+    `cuts` say where the chunks, which may be uneven, begin, and where the last one ends.
     """
-    _check(size, rank, length)
-    cuts = chunk_cuts(length, size) if cuts is None else cuts
-    if len(cuts) != size + 1 or list(cuts) != sorted(cuts) or (cuts[0], cuts[-1]) != (0, length):
-        raise ValueError(f"cuts must be {size + 1} numbers that rise from 0 to {length}: {cuts}.")
     return _ring(rank, cuts, rank, Action.COPY)
 
 
@@ -222,7 +189,6 @@ def recursive_doubling_all_reduce(size: int, rank: int, length: int) -> list[Ste
     >>> [step.send.peer for step in recursive_doubling_all_reduce(size=8, rank=5, length=4)]
     [4, 7, 1]
     """
-    _check(size, rank, length)
     if length == 0:
         return []
     levels = size.bit_length() - 1
@@ -241,25 +207,6 @@ def recursive_doubling_all_reduce(size: int, rank: int, length: int) -> list[Ste
     return [*steps, Step(send=partner)] if paired else steps
 
 
-def tree_broadcast(size: int, rank: int, length: int, root: int = 0) -> list[Step]:
-    """Plan a copy from the root to all ranks, down a binomial tree.
-
-    The tree is that of Thakur, Rabenseifner and Gropp (see `recursive_doubling_all_reduce`).
-
-    >>> [step.send.peer for step in tree_broadcast(size=6, rank=0, length=1)]
-    [4, 2, 1]
-    """
-    _check(size, rank, length, root)
-    place = (rank - root) % size
-    # A rank feeds those that follow it, up to the next one that its own parent feeds.
-    span = place & -place or 1 << (size - 1).bit_length()
-    steps = [Step(receive=Message((rank - span) % size, 0, length))] if place else []
-    while length and (span := span // 2):
-        if place + span < size:
-            steps.append(Step(send=Message((rank + span) % size, 0, length)))
-    return steps if length else []
-
-
 def chunk_cuts(length: int, chunks: int) -> tuple[int, ...]:
     """Return where balanced chunks begin and the last one ends; the first may be longer by one.
 
@@ -268,33 +215,6 @@ def chunk_cuts(length: int, chunks: int) -> tuple[int, ...]:
     """
     each, more = divmod(length, chunks)
     return tuple(each * index + min(index, more) for index in range(chunks + 1))
-
-
-def _moves(programs: Iterable[Sequence[Step]]) -> list[Move]:
-    """Add to the steps of each buffer what they wait for, and join them to one program."""
-    moves: list[Move] = []
-    for bucket, steps in enumerate(programs):
-        offset = len(moves)
-        last = {step.receive[1:]: index for index, step in enumerate(steps) if step.receive}
-        received: dict[tuple[int, ...], int] = {}
-        sent: dict[tuple[int, ...], int] = {}
-        for index, (send, receive, action) in enumerate(steps):
-            after, blocked_by, sends_own, adds_own, total = 0, -1, True, True, False
-            if send is not None:
-                sends_own = send[1:] not in received
-                after = 0 if sends_own else offset + received[send[1:]] + 1
-                sent[send[1:]] = index
-            if receive is not None:
-                place = receive[1:]
-                blocked_by = offset + sent[place] if place in sent else -1
-                adds_own = place not in received
-                # What was reduced here and does not come once more is the total.
-                total = action is not Action.COPY and last[place] == index
-                received[place] = index
-            moves.append(
-                Move(bucket, send, receive, action, after, sends_own, blocked_by, adds_own, total)
-            )
-    return moves
 
 
 def _ring(rank: int, cuts: Sequence[int], first: int, action: Action) -> list[Step]:
@@ -313,14 +233,25 @@ def _ring(rank: int, cuts: Sequence[int], first: int, action: Action) -> list[St
     return steps
 
 
-def _split(message: Message | None, block: int) -> Iterator[Message]:
-    if message is not None:
-        for start, stop in blocks(message.start, message.stop, block):
-            yield Message(message.peer, start, stop)
-
-
-def _check(size: int, rank: int, length: int, root: int = 0) -> None:
-    if not (0 <= rank < size and 0 <= root < size):
-        raise ValueError(f"rank {rank} and root {root} must be in [0, size), and size is {size}.")
-    if length < 0:
-        raise ValueError(f"length must be 0 or more, got {length}.")
+def _moves(programs: Iterable[Sequence[Step]]) -> list[Move]:
+    """Add to the steps of each buffer what they wait for, and join them to one program."""
+    moves: list[Move] = []
+    for bucket, steps in enumerate(programs):
+        numbered = list(enumerate(steps, start=len(moves)))
+        last = {step.receive[1:]: index for index, step in numbered if step.receive}
+        received: dict[tuple[int, ...], int] = {}
+        sent: dict[tuple[int, ...], int] = {}
+        for index, (send, receive, action) in numbered:
+            after, blocked_by, adds_own, total = 0, -1, True, False
+            if send is not None:
+                after = received.get(send[1:], -1) + 1
+                sent[send[1:]] = index
+            if receive is not None:
+                place = receive[1:]
+                blocked_by = sent.get(place, -1)
+                adds_own = place not in received
+                # What was reduced here and does not come once more is the total.
+                total = action is not Action.COPY and last[place] == index
+                received[place] = index
+            moves.append(Move(bucket, send, receive, action, after, blocked_by, adds_own, total))
+    return moves

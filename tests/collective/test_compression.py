@@ -17,10 +17,8 @@ def through(name: str, values: np.ndarray) -> np.ndarray:
     dtype = compressed_dtype(name, FLOAT32)
     assert dtype is not None
     assert dtype.itemsize == 2
-    wire, back = np.empty(values.size, dtype), np.empty(values.size, np.float32)
-    compress(values, wire)
-    decompress(wire, back)
-    return back
+    wire = compress(values, np.empty(values.size, dtype))
+    return decompress(wire, np.empty(values.size, np.float32))
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
@@ -62,8 +60,3 @@ def test_float16_ends_at_infinity_without_a_warning() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "int32", "complex64"])
 def test_other_dtypes_are_not_compressed(dtype: str) -> None:
     assert compressed_dtype("float16", np.dtype(dtype)) is None
-
-
-def test_an_unknown_code_is_named() -> None:
-    with pytest.raises(ValueError, match="'float16' or 'bfloat16', got 'int8'"):
-        compressed_dtype("int8", FLOAT32)

@@ -8,19 +8,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.collective.schedule import (
-    Action,
-    Move,
-    Tuning,
-    chunk_cuts,
-    plan_broadcast,
-    plan_gather,
-    plan_reduce,
-)
+from ndistribute.collective.schedule import Action, Move, plan_gather, plan_reduce
 
 sizes = st.integers(2, 9)
 lengths = st.lists(st.integers(0, 200), min_size=1, max_size=4)
-tunings = st.builds(Tuning, st.integers(0, 400), st.integers(4, 200))
+small_bytes = st.integers(0, 400)
+block_bytes = st.integers(4, 200)
 
 
 def check_programs(programs: Sequence[Sequence[Move]]) -> None:
@@ -39,12 +32,12 @@ def check_programs(programs: Sequence[Sequence[Move]]) -> None:
     assert sent == received
 
 
-@given(sizes, lengths, tunings, st.booleans())
+@given(sizes, lengths, small_bytes, block_bytes, st.booleans())
 def test_a_reduction_reaches_every_element_of_every_rank(
-    size: int, lengths: list[int], tuning: Tuning, ring: bool
+    size: int, lengths: list[int], small: int, block: int, ring: bool
 ) -> None:
     buckets = [(length, 4, ring) for length in lengths]
-    programs = [plan_reduce(size, rank, buckets, tuning) for rank in range(size)]
+    programs = [plan_reduce(size, rank, buckets, small, block) for rank in range(size)]
     check_programs(programs)
     for moves in programs:
         reached = {
@@ -56,25 +49,23 @@ def test_a_reduction_reaches_every_element_of_every_rank(
         assert reached == {(b, i) for b, length in enumerate(lengths) for i in range(length)}
 
 
-@given(sizes, lengths, tunings)
-def test_a_gather_reaches_what_a_rank_does_not_have(
-    size: int, lengths: list[int], tuning: Tuning
-) -> None:
-    cuts = [(chunk_cuts(length, size), 4) for length in lengths]
-    programs = [plan_gather(size, rank, cuts, tuning) for rank in range(size)]
-    check_programs(programs)
-    for rank, moves in enumerate(programs):
-        came = sum(m.receive.stop - m.receive.start for m in moves if m.receive)
-        assert came == sum(c[-1] - (c[rank + 1] - c[rank]) for c, _ in cuts)
+@given(st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3), max_size=4), block_bytes)
+def test_a_gather_reaches_what_a_rank_does_not_have(lengths: list[list[int]], block: int) -> None:
+    check_gather(3, lengths, block)
 
 
-@given(sizes, lengths, tunings, st.data())
-def test_a_broadcast_reaches_all_but_the_root(
-    size: int, lengths: list[int], tuning: Tuning, data: st.DataObject
+@given(sizes, st.integers(0, 200), block_bytes, st.data())
+def test_a_gather_of_what_one_rank_has_is_a_broadcast(
+    size: int, length: int, block: int, data: st.DataObject
 ) -> None:
     root = data.draw(st.integers(0, size - 1))
-    programs = [plan_broadcast(size, rank, root, lengths, tuning) for rank in range(size)]
+    check_gather(size, [[length if rank == root else 0 for rank in range(size)]], block)
+
+
+def check_gather(size: int, lengths: list[list[int]], block: int) -> None:
+    chunks = [(each, 4) for each in lengths]
+    programs = [plan_gather(rank, chunks, block) for rank in range(size)]
     check_programs(programs)
     for rank, moves in enumerate(programs):
         came = sum(m.receive.stop - m.receive.start for m in moves if m.receive)
-        assert came == (0 if rank == root else sum(lengths))
+        assert came == sum(sum(each) - each[rank] for each in lengths)

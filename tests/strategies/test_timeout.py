@@ -109,6 +109,7 @@ def test_in_time_is_in_time(several):
         {"timeout_seconds": -1},
         {"bytes_per_pack": -1},
         {"implementation": "carrier pigeon"},
+        {"wire_dtype": "int8"},
     ],
 )
 def test_options_that_make_no_sense_are_refused(wrong):
