@@ -16,8 +16,6 @@ from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.device import Array, Device
 from ndistribute.errors import CollectiveMismatchError
 
-__all__ = ["Backend", "Call", "Signature", "Update", "check_calls"]
-
 T = TypeVar("T")
 
 Signature = tuple[tuple[np.dtype[Any], tuple[int | str, ...]], ...]
@@ -118,20 +116,18 @@ def check_calls(calls: Sequence[Call]) -> None:
 
     >>> check_calls([Call(1, "all_reduce", "SUM"), Call(1, "all_reduce", "MAX")])
     Traceback (most recent call last):
-    ndistribute.errors.CollectiveMismatchError: all_reduce #1: replica 1 called all_reduce(MAX), \
-replica 0 called all_reduce(SUM). Every replica must make the same calls in the same order.
+    ndistribute.errors.CollectiveMismatchError: all_reduce #1: replica 1 called all_reduce(MAX), ...
     """
     first = calls[0]
     for rank, call in enumerate(calls):
         if call == first:
             continue
+        advice = "Every replica must make the same calls in the same order."
         if call[:3] == first[:3]:
             advice = (
                 "Every replica must pass the same shapes and dtypes; pad the batch, or use "
                 "all_gather."
             )
-        else:
-            advice = "Every replica must make the same calls in the same order."
         number = "" if call.sequence == first.sequence else f" as its call {call.sequence}"
         raise CollectiveMismatchError(
             f"{first.title}: replica {rank} called {call}{number}, replica 0 called {first}. "
