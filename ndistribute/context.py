@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,38 +20,15 @@ from ndistribute.device import Device
 from ndistribute.stream import random_generator
 from ndistribute.values import PerReplica
 
-__all__ = [
-    "CommunicatorLike",
-    "Frame",
-    "Recorder",
-    "ReplicaContext",
-    "StrategyLike",
-    "chosen",
-    "current_frame",
-    "entered",
-    "frame_stack",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "join_leaf",
-    "register_default_strategy",
-    "set_seed",
-    "set_strategy",
-]
-
 
 class CommunicatorLike(Protocol):
     """What replicas and tapes call of a communicator."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def local_size(self) -> int: ...
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
     def all_reduce(self, op: Any, value: Any, options: Any = None) -> Any: ...
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any: ...
     def merge(self, kind: str, value: Any, combine: Callable[[Sequence[Any]], Any]) -> Any: ...
@@ -73,12 +50,7 @@ class StrategyLike(Protocol):
     @property
     def is_chief(self) -> bool: ...
     def scope(self) -> AbstractContextManager[Any]: ...
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any: ...
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any: ...
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any: ...
     def gather(self, value: Any, axis: int) -> Any: ...
     def local_results(self, value: Any) -> tuple[Any, ...]: ...
@@ -89,21 +61,12 @@ class StrategyLike(Protocol):
 
 
 class Recorder(Protocol):
-    """What a gradient tape offers to the layers below it."""
+    """What the graph of a gradient tape offers to the layers below it."""
 
-    def read(self, variable: Any, value: Any) -> Any:
-        """Return a variable's value, tracked where the tape watches the variable."""
-
-    def read_part(self, variable: Any, index: Any, value: Any) -> Any:
-        """Return ``variable[index]``, read without the rest, tracked like a whole value."""
-
-    def all_reduce(self, communicator: CommunicatorLike, op: Any, value: Any, options: Any) -> Any:
-        """Reduce over replicas so that gradients flow back through the reduction."""
-
-    def all_gather(
-        self, communicator: CommunicatorLike, value: Any, axis: int, options: Any
-    ) -> Any:
-        """Concatenate over replicas so that gradients flow back through the concatenation."""
+    def read(self, variable: Any, value: Any) -> Any: ...
+    def read_part(self, variable: Any, index: Any, value: Any) -> Any: ...
+    def all_reduce(self, communicator: Any, op: Any, value: Any, options: Any) -> Any: ...
+    def all_gather(self, communicator: Any, value: Any, axis: int, options: Any) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -123,14 +86,11 @@ class Frame:
     merging: bool = False
 
 
-@dataclass(slots=True)
 class _Process:
     """What all threads share: the strategy outside any scope, and the seed."""
 
-    make_default: Callable[[], StrategyLike] | None = None
-    default: StrategyLike | None = None
-    seed: np.random.SeedSequence = field(default_factory=np.random.SeedSequence)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    default: StrategyLike
+    seed = np.random.SeedSequence()
 
 
 class _Thread(threading.local):
@@ -139,7 +99,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_process = _Process()
 
 
 class ReplicaContext:
@@ -165,16 +124,6 @@ class ReplicaContext:
     >>> strategy.close()
     """
 
-    __slots__ = (
-        "_generators",
-        "communicator",
-        "device",
-        "local_replica_id",
-        "num_replicas_in_sync",
-        "replica_id_in_sync_group",
-        "strategy",
-    )
-
     def __init__(
         self,
         strategy: StrategyLike,
@@ -194,7 +143,7 @@ class ReplicaContext:
     def rng(self) -> Any:
         """Return this replica's random generator: its own, the same in every run of a seed."""
         self._frame("rng")
-        replica, seed = self.replica_id_in_sync_group, _process.seed
+        replica, seed = self.replica_id_in_sync_group, _Process.seed
         known, generator = self._generators.get(replica, (None, None))
         if known is not seed:
             own = np.random.SeedSequence(seed.entropy, spawn_key=(replica,))
@@ -324,9 +273,9 @@ def chosen(strategy: StrategyLike | None) -> StrategyLike | None:
     return None if strategy is None or strategy.is_default else strategy
 
 
-def register_default_strategy(make: Callable[[], StrategyLike]) -> None:
-    """Name the maker of the strategy that is current outside any scope."""
-    _process.make_default = make
+def register_default_strategy(strategy: StrategyLike) -> None:
+    """Say which strategy is current outside any scope."""
+    _Process.default = strategy
 
 
 def get_strategy() -> StrategyLike:
@@ -336,7 +285,7 @@ def get_strategy() -> StrategyLike:
     >>> nd.get_strategy().num_replicas_in_sync
     1
     """
-    return _thread.frames[-1].strategy or _default_strategy()
+    return _thread.frames[-1].strategy or _Process.default
 
 
 def has_strategy() -> bool:
@@ -377,7 +326,7 @@ def get_replica_context() -> ReplicaContext | None:
         return frame.replica
     if in_cross_replica_context():
         return None
-    return _default_strategy().replica_contexts[0]
+    return _Process.default.replica_contexts[0]
 
 
 def set_strategy(strategy: StrategyLike | None) -> None:
@@ -404,15 +353,6 @@ def set_strategy(strategy: StrategyLike | None) -> None:
     frames[0] = Frame(chosen(strategy), None)
 
 
-def _default_strategy() -> StrategyLike:
-    if _process.default is None:
-        if _process.make_default is None:
-            raise RuntimeError("no default strategy is registered: import ndistribute first.")
-        with _process.lock:
-            _process.default = _process.default or _process.make_default()
-    return _process.default
-
-
 def set_seed(seed: int) -> None:
     """Seed the generators of all replicas, which start anew.
 
@@ -426,12 +366,12 @@ def set_seed(seed: int) -> None:
     >>> first == nd.get_replica_context().rng.random()
     True
     """
-    _process.seed = np.random.SeedSequence(seed)
+    _Process.seed = np.random.SeedSequence(seed)
 
 
 def current_seed() -> np.random.SeedSequence:
     """Return the seed in force, a new object after each `set_seed`."""
-    return _process.seed
+    return _Process.seed
 
 
 def join_leaf(column: Sequence[Any]) -> Any:

@@ -40,7 +40,7 @@ def computing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     >>> computing_dtype(np.dtype(np.float16)), computing_dtype(np.dtype(np.float64))
     (dtype('float32'), dtype('float64'))
     """
-    return np.dtype(np.float32) if standard(dtype) == _FLOAT16 else dtype
+    return np.dtype(np.float32) if standard(dtype).char == "e" else dtype
 
 
 def dtype_named(name: str) -> np.dtype[Any]:

@@ -15,8 +15,6 @@ from typing import Any
 
 from ndistribute.values import PerReplica
 
-__all__ = ["flatten", "map_leaves", "regroup", "same_structure", "select", "unflatten"]
-
 Leaf = Any
 Tree = Any
 

@@ -6,13 +6,12 @@ replicas is a decision that the caller has to make. They know no strategy and no
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
-
-__all__ = ["DistributedValues", "Mirrored", "PerReplica"]
 
 
 class DistributedValues:
@@ -69,20 +68,12 @@ class DistributedValues:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> NoReturn:
         self._refuse(f"np.{ufunc.__name__}")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, *_: Any) -> NoReturn:
         raise TypeError(
             f"{what} on a {type(self).__name__} of {len(self._values)} component(s): it holds one "
             "value per replica. Take them apart with strategy.local_results(value), or combine "
             "them with strategy.reduce(op, value)."
         )
-
-
-def _refusing(name: str) -> Any:
-    def refuse(self: DistributedValues, *_: Any) -> NoReturn:
-        self._refuse(name)
-
-    refuse.__name__ = name
-    return refuse
 
 
 for _name in (
@@ -91,8 +82,9 @@ for _name in (
     "or ror ior xor rxor ixor lshift rlshift ilshift rshift rrshift irshift neg pos abs invert "
     "lt le gt ge getitem setitem iter len bool contains"
 ).split():
-    setattr(DistributedValues, f"__{_name}__", _refusing(f"__{_name}__"))
-del _name
+    _method = functools.partialmethod(DistributedValues._refuse, f"__{_name}__")
+    setattr(DistributedValues, f"__{_name}__", _method)
+del _name, _method
 
 
 class PerReplica(DistributedValues):

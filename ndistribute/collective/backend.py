@@ -16,8 +16,6 @@ from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.device import Array, Device
 from ndistribute.errors import CollectiveMismatchError
 
-__all__ = ["Backend", "Call", "Signature", "Update", "check_calls", "mismatch"]
-
 T = TypeVar("T")
 
 Signature = tuple[tuple[np.dtype[Any], tuple[int | str, ...]], ...]
@@ -118,8 +116,7 @@ def check_calls(calls: Sequence[Call]) -> None:
 
     >>> check_calls([Call(1, "all_reduce", "SUM"), Call(1, "all_reduce", "MAX")])
     Traceback (most recent call last):
-    ndistribute.errors.CollectiveMismatchError: all_reduce #1: replica 1 called all_reduce(MAX), \
-replica 0 called all_reduce(SUM). Every replica must make the same calls in the same order.
+    ndistribute.errors.CollectiveMismatchError: all_reduce #1: replica 1 called all_reduce(MAX), ...
     """
     first = calls[0]
     for rank, call in enumerate(calls):

@@ -25,14 +25,9 @@ from ndistribute.device import Array, array_namespace, as_array, copy_to, device
 from ndistribute.dtypes import native
 from ndistribute.errors import DistributeError
 
-__all__ = ["Communicator"]
-
 T = TypeVar("T")
 
 GradientMemory = Callable[[np.dtype[Any], tuple[int, ...]], Array | None]
-
-_DEFAULT_OPTIONS = CommunicationOptions()
-_HISTORY = 8
 
 
 class Communicator:
@@ -48,6 +43,11 @@ class Communicator:
         where: is told which calls are over, where there are several processes.
 
     Attributes:
+        rank: which replica this is, of `size`.
+        local_rank: which of those of this process, of `local_size`.
+        calls_made: how many calls this replica made in the current step.
+        purpose: what the next calls are for, compared between replicas like all else.
+        part_of: the call that the next ones are parts of.
         gradient_memory: if not None, called with a dtype and a shape it returns an array that
             `reduce_update` need not copy, or None.
 
@@ -62,41 +62,26 @@ class Communicator:
     def __init__(
         self,
         backend: Backend,
-        options: CommunicationOptions = _DEFAULT_OPTIONS,
+        options: CommunicationOptions | None = None,
         local: Backend | None = None,
         where: StepTracker | None = None,
     ) -> None:
-        self.rank = backend.rank
-        self.size = backend.size
-        self.purpose = ""  # What the next calls are for, compared like all else.
-        self.part_of: int | None = None  # The call that the next ones are parts of.
         self._backend = backend
         self._local = local or backend
-        self._timeout = options.timeout
+        self.rank, self.size = backend.rank, backend.size
+        self.local_rank, self.local_size = self._local.rank, self._local.size
+        self.calls_made = 0
+        self.purpose = ""
+        self.part_of: int | None = None
+        self._timeout = (options or CommunicationOptions()).timeout
         self._outputs = Outputs()
         self.gradient_memory: GradientMemory | None = getattr(backend, "gradient_memory", None)
         self._on_gpu = backend.device.kind == "gpu"
-        self._sequence = 0
         self._guard = _Guard(backend.rank, where)
-
-    @property
-    def local_rank(self) -> int:
-        """Return which of the replicas of this process this one is."""
-        return self._local.rank
-
-    @property
-    def local_size(self) -> int:
-        """Return how many replicas this process has."""
-        return self._local.size
-
-    @property
-    def calls_made(self) -> int:
-        """Return how many calls this replica made in the current step."""
-        return self._sequence
 
     def begin(self) -> None:
         """Start a step: calls are numbered from 1 again."""
-        self._sequence = 0
+        self.calls_made = 0
         self._guard.history.clear()
 
     def all_reduce(self, op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
@@ -104,15 +89,21 @@ class Communicator:
         op = ReduceOp.parse(op)
         leaves = tree.flatten(value)
         if IndexedSlices in map(type, leaves):
-            return tree.unflatten(value, [self._reduce_leaf(op, leaf, options) for leaf in leaves])
+            gather = functools.partial(self.all_gather, axis=0, options=options)
+            results = [
+                leaf.reduced(op, self.size, gather)
+                if isinstance(leaf, IndexedSlices)
+                else self.all_reduce(op, leaf, options)
+                for leaf in leaves
+            ]
+            return tree.unflatten(value, results)
         arrays, inputs, signature = self._taken(leaves, op)
         if self.size == 1:
             outputs = [flat.copy() for flat in inputs]
         else:
             outputs = self._outputs.like(inputs)
             timeout = self._timeout if options is None else options.timeout
-            call = self._call("all_reduce", op.name, signature)
-            with self._guard:
+            with self._numbered("all_reduce", op.name, signature) as call:
                 self._backend.all_reduce(call, inputs, outputs, op, timeout)
         return self._returned(value, arrays, outputs)
 
@@ -127,8 +118,7 @@ class Communicator:
         timeout = self._timeout if options is None else options.timeout
         # A star stands for the number of rows, which may differ.
         signature = tuple((rows.dtype, ("*", *rows.shape[1:])) for rows in moved)
-        call = self._call("all_gather", f"axis={axis}", signature)
-        with self._guard:
+        with self._numbered("all_gather", f"axis={axis}", signature) as call:
             joined = self._backend.all_gather(call, inputs, timeout)
         results = []
         for matrix, rows, array in zip(joined, moved, arrays, strict=True):
@@ -138,44 +128,31 @@ class Communicator:
             results.append(copy_to(whole, device_of(array)) if self._on_gpu else whole)
         return tree.unflatten(value, results)
 
-    def broadcast(
-        self, value: Any, root: int = 0, options: CommunicationOptions | None = None
-    ) -> Any:
+    def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return the nest that one replica passed; the others pass one of the same shapes."""
         arrays, inputs, signature = self._taken(tree.flatten(value))
         buffers = [flat.copy() for flat in inputs]
         if self.size > 1:
-            timeout = self._timeout if options is None else options.timeout
             # Who sends hears nothing of who receives.
-            call = self._call("broadcast", f"root={root}", signature, meets=False)
-            with self._guard:
-                self._backend.broadcast(call, buffers, root, timeout)
+            with self._numbered("broadcast", f"root={root}", signature, meets=False) as call:
+                self._backend.broadcast(call, buffers, root, self._timeout)
         return self._returned(value, arrays, buffers)
 
-    def merge(
-        self,
-        kind: str,
-        value: Any,
-        combine: Callable[[Sequence[Any]], T],
-        options: CommunicationOptions | None = None,
-    ) -> T:
+    def merge(self, kind: str, value: Any, combine: Callable[[Sequence[Any]], T]) -> T:
         """Run a function once over the values of all replicas of this process.
 
         Args:
             kind: what the replicas are doing; compared between them.
             value: what this replica brings.
             combine: called with the values in replica order, while every replica waits.
-            options: how long to wait.
 
         Returns:
             What `combine` returned, the same object on every replica.
         """
         if self.size == 1:
             return combine([value])
-        timeout = self._timeout if options is None else options.timeout
-        call = self._call(kind, None, (), meets=False)
-        with self._guard:
-            return self._backend.merge(call, value, combine, timeout)
+        with self._numbered(kind, None, (), meets=False) as call:
+            return self._backend.merge(call, value, combine, self._timeout)
 
     def reduce_update(
         self,
@@ -183,7 +160,6 @@ class Communicator:
         arrays: Sequence[Array],
         prepare: Callable[[], Any],
         update: Update,
-        options: CommunicationOptions | None = None,
         *,
         everywhere: bool = True,
     ) -> Any:
@@ -198,7 +174,6 @@ class Communicator:
             prepare: run once in each process before the first update.
             update: called as ``update(prepared, leaf, start, stop, total)`` with ranges of the
                 flattened array number `leaf`; it may change `total`.
-            options: how long to wait.
             everywhere: whether over all replicas; else over those of this process alone.
 
         Returns:
@@ -206,11 +181,9 @@ class Communicator:
         """
         op = ReduceOp.parse(op)
         _, inputs, signature = self._taken(arrays, op)
-        timeout = self._timeout if options is None else options.timeout
         backend = self._backend if everywhere else self._local
-        call = self._call("reduce_update", op.name, signature, meets=everywhere)
-        with self._guard:
-            return backend.reduce_update(call, inputs, op, prepare, update, timeout)
+        with self._numbered("reduce_update", op.name, signature, meets=everywhere) as call:
+            return backend.reduce_update(call, inputs, op, prepare, update, self._timeout)
 
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates for the replicas of its memory."""
@@ -220,12 +193,6 @@ class Communicator:
     def abort(self, cause: BaseException) -> None:
         """Release every replica that waits in a collective, with the reason."""
         self._backend.abort(cause)
-
-    def _reduce_leaf(self, op: ReduceOp, leaf: Any, options: CommunicationOptions | None) -> Any:
-        if not isinstance(leaf, IndexedSlices):
-            return self.all_reduce(op, leaf, options)
-        gather = functools.partial(self.all_gather, axis=0, options=options)
-        return leaf.reduced(op, self.size, gather)
 
     def _taken(
         self, leaves: Sequence[Any], op: ReduceOp | None = None
@@ -254,15 +221,17 @@ class Communicator:
         return arrays, inputs, tuple(signature)
 
     def _returned(self, value: Any, arrays: Sequence[Array], flat: Sequence[Array]) -> Any:
-        """Build a nest of results, each where the replica had its array: maybe on the host."""
+        """Return a nest of results, each where the replica had its array: maybe on the host."""
         results = []
         for array, result in zip(arrays, flat, strict=True):
             here = copy_to(result, device_of(array)) if self._on_gpu else result
             results.append(here.reshape(array.shape)[()])
         return tree.unflatten(value, results)
 
-    def _call(self, kind: str, op: str | None, signature: Signature, *, meets: bool = True) -> Call:
-        """Number and describe the call around which the guard comes next.
+    def _numbered(
+        self, kind: str, op: str | None, signature: Signature, *, meets: bool = True
+    ) -> _Guard:
+        """Return a context that yields the next call.
 
         Args:
             kind: the method's name.
@@ -271,26 +240,26 @@ class Communicator:
             meets: whether each replica hears of all others before it returns.
         """
         if self.part_of is None:
-            self._sequence += 1
-        call = Call(self.part_of or self._sequence, kind, op, signature, self.purpose)
+            self.calls_made += 1
         guard = self._guard
-        guard.history.append(call)
         guard.is_part, guard.meets = self.part_of is not None, meets
-        return call
+        guard.history.append(
+            Call(self.part_of or self.calls_made, kind, op, signature, self.purpose)
+        )
+        return guard
 
 
 class _Guard:
-    """Note that the call which was begun last is over, or what led to its failure."""
+    """Yield the call that was numbered last; note that it is over, or what led to its failure."""
 
     def __init__(self, rank: int, where: StepTracker | None) -> None:
-        self.history: deque[Call] = deque(maxlen=_HISTORY)
-        self.is_part = False
-        self.meets = True
+        self.history: deque[Call] = deque(maxlen=8)
+        self.is_part, self.meets = False, True
         self._rank = rank
         self._where = where
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> Call:
+        return self.history[-1]
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, DistributeError):

@@ -13,8 +13,6 @@ import numpy as np
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
 from ndistribute.device import Array, Device, array_namespace, copy_to, device_of, is_gpu_array
 
-__all__ = ["IndexedSlices"]
-
 
 class IndexedSlices:
     """Hold some rows of an array that is zero elsewhere.
@@ -35,8 +33,9 @@ class IndexedSlices:
     __slots__ = ("dense_shape", "indices", "values")
 
     def __init__(self, values: Array, indices: Array, dense_shape: tuple[int, ...]) -> None:
-        self.values = values
-        self.indices = indices if type(indices) is type(values) else _beside(values, indices)
+        if type(indices) is not type(values):
+            indices = copy_to(indices, device_of(values))
+        self.values, self.indices = values, indices
         self.dense_shape = tuple(int(length) for length in dense_shape)
         expected = (*indices.shape, *self.dense_shape[1:])
         if indices.ndim != 1 or values.shape != expected:
@@ -48,8 +47,7 @@ class IndexedSlices:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Return the dtype of the rows."""
-        dtype: np.dtype[Any] = self.values.dtype
-        return dtype
+        return self.values.dtype  # type: ignore[no-any-return]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,10 +128,6 @@ class IndexedSlices:
         return (
             f"IndexedSlices(indices={self.indices}, shape={self.dense_shape}, dtype={self.dtype})"
         )
-
-
-def _beside(values: Array, indices: Array) -> Array:
-    return copy_to(indices, device_of(values))
 
 
 def _sum_runs(values: Array, indices: Array) -> tuple[Array, Array]:

@@ -19,9 +19,8 @@ import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import as_array, to_host
-from ndistribute.transport.codec import MAX_DIMENSIONS, Decoder, MalformedError, Record, encode
-
-__all__ = ["ProcessGroup", "all_gather_object", "pack", "unpack"]
+from ndistribute.dtypes import dtype_named
+from ndistribute.transport.codec import Decoder, MalformedError, Record, encode
 
 _PLAIN = (str, int, float, type(None))  # bool is an int.
 
@@ -29,16 +28,9 @@ _PLAIN = (str, int, float, type(None))  # bool is an int.
 class ProcessGroup(Protocol):
     """How the processes of a job meet, outside any replica: a `Communicator` of them will do."""
 
-    @property
-    def rank(self) -> int:
-        """Return which process this is."""
+    rank: int
 
-    @property
-    def size(self) -> int:
-        """Return how many processes there are."""
-
-    def all_gather(self, value: Any, axis: int) -> Any:
-        """Concatenate a nest over processes, in their order."""
+    def all_gather(self, value: Any, axis: int) -> Any: ...
 
 
 class PlainSpec(Record, frozen=True):
@@ -48,7 +40,7 @@ class PlainSpec(Record, frozen=True):
 
 
 class ArraySpec(Record, frozen=True):
-    """An array, or a NumPy number, which is one without axes."""
+    """An array, or a NumPy number, which is one without axes; the dtype as a literal of Python."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -101,7 +93,7 @@ def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
     own = np.frombuffer(told, np.uint8)
     sizes, joined = group.all_gather((np.array([own.size]), own), axis=0)
     blobs = np.split(joined, np.cumsum(sizes)[:-1])
-    return [_unpacked(blob.tobytes(), f"worker {rank}: ") for rank, blob in enumerate(blobs)]
+    return [unpack(blob.tobytes(), f"worker {rank}: ") for rank, blob in enumerate(blobs)]
 
 
 def pack(value: Any) -> bytes:
@@ -117,16 +109,15 @@ def pack(value: Any) -> bytes:
     return encode(_spec_of(value))[0]
 
 
-def unpack(data: bytes) -> Any:
+def unpack(data: bytes, teller: str = "") -> Any:
     """Return the value that was packed; its arrays can not be written to.
 
     Raises:
-        MalformedError: the bytes are no such value, or name a class that is not known here.
+        MalformedError: the bytes are no such value, or name a class that is not known here. The
+            message begins with the teller.
+        ValueError: they are an error that all processes shall raise.
+        TypeError: likewise.
     """
-    return _unpacked(data, "")
-
-
-def _unpacked(data: bytes, teller: str) -> Any:
     try:
         spec = _decoder.decode(data)
         if not isinstance(spec, ErrorSpec):
@@ -164,8 +155,11 @@ def _spec_of(value: Any) -> PlainSpec | ArraySpec | NestSpec:
             f"a {kind.__name__} of dtype {array.dtype} can not travel between processes: pass "
             "numbers or arrays of numbers."
         )
-    data = b"" if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
-    return ArraySpec(_text_of(array.dtype), array.shape, data)
+    data = b"" if array.dtype.hasobject else array.tobytes()
+    # A package's own dtype, such as bfloat16, is known by its name alone.
+    own = array.dtype.isbuiltin == 2
+    dtype = array.dtype.name if own else np.lib.format.dtype_to_descr(array.dtype)
+    return ArraySpec(repr(dtype), array.shape, data)
 
 
 def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
@@ -186,12 +180,9 @@ def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
 
 
 def _array_of(spec: ArraySpec) -> Any:
-    if len(spec.shape) > MAX_DIMENSIONS:
-        raise ValueError(f"an array of {len(spec.shape)} dimensions.")
-    if spec.dtype.startswith(("'", "[")):
-        dtype = np.lib.format.descr_to_dtype(ast.literal_eval(spec.dtype))
-    else:
-        dtype = np.dtype(spec.dtype)
+    descr = ast.literal_eval(spec.dtype)
+    simple = isinstance(descr, str)
+    dtype = dtype_named(descr) if simple else np.lib.format.descr_to_dtype(descr)
     if dtype.hasobject or not spec.data:
         if math.prod(spec.shape):
             raise ValueError(f"an array of shape {spec.shape} without its elements.")
@@ -215,12 +206,3 @@ def _fields_of(kind: type) -> tuple[str, ...]:
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind) if field.init)
     return tuple(getattr(kind, "_fields", ())) if issubclass(kind, tuple) else ()
-
-
-def _text_of(dtype: np.dtype[Any]) -> str:
-    try:
-        if np.dtype(dtype.name) == dtype:
-            return dtype.name  # The only name of those that NumPy does not know by itself.
-    except TypeError:
-        pass
-    return repr(np.lib.format.dtype_to_descr(dtype))

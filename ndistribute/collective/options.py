@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["CommunicationImplementation", "CommunicationOptions"]
-
 
 class CommunicationImplementation(enum.Enum):
     """Choose the wire between workers.

@@ -14,12 +14,16 @@ from typing import Any
 import numpy as np
 
 from ndistribute.device import Array, array_namespace
+from ndistribute.dtypes import computing_dtype
 
-__all__ = ["ReduceOp", "accumulation_dtype", "finish", "reduce_arrays", "result_dtype"]
+_UFUNCS = {"SUM": "add", "MEAN": "add", "MIN": "minimum", "MAX": "maximum", "PROD": "multiply"}
 
 
 class ReduceOp(enum.Enum):
     """Choose how the replicas' values become one.
+
+    Attributes:
+        ufunc: the name of the binary function, in NumPy's and CuPy's namespaces.
 
     >>> ReduceOp.parse("mean") is ReduceOp.MEAN
     True
@@ -31,12 +35,10 @@ class ReduceOp(enum.Enum):
     MAX = "MAX"
     PROD = "PROD"
 
-    __hash__ = object.__hash__  # There is one of each; what `Enum` has is slower.
+    def __init__(self, name: str) -> None:
+        self.ufunc = _UFUNCS[name]
 
-    @property
-    def ufunc(self) -> str:
-        """Return the name of the binary function, in NumPy's and CuPy's namespaces."""
-        return _UFUNCS[self._name_]
+    __hash__ = object.__hash__  # There is one of each; what `Enum` has is slower.
 
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
@@ -54,15 +56,6 @@ class ReduceOp(enum.Enum):
                 "nd.ReduceOp.SUM or by its name."
             )
         return cls[name]
-
-
-_UFUNCS = {
-    "SUM": "add",
-    "MEAN": "add",
-    "MIN": "minimum",
-    "MAX": "maximum",
-    "PROD": "multiply",
-}
 
 
 @functools.lru_cache(maxsize=256)
@@ -86,9 +79,7 @@ def accumulation_dtype(op: ReduceOp, dtype: np.dtype[Any] | type) -> np.dtype[An
     >>> accumulation_dtype(ReduceOp.SUM, np.float16)
     dtype('float32')
     """
-    dtype = result_dtype(op, dtype)
-    half = dtype.itemsize == 2 and (dtype.kind == "f" or dtype.name == "bfloat16")
-    return np.dtype(np.float32) if half else dtype
+    return computing_dtype(result_dtype(op, dtype))
 
 
 def reduce_arrays(op: ReduceOp, arrays: Sequence[Array], out: Array | None = None) -> Array:
@@ -96,7 +87,7 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Array], out: Array | None = Non
 
     Args:
         op: how.
-        arrays: at least one; not changed.
+        arrays: at least one, in one memory; not changed.
         out: where the result goes, of the result's dtype; may be the first or second of `arrays`
             where that has the accumulation dtype.
 
@@ -106,50 +97,24 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Array], out: Array | None = Non
     >>> reduce_arrays(ReduceOp.MEAN, [np.float32([1, 2]), np.float32([3, 6])])
     array([2., 4.], dtype=float32)
     """
-    first, *others = arrays
-    if len(others) == 1 and type(first) is type(others[0]) is type(out) is np.ndarray:
-        plain = _plain(op, first.dtype, out.dtype)
-        if plain is not None:  # What nearly always happens.
-            plain(first, others[0], out=out)
-            if op is ReduceOp.MEAN:
-                out /= 2
-            return out
-    accumulate, wide = _ways(op, first.dtype)
-    direct = out if out is not None and out.dtype == accumulate else None
-    if others:
-        xp = array_namespace(*arrays)
-        ufunc = getattr(xp, _UFUNCS[op._name_])
-        total = ufunc(first, others[0], out=direct, **wide)
-        if direct is None:
-            total = xp.asarray(total)
-        for array in others[1:]:
-            ufunc(total, array, out=total, **wide)
-    elif direct is None:
-        total = first.astype(accumulate, copy=True)
+    first = arrays[0]
+    dtype = accumulation_dtype(op, first.dtype)
+    xp = np if type(first) is np.ndarray else array_namespace(first)
+    total = out if out is not None and out.dtype == dtype else xp.empty(first.shape, dtype)
+    if len(arrays) == 1:
+        total[...] = first
     else:
-        direct[...] = first
-        total = direct
+        combine = getattr(xp, op.ufunc)
+        combine(first, arrays[1], out=total, dtype=dtype)
+        for array in arrays[2:]:
+            combine(total, array, out=total, dtype=dtype)
     if op is ReduceOp.MEAN:
         total /= len(arrays)
     if out is None:
         return total.astype(result_dtype(op, first.dtype), copy=False)
-    if direct is None:
+    if total is not out:
         out[...] = total
     return out
-
-
-@functools.lru_cache(maxsize=256)
-def _plain(op: ReduceOp, dtype: np.dtype[Any], out: np.dtype[Any]) -> Any:
-    """Return the ufunc that combines NumPy arrays without converting them, None if they must be."""
-    return getattr(np, op.ufunc) if dtype == accumulation_dtype(op, dtype) == out else None
-
-
-@functools.lru_cache(maxsize=256)
-def _ways(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], dict[str, Any]]:
-    """Return the dtype in which values of a dtype are combined, and how a ufunc is told."""
-    accumulate = accumulation_dtype(op, dtype)
-    # logical_or and logical_and are what `add` and `multiply` of booleans mean; they need no dtype.
-    return accumulate, {} if accumulate == dtype else {"dtype": accumulate}
 
 
 def finish(op: ReduceOp, total: Array, count: int) -> None:

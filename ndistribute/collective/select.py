@@ -23,26 +23,13 @@ from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.nccl import make_nccl_backends
 from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
 from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.ring import RingBackend
 from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.tcp import TcpTransport
 from ndistribute.collective.threads import ThreadBackend
-from ndistribute.collective.workers import ProcessBackend, Workers
+from ndistribute.collective.workers import ProcessBackend, ReplicaGroup, Workers
 from ndistribute.device import Device, nccl_available
 from ndistribute.stream import Stream
-
-__all__ = [
-    "CrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "NcclAllReduce",
-    "ReductionToOneDevice",
-    "RingAllReduce",
-    "join_workers",
-    "make_group",
-    "make_worker_group",
-    "nccl_obstacle",
-]
 
 _log = logging.getLogger("ndistribute")
 
@@ -97,55 +84,52 @@ def make_group(
     cross_device_ops: CrossDeviceOps | None = None,
     *,
     central: bool = False,
+    workers: Workers | None = None,
 ) -> ReplicaGroup:
-    """Make the communicators of replicas on these devices.
+    """Make the communicators of the replicas of this process.
 
     Args:
         devices: one for each replica; a GPU may be repeated.
-        cross_device_ops: how to reduce; None chooses NCCL for distinct GPUs.
+        cross_device_ops: how to reduce in one process; None chooses NCCL for distinct GPUs.
         central: whether all replicas update one copy of a variable, wherever they compute.
+        workers: the other processes, whose replicas they meet as well; None if alone.
 
     >>> [c.rank for c in make_group([Device("cpu:0"), Device("cpu:1")]).communicators]
     [0, 1]
     """
     rendezvous = Rendezvous(len(devices))
     streams = [Stream(device) for device in devices]
-    if not central and _wants_nccl(devices, cross_device_ops):
-        backends = make_nccl_backends(rendezvous, streams)
-        communicators = [Communicator(backend) for backend in backends]
-        return ReplicaGroup(communicators, rendezvous, streams, close=backends[0].close)
     spaces = ["central" if central else device.memory_space for device in devices]
-    one_device = isinstance(cross_device_ops, ReductionToOneDevice)
-    threads = _thread_backends(rendezvous, streams, spaces, one_device)
-    return ReplicaGroup([Communicator(b) for b in threads], rendezvous, streams)
-
-
-def make_worker_group(
-    devices: Sequence[Device], workers: Workers, options: CommunicationOptions
-) -> ReplicaGroup:
-    """Make the communicators of replicas that meet those of other processes as well.
-
-    Args:
-        devices: one for each replica of this process.
-        workers: the processes.
-        options: for collectives that bring none of their own.
-    """
-    rendezvous = Rendezvous(len(devices))
-    streams = [Stream(device) for device in devices]
-    spaces = [device.memory_space for device in devices]
-    local = _thread_backends(rendezvous, streams, spaces, one_device=False)
-    backends: Sequence[Backend]
-    close = None
-    if _workers_want_nccl(workers, options):
-        backends = over_nccl = make_nccl_backends(rendezvous, streams, workers)
-        close = over_nccl[0].close
-    else:
-        backends = join_replicas(local, workers)
-    communicators = [
-        Communicator(backend, options, threads, workers.peers.where)
-        for backend, threads in zip(backends, local, strict=True)
+    threads = [
+        ThreadBackend(
+            rendezvous,
+            streams,
+            rank,
+            owner=spaces[:rank].count(space),
+            owners=spaces.count(space),
+            one_device=isinstance(cross_device_ops, ReductionToOneDevice),
+        )
+        for rank, space in enumerate(spaces)
     ]
-    return ReplicaGroup(communicators, rendezvous, streams, workers, close)
+    if workers is None:
+        nccl = not central and _wants_nccl(devices, cross_device_ops)
+    else:
+        nccl = _workers_want_nccl(workers)
+    backends: Sequence[Backend] = threads
+    end_devices = None
+    if nccl:
+        backends = over_nccl = make_nccl_backends(rendezvous, streams, workers)
+        end_devices = over_nccl[0].close
+    elif workers is not None:
+        backends = join_replicas(threads, workers)
+    if workers is None:
+        communicators = [Communicator(backend) for backend in backends]
+    else:
+        communicators = [
+            Communicator(backend, workers.options, local, workers.peers.where)
+            for backend, local in zip(backends, threads, strict=True)
+        ]
+    return ReplicaGroup(communicators, rendezvous, streams, workers, end_devices)
 
 
 def join_workers(
@@ -201,6 +185,15 @@ def _check_alike(peers: ControlPlane, options: CommunicationOptions) -> None:
 def _process_backend(
     peers: ControlPlane, options: CommunicationOptions, over_mpi: bool
 ) -> ProcessBackend:
+    def ring(ranks: Sequence[int]) -> RingBackend:
+        return RingBackend(
+            peers,
+            lambda: MpiTransport(peers) if over_mpi else TcpTransport(peers),
+            ranks=ranks,
+            bytes_per_pack=options.bytes_per_pack,
+            wire_dtype=options.wire_dtype,
+        )
+
     wish = options.implementation
     if wish is CommunicationImplementation.MPI and not over_mpi:
         raise ValueError(
@@ -208,7 +201,7 @@ def _process_backend(
             "mpiexec, or implementation='auto'."
         )
     if wish in (CommunicationImplementation.RING, CommunicationImplementation.MPI):
-        return _ring(peers, options, over_mpi, range(peers.size))
+        return ring(range(peers.size))
     groups = host_groups(peers.hosts)
     if len(groups) == 1:
         return SharedMemoryBackend(peers)
@@ -217,36 +210,8 @@ def _process_backend(
     inside = SharedMemoryBackend(peers, ranks=own)
     if peers.rank not in leaders:
         return TwoLevelBackend(inside, None, groups, peers.rank)
-    between = _ring(peers, options, over_mpi, leaders)
+    between = ring(leaders)
     return TwoLevelBackend(inside, between, groups, peers.rank)
-
-
-def _ring(
-    peers: ControlPlane, options: CommunicationOptions, over_mpi: bool, ranks: Sequence[int]
-) -> RingBackend:
-    return RingBackend(
-        peers,
-        lambda: MpiTransport(peers) if over_mpi else TcpTransport(peers),
-        ranks=ranks,
-        bytes_per_pack=options.bytes_per_pack,
-        wire_dtype=options.wire_dtype,
-    )
-
-
-def _thread_backends(
-    rendezvous: Rendezvous, streams: Sequence[Stream], spaces: Sequence[str], one_device: bool
-) -> list[ThreadBackend]:
-    return [
-        ThreadBackend(
-            rendezvous,
-            streams,
-            rank,
-            owner=spaces[:rank].count(spaces[rank]),
-            owners=spaces.count(spaces[rank]),
-            one_device=one_device,
-        )
-        for rank in range(len(streams))
-    ]
 
 
 def nccl_obstacle(identities: Sequence[Sequence[str]], hosts: Sequence[str]) -> str | None:
@@ -256,10 +221,8 @@ def nccl_obstacle(identities: Sequence[Sequence[str]], hosts: Sequence[str]) -> 
         identities: of each worker's devices, as `device_identity` gives them.
         hosts: of the workers.
 
-    >>> nccl_obstacle([["gpu 0000:3B:00.0"], ["gpu 0000:3B:00.0"]], ["a", "b"])
-    >>> nccl_obstacle([["gpu 0000:3B:00.0"], ["gpu 0000:3B:00.0"]], ["a", "a"])
-    'workers 0 and 1 share the GPU 0000:3B:00.0 of a host, and NCCL needs a GPU for each replica: \
-give each worker its own by devices=[...] or CUDA_VISIBLE_DEVICES'
+    >>> nccl_obstacle([["gpu 0000:3B:00.0"], ["cpu"]], ["a", "b"])
+    'worker 1 has a replica on a CPU, and NCCL connects GPUs alone'
     """
     owners: dict[tuple[str, str], int] = {}
     for worker, (devices, host) in enumerate(zip(identities, hosts, strict=True)):
@@ -283,13 +246,14 @@ give each worker its own by devices=[...] or CUDA_VISIBLE_DEVICES'
     return None
 
 
-def _workers_want_nccl(workers: Workers, options: CommunicationOptions) -> bool:
-    """Say whether the GPUs of all workers meet through NCCL; every worker finds the same."""
+def _workers_want_nccl(workers: Workers) -> bool:
+    """Return True if the GPUs of all workers meet through NCCL; every worker finds the same."""
     obstacle = nccl_obstacle(workers.identities, workers.peers.hosts)
-    if obstacle is not None and options.implementation is CommunicationImplementation.NCCL:
+    wish = workers.options.implementation
+    if obstacle is not None and wish is CommunicationImplementation.NCCL:
         raise ValueError(f"implementation='nccl': {obstacle}; or pass implementation='auto'.")
-    wishes = (CommunicationImplementation.AUTO, CommunicationImplementation.NCCL)
-    return obstacle is None and options.implementation in wishes
+    possible = (CommunicationImplementation.AUTO, CommunicationImplementation.NCCL)
+    return obstacle is None and wish in possible
 
 
 def _wants_nccl(devices: Sequence[Device], wish: CrossDeviceOps | None) -> bool:

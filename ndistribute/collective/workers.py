@@ -1,7 +1,8 @@
-"""The processes of a job as one of them sees them: who they are, and how they meet as processes.
+"""What those who run a step see of a group: the replicas of this process, and the other processes.
 
 Replicas meet through their communicators. What is done once in each process, outside any replica,
-meets here: the first value of a variable, a reduction across replicas, the end of an input.
+meets here: the first value of a variable, a reduction across replicas, the end of an input. A step
+is begun, left by each replica and ended; where there are other processes, they are told.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ndistribute import timeline
@@ -17,9 +19,60 @@ from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import Communicator
 from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.options import CommunicationOptions
+from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.device import Device, device_identity
+from ndistribute.stream import Stream
 
-__all__ = ["ProcessBackend", "Workers"]
+
+@dataclass(frozen=True)
+class ReplicaGroup:
+    """Hold the communicators of the replicas of one process.
+
+    Args:
+        communicators: one for each replica, in order.
+        rendezvous: where they meet.
+        streams: the device and stream of each.
+        workers: the other processes, where there are any.
+        end_devices: ends what the communicators hold on devices.
+    """
+
+    communicators: Sequence[Communicator]
+    rendezvous: Rendezvous
+    streams: Sequence[Stream]
+    workers: Workers | None = None
+    end_devices: Callable[[], None] | None = None
+
+    def begin(self) -> None:
+        """Start a step; every replica must be out of the last one."""
+        if self.workers is not None:
+            self.workers.enter()
+        self.rendezvous.reset()
+        for communicator in self.communicators:
+            communicator.begin()
+
+    def leave(self, rank: int) -> None:
+        """Say that a replica has returned from its step."""
+        self.rendezvous.leave(rank, self.communicators[rank].calls_made)
+
+    def end(self) -> None:
+        """End a step that was begun, when every replica is out of it."""
+        if self.workers is not None:
+            self.workers.leave()
+
+    def abort(self, cause: BaseException) -> None:
+        """Release every replica that waits, with the reason."""
+        if self.workers is not None:
+            self.workers.fail(cause)
+        self.communicators[0].abort(cause)
+
+    def close(self) -> None:
+        """End what is held on devices, and forget how the last step failed.
+
+        The traceback of a failure holds the arrays that replicas saw.
+        """
+        if self.end_devices is not None:
+            self.end_devices()
+        self.rendezvous.reset()
 
 
 class ProcessBackend(Backend, Protocol):
@@ -39,9 +92,11 @@ class Workers:
         peers: the processes.
         backend: how they meet.
         devices: of the replicas of this process.
-        options: how long to wait.
+        options: for collectives that bring none of their own.
 
     Attributes:
+        rank: which process this is, of `size`.
+        identities: of each process's devices, as `device_identity` gives them.
         cores: how many of this host's cores are this process's part.
     """
 
@@ -52,37 +107,28 @@ class Workers:
         devices: Sequence[Device],
         options: CommunicationOptions,
     ) -> None:
-        timeline.identify(peers.rank, peers.size)
+        self.rank, self.size = peers.rank, peers.size
+        timeline.identify(self.rank, self.size)
         self.peers = peers
         self.backend = backend
         self.communicator = Communicator(backend, options, where=peers.where)
-        self._timeout = options.timeout
+        self.options = options
         self._inside = False
         self._failed = False
-        self._forget: list[Callable[[], None]] = []
         identities = [device_identity(device) for device in devices]
         own = json.dumps([identities, core_numbers()]).encode()
-        told = [json.loads(text) for text in peers.exchange("devices", own, self._timeout)]
+        told = [json.loads(text) for text in peers.exchange("devices", own, self.options.timeout)]
         self.identities: list[list[str]] = [devices for devices, _ in told]
         here = [
             numbers
             for host, (_, numbers) in zip(peers.hosts, told, strict=True)
-            if host == peers.hosts[peers.rank]
+            if host == peers.hosts[self.rank]
         ]
         self.cores = cores_of_one(core_numbers(), here)
+        self._held = contextlib.ExitStack()
+        self._held.callback(backend.close)
         # However the processes were started, they share their host's cores.
-        self._limited = contextlib.ExitStack()
-        self._limited.enter_context(limited_blas(None if set_by_user() else self.cores))
-
-    @property
-    def rank(self) -> int:
-        """Return which process this is."""
-        return self.peers.rank
-
-    @property
-    def size(self) -> int:
-        """Return how many processes there are."""
-        return self.peers.size
+        self._held.enter_context(limited_blas(None if set_by_user() else self.cores))
 
     @property
     def replica_counts(self) -> tuple[int, ...]:
@@ -91,7 +137,7 @@ class Workers:
 
     @property
     def single_cpus(self) -> bool:
-        """Say whether every process has one replica, on a CPU."""
+        """Return True if every process has one replica, on a CPU."""
         return all(devices == ["cpu"] for devices in self.identities)
 
     def enter(self) -> None:
@@ -104,11 +150,11 @@ class Workers:
         peers = self.peers
         peers.refuse_forks()
         if self._failed and not peers.is_broken_here:
-            peers.settle(self._timeout)
+            peers.settle(self.options.timeout)
         if peers.is_broken_here and (self._failed or peers.broken_and_known):
-            peers.recover(self.backend.reset, self._timeout)
+            peers.recover(self.backend.reset, self.options.timeout)
         self._failed = False
-        self.peers.enter()
+        peers.enter()
         self._inside = True
 
     def leave(self) -> None:
@@ -128,20 +174,26 @@ class Workers:
         self._failed = True
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[Communicator]:
-        """Make collectives among processes, as a step of their own unless one is going on."""
+    def meeting(self, purpose: str = "") -> Iterator[Communicator]:
+        """Make collectives among processes, as a step of their own unless one is going on.
+
+        Args:
+            purpose: what they are for, the same on all processes.
+        """
+        communicator = self.communicator
+        communicator.purpose = purpose
         if self._inside:
             # In a call of all replicas, of which these are parts.
-            self.communicator.part_of = self.peers.where.finished + 1
+            communicator.part_of = self.peers.where.finished + 1
             try:
-                yield self.communicator
+                yield communicator
             finally:
-                self.communicator.part_of = None
+                communicator.part_of = None
             return
         self.enter()
         try:
-            self.communicator.begin()
-            yield self.communicator
+            communicator.begin()
+            yield communicator
         except BaseException as error:
             self._failed = True
             self.peers.abort(error)
@@ -149,20 +201,10 @@ class Workers:
         finally:
             self.leave()
 
-    def all_reduce(self, op: Any, value: Any) -> Any:
-        """Reduce a nest over processes."""
-        with self.meeting() as communicator:
-            return communicator.all_reduce(op, value)
-
     def all_gather(self, value: Any, axis: int) -> Any:
         """Concatenate a nest over processes, in the order of their ranks."""
         with self.meeting() as communicator:
             return communicator.all_gather(value, axis)
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Return the nest that one process passed."""
-        with self.meeting() as communicator:
-            return communicator.broadcast(value, root)
 
     def agree(self, value: Any, purpose: str) -> Any:
         """Return the nest that the first process passed, once all have passed one alike.
@@ -171,25 +213,16 @@ class Workers:
             value: a nest of the same shapes and dtypes on all processes.
             purpose: what it is for, the same on all processes.
         """
-        with self.meeting() as communicator:
-            communicator.purpose = purpose
-            try:
-                agreed = communicator.broadcast(value)
-                communicator.all_reduce("sum", 0)  # Who sends hears nothing of who receives.
-            finally:
-                communicator.purpose = ""
+        with self.meeting(purpose) as communicator:
+            agreed = communicator.broadcast(value)
+            communicator.all_reduce("sum", 0)  # Who sends hears nothing of who receives.
         return agreed
 
     def at_close(self, forget: Callable[[], None]) -> None:
         """Call a function when the group is closed, to let go of what lies in shared memory."""
-        self._forget.append(forget)
+        self._held.callback(forget)
 
     def close(self) -> None:
-        """Say good-bye to the other processes."""
-        self._limited.close()
-        try:
+        """Say good-bye to the other processes, and give back what is held here."""
+        with self._held:
             self.peers.close()
-        finally:
-            for forget in self._forget:
-                forget()
-            self.backend.close()

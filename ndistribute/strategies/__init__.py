@@ -11,7 +11,7 @@ from ndistribute.strategies.local import (
 from ndistribute.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from ndistribute.strategies.parameter_server import ParameterServerStrategy
 
-register_default_strategy(DefaultStrategy)
+register_default_strategy(DefaultStrategy())
 
 __all__ = [
     "CentralStorageStrategy",

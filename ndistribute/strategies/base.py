@@ -18,8 +18,8 @@ from ndistribute import context, tree
 from ndistribute.autodiff import untrack
 from ndistribute.cluster import ClusterResolver
 from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.select import make_group
+from ndistribute.collective.workers import ReplicaGroup
 from ndistribute.context import Frame, ReplicaContext, chosen, current_frame, entered
 from ndistribute.data import Place, distribute, distribute_from_function
 from ndistribute.device import Array, Device

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.select import CrossDeviceOps, make_group
+from ndistribute.collective.workers import ReplicaGroup
 from ndistribute.device import Device, resolve_devices
 from ndistribute.strategies.base import Strategy
 from ndistribute.variables.mirrored import CentralVariable

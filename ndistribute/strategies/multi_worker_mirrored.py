@@ -10,9 +10,8 @@ import numpy as np
 
 from ndistribute.cluster import ClusterResolver, resolve
 from ndistribute.collective.options import CommunicationOptions
-from ndistribute.collective.replica_group import ReplicaGroup
-from ndistribute.collective.select import join_workers, make_group, make_worker_group
-from ndistribute.collective.workers import Workers
+from ndistribute.collective.select import join_workers, make_group
+from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.data import Place
 from ndistribute.device import Device, copy_to, device_of, resolve_devices, to_host
 from ndistribute.strategies.base import Strategy
@@ -51,9 +50,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[str | Device] | None = None,
     ) -> None:
         resolver = resolve() if cluster_resolver is None else cluster_resolver
-        self._options = communication_options or CommunicationOptions()
+        options = communication_options or CommunicationOptions()
         own = resolve_devices(devices)
-        self._workers = _join(resolver, own, self._options)
+        self._workers = _join(resolver, own, options)
         # The others wait for a good-bye, also where the program ends without closing anything.
         self._farewell: Callable[[], Any] = lambda: None
         if self._workers is not None:
@@ -62,9 +61,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def make_group(self) -> ReplicaGroup:
         """Make communicators that meet those of the other workers."""
-        if self._workers is None:
-            return make_group(self._devices)
-        return make_worker_group(self._devices, self._workers, self._options)
+        return make_group(self._devices, workers=self._workers)
 
     def across_workers(self, value: Any) -> Any:
         """Return a nest with the components of all workers' replicas in each `PerReplica`."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ndistribute.blas import cores, limited_blas
-from ndistribute.collective.replica_group import ReplicaGroup
+from ndistribute.collective.workers import ReplicaGroup
 from ndistribute.context import Frame, ReplicaContext, chosen, frame_stack
 from ndistribute.errors import WorkerLostError
 from ndistribute.timeline import span

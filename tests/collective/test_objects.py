@@ -119,7 +119,7 @@ def test_what_one_worker_could_not_tell_is_an_error_on_all(value, kind, text):
 
 
 def forged(kind: str, *keys: str) -> bytes:
-    return encode(NestSpec(kind, keys, (ArraySpec("float32", (0,)),) * len(keys)))[0]
+    return encode(NestSpec(kind, keys, (ArraySpec("'<f4'", (0,)),) * len(keys)))[0]
 
 
 @pytest.mark.parametrize(
@@ -137,16 +137,16 @@ def forged(kind: str, *keys: str) -> bytes:
         forged("never.imported.module:Point", "x", "y"),
         forged("dict", "x")[:-1],
         encode(NestSpec("dict", ("x", "y"), ()))[0],
-        encode(ArraySpec("float33", (0,)))[0],
+        encode(ArraySpec("'float33'", (0,)))[0],
         encode(ArraySpec("'f4", (0,)))[0],
         encode(ArraySpec("[" * 5000, (0,)))[0],
-        encode(ArraySpec("float32", (-1,)))[0],
-        encode(ArraySpec("float32", (2,)))[0],
-        encode(ArraySpec("float32", (2,), b"1234"))[0],
-        encode(ArraySpec("object", (1,), b"12345678"))[0],
+        encode(ArraySpec("'<f4'", (-1,)))[0],
+        encode(ArraySpec("'<f4'", (2,)))[0],
+        encode(ArraySpec("'<f4'", (2,), b"1234"))[0],
+        encode(ArraySpec("'|O'", (1,), b"12345678"))[0],
         encode(PlainSpec("__import__('os')"))[0],
-        encode(ArraySpec("float32", (1,) * 40))[0],
-        encode(ArraySpec("float32", (0, 2**62, 2**62)))[0],
+        encode(ArraySpec("'<f4'", (1,) * 40))[0],
+        encode(ArraySpec("'<f4'", (0, 2**62, 2**62)))[0],
         b"",
     ],
 )

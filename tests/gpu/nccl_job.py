@@ -27,9 +27,8 @@ from ndistribute.collective.nccl import make_nccl_backends
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.collective.replica_group import ReplicaGroup
 from ndistribute.collective.threads import ThreadBackend
-from ndistribute.collective.workers import Workers
+from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.device import Device, as_array, copy_to, to_host
 from ndistribute.errors import DistributeError
 from ndistribute.stream import Stream
