@@ -113,8 +113,6 @@ class Workers:
         self.backend = backend
         self.communicator = Communicator(backend, options, where=peers.where)
         self.options = options
-        self._inside = False
-        self._failed = False
         identities = [device_identity(device) for device in devices]
         own = json.dumps([identities, core_numbers()]).encode()
         told = [json.loads(text) for text in peers.exchange("devices", own, self.options.timeout)]
@@ -147,31 +145,15 @@ class Workers:
             WorkerLostError: a process failed since the last step, or is gone for good.
             RuntimeError: this process is a fork of the one that joined the group.
         """
-        peers = self.peers
-        peers.refuse_forks()
-        if self._failed and not peers.is_broken_here:
-            peers.settle(self.options.timeout)
-        if peers.is_broken_here and (self._failed or peers.broken_and_known):
-            peers.recover(self.backend.reset, self.options.timeout)
-        self._failed = False
-        peers.enter()
-        self._inside = True
+        self.peers.enter(self.backend.reset, self.options.timeout)
 
     def leave(self) -> None:
         """End a step."""
-        self._inside = False
         self.peers.leave()
 
     def fail(self, cause: BaseException) -> None:
-        """Tell the others that this process's own code raises.
-
-        It need not hear what broke the group: another process may have failed first, in this step.
-        """
-        if not isinstance(cause, Exception):  # An interrupt may have left a call half done.
-            self.peers.abort(cause)
-        elif self._inside and not self._failed and self.peers.cause is None:
-            self.peers.fail(cause)
-        self._failed = True
+        """Tell the others that this process's own code raises."""
+        self.peers.fail(cause)
 
     @contextlib.contextmanager
     def meeting(self, purpose: str = "") -> Iterator[Communicator]:
@@ -182,7 +164,7 @@ class Workers:
         """
         communicator = self.communicator
         communicator.purpose = purpose
-        if self._inside:
+        if self.peers.where.inside:
             # In a call of all replicas, of which these are parts.
             communicator.part_of = self.peers.where.finished + 1
             try:
@@ -195,7 +177,7 @@ class Workers:
             communicator.begin()
             yield communicator
         except BaseException as error:
-            self._failed = True
+            self.peers.raised = True
             self.peers.abort(error)
             raise
         finally:
