@@ -12,6 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ndistribute.device import Array
 from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
@@ -24,15 +25,10 @@ __all__ = ["CachedShard", "Place", "VariableCache"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Say where a variable, or a shard of one, lies.
-
-    Args:
-        name: by which its servers know it.
-        servers: their numbers; it is written on all and read from the first.
-    """
+    """Say where a variable, or a shard of one, lies."""
 
     name: str
-    servers: tuple[int, ...]
+    servers: tuple[int, ...]  # It is written on all and read from the first.
 
 
 class CachedShard:
@@ -46,6 +42,7 @@ class CachedShard:
         self.seen = 0
         """The version of which rows were read last, which may not be held here."""
         self.pulled_in = -1
+        """The step in which its server was asked last."""
         self._array: Array | None = None
 
     @property
@@ -72,11 +69,7 @@ class CachedShard:
 
 
 class VariableCache:
-    """Keep what a process has read of the variables of one strategy, and bring it up to date.
-
-    Args:
-        servers: where the variables lie.
-    """
+    """Keep what a process has read of the variables of one strategy, and bring it up to date."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
@@ -85,7 +78,8 @@ class VariableCache:
         self._step = 0
         self._read_before: Sequence[CachedShard] = ()
         self._read_now: dict[CachedShard, None] = {}
-        self._final = False
+        self.is_final = False
+        """Whether nothing is asked of the servers any more."""
 
     def at(self, place: Place) -> CachedShard:
         """Return what is held of a place, one object for all variables that it belongs to."""
@@ -100,50 +94,50 @@ class VariableCache:
                 self._read_before, self._read_now = tuple(self._read_now), {}
 
     def read(self, shards: Sequence[CachedShard], *, in_step: bool) -> list[tuple[Array, int]]:
-        """Return a snapshot of each of some shards, and its version.
-
-        Args:
-            shards: what to read.
-            in_step: whether a replica reads.
-        """
+        """Return a snapshot of each of some shards, and its version; `in_step` for a replica."""
         with self._lock:
             if not in_step:
                 self.pull(shards)
-            elif any(shard.pulled_in != self._step for shard in shards):
+            elif old := self._outdated(shards):
                 try:
-                    self._pull_once(dict.fromkeys([*shards, *self._read_before]))
+                    self.pull(self._outdated(dict.fromkeys([*shards, *self._read_before])))
                 except (WorkerLostError, CollectiveTimeoutError):
                     raise
                 except DistributeError:  # What the last step read may have been deleted since.
                     self._read_before = ()
-                    self._pull_once(shards)
+                    self.pull(old)
             if in_step:
                 self._read_now.update(dict.fromkeys(shards))
             return [(shard.read(), shard.version) for shard in shards]
 
-    def _pull_once(self, shards: Iterable[CachedShard]) -> None:
-        self.pull([shard for shard in shards if shard.pulled_in != self._step])
+    def _outdated(self, shards: Iterable[CachedShard]) -> list[CachedShard]:
+        return [shard for shard in shards if shard.pulled_in != self._step]
 
     def pull(self, shards: Iterable[CachedShard]) -> None:
         """Ask the servers for what is newer than what is held."""
         with self._lock:
-            if self._final:
+            if self.is_final:
                 return
-            by_server: dict[int, list[CachedShard]] = defaultdict(list)
-            for shard in shards:
-                by_server[shard.server].append(shard)
-            asked = {
-                server: [Item(shard.place.name, shard.version) for shard in some]
-                for server, some in by_server.items()
-            }
+            wanted = list(shards)
             with span("pull"):
-                found = self._servers.read(asked)
-            for server, some in by_server.items():
-                newer = found[server]
-                for shard, array, version in zip(some, newer.arrays, newer.versions, strict=True):
-                    if array is not None:
-                        shard.receive(array, version)
-                    shard.pulled_in = self._step
+                asked = [(shard, Item(shard.place.name, shard.version)) for shard in wanted]
+                answers = self.ask(asked)
+            for shard, (array, version) in zip(wanted, answers, strict=True):
+                if array is not None:
+                    shard.receive(array, version)
+                shard.pulled_in = self._step
+
+    def ask(self, items: Sequence[tuple[CachedShard, Item]]) -> list[tuple[Any, int]]:
+        """Return what the servers hold of each item, and its version: one message to each server.
+
+        The array is None where what is known of the whole is the newest.
+        """
+        asked: dict[int, list[Item]] = defaultdict(list)
+        for shard, item in items:
+            asked[shard.server].append(item)
+        found = self._servers.read(asked)
+        answers = {i: zip(each.arrays, each.versions, strict=True) for i, each in found.items()}
+        return [next(answers[shard.server]) for shard, _ in items]
 
     def changed(self, shards: Iterable[CachedShard]) -> None:
         """Let the next read of what this process changed ask the servers."""
@@ -151,11 +145,6 @@ class VariableCache:
             for shard in shards:
                 shard.pulled_in = -1
 
-    @property
-    def is_final(self) -> bool:
-        """Return whether nothing is asked of the servers any more."""
-        return self._final
-
     def stay(self) -> None:
         """Ask no more: what is held stays readable."""
-        self._final = True  # Without the lock, which a thread holds while it waits for a server.
+        self.is_final = True  # Without the lock, which a thread holds while it waits for a server.
