@@ -32,10 +32,9 @@ from ndistribute.update_rules import (
     update_rows,
     update_whole,
 )
-from ndistribute.variables.cache import CachedShard, Place
 from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.policy import VariablePolicy
-from ndistribute.variables.served import ServedVariable
+from ndistribute.variables.served import CachedShard, Place, ServedVariable
 from ndistribute.variables.variable import Variable
 from ndistribute.variables.write import map_values
 

@@ -101,11 +101,7 @@ def _apply_rows(write: Write, target: Array) -> None:
 
 
 class DeviceCopies:
-    """Keep what was last fetched of an array into other memories, until there is a newer version.
-
-    >>> DeviceCopies().on(Device("cpu:0"), 1, np.zeros(2))
-    array([0., 0.])
-    """
+    """Keep copies of an array in other memories until there is a newer version."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Any, Array]] = {}

@@ -122,12 +122,7 @@ class MaxSizePartitioner(_Partitioner):
 def number_of_shards(
     partitioner: Partitioner | None, shape: Sequence[int], dtype: np.dtype[Any]
 ) -> int:
-    """Return into how many shards of its first axis a variable is cut.
-
-    Args:
-        partitioner: asked for variables that have elements and axes; others are left whole.
-        shape: of the variable.
-        dtype: of the variable.
+    """Return into how many shards a variable is cut; one without elements or axes is left whole.
 
     Raises:
         ValueError: the partitioner returned something else than a positive number for each axis,
