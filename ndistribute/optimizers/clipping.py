@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, array_namespace, device_of
 from ndistribute.dtypes import computing_dtype
 from ndistribute.stream import working_on
+from ndistribute.variables.write import map_values
 
-__all__ = ["Clipping"]
+__all__ = ["Clipping", "widened"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,17 @@ class Clipping:
         """
         if not self:
             return list(gradients)
-        merged = [_merged(_map(gradient, _widened)) for gradient in gradients]
+        wide = [_summed(map_values(widened, gradient)) for gradient in gradients]
         if self.value is not None:
-            return [_map(g, self._cut) for g in merged]
-        norms = [_norm(g) for g in merged]
+            return [map_values(self._cut, gradient) for gradient in wide]
+        norms = [_norm(gradient) for gradient in wide]
         if self.global_norm is not None:
-            whole = math.sqrt(sum(norm**2 for norm in norms))
-            return [_scaled(g, whole, self.global_norm) for g in merged]
-        return [_scaled(g, norm, self.norm) for g, norm in zip(merged, norms, strict=True)]
+            norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
+        bound = self.norm or self.global_norm or 0.0
+        return [
+            gradient if norm <= bound else map_values(lambda a, by=bound / norm: a * by, gradient)
+            for gradient, norm in zip(wide, norms, strict=True)
+        ]
 
     def _cut(self, array: Array) -> Array:
         bound = float(self.value or 0)
@@ -64,32 +68,19 @@ class Clipping:
         return xp.clip(parts, -bound, bound).view(array.dtype).reshape(array.shape)
 
 
-def _widened(array: Array) -> Array:
+def widened(array: Array) -> Array:
+    """Return an array whose elements can be summed: 16-bit floats as float32."""
     return array.astype(computing_dtype(array.dtype), copy=False)
 
 
-def _merged(gradient: Any) -> Any:
+def _summed(gradient: Any) -> Any:
     if not isinstance(gradient, IndexedSlices):
         return gradient
     with working_on(device_of(gradient.values)):
         return gradient.summed()
 
 
-def _map(gradient: Any, function: Callable[[Array], Array]) -> Any:
-    if isinstance(gradient, IndexedSlices):
-        values = _map(gradient.values, function)
-        return IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    with working_on(device_of(gradient)):
-        return function(gradient)
-
-
 def _norm(gradient: Any) -> float:
     array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
     with working_on(device_of(array)):
         return float(array_namespace(array).linalg.norm(array.reshape(-1)))
-
-
-def _scaled(gradient: Any, norm: float, bound: float | None) -> Any:
-    if bound is None or norm <= bound:
-        return gradient
-    return _map(gradient, lambda array: array * (bound / norm))
