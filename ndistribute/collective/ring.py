@@ -398,10 +398,11 @@ class Runner:
         """Receive a peer's header of the call, once, and compare it."""
         handle = self._expected.get(peer)
         if handle is None:
-            theirs = np.empty(HEADER_BYTES, np.uint8)
+            mine, theirs = self._header, np.empty(HEADER_BYTES, np.uint8)
             here, there = self._ranks[self._rank], self._ranks[peer]
+            # It does not know `self`, or in a circle the arrays of a call would outlive it.
             handle = self._expected[peer] = self._transport.irecv(
-                there, theirs, lambda: compare(self._header, theirs.tobytes(), here, there)
+                there, theirs, lambda: compare(mine, theirs.tobytes(), here, there)
             )
         return handle
 

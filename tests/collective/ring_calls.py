@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -137,6 +139,24 @@ def noisy_sums(rank: int, size: int, wire_dtype: str | None) -> tuple[int, float
         worst = max(worst, float(abs(mean * size - exact).max() / abs(exact).max()))
         results.append(mean)
     return digest(results), worst
+
+
+def arrays_let_go(rank: int, size: int) -> None:
+    """Check after each call, without the help of a collector, that nobody holds its arrays."""
+    gc.disable()
+    try:
+        for length in (10, 700_001):
+            array, output = noise(rank, length), np.empty(length, np.float32)
+            held = sys.getrefcount(array), sys.getrefcount(output)
+            call = call_of("all_reduce", "SUM", [array])
+            ring().all_reduce(call, [array], [output], ReduceOp.SUM, TIMEOUT)
+            assert (sys.getrefcount(array), sys.getrefcount(output)) == held
+            updated(ring(), [array], ReduceOp.SUM)
+            ring().broadcast(call_of("broadcast", "root=0", [array]), [array], 0, TIMEOUT)
+            gathered(rank, size, [((3,), 2, "float32")])
+            assert sys.getrefcount(array) == held[0]
+    finally:
+        gc.enable()
 
 
 def sums_in_rank_order(rank: int, size: int) -> None:

@@ -68,6 +68,10 @@ def test_float64_is_never_compressed(ranks: Ranks) -> None:
     results(ranks.run(ring_calls.doubles_beside_a_wire_dtype))
 
 
+def test_no_array_outlives_its_call(ranks: Ranks) -> None:
+    results(ranks.run(ring_calls.arrays_let_go))
+
+
 def test_small_arrays_are_summed_in_rank_order(ranks: Ranks) -> None:
     results(ranks.run(ring_calls.sums_in_rank_order))
 
