@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -86,19 +86,17 @@ class Frame:
     merging: bool = False
 
 
-class _Process:
-    """What all threads share: the strategy outside any scope, and the seed."""
+class _State(threading.local):
+    """Hold a thread's frames, and on the class what all threads share."""
 
-    default: StrategyLike
-    seed = np.random.SeedSequence()
+    default: ClassVar[StrategyLike]
+    seed: ClassVar = np.random.SeedSequence()
 
-
-class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames = [Frame(None, None)]
 
 
-_thread = _Thread()
+_thread = _State()
 
 
 class ReplicaContext:
@@ -143,7 +141,7 @@ class ReplicaContext:
     def rng(self) -> Any:
         """Return this replica's random generator: its own, the same in every run of a seed."""
         self._frame("rng")
-        replica, seed = self.replica_id_in_sync_group, _Process.seed
+        replica, seed = self.replica_id_in_sync_group, _State.seed
         known, generator = self._generators.get(replica, (None, None))
         if known is not seed:
             own = np.random.SeedSequence(seed.entropy, spawn_key=(replica,))
@@ -275,7 +273,7 @@ def chosen(strategy: StrategyLike | None) -> StrategyLike | None:
 
 def register_default_strategy(strategy: StrategyLike) -> None:
     """Say which strategy is current outside any scope."""
-    _Process.default = strategy
+    _State.default = strategy
 
 
 def get_strategy() -> StrategyLike:
@@ -285,7 +283,7 @@ def get_strategy() -> StrategyLike:
     >>> nd.get_strategy().num_replicas_in_sync
     1
     """
-    return _thread.frames[-1].strategy or _Process.default
+    return _thread.frames[-1].strategy or _State.default
 
 
 def has_strategy() -> bool:
@@ -326,7 +324,7 @@ def get_replica_context() -> ReplicaContext | None:
         return frame.replica
     if in_cross_replica_context():
         return None
-    return _Process.default.replica_contexts[0]
+    return _State.default.replica_contexts[0]
 
 
 def set_strategy(strategy: StrategyLike | None) -> None:
@@ -366,12 +364,12 @@ def set_seed(seed: int) -> None:
     >>> first == nd.get_replica_context().rng.random()
     True
     """
-    _Process.seed = np.random.SeedSequence(seed)
+    _State.seed = np.random.SeedSequence(seed)
 
 
 def current_seed() -> np.random.SeedSequence:
     """Return the seed in force, a new object after each `set_seed`."""
-    return _Process.seed
+    return _State.seed
 
 
 def join_leaf(column: Sequence[Any]) -> Any:

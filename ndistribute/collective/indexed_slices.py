@@ -66,8 +66,7 @@ class IndexedSlices:
             return IndexedSlices(*_sum_runs(self.values, self.indices), self.dense_shape)
         rows, inverse = np.unique(self.indices, return_inverse=True)
         if len(rows) == len(self.indices):
-            order = np.argsort(self.indices)
-            return IndexedSlices(self.values[order], rows, self.dense_shape)
+            return IndexedSlices(self.values[np.argsort(self.indices)], rows, self.dense_shape)
         totals = np.zeros((len(rows), *self.dense_shape[1:]), self.values.dtype)
         np.add.at(totals, inverse, self.values)
         return IndexedSlices(totals, rows, self.dense_shape)

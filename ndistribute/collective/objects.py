@@ -166,7 +166,14 @@ def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
     if isinstance(spec, PlainSpec):
         return json.loads(spec.text)
     if isinstance(spec, ArraySpec):
-        return _array_of(spec)
+        descr = ast.literal_eval(spec.dtype)
+        simple = isinstance(descr, str)
+        dtype = dtype_named(descr) if simple else np.lib.format.descr_to_dtype(descr)
+        if spec.data and not dtype.hasobject:
+            return np.frombuffer(spec.data, dtype).reshape(spec.shape)[()]
+        if math.prod(spec.shape):
+            raise ValueError(f"an array of shape {spec.shape} without its elements.")
+        return np.empty(spec.shape, dtype)
     items = [_value_of(item) for item in spec.items]
     if spec.kind in ("tuple", "list"):
         return tuple(items) if spec.kind == "tuple" else items
@@ -177,17 +184,6 @@ def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
     if found is None:
         raise ValueError(f"{spec.kind!r} with the fields {spec.keys} is no class of this process.")
     return found(**named)
-
-
-def _array_of(spec: ArraySpec) -> Any:
-    descr = ast.literal_eval(spec.dtype)
-    simple = isinstance(descr, str)
-    dtype = dtype_named(descr) if simple else np.lib.format.descr_to_dtype(descr)
-    if dtype.hasobject or not spec.data:
-        if math.prod(spec.shape):
-            raise ValueError(f"an array of shape {spec.shape} without its elements.")
-        return np.empty(spec.shape, dtype)
-    return np.frombuffer(spec.data, dtype).reshape(spec.shape)[()]
 
 
 def _class_named(name: str, fields: tuple[Any, ...]) -> Any:

@@ -115,7 +115,7 @@ class Workers:
         self.options = options
         identities = [device_identity(device) for device in devices]
         own = json.dumps([identities, core_numbers()]).encode()
-        told = [json.loads(text) for text in peers.exchange("devices", own, self.options.timeout)]
+        told = [json.loads(text) for text in peers.exchange("devices", own, options.timeout)]
         self.identities: list[list[str]] = [devices for devices, _ in told]
         here = [
             numbers
