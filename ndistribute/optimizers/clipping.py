@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import mul
 from typing import Any
 
 from ndistribute.collective.indexed_slices import IndexedSlices
@@ -37,7 +39,7 @@ class Clipping:
             raise ValueError(f"a bound for gradients must be above 0, got {given[0]}.")
 
     def __bool__(self) -> bool:
-        return any(bound is not None for bound in (self.norm, self.global_norm, self.value))
+        return any((self.norm, self.global_norm, self.value))
 
     def apply(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the gradients within the bound, 16-bit ones in float32; those given stay.
@@ -55,7 +57,7 @@ class Clipping:
             norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
         bound = self.norm or self.global_norm or 0.0
         return [
-            gradient if norm <= bound else map_values(lambda a, by=bound / norm: a * by, gradient)
+            gradient if norm <= bound else map_values(partial(mul, bound / norm), gradient)
             for gradient, norm in zip(wide, norms, strict=True)
         ]
 

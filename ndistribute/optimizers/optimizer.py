@@ -19,7 +19,7 @@ import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
-from ndistribute.device import Array, as_array, copy_to, device_of, to_host
+from ndistribute.device import Array, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
 from ndistribute.optimizers.clipping import Clipping, widened
 from ndistribute.parameter_server.messages import Apply, Gradient
@@ -34,7 +34,7 @@ from ndistribute.update_rules import (
 )
 from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.policy import VariablePolicy
-from ndistribute.variables.served import CachedShard, Place, ServedVariable
+from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_host
 from ndistribute.variables.variable import Variable
 from ndistribute.variables.write import map_values
 
@@ -367,7 +367,7 @@ class Optimizer:
             pieces = zip(variable.cached, variable.shards.cut(gradient), *slots, strict=True)
             for shard, piece, *kept in pieces:
                 names = tuple(place.name for place in kept)
-                parts[shard.server].append((shard, _sent(piece), names))
+                parts[shard.server].append((shard, Gradient(*on_host(piece)), names))
         trained = {server: [shard for shard, _, _ in some] for server, some in parts.items()}
         applies = {
             server: Apply(
@@ -382,12 +382,6 @@ class Optimizer:
             for server, some in parts.items()
         }
         return applies, trained
-
-
-def _sent(gradient: Any) -> Gradient:
-    if isinstance(gradient, IndexedSlices):
-        return Gradient(to_host(gradient.values), to_host(gradient.indices))
-    return Gradient(to_host(gradient))
 
 
 def _checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> tuple[list[Any], list[Variable]]:

@@ -266,7 +266,7 @@ class Disk:
         try:
             return self.store.handle("", 0, request)
         except Exception as error:  # As it did before, and nothing was changed.
-            _log.warning("%s: an update's rule raises again: %s", self._task, error)
+            _log.warning("%s: an update's rule raises again: %s", self._task, str(error))
             return []
 
     def _log_path(self, number: int) -> Path:

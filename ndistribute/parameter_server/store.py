@@ -178,7 +178,7 @@ class Store:
             del self.applied[next(iter(self.applied))]
         return m.Changed(outcomes, self.total)
 
-    def _held(self, changes: Sequence[m.Change]) -> list[tuple[Cell, m.Array, int]]:
+    def _held(self, changes: Sequence[m.Change]) -> list[tuple[Cell, Any, int]]:
         """Return what changes write to as it is, and let them write to copies: a rule may raise."""
         names = set().union(*map(m.names_written, changes))
         held = [(cell, cell.array, cell.version) for cell in map(self.variables.cell, names)]

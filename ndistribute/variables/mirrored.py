@@ -170,6 +170,11 @@ class CentralVariable(MirroredVariable):
     def _homes(self, devices: Sequence[Device]) -> Sequence[Device]:
         return [self._strategy.parameter_device] * len(devices)
 
+    @property
+    def values(self) -> tuple[Array, ...]:
+        """Return a snapshot of the one component."""
+        return (detached(self._cells[0].read()),)
+
     def component(self) -> Array:
         """Return a snapshot in this replica's memory."""
         replica, cell = self.replica("read"), self._cells[0]

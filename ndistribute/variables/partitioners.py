@@ -38,7 +38,8 @@ class _Partitioner:
         """Return the number of shards for each axis."""
         counts = [1] * len(shape)
         if counts and prod(shape):
-            row_bytes = prod(shape[1:]) * np.dtype(dtype).itemsize
+            itemsize: int = np.dtype(dtype).itemsize
+            row_bytes = prod(shape[1:]) * itemsize
             counts[0] = max(1, min(self._count(shape[0], row_bytes), shape[0]))
         return counts
 

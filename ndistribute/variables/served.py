@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
 from ndistribute.device import Array, copy_to, to_host
 from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
@@ -35,7 +36,7 @@ from ndistribute.variables.sharding import Shards, select_rows
 from ndistribute.variables.variable import Variable
 from ndistribute.variables.write import Write
 
-__all__ = ["CachedShard", "Place", "ServedVariable", "VariableCache", "attached"]
+__all__ = ["CachedShard", "Place", "ServedVariable", "VariableCache", "attached", "on_host"]
 
 # A variable of so few bytes comes whole, with the others of a step: its rows alone would cost a
 # message of their own.
@@ -166,16 +167,12 @@ class ServedVariable(Variable):
     def changes_of(self, write: Write) -> dict[int, list[Change]]:
         """Return what a write changes on which server."""
         changes: dict[int, list[Change]] = defaultdict(list)
+        how: Any = write.how
         for place, value in zip(self.places, self.shards.cut(write.value), strict=True):
-            how: Any = write.how
-            if not write.sparse:
-                change = Update(place.name, how, to_host(value))
-            elif len(value.indices) or len(self.cached) == 1:
-                change = Update(place.name, how, to_host(value.values), to_host(value.indices))
-            else:
+            if write.sparse and not len(value.indices) and len(self.places) > 1:
                 continue
             for server in place.servers:
-                changes[server].append(change)
+                changes[server].append(Update(place.name, how, *on_host(value)))
         return changes
 
     def __getitem__(self, index: Any) -> Any:
@@ -330,6 +327,13 @@ class VariableCache:
     def stay(self) -> None:
         """Ask no more: what is held stays readable."""
         self.is_final = True  # Without the lock, which a thread holds while it waits for a server.
+
+
+def on_host(value: Any) -> tuple[Array, Array | None]:
+    """Return an array as values alone, `IndexedSlices` as values and indices, for a message."""
+    if isinstance(value, IndexedSlices):
+        return to_host(value.values), to_host(value.indices)
+    return to_host(value), None
 
 
 def _part_name(policy: VariablePolicy, shard: int, shards: int) -> str:
