@@ -57,14 +57,16 @@ class ReplicaGroup:
         if self.workers is not None:
             self.workers.leave()
 
-    def close(self) -> None:
+    def close(self, *, abandoned: bool = False) -> None:
         """End what is held on devices, and forget how the last step failed.
 
-        The traceback of a failure holds the arrays that replicas saw.
+        The traceback of a failure holds the arrays that replicas saw. Replicas that were abandoned
+        in a step may still be inside, and are to learn of its failure.
         """
         if self._close is not None:
             self._close()
-        self._rendezvous.reset()
+        if not abandoned:
+            self._rendezvous.reset()
 
     def abort(self, cause: BaseException) -> None:
         """Release every replica that waits, with the reason."""

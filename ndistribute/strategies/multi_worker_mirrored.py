@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence
 
 from ndistribute.cluster import ClusterResolver, resolve
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.replica_group import ReplicaGroup
-from ndistribute.collective.select import join_workers, make_group, make_worker_group
+from ndistribute.collective.select import join_workers, make_worker_group
 from ndistribute.collective.workers import Workers
-from ndistribute.data import Place
-from ndistribute.device import Device, copy_to, device_of, resolve_devices, to_host
+from ndistribute.device import Device, resolve_devices
 from ndistribute.strategies.base import Strategy
-from ndistribute.strategies.reductions import components_of_workers
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 
@@ -53,45 +48,21 @@ class MultiWorkerMirroredStrategy(Strategy):
         resolver = resolve() if cluster_resolver is None else cluster_resolver
         self._options = communication_options or CommunicationOptions()
         own = resolve_devices(devices)
-        self._workers = _join(resolver, own, self._options)
-        # The others wait for a good-bye, also where the program ends without closing anything.
-        self._farewell: Callable[[], Any] = lambda: None
-        if self._workers is not None:
-            self._farewell = weakref.finalize(self, self._workers.close)
-        super().__init__(own, resolver)
+        workers = _join(resolver, own, self._options)
+        if workers is not None:
+            # The others wait for it, also where the program ends without closing anything.
+            self._good_bye = weakref.finalize(self, workers.close)
+        super().__init__(own, resolver, workers)
 
     def make_group(self) -> ReplicaGroup:
         """Make communicators that meet those of the other workers."""
         if self._workers is None:
-            return make_group(self._devices)
+            return super().make_group()
         return make_worker_group(self._devices, self._workers, self._options)
 
-    def across_workers(self, value: Any) -> Any:
-        """Return a nest with the components of all workers' replicas in each `PerReplica`."""
-        return value if self._workers is None else components_of_workers(value, self._workers)
-
-    def agree_on(self, initial_value: Any, what: str) -> Any:
-        """Return the chief's initial value of a variable, which is the same one on all workers."""
-        if self._workers is None:
-            return initial_value
-        chiefs = self._workers.agree(np.asarray(to_host(initial_value)), what)
-        return copy_to(np.asarray(chiefs), device_of(initial_value))
-
-    @property
-    def input_place(self) -> Place:
-        """Return where input goes: this worker's replicas among those of all."""
-        workers = self._workers
-        if workers is None:
-            return super().input_place
-        return Place(self._devices, workers.replica_counts, workers.rank, workers)
-
-    def close(self) -> None:
-        """End the replica threads and say good-bye to the other workers."""
-        self._check_may_close()
-        try:
-            super().close()
-        finally:
-            self._farewell()
+    def _on_close(self) -> None:
+        if self._workers is not None:
+            self._good_bye()
 
     def __repr__(self) -> str:
         if self._workers is None:
