@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 import ndistribute as nd
+from ndistribute.context import StrategyLike
 from tests.kinds import DEADLINE, closing, in_thread, mirrored
 
 
@@ -50,6 +53,14 @@ def test_a_scope_makes_its_strategy_current_across_replicas(pair):
         assert entered is pair
         assert where() == (pair, True, True, False)
     assert where() == (nd.get_strategy(), False, False, True)
+
+
+def test_type_checkers_know_what_the_current_strategy_offers():
+    inside = {"across_workers", "agree_on", "make_group", "make_variable"}
+    for name, method in inspect.getmembers(nd.Strategy, inspect.isfunction):
+        if not name.startswith("_") and name not in inside:
+            known = inspect.signature(getattr(StrategyLike, name)).parameters
+            assert list(known) == list(inspect.signature(method).parameters), name
 
 
 def test_a_replica_is_in_its_strategy(pair):

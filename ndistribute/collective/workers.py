@@ -65,14 +65,16 @@ class ReplicaGroup:
             self.workers.fail(cause)
         self.communicators[0].abort(cause)
 
-    def close(self) -> None:
+    def close(self, *, abandoned: bool = False) -> None:
         """End what is held on devices, and forget how the last step failed.
 
-        The traceback of a failure holds the arrays that replicas saw.
+        The traceback of a failure holds the arrays that replicas saw. Replicas that were abandoned
+        in a step may still be inside, and are to learn of its failure.
         """
         if self.end_devices is not None:
             self.end_devices()
-        self.rendezvous.reset()
+        if not abandoned:
+            self.rendezvous.reset()
 
 
 class ProcessBackend(Backend, Protocol):

@@ -7,23 +7,30 @@ replicas meet, and which kind of variable a policy means.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from ndistribute import context, tree
 from ndistribute.autodiff import untrack
 from ndistribute.cluster import ClusterResolver
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.select import make_group
-from ndistribute.collective.workers import ReplicaGroup
+from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.context import Frame, ReplicaContext, chosen, current_frame, entered
 from ndistribute.data import Place, distribute, distribute_from_function
-from ndistribute.device import Array, Device
-from ndistribute.strategies.reductions import gather_value, local_components, reduce_value
+from ndistribute.device import Array, Device, copy_to, device_of, to_host
+from ndistribute.strategies.reductions import (
+    components_of_workers,
+    gather_value,
+    local_components,
+    reduce_value,
+)
 from ndistribute.strategies.replicas import ReplicaPool
 from ndistribute.values import PerReplica
 from ndistribute.variables.mirrored import MirroredVariable, SyncOnReadVariable
@@ -36,6 +43,7 @@ __all__ = ["Strategy", "ValueContext"]
 TURN_SECONDS = 600.0
 
 S = TypeVar("S", bound="Strategy")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class Strategy:
     Args:
         devices: one for each replica.
         cluster_resolver: who is in the job; None for a strategy of one process.
+        workers: the other processes that replicas reduce with, where there are any.
 
     >>> import ndistribute as nd
     >>> isinstance(nd.MirroredStrategy(["cpu:0"]), nd.Strategy)
@@ -78,12 +87,17 @@ class Strategy:
     """The class of variables by their synchronization."""
 
     def __init__(
-        self, devices: Sequence[Device], cluster_resolver: ClusterResolver | None = None
+        self,
+        devices: Sequence[Device],
+        cluster_resolver: ClusterResolver | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self._devices = tuple(devices)
         self._resolver = cluster_resolver
+        self._workers = workers
         self._closed = False
         self._turn = threading.RLock()  # Knows its owner, and refuses to be released by others.
+        self._user: int | None = None  # The thread that runs a step or closes.
         self._generators: dict[int, Any] = {}
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
@@ -92,27 +106,38 @@ class Strategy:
 
     def make_group(self) -> ReplicaGroup:
         """Make the communicators of the replicas."""
-        return make_group(self._devices)
+        return make_group(self._devices, workers=self._workers)
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
         """Make the variable that a policy means, with an initial value."""
         return self.variable_kinds[policy.synchronization].make(self, array, policy)
 
+    def _on_close(self) -> None:
+        """Give back what the strategy holds besides its replicas."""
+
+    # What variables and input ask.
+
     def across_workers(self, value: Any) -> Any:
         """Return a nest with the components of all processes' replicas in each `PerReplica`."""
-        return value
+        return value if self._workers is None else components_of_workers(value, self._workers)
 
     def agree_on(self, initial_value: Any, what: str) -> Any:
-        """Return the array with which a new variable starts, the same on all processes.
+        """Return the array with which a new variable starts, the chief's on all processes.
 
         `what` describes the variable, in the same words everywhere.
         """
-        return initial_value
+        if self._workers is None:
+            return initial_value
+        chiefs = self._workers.agree(np.asarray(to_host(initial_value)), what)
+        return copy_to(np.asarray(chiefs), device_of(initial_value))
 
     @property
     def input_place(self) -> Place:
         """Return where input goes: this process's replicas among those of all."""
-        return Place(self._devices, (len(self._devices),))
+        workers = self._workers
+        if workers is None:
+            return Place(self._devices, (len(self._devices),))
+        return Place(self._devices, workers.replica_counts, workers.rank, workers)
 
     # What users call.
 
@@ -203,7 +228,8 @@ class Strategy:
             own_args, own_named = calls[rank]
             return untrack(fn(*own_args, **own_named))
 
-        return tree.regroup(self._run_on_all(step), context.join_leaf)
+        results = self._exclusively(functools.partial(self._run_on_all, step))
+        return tree.regroup(results, context.join_leaf)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Combine a value over replicas.
@@ -303,10 +329,18 @@ class Strategy:
         Raises:
             RuntimeError: called inside a replica or a merge_call of this strategy.
         """
-        self._check_may_close()
-        with self._exclusive():
+        frame = current_frame()
+        if frame.strategy is self and (frame.replica is not None or frame.merging):
+            raise RuntimeError(f"close of {self!r} was called inside a step that it runs.")
+
+        def end() -> None:
             self._closed = True
-            self._pool.close()
+            try:
+                self._pool.close()
+            finally:
+                self._on_close()
+
+        self._exclusively(end)
 
     experimental_distribute_dataset = _alias("distribute_dataset")
     experimental_distribute_values_from_function = _alias("distribute_values_from_function")
@@ -319,24 +353,17 @@ class Strategy:
         self._scopes[threading.get_ident()].append(scope)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
+        scopes = self._scopes[threading.get_ident()]
+        if not scopes:
+            raise RuntimeError(f"this thread is in no `with` block of {self!r} that could end.")
         try:
-            self._scopes[threading.get_ident()].pop().__exit__(kind, error, traceback)
+            scopes.pop().__exit__(*error)
         finally:
             self.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, map(str, self._devices)))})"
-
-    def _check_may_close(self) -> None:
-        frame = current_frame()
-        if frame.strategy is self and (frame.replica is not None or frame.merging):
-            raise RuntimeError(f"close of {self!r} was called inside a step that it runs.")
 
     def _build(self) -> None:
         """Make the replicas' communicators, contexts and threads."""
@@ -348,29 +375,38 @@ class Strategy:
         self._pool = ReplicaPool(group, self._contexts, repr(self))
 
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
-        with self._exclusive():
-            if self._closed:
-                raise RuntimeError(f"{self!r} was closed: make a new strategy to run steps.")
-            try:
-                return self._pool.run(step)
-            finally:
-                if self._pool.abandoned:
-                    self._build()
+        if self._closed:
+            raise RuntimeError(f"{self!r} was closed: make a new strategy to run steps.")
+        pool = self._pool
+        try:
+            return pool.run(step)
+        finally:
+            if pool.abandoned:
+                self._build()
+                pool.close()
 
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Let one thread at a time use the replicas; it may come again inside.
+    def _exclusively(self, use: Callable[[], T]) -> T:
+        """Call a function that uses the replicas, while no other one does.
 
         Raises:
-            RuntimeError: another thread uses them too long.
+            RuntimeError: another thread uses them too long; or this one does, and was interrupted.
         """
+        me = threading.get_ident()
+        if self._user == me:
+            raise RuntimeError(
+                f"{self!r} was used in the middle of a step by the thread that runs it, as signal "
+                "handlers are: let the handler set a flag or raise, and go on outside of run."
+            )
         try:
             if not self._turn.acquire(timeout=TURN_SECONDS):
                 raise RuntimeError(
                     f"another thread has been running a step of {self!r} for {TURN_SECONDS:g} s."
                 )
-            yield
+            self._user = me
+            return use()
         finally:
+            if self._user == me:
+                self._user = None
             try:  # noqa: SIM105 - a call before the release would let an interrupt in.
                 self._turn.release()
             except RuntimeError:

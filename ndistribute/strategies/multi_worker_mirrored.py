@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence
 
 from ndistribute.cluster import ClusterResolver, resolve
 from ndistribute.collective.options import CommunicationOptions
-from ndistribute.collective.select import join_workers, make_group
-from ndistribute.collective.workers import ReplicaGroup, Workers
-from ndistribute.data import Place
-from ndistribute.device import Device, copy_to, device_of, resolve_devices, to_host
+from ndistribute.collective.select import join_workers
+from ndistribute.collective.workers import Workers
+from ndistribute.device import Device, resolve_devices
 from ndistribute.strategies.base import Strategy
-from ndistribute.strategies.reductions import components_of_workers
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 
@@ -50,45 +45,16 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[str | Device] | None = None,
     ) -> None:
         resolver = resolve() if cluster_resolver is None else cluster_resolver
-        options = communication_options or CommunicationOptions()
         own = resolve_devices(devices)
-        self._workers = _join(resolver, own, options)
-        # The others wait for a good-bye, also where the program ends without closing anything.
-        self._farewell: Callable[[], Any] = lambda: None
+        workers = _join(resolver, own, communication_options or CommunicationOptions())
+        if workers is not None:
+            # The others wait for it, also where the program ends without closing anything.
+            self._good_bye = weakref.finalize(self, workers.close)
+        super().__init__(own, resolver, workers)
+
+    def _on_close(self) -> None:
         if self._workers is not None:
-            self._farewell = weakref.finalize(self, self._workers.close)
-        super().__init__(own, resolver)
-
-    def make_group(self) -> ReplicaGroup:
-        """Make communicators that meet those of the other workers."""
-        return make_group(self._devices, workers=self._workers)
-
-    def across_workers(self, value: Any) -> Any:
-        """Return a nest with the components of all workers' replicas in each `PerReplica`."""
-        return value if self._workers is None else components_of_workers(value, self._workers)
-
-    def agree_on(self, initial_value: Any, what: str) -> Any:
-        """Return the chief's initial value of a variable, which is the same one on all workers."""
-        if self._workers is None:
-            return initial_value
-        chiefs = self._workers.agree(np.asarray(to_host(initial_value)), what)
-        return copy_to(np.asarray(chiefs), device_of(initial_value))
-
-    @property
-    def input_place(self) -> Place:
-        """Return where input goes: this worker's replicas among those of all."""
-        workers = self._workers
-        if workers is None:
-            return super().input_place
-        return Place(self._devices, workers.replica_counts, workers.rank, workers)
-
-    def close(self) -> None:
-        """End the replica threads and say good-bye to the other workers."""
-        self._check_may_close()
-        try:
-            super().close()
-        finally:
-            self._farewell()
+            self._good_bye()
 
     def __repr__(self) -> str:
         if self._workers is None:

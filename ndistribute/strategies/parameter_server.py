@@ -6,14 +6,14 @@ chief sends functions to the workers through a `ClusterCoordinator`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import os
 import secrets
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from ndistribute.device import Array, Device, resolve_devices
 from ndistribute.parameter_server.client import Outcomes, ServerClient, Servers, current_closure
 from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Done, Reply, Status
 from ndistribute.parameter_server.server import LocalServer
-from ndistribute.strategies.base import Strategy
+from ndistribute.strategies.base import Strategy, T
 from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.timeline import span
 from ndistribute.transport.failure_detector import detector
@@ -46,7 +46,6 @@ from ndistribute.variables.variable import Variable
 
 __all__ = ["ParameterServerStrategy"]
 
-TIMEOUT_SECONDS = 600.0
 _LIVES_APART = 1 << 29  # Versions of two lives of a server differ by more.
 
 
@@ -56,12 +55,11 @@ class _Role:
 
     task: str = "worker:0"
     num_workers: int = 1  # So many processes train, each with a share of the data.
-    index: int = 0  # Which of them this one is.
+    share: tuple[int, int] = (1, 0)  # Into how many it is divided, and which of them is this one's.
     coordinated: bool = False  # Whether a chief sends functions to the workers.
 
     @classmethod
     def of(cls, resolver: ClusterResolver | None) -> _Role:
-        """Return what a process is; ValueError: a parameter server itself, or there is none."""
         if resolver is None or not resolver.cluster_spec():
             return cls()
         cluster, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id or 0
@@ -76,56 +74,9 @@ class _Role:
                 "of the job 'ps', or use MultiWorkerMirroredStrategy."
             )
         workers = list(cluster.task_indices("worker")) if "worker" in cluster.jobs else []
-        place = workers.index(index) if job == "worker" else 0
-        return cls(f"{job}:{index}", max(1, len(workers)), place, "chief" in cluster.jobs)
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """Return into how many shares data is divided, and which of them is this process's."""
-        shared = self.task.startswith("worker:")
-        return (self.num_workers, self.index) if shared else (1, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Handle:
-    """What is pickled of a strategy: which one is meant, and how to make it in another process.
-
-    A worker makes it once for a coordinator, so that all variables and functions which were sent
-    there meet in the same strategy; it is dropped with the coordinator's own.
-
-    """
-
-    token: str  # No other strategy has it.
-    namespace: str  # Stands before all its names on the servers.
-    devices: tuple[str, ...] | None
-    partitioner: Callable[..., Sequence[int]] | None
-    timeout_seconds: float | None
-
-    def strategy(self) -> ParameterServerStrategy:
-        """Return this process's own strategy."""
-        with _process.lock:
-            found: ParameterServerStrategy | None = _process.made.get(self.token)
-        if found is not None:
-            return found
-        task = current_task()
-        if task is None:
-            raise RuntimeError(
-                "a ParameterServerStrategy, or a variable of one, was sent to a process that is no "
-                "worker of its cluster: only functions that a ClusterCoordinator schedules can "
-                "use them elsewhere."
-            )
-
-        def make() -> ParameterServerStrategy:
-            return ParameterServerStrategy(
-                task,
-                self.partitioner,
-                devices=self.devices,
-                timeout_seconds=self.timeout_seconds,
-                _handle=self,
-            )
-
-        kept: ParameterServerStrategy = keep(self.token, make, ParameterServerStrategy.close)
-        return kept
+        count = max(1, len(workers))
+        share = (count, workers.index(index)) if job == "worker" else (1, 0)
+        return cls(f"{job}:{index}", count, share, "chief" in cluster.jobs)
 
 
 class _Process:
@@ -139,6 +90,41 @@ class _Process:
 
 _process = _Process()
 os.register_at_fork(after_in_child=_process.__init__)  # type: ignore[misc]
+
+
+def _own_strategy(
+    token: str,
+    namespace: str,
+    partitioner: Callable[..., Sequence[int]] | None,
+    devices: tuple[str, ...] | None,
+    timeout_seconds: float,
+) -> ParameterServerStrategy:
+    """Return this process's own strategy for one that was pickled.
+
+    A worker makes it once for a coordinator, so that all variables and functions which were sent
+    there meet in the same strategy; it is dropped with the coordinator's own.
+    """
+    with _process.lock:
+        found: ParameterServerStrategy | None = _process.made.get(token)
+    if found is not None:
+        return found
+    task = current_task()
+    if task is None:
+        raise RuntimeError(
+            "a ParameterServerStrategy, or a variable of one, was sent to a process that is no "
+            "worker of its cluster: only functions that a ClusterCoordinator schedules can "
+            "use them elsewhere."
+        )
+    make = functools.partial(
+        ParameterServerStrategy,
+        task,
+        partitioner,
+        devices=devices,
+        timeout_seconds=timeout_seconds,
+        _sent=(token, namespace),
+    )
+    kept: ParameterServerStrategy = keep(token, make, ParameterServerStrategy.close)
+    return kept
 
 
 class ParameterServerStrategy(Strategy):
@@ -194,46 +180,44 @@ class ParameterServerStrategy(Strategy):
         timeout_seconds: float | None = None,
         durability: Literal["snapshot", "log"] = "snapshot",
         restore: bool = False,
-        _handle: _Handle | None = None,
+        _sent: tuple[str, str] | None = None,
     ) -> None:
         resolver = resolve() if cluster_resolver is None else cluster_resolver
         self._role = _Role.of(resolver)
         self._cluster = None if resolver is None else resolver.cluster_spec() or None
         self._process = os.getpid()
-        self._timeout = TIMEOUT_SECONDS if timeout_seconds is None else float(timeout_seconds)
-        if self._timeout <= 0:
+        self.timeout_seconds = 600.0 if timeout_seconds is None else float(timeout_seconds)
+        """For how long it waits for servers, and its coordinator for workers."""
+        if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}.")
+        self._mode = update_mode_of(
+            self._role.num_workers,
+            replicas_to_aggregate,
+            total_num_replicas,
+            max_staleness,
+            coordinated=self._role.coordinated,
+            timeout=self.timeout_seconds,
+        )
         self._partitioner = variable_partitioner
+        self._named_devices = None if devices is None else tuple(map(str, devices))
         self._staleness: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self.handles: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
+        self._names: dict[str, int] = {}  # How many more variables asked for each.
+        self.handles: weakref.WeakValueDictionary[str, ServedVariable]
+        self.handles = weakref.WeakValueDictionary()
         """The variables of this process by their names on the servers."""
         super().__init__(resolve_devices(devices), resolver)
-        self._names: set[str] = set()
-        self._asked: Counter[str] = Counter()
-        self._placed = 0
         self._servers = Servers(self.connect())
         self._copies = VariableCache(self._servers)
         weakref.finalize(self, detector.close_soon, self._servers.close).atexit = False
-        with contextlib.nullcontext("") if _handle else self._new_namespace(restore) as namespace:
-            named = None if devices is None else tuple(map(str, devices))
-            self._handle = _handle or _Handle(
-                secrets.token_hex(8), namespace, named, variable_partitioner, timeout_seconds
-            )
-            if _handle is None:
-                with _process.lock:
-                    _process.made[self._handle.token] = self
-            self._forgotten = weakref.finalize(self, forget, self._handle.token)
-            self._mode = update_mode_of(
-                self._role.num_workers,
-                replicas_to_aggregate,
-                total_num_replicas,
-                max_staleness,
-                namespace=self.namespace,
-                coordinated=self._role.coordinated,
-                timeout=self._timeout,
-            )
-            self._await_servers(durability)
+        self._await_servers(durability)
+        self._token, self.namespace = _sent or (secrets.token_hex(8), self._new_namespace(restore))
+        """What stands before all names of this strategy on the servers."""
+        self._mode.namespace = self.namespace
+        if _sent is None:
+            with _process.lock:
+                _process.made[self._token] = self
+        self._forgotten = weakref.finalize(self, forget, self._token)
 
     @property
     def servers(self) -> Servers:
@@ -251,71 +235,52 @@ class ParameterServerStrategy(Strategy):
         self._check_process()
         return self._copies
 
-    @property
-    def namespace(self) -> str:
-        """Return what stands before all names of this strategy on the servers."""
-        return self._handle.namespace
-
-    @property
-    def timeout_seconds(self) -> float:
-        """Return for how long it waits for servers, and its coordinator for workers."""
-        return self._timeout
-
     def connect(self) -> list[ServerClient]:
         """Return a client of each server; called once."""
         if self._cluster is None:
-            caller = LocalServer().connect(self._role.task, self._timeout)
+            caller = LocalServer().connect(self._role.task, self.timeout_seconds)
             return [ServerClient(caller, "the server in this process")]
-        cluster = self._cluster
-        credentials = credentials_of(cluster.addresses())
-        clients = []
-        for index in cluster.task_indices("ps"):
-            title = f"ps:{index}"
-            client = Client(
-                cluster.task_address("ps", index),
-                credentials,
-                name=self._role.task,
-                purpose="ps",
-                audience=title,
-                replies=Reply,
-                timeout=self._timeout,
+        credentials = credentials_of(self._cluster.addresses())
+        return [
+            ServerClient(
+                Client(
+                    self._cluster.task_address("ps", index),
+                    credentials,
+                    name=self._role.task,
+                    purpose="ps",
+                    audience=f"ps:{index}",
+                    replies=Reply,
+                    timeout=self.timeout_seconds,
+                ),
+                f"ps:{index}",
             )
-            clients.append(ServerClient(client, title))
-        return clients
-
-    @contextlib.contextmanager
-    def _new_namespace(self, restore: bool) -> Iterator[str]:
-        """Give what stands before this strategy's names on the servers of its cluster.
-
-        The first strategy of each process has an empty one, so that workers share their variables,
-        and a worker that is started again finds them. A second one of a process starts afresh. One
-        that could not be made, as an error in the ``with`` block tells, does not count.
-        """
-        key = "" if self._cluster is None else str(self._cluster.as_dict())
-        with _process.lock:
-            fresh = not restore or not _process.counts[key]
-            _process.counts[key] += fresh
-            count = _process.counts[key]
-        try:
-            yield "" if count == 1 or self._cluster is None else f"strategy_{count}/"
-        except BaseException:
-            with _process.lock:
-                _process.counts[key] -= fresh
-            raise
+            for index in self._cluster.task_indices("ps")
+        ]
 
     def _await_servers(self, durability: Literal["snapshot", "log"]) -> None:
-        """Wait until all servers are up."""
         if self._cluster is not None:
             try:
                 self.servers.ask_all(Status("log" if durability == "log" else "memory"))
             except BaseException:
-                self.close()
+                self._servers.close()
                 raise
         elif durability == "log":
             raise ValueError(
                 'durability="log" is kept by the servers of a cluster that have a snapshot '
                 "directory, and this process has no cluster."
             )
+
+    def _new_namespace(self, restore: bool) -> str:
+        """Return what stands before this strategy's names on the servers of its cluster.
+
+        The first strategy of each process has an empty one, so that workers share their variables,
+        and a worker that is started again finds them. A second one of a process starts afresh.
+        """
+        key = "" if self._cluster is None else str(self._cluster.as_dict())
+        with _process.lock:
+            _process.counts[key] += not restore or not _process.counts[key]
+            count = _process.counts[key]
+        return "" if count == 1 or self._cluster is None else f"strategy_{count}/"
 
     def _check_process(self) -> None:
         if os.getpid() != self._process and self._cluster is not None:
@@ -327,10 +292,17 @@ class ParameterServerStrategy(Strategy):
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
         """Make the variable that a policy means, on the servers or, to be read, here."""
-        if policy.synchronization is VariableSynchronization.ON_READ:
-            return self._make_on_read(array, policy)
-        shards = number_of_shards(self._partitioner, array.shape, array.dtype)
-        return ServedVariable.make(self, array, policy, shards)
+        if policy.synchronization is not VariableSynchronization.ON_READ:
+            shards = number_of_shards(self._partitioner, array.shape, array.dtype)
+            return ServedVariable.make(self, array, policy, shards)
+        if not self._role.coordinated:
+            return SyncOnReadVariable.make(self, array, policy)
+        if policy.aggregation is VariableAggregation.MEAN:
+            raise ValueError(
+                f"variable {policy.name!r}: workers that a chief sends functions to have no mean "
+                "of values of their own. Keep a sum and a count, each with aggregation='sum'."
+            )
+        return ServedVariable.make(self, array, policy)  # All workers add to one value.
 
     def place(self, name: str) -> tuple[str, int]:
         """Return a new variable's name on the servers, and the server whose turn it is.
@@ -344,31 +316,25 @@ class ParameterServerStrategy(Strategy):
                 "on any worker, and again: create variables on the chief."
             )
         with self._lock:
-            given = name
+            given, server = name, len(self._names) % len(self.servers)
             while given in self._names:
-                self._asked[name] += 1
-                given = f"{name}_{self._asked[name]}"
-            self._names.add(given)
-            server, self._placed = self._placed, self._placed + 1
-        return self.namespace + given, server % len(self.servers)
+                self._names[name] += 1
+                given = f"{name}_{self._names[name]}"
+            self._names[given] = 0
+        return self.namespace + given, server
 
     def push(
         self, name: str, applies: Mapping[int, Apply], copies: Mapping[int, Sequence[CachedShard]]
     ) -> None:
-        """Let the servers apply gradients of an optimizer, in the update mode that was asked for.
+        """Let each server apply gradients of an optimizer, in the update mode that was asked for.
 
-        Args:
-            name: of the optimizer.
-            applies: what is done on which server.
-            copies: for each server, of the variables that it changes.
+        `copies` are this process's of the variables that change.
         """
-        trained = [copy for some in copies.values() for copy in some]
         seen = {server: [copy.seen for copy in some] for server, some in copies.items()}
-
         with span("push", name):
             count = functools.partial(self._count_staleness, seen)
             self._mode.push(self.servers, name, applies, count)
-        self.copies.changed(trained)
+        self.copies.changed(copy for some in copies.values() for copy in some)
 
     def staleness(self) -> dict[int, int]:
         """Return how many updates of this process were how stale.
@@ -421,9 +387,9 @@ class ParameterServerStrategy(Strategy):
                 for server in place.servers:
                     names[server].append(place.name)
         self.servers.ask({i: Delete(tuple(some)) for i, some in names.items()})
-        gone = {name for some in names.values() for name in some}
+        gone = set(itertools.chain(*names.values()))
         for key, handle in list(self.handles.items()):
-            if isinstance(handle, ServedVariable) and any(p.name in gone for p in handle.places):
+            if not gone.isdisjoint(place.name for place in handle.places):
                 del self.handles[key]
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
@@ -454,35 +420,26 @@ class ParameterServerStrategy(Strategy):
         What was read last from a variable stays readable. A process that was forked from this one
         closes nothing.
         """
-        if os.getpid() != self._process:
-            return  # All of it is the parent's, and its threads are not here.
-        self._check_may_close()
-        try:
-            if self._cluster is None and not self._closed:
-                served = [v for v in self.handles.values() if isinstance(v, ServedVariable)]
-                self._copies.pull({shard: None for variable in served for shard in variable.cached})
+        if os.getpid() == self._process:  # Else all of it, with the threads, is the parent's.
             super().close()
+
+    def _on_close(self) -> None:
+        try:
+            if self._cluster is None:
+                held = itertools.chain(*(variable.cached for variable in self.handles.values()))
+                self._copies.pull(dict.fromkeys(held))
         finally:
             self._copies.stay()
             self._servers.close()
             self._forgotten()
 
-    def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
+    def _exclusively(self, use: Callable[[], T]) -> T:
         self._check_process()
-        with self._exclusive():
-            self._copies.begin_step()
-            return super()._run_on_all(step)
+        return super()._exclusively(use)
 
-    def _make_on_read(self, array: Array, policy: VariablePolicy) -> Variable:
-        """Make a variable of a value for each replica; with a chief, one that all add to."""
-        if not self._role.coordinated:
-            return SyncOnReadVariable.make(self, array, policy)
-        if policy.aggregation is VariableAggregation.MEAN:
-            raise ValueError(
-                f"variable {policy.name!r}: workers that a chief sends functions to have no mean "
-                "of values of their own. Keep a sum and a count, each with aggregation='sum'."
-            )
-        return ServedVariable.make(self, array, policy)
+    def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
+        self._copies.begin_step()
+        return super()._run_on_all(step)
 
     def _count_staleness(self, seen: Mapping[int, Sequence[int]], outcomes: Outcomes) -> None:
         """Count an update by the variable that others had changed most since it was read."""
@@ -500,7 +457,8 @@ class ParameterServerStrategy(Strategy):
 
     def __reduce__(self) -> Any:
         keep_until_run(self)
-        return _Handle.strategy, (self._handle,)
+        how = (self._partitioner, self._named_devices, self.timeout_seconds)
+        return _own_strategy, (self._token, self.namespace, *how)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} of {self._role.task}"

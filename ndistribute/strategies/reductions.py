@@ -7,6 +7,7 @@ the same; it is for losses and metrics, not for gradients.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -19,7 +20,6 @@ from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.reduce_op import (
     ReduceOp,
     accumulation_dtype,
-    finish,
     reduce_arrays,
     result_dtype,
 )
@@ -35,37 +35,29 @@ __all__ = ["components_of_workers", "gather_value", "local_components", "reduce_
 
 def local_components(value: Any) -> tuple[Any, ...]:
     """Return the components of a value that this process holds; see `Strategy.local_results`."""
-    held = [v.values for v in tree.flatten(value) if isinstance(v, DistributedValues | Variable)]
+    leaves = tree.flatten(value)
+    held = [leaf.values for leaf in leaves if isinstance(leaf, DistributedValues | Variable)]
     if not held:
         return (value,)
     size = max(map(len, held))
-
-    def component(leaf: Any, index: int) -> Any:
-        if not isinstance(leaf, DistributedValues | Variable):
-            return leaf
-        parts = leaf.values
-        if isinstance(leaf, Variable) and len(parts) == 1:
-            return parts[0]  # A central variable's one component stands for every replica's.
+    columns = []
+    for leaf in leaves:
+        parts = leaf.values if isinstance(leaf, DistributedValues | Variable) else (leaf,)
+        if len(parts) == 1 and not isinstance(leaf, DistributedValues):
+            parts *= size  # A central variable's one component stands for every replica's.
         if len(parts) != size:
             raise ValueError(
                 f"local_results of a nest in which one leaf has {size} component(s) and another "
                 f"has {len(parts)}: each needs one component for each replica."
             )
-        return parts[index]
-
-    return tuple(tree.map_leaves(lambda leaf, i=i: component(leaf, i), value) for i in range(size))
+        columns.append(parts)
+    return tuple(tree.unflatten(value, [parts[i] for parts in columns]) for i in range(size))
 
 
 def components_of_workers(value: Any, workers: Workers) -> Any:
     """Return a nest in which each distributed leaf has the components of all processes.
 
-    Args:
-        value: a nest; plain leaves and mirrored variables stay as they are.
-        workers: the processes; all of them must call this with the same structure.
-
-    Raises:
-        ValueError: on all processes, where one has another number of components than replicas.
-        TypeError: on all processes, where one has components that are no arrays of plain dtypes.
+    All of them must call this with the same structure. What does not fit on one is an error on all.
     """
     leaves = [leaf for leaf in tree.flatten(value) if _differs(leaf)]
     if not leaves:
@@ -90,15 +82,16 @@ def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
     """Return a nest joined over replicas on a device; see `Strategy.gather`."""
 
     def gather(leaf: Any) -> Array:
-        parts = _components(leaf, replicas) or [_value_of(leaf)] * replicas
-        for replica, array in enumerate(map(as_array, parts)):
+        parts = _components(leaf, replicas)
+        arrays = [as_array(leaf)] * replicas if parts is None else list(map(as_array, parts))
+        for replica, array in enumerate(arrays):
             if not -array.ndim <= axis < array.ndim:
                 raise ValueError(
                     f"gather along axis {axis}: the value of replica {replica} has shape "
                     f"{array.shape}. A number has no axis to join along: return np.reshape(x, "
                     "(1,))."
                 )
-        return _joined(parts, axis, device)
+        return _joined(arrays, axis, device)
 
     with working_on(device):
         return tree.map_leaves(gather, value)
@@ -106,9 +99,9 @@ def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
 
 def _differs(leaf: Any) -> bool:
     """Return True if replicas may have different values."""
-    if isinstance(leaf, DistributedValues):
-        return True
-    return isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ
+    if isinstance(leaf, Variable):
+        return leaf.synchronization is VariableSynchronization.ON_READ
+    return isinstance(leaf, DistributedValues)
 
 
 def _components(leaf: Any, replicas: int, where: str = "strategy") -> Sequence[Any] | None:
@@ -124,13 +117,9 @@ def _components(leaf: Any, replicas: int, where: str = "strategy") -> Sequence[A
     return parts
 
 
-def _value_of(leaf: Any) -> Any:
-    return leaf.component() if isinstance(leaf, Variable) else leaf
-
-
-def _joined(parts: Sequence[Any], axis: int, device: Device) -> Array:
-    arrays = [copy_to(as_array(part), device) for part in parts]
-    return array_namespace(*arrays).concatenate(arrays, axis=axis)
+def _joined(arrays: Sequence[Array], axis: int, device: Device) -> Array:
+    placed = [copy_to(array, device) for array in arrays]
+    return array_namespace(*placed).concatenate(placed, axis=axis)
 
 
 def _reduce_leaf(op: ReduceOp, axis: Any, device: Device, replicas: int, leaf: Any) -> Any:
@@ -138,7 +127,7 @@ def _reduce_leaf(op: ReduceOp, axis: Any, device: Device, replicas: int, leaf: A
     parts = _components(leaf, replicas)
     if isinstance(leaf if parts is None else parts[0], IndexedSlices):
         return _reduce_rows(op, parts or [leaf] * replicas, axis, device)
-    arrays = _numbers(op, [_value_of(leaf)] if parts is None else parts, device)
+    arrays = _numbers(op, [leaf] if parts is None else parts, device)
     if axis is not None:
         reduced = _reduce_axes(op, arrays, axis)
     elif parts is not None:
@@ -173,26 +162,26 @@ def _numbers(op: ReduceOp, parts: Sequence[Any], device: Device) -> list[Array]:
 
 def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Array:
     """Reduce axes inside each replica, then over replicas; a mean divides by the true count."""
-    axes = _normalised(axis, arrays)
+    axes = _normalised(op, axis, arrays)
     kept = [tuple(n for i, n in enumerate(array.shape) if i not in axes) for array in arrays]
     _check_equal(op, kept, f"shapes without axes {axes}")
-    wide, final = accumulation_dtype(op, arrays[0].dtype), result_dtype(op, arrays[0].dtype)
-    # By an array's methods, for CuPy's ufuncs reduce by sum and product alone.
+    counts = [math.prod([array.shape[axis] for axis in axes]) for array in arrays]
+    wide, options = accumulation_dtype(op, arrays[0].dtype), {}
+    inner = ReduceOp.SUM if op is ReduceOp.MEAN else op
     if op in (ReduceOp.MIN, ReduceOp.MAX):
-        filled = [array for array in arrays if all(array.shape[axis] for axis in axes)]
-        if not filled:
+        arrays = [array for array, count in zip(arrays, counts, strict=True) if count]
+        if not arrays:
             raise ValueError(f"{op.name} over replicas that are all empty along axes {axes}.")
-        method = op.name.lower()
-        return reduce_arrays(op, [as_array(getattr(a, method)(axis=axes)) for a in filled])
-    inner, method = (ReduceOp.PROD, "prod") if op is ReduceOp.PROD else (ReduceOp.SUM, "sum")
-    # The dtype is named because NumPy would widen small integers while it sums.
-    parts = [as_array(getattr(array, method)(axis=axes, dtype=wide)) for array in arrays]
+    else:  # NumPy would widen small integers while it sums.
+        options = {"dtype": wide}
+    # By an array's methods, for CuPy's ufuncs reduce by sum and product alone.
+    method = inner.name.lower()
+    parts = [as_array(getattr(array, method)(axis=axes, **options)) for array in arrays]
     total = reduce_arrays(inner, parts)
     if op is ReduceOp.MEAN:
-        count = sum(int(np.prod([array.shape[axis] for axis in axes])) for array in arrays)
         with np.errstate(invalid="ignore", divide="ignore"):
-            total = as_array(total / wide.type(count))
-    return total.astype(final, copy=False)
+            total = as_array(total / wide.type(sum(counts)))
+    return total.astype(result_dtype(op, arrays[0].dtype), copy=False)
 
 
 def _reduce_rows(
@@ -205,18 +194,19 @@ def _reduce_rows(
             f"{axis}: call to_dense() first."
         )
     _check_equal(op, [getattr(part, "dense_shape", ()) for part in parts], "rows of shape")
-    columns = [(part.values, part.indices) for part in parts]
-    values, indices = (_joined(column, 0, device) for column in zip(*columns, strict=True))
-    values = values.astype(result_dtype(op, values.dtype), copy=False)
-    joined = IndexedSlices(values, indices, parts[0].dense_shape).summed()
-    finish(op, joined.values, len(parts))
-    return joined
+    values, indices = (
+        _joined([as_array(getattr(part, name)) for part in parts], 0, device)
+        for name in ("values", "indices")
+    )
+    joined = IndexedSlices(values, indices, parts[0].dense_shape)
+    return joined.reduced(op, len(parts), lambda nest: nest)  # The rows of all are here.
 
 
-def _normalised(axis: Any, arrays: Sequence[Array]) -> tuple[int, ...]:
+def _normalised(op: ReduceOp, axis: Any, arrays: Sequence[Array]) -> tuple[int, ...]:
+    """Return axes as numbers from 0 on, having checked that all arrays have them."""
     axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     ndim = arrays[0].ndim
-    _check_equal(None, [(array.ndim,) for array in arrays], "numbers of axes")
+    _check_equal(op, [(array.ndim,) for array in arrays], "numbers of axes")
     for one in axes:
         if not isinstance(one, int | np.integer) or not -ndim <= one < ndim:
             raise ValueError(
@@ -224,16 +214,15 @@ def _normalised(axis: Any, arrays: Sequence[Array]) -> tuple[int, ...]:
                 f"an integer in [{-ndim}, {ndim})."
             )
     normal = tuple(sorted(int(one) % ndim for one in axes))
-    if len(set(normal)) != len(normal):
+    if len(set(normal)) < len(normal):
         raise ValueError(f"axis {axis!r} names an axis twice.")
     return normal
 
 
-def _check_equal(op: ReduceOp | None, shapes: Sequence[tuple[int, ...]], what: str) -> None:
+def _check_equal(op: ReduceOp, shapes: Sequence[tuple[int, ...]], what: str) -> None:
     for replica, shape in enumerate(shapes):
         if shape != shapes[0]:
-            name = "reduce" if op is None else f"reduce {op.name}"
             raise ValueError(
-                f"{name}: replica {replica} has {what} {shape}, replica 0 has {shapes[0]}. They "
-                "must agree; use gather, or reduce along the axis that differs."
+                f"reduce {op.name}: replica {replica} has {what} {shape}, replica 0 has "
+                f"{shapes[0]}. They must agree; use gather, or reduce along the axis that differs."
             )

@@ -40,7 +40,6 @@ class _Running:
         self._ended: list[None] = []
         self._wake = threading.Lock()  # Held until a thread ends.
         self._wake.acquire()
-        self._deadline: float | None = None
 
     def end(self) -> None:
         """Say that a thread is out of the step."""
@@ -51,33 +50,28 @@ class _Running:
             pass  # Another one has, and the waiter will count both.
 
     def wait(self) -> bool:
-        """Wait until all threads are out: as long as they compute, but a while after a failure.
+        """Wait until all threads are out, or after a failure for a while; return True if they are.
 
-        Returns:
-            False if they are still in the step, and given up.
+        Those that ended are counted: an interrupt may strike when a wake-up was taken already.
         """
-        # Those that ended are counted: an interrupt may strike when a wake-up was taken already.
+        deadline = None
         while len(self._ended) < self.begun:
             # In short waits, for a failure may come while this thread sleeps.
             if not self._wake.acquire(timeout=1.0) and self.errors:
-                self._deadline = self._deadline or time.monotonic() + GRACE_SECONDS
-                if time.monotonic() > self._deadline:
+                deadline = deadline or time.monotonic() + GRACE_SECONDS
+                if time.monotonic() > deadline:
                     return False
         return True
 
 
-Jobs = queue.SimpleQueue[tuple[Callable[[], None], _Running] | None]
+Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 def _serve(jobs: Jobs) -> None:
     """Do what a replica's thread is given, until it is told to end."""
     while (job := jobs.get()) is not None:
-        work, running = job
-        try:
-            work()
-        finally:
-            running.end()
-        del job, work, running
+        job()
+        del job
 
 
 def _end(queues: list[Jobs]) -> None:
@@ -99,19 +93,16 @@ class ReplicaPool:
     """
 
     def __init__(self, group: ReplicaGroup, contexts: Sequence[ReplicaContext], title: str) -> None:
+        self.abandoned = False  # After threads were given up it can only be closed.
         self._group = group
         self._contexts = contexts
         self._title = title
         self._threads: list[threading.Thread] = []
         self._queues: list[Jobs] = []
-        self.abandoned = False
         weakref.finalize(self, _end, self._queues).atexit = False
 
     def run(self, step: Step) -> list[Any]:
-        """Run a step on every replica and return the results in replica order.
-
-        Args:
-            step: called with the replica's number, on the replica's thread.
+        """Call a step with the number of each replica, on its thread; return the results in order.
 
         Raises:
             BaseException: what a replica raised, the first of them, with a note naming it.
@@ -133,23 +124,24 @@ class ReplicaPool:
         return running.results
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and what the communicators hold."""
         self._end_threads()
-        self._group.close()
+        self._group.close(abandoned=self.abandoned)
 
     def _run_all(self, step: Step, running: _Running) -> None:
         """Run every replica, and come back when all are out or given up."""
-        size = len(self._contexts)
-        if size > 1 and not self._threads:
-            self._start_threads()
-        workers = self._group.workers
-        part = cores() if workers is None else workers.cores
-        with limited_blas(max(1, part // size) if size > 1 else None):
+        size, threads = len(self._contexts), None
+        if size > 1:
+            if not self._threads:
+                self._start_threads()
+            workers = self._group.workers
+            threads = max(1, (cores() if workers is None else workers.cores) // size)
+        with limited_blas(threads):
             try:
                 for rank in range(1, size):
                     # Settings that live in context variables, np.errstate among them, go along.
                     settings = contextvars.copy_context().run
-                    job = functools.partial(settings, self._replica, rank, step, running), running
+                    job = functools.partial(settings, self._replica, rank, step, running)
                     # No call stands between these two: an interrupt strikes before or after both.
                     running.begun += 1
                     self._queues[rank - 1].put(job)
@@ -159,12 +151,9 @@ class ReplicaPool:
             while True:
                 try:
                     self.abandoned = not running.wait()
-                    break
-                except KeyboardInterrupt as interrupt:
+                    return
+                except BaseException as interrupt:  # Whatever a signal handler raises.
                     self._fail(running, interrupt)
-            if self.abandoned:
-                self._threads.clear()
-                _end(self._queues)
 
     def _replica(self, rank: int, step: Step, running: _Running) -> None:
         context, stream = self._contexts[rank], self._group.streams[rank]
@@ -186,6 +175,8 @@ class ReplicaPool:
             self._group.abort(error)
         finally:
             del frames[depth:]
+            if rank:
+                running.end()
 
     def _fail(self, running: _Running, interrupt: BaseException) -> None:
         """Note what reached the calling thread from outside its replica, and release the others."""
@@ -208,7 +199,7 @@ class ReplicaPool:
     def _end_threads(self) -> None:
         threads, self._threads = self._threads, []
         _end(self._queues)
-        for thread in threads:
+        for thread in [] if self.abandoned else threads:
             if thread.is_alive():  # One that could not start is not.
                 thread.join(GRACE_SECONDS)
 

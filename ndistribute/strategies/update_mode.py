@@ -7,39 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ndistribute.errors import CollectiveTimeoutError
 from ndistribute.parameter_server.client import Servers, Then
-from ndistribute.parameter_server.messages import (
-    Aggregate,
-    Apply,
-    AwaitClock,
-    AwaitStep,
-    Outcome,
-)
+from ndistribute.parameter_server.messages import Aggregate, Apply, AwaitClock, AwaitStep, Outcome
 
 __all__ = ["UpdateMode", "update_mode_of"]
 
+Applies = Mapping[int, Apply]
+
 
 class UpdateMode:
-    """Send the updates of one worker: each as it is, and wait for nobody.
-
-    Attributes:
-        together: whether several workers' updates make one step.
-    """
+    """Send the updates of one worker: each as it is, and wait for nobody."""
 
     together = False
+    """Whether several workers' updates make one step."""
+    namespace = ""
+    """What tells the strategy's own names on the servers from others', set once it is known."""
 
-    def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
-        """Send an update.
-
-        Args:
-            servers: to which.
-            name: of the optimizer that it comes from.
-            applies: what is done on which server.
-            then: called with what became of it.
-        """
+    def push(self, servers: Servers, name: str, applies: Applies, then: Then) -> None:
+        """Send an update of an optimizer of a name; `then` is called with what became of it."""
         servers.change({server: [apply] for server, apply in applies.items()}, then)
 
 
@@ -49,20 +37,12 @@ def update_mode_of(
     total_num_replicas: int | None,
     max_staleness: int | None,
     *,
-    namespace: str,
     coordinated: bool,
     timeout: float,
 ) -> UpdateMode:
-    """Return how a worker sends its updates; see `ParameterServerStrategy`.
+    """Return how one of some workers sends its updates; see `ParameterServerStrategy`.
 
-    Args:
-        workers: how many there are.
-        replicas_to_aggregate: None, or how many workers' gradients make a step.
-        total_num_replicas: how many workers give gradients.
-        max_staleness: None, or how many steps a worker may be ahead.
-        namespace: tells what is the strategy's own on the servers.
-        coordinated: whether a chief sends functions to the workers, which then never wait.
-        timeout: seconds to wait for others.
+    Those that a chief sends functions to, as `coordinated` tells, never wait for each other.
 
     Raises:
         ValueError: the numbers do not fit.
@@ -82,7 +62,7 @@ def update_mode_of(
             raise ValueError("give replicas_to_aggregate or max_staleness, not both.")
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be 0 or more, got {max_staleness}.")
-        return _Bounded(max_staleness, workers, f"{namespace}workers")
+        return _Bounded(max_staleness, workers)
     needed = replicas_to_aggregate or 0
     total = needed if total_num_replicas is None else total_num_replicas
     if not 1 <= needed <= total <= workers:
@@ -90,7 +70,7 @@ def update_mode_of(
             f"replicas_to_aggregate={needed} of total_num_replicas={total}: there must be at least "
             f"1, and no more of either than the {workers} worker(s) of the cluster."
         )
-    return _Synchronous(needed, namespace, timeout)
+    return _Synchronous(needed, timeout)
 
 
 @contextlib.contextmanager
@@ -105,11 +85,11 @@ def _naming(what: str) -> Iterator[None]:
 class _Bounded(UpdateMode):
     """Begin no step too far ahead of others."""
 
-    def __init__(self, slack: int, workers: int, group: str) -> None:
-        self._slack, self._workers, self._group = slack, workers, group
+    def __init__(self, slack: int, workers: int) -> None:
+        self._slack, self._workers = slack, workers
         self._clock = 0
 
-    def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
+    def push(self, servers: Servers, name: str, applies: Applies, then: Then) -> None:
         if not self._clock:
             self._wait(servers)
         super().push(servers, name, applies, then)
@@ -118,7 +98,7 @@ class _Bounded(UpdateMode):
 
     def _wait(self, servers: Servers) -> None:
         with _naming(f"worker(s) that are more than {self._slack} step(s) behind"):
-            wait = AwaitClock(self._group, self._clock, self._slack, self._workers)
+            wait = AwaitClock(f"{self.namespace}workers", self._clock, self._slack, self._workers)
             # One that begins anew goes on from where the others are.
             self._clock = servers.ask({0: wait})[0].value
 
@@ -128,43 +108,37 @@ class _Synchronous(UpdateMode):
 
     together = True
 
-    def __init__(self, needed: int, namespace: str, timeout: float) -> None:
-        self._needed, self._namespace, self._timeout = needed, namespace, timeout
+    def __init__(self, needed: int, timeout: float) -> None:
+        self._needed, self._timeout = needed, timeout
         self._steps: dict[tuple[str, int], int] = {}
 
-    def push(self, servers: Servers, name: str, applies: Mapping[int, Apply], then: Then) -> None:
-        aggregate = self._namespace + name
+    def push(self, servers: Servers, name: str, applies: Applies, then: Then) -> None:
+        aggregate, needed = self.namespace + name, self._needed
         deadline = time.monotonic() + self._timeout
         outcomes: dict[int, tuple[Outcome, ...]] = {}
         # A worker that comes later learns the step from having its first gradients dropped.
-        steps = {server: self._steps.get((name, server), 0) for server in applies}
-        waiting, lost = set(steps), set(steps)
+        waiting = {server: self._steps.get((name, server), 0) for server in applies}
+        lacking: Iterable[int] = waiting  # The servers that have not this worker's gradients.
         while waiting:
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
                     f"the step of {name!r} was not made in {self._timeout:g} s."
                 )
-            given = {
-                server: [Aggregate(aggregate, steps[server], self._needed, applies[server])]
-                for server in lost
-            }
+            given = {i: [Aggregate(aggregate, waiting[i], needed, applies[i])] for i in lacking}
             servers.change(given, outcomes.update)
-            lost.clear()
-            awaited = {
-                server: AwaitStep(aggregate, steps[server] + 1, self._needed) for server in waiting
-            }
+            lacking = ()
+            awaited = {i: AwaitStep(aggregate, step + 1, needed) for i, step in waiting.items()}
             with (
-                _naming(f"{self._needed} workers' gradients for a step of {name!r}"),
+                _naming(f"{needed} workers' gradients for a step of {name!r}"),
                 contextlib.closing(servers.replies(awaited)) as replies,
             ):
                 for server, reply in replies:
-                    if reply.value > steps[server]:
-                        self._steps[name, server] = reply.value
-                        waiting.remove(server)
-                    else:
+                    if reply.value <= waiting[server]:
                         # The server was restored from a snapshot, and has lost this worker's
                         # gradients. Others may wait for them there before they give theirs to
                         # another server, so this worker must not wait for that one first.
-                        lost.add(server)
+                        lacking = (server,)
                         break
+                    self._steps[name, server] = reply.value
+                    del waiting[server]
         then(outcomes)

@@ -91,10 +91,18 @@ class Variable(ArrayLike):
 
         Raises:
             ValueError: the variable's aggregation is not defined for the dtype.
+            RuntimeError: called inside a replica, where each one would make its own.
 
         >>> Variable([1.0, 2.0], name="w").create_slot("adam/m")
         <MirroredVariable 'w/adam/m' float64(2,) [0. 0.]>
         """
+        replica = self.replica("create_slot")
+        # A call that makes it once for all, as an optimizer's, is what its parts belong to.
+        if replica is not None and replica.communicator.part_of is None:
+            raise RuntimeError(
+                f"create_slot of variable {self.name!r} was called inside a replica: call it "
+                "outside run, or in a merge_call, so that all replicas use the same one."
+            )
         array = np.broadcast_to(np.array(value, dtype or self._dtype), self._shape)
         policy = replace(self._policy, name=f"{self.name}/{name}", trainable=False)
         policy.check_dtype(array.dtype)

@@ -10,7 +10,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.optimizers import SGD, Adagrad, Adam, Optimizer
-from tests.kinds import one_process, raised_in, rank
+from tests.kinds import context, mirrored, one_process, raised_in, rank
 
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "sgd": lambda: SGD(lambda step: 0.1 / (1 + step)),
@@ -165,3 +165,12 @@ def test_a_slot_lies_beside_its_variable(strategy: nd.Strategy, how: str) -> Non
     assert strategy.local_results(slot)[0].tolist() == [[0.0, 0.0]] * 3
     assert strategy.local_results(variable)[0].tolist() == [[1.0, 1.0]] * 3
     assert variable.create_slot("other").dtype == variable.dtype
+
+
+def test_a_slot_is_not_made_by_each_replica() -> None:
+    with mirrored(2) as strategy:
+        variable = nd.Variable([1.0, 2.0])
+        with pytest.raises(RuntimeError, match=r"create_slot .* inside a replica"):
+            strategy.run(lambda: variable.create_slot("m"))
+        slot = strategy.run(lambda: context().merge_call(lambda _: variable.create_slot("m")))
+        assert slot.shape == (2,)

@@ -26,10 +26,8 @@ class LocallyServed(nd.ParameterServerStrategy):
             for index, holder in enumerate(self._holders)
         ]
 
-    def _new_namespace(self, restore: bool) -> contextlib.AbstractContextManager[str]:
-        return contextlib.nullcontext(
-            ""
-        )  # Each test has servers of its own, behind the same addresses.
+    def _new_namespace(self, restore: bool) -> str:
+        return ""  # Each test has servers of its own, behind the same addresses.
 
 
 @contextlib.contextmanager

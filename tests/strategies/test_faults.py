@@ -14,6 +14,7 @@ from tests.kinds import (
     LARGE,
     closing,
     context,
+    cpus,
     each,
     in_thread,
     meet,
@@ -246,6 +247,41 @@ def test_a_replica_that_does_not_end_is_given_up_after_a_failure(monkeypatch):
         go_on.set()  # Its call is refused, and its thread ends: see the leak check.
         assert works(strategy)
         assert float(v) == 3
+
+
+class Holding(nd.MirroredStrategy):
+    """A strategy whose groups hold something on devices; it counts those that gave it back."""
+
+    ended = 0
+
+    def make_group(self):
+        group = super().make_group()
+        group._close = self.end
+        return group
+
+    def end(self):
+        self.ended += 1
+
+
+def test_what_a_given_up_step_holds_on_devices_is_given_back(monkeypatch):
+    monkeypatch.setattr(replicas, "GRACE_SECONDS", 0.05)
+    go_on = threading.Event()
+
+    def step():
+        if rank() == 0:
+            raise MineError
+        assert go_on.wait(DEADLINE)
+        with pytest.raises(nd.WorkerLostError):
+            meet()
+
+    with Holding(cpus(2)) as strategy:
+        for count in (1, 2):
+            with pytest.raises(MineError):
+                strategy.run(step)
+            assert strategy.ended == count
+        go_on.set()
+        assert works(strategy)
+    assert strategy.ended == 3
 
 
 def test_closing_after_a_fault_ends_all_threads(several):

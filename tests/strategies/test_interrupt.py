@@ -183,6 +183,25 @@ def test_a_variable_is_written_on_all_replicas_or_on_none(several):
     assert recovers(several)
 
 
+def test_a_step_that_a_signal_handler_runs_in_the_middle_of_another_is_refused(several):
+    def run_again(*_):
+        if not delivered.is_set():
+            delivered.set()
+            several.run(meet)
+
+    def step():
+        meet()
+        if rank() == 1:
+            wait_until_main_is_in("wait")
+            interrupt_main()
+            wait_until_main_is_in("wait")
+
+    signal.signal(signal.SIGINT, run_again)
+    with pytest.raises(RuntimeError, match="signal handlers"):
+        several.run(step)
+    assert recovers(several)
+
+
 def test_interrupts_at_any_moment_leave_a_strategy_that_works():
     delays = np.random.default_rng(3).uniform(0, 0.002, size=60)
     with mirrored(3) as strategy:

@@ -99,6 +99,12 @@ def test_with_blocks_on_two_threads_leave_their_own_scopes():
     assert not nd.has_strategy()
 
 
+def test_a_with_block_that_has_not_begun_can_not_end(several):
+    with several.scope(), pytest.raises(RuntimeError, match="no `with` block"):
+        several.__exit__(None, None, None)
+    assert works(several)
+
+
 def test_a_thread_that_can_not_start_is_an_error_of_the_step_and_nothing_stays(monkeypatch):
     start = threading.Thread.start
 

@@ -236,12 +236,12 @@ def test_a_worker_drops_strategies_that_the_chief_has_dropped(job: Job) -> None:
 
 def test_a_strategy_goes_nowhere_but_to_workers(job: Job) -> None:
     with strategy_of(job()) as strategy:
-        make, (handle,) = strategy.__reduce__()
-        assert make(handle) is strategy
+        make, sent = strategy.__reduce__()
+        assert make(*sent) is strategy
         del strategy
     gc.collect()
     with pytest.raises(RuntimeError, match="no worker of its cluster"):
-        make(handle)
+        make(*sent)
 
 
 def test_an_interrupt_is_not_held_up_by_a_server_that_is_away(job: Job) -> None:

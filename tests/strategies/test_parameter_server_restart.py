@@ -172,10 +172,7 @@ def test_a_worker_that_is_told_of_a_loss_does_not_wait_for_another_server_first(
     # The first step was made on both servers, but the first one's snapshot is older.
     for user in users:
         user.change({i: [Aggregate("sgd", 0, 2, one)] for i, one in applies.items()})
-    modes = [
-        update_mode_of(2, 2, None, None, namespace="", coordinated=False, timeout=DEADLINE)
-        for _ in users
-    ]
+    modes = [update_mode_of(2, 2, None, None, coordinated=False, timeout=DEADLINE) for _ in users]
     modes[0]._steps = {("sgd", 0): 1, ("sgd", 1): 1}  # The other worker has not heard of it.
     push = [
         lambda mode=mode, user=user: mode.push(user, "sgd", applies, lambda outcomes: None)

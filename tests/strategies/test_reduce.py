@@ -194,3 +194,11 @@ def test_reduce_in_a_scope_and_in_a_merge_call(strategy):
         return context().merge_call(lambda s, x: s.reduce("sum", x), args=(rank() + 1,))
 
     assert strategy.run(step).values == each(strategy, size * (size + 1) // 2)
+
+
+def test_rows_of_16_bit_floats_are_added_in_32_bits():
+    numbers = [np.full((1, 1), number, np.float16) for number in (2048, 1, 1, 1)]
+    rows = nd.PerReplica([nd.IndexedSlices(one, np.array([0]), (1, 1)) for one in numbers])
+    with mirrored(4) as strategy:
+        total = strategy.reduce("sum", rows)
+        assert (total.values, total.dtype) == (2052, np.float16)
