@@ -99,12 +99,9 @@ class ThreadBackend:
             self._meet_again(call, timeout)
 
     def reduce_parts(self, op: ReduceOp, everyone: Sequence[Any], *, whole: bool = False) -> None:
-        """Reduce this replica's slice, or all, of everyone's inputs into everyone's outputs.
+        """Reduce this replica's slice of leaves, or whole ones, for all replicas.
 
-        Args:
-            op: the reduction.
-            everyone: inputs and outputs of each replica; their outputs may be the same arrays.
-            whole: whether this replica reduces alone.
+        `everyone` has the inputs and outputs of each; the outputs of all may be the same arrays.
         """
         arrays, own = everyone[self.rank]
         leaves = enumerate([slice(None)] * len(arrays))
