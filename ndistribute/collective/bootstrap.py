@@ -28,7 +28,6 @@ from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
 from ndistribute.transport.secret import Credentials, credentials_of, tls_files
 
-_RETRY_SECONDS = 0.05
 _ATTEMPT_SECONDS = 5.0
 _CHECK_SECONDS = 0.01
 _WELCOME = b"+"
@@ -65,8 +64,8 @@ class ProcessInfo:
     first: str  # The address of rank 0.
     address: str  # Where this process takes data connections,
     listener: socket.socket  # with this socket.
-    entrance: socket.socket | None  # Where rank 0 lets the others join.
     credentials: Credentials
+    entrance: socket.socket | None = None  # Where rank 0 lets the others join, if not there.
     host: str = field(default_factory=host_identity)  # The same where memory is.
     group: int = field(default_factory=lambda: next(_groups))  # The same on all processes.
 
@@ -83,10 +82,10 @@ class ProcessInfo:
             **more,
         }
 
-    def refusal_of(self, fields: Mapping[str, Any]) -> str:
+    def refusal_of(self, hello: Hello, joined: bool) -> str:
         """Return why a process that says this of itself is none of the group, or nothing."""
         try:
-            rank, size, _ = (int(fields[key]) for key in ("rank", "size", "group"))
+            rank, size, group = (int(hello.details[key]) for key in ("rank", "size", "group"))
         except (ValueError, KeyError, TypeError):
             return "it is no worker of a group"
         if size != self.size or not 0 <= rank < size or rank == self.rank:
@@ -94,6 +93,9 @@ class ProcessInfo:
                 f"it is worker {rank} of {size}, here is worker {self.rank} of {self.size}; "
                 "every process needs the same cluster, and an index of its own"
             )
+        # Who is in another group already, or looks for data before that is there, tries again.
+        if joined and group == self.group and hello.purpose == "control":
+            return f"all {self.size} workers have joined: start the whole job again"
         return ""
 
 
@@ -104,8 +106,7 @@ def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
     listener = listen(addresses[rank], os.environ)
     # By the name that the others know, but by the port that it is, which may have been any.
     own = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
-    entrance = None if rank else listener.dup()
-    return ProcessInfo(rank, len(addresses), addresses[0], own, listener, entrance, credentials)
+    return ProcessInfo(rank, len(addresses), addresses[0], own, listener, credentials)
 
 
 def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> ProcessInfo:
@@ -121,8 +122,7 @@ def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) 
     # The launcher's own channel is trusted: whoever is on it may know the secret.
     first, secret = json.loads(exchange(json.dumps([own, secrets.token_hex(32)]).encode())[0])
     credentials = Credentials(secret.encode(), "started by MPI", tls)
-    entrance = None if rank else listener.dup()
-    return ProcessInfo(rank, len(names), first, own, listener, entrance, credentials)
+    return ProcessInfo(rank, len(names), first, own, listener, credentials)
 
 
 def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
@@ -136,7 +136,7 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
         listener = listen(address_of(_own_address_towards(first), 0))
         on_error.pop_all()
     own = address_of(*listener.getsockname()[:2])
-    return ProcessInfo(rank, size, first, own, listener, entrance, credentials)
+    return ProcessInfo(rank, size, first, own, listener, credentials, entrance)
 
 
 def outward_address(names: Sequence[str]) -> str:
@@ -168,24 +168,31 @@ def _own_address_towards(address: str) -> str:
 class DataConnections:
     """Keep the connections that carry data between this process and others of its group.
 
-    Args:
-        info: who this process is.
-        addresses: where the processes take data connections, in rank order.
-        started: names this start of the group, the same on all processes.
+    Higher ranks connect to lower ones, which accept from `open` on. If a process connects again,
+    its earlier connection ends.
     """
 
-    def __init__(self, info: ProcessInfo, addresses: Sequence[str], started: str) -> None:
+    def __init__(self, info: ProcessInfo) -> None:
         self._info = info
-        self._addresses = addresses
-        self._started = started
         self._generation = 0
+        self._listener: Listener | None = None
         self._sockets: dict[int, socket.socket] = {}
+        self._replaced: list[socket.socket] = []
         self._changed = threading.Condition()
-        name = Hello(name=f"worker {info.rank}")
-        self._listener = Listener(
-            [info.listener], info.credentials, name, self._admit, check=self._refusal_of
-        )
         not_for_forks.add(self)
+
+    def open(self, addresses: Sequence[str], started: str) -> None:
+        """Begin to accept connections.
+
+        Args:
+            addresses: where the processes take them, in rank order.
+            started: names this start of the group, the same on all processes.
+        """
+        self._addresses, self._started = addresses, started
+        info, own = self._info, Hello(name=f"worker {self._info.rank}")
+        self._listener = Listener(
+            [info.listener], info.credentials, own, self._admit, check=self._refusal_of
+        )
 
     def get(self, rank: int, check: Callable[[], None]) -> socket.socket:
         """Return the connection to a process; it is made if there is none.
@@ -197,19 +204,17 @@ class DataConnections:
         Raises:
             AuthenticationError: another job's process has the address.
         """
-        pause = threading.Event()
         while (sock := self._sockets.get(rank)) is None:
             check()
-            if rank > self._info.rank:
-                with self._changed:
-                    self._changed.wait_for(lambda: rank in self._sockets, _CHECK_SECONDS)
-                continue
             try:
-                self._keep(rank, self._connect(rank))
+                if rank < self._info.rank:
+                    self._keep(rank, self._connect(rank))
             except AuthenticationError:
                 raise
             except OSError:
-                pause.wait(timeout=_RETRY_SECONDS)
+                pass  # It is not that far, and one tries again.
+            with self._changed:
+                self._changed.wait_for(lambda: rank in self._sockets, _CHECK_SECONDS)
         return sock
 
     def renew(self, generation: int) -> None:
@@ -220,14 +225,18 @@ class DataConnections:
 
     def close(self) -> None:
         """Take no more connections, and close those that there are."""
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._info.listener.close()
         with self._changed:
             self.let_go()
 
     def let_go(self) -> None:
         """Close the sockets; a fork's copies would hide that this process has died."""
         while self._sockets:
-            self._sockets.popitem()[1].close()
+            self._replaced.append(self._sockets.popitem()[1])
+        while self._replaced:
+            self._replaced.pop().close()
 
     def _connect(self, rank: int) -> socket.socket:
         deadline = time.monotonic() + _ATTEMPT_SECONDS
@@ -264,18 +273,17 @@ class DataConnections:
         stale = self._sockets.get(rank)
         self._sockets[rank] = sock
         if stale is not None:
-            stale.close()
+            # Not closed yet: a thread may poll it, and the number would be another file's.
+            self._replaced.append(stale)
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(stale, socket.SHUT_RDWR)
 
     def _refusal_of(self, hello: Hello) -> str:
-        fields = hello.details
-        reason = self._info.refusal_of(fields)
-        if reason or fields["group"] != self._info.group:
-            return reason  # Who is in another group already tries again.
-        if hello.purpose != "data":
-            return f"all {self._info.size} workers have joined: start the whole job again"
-        if fields.get("started") != self._started:
+        reason = self._info.refusal_of(hello, joined=True)
+        ours = hello.details.get("group") == self._info.group
+        if not reason and ours and hello.details.get("started") != self._started:
             return (
                 "it met another worker 0 than this process: two jobs use the same addresses; give "
                 "each its own ports, and NDISTRIBUTE_JOB_ID where no launcher sets it"
             )
-        return ""
+        return reason

@@ -1,12 +1,14 @@
 """The star over rank 0 through which the processes of a group tell each other how they fare.
 
-Every other process has one connection to rank 0. There a hub collects what all exchange, finds out
-for those who wait who else has come, and passes all other messages on, one after the other: each
-process learns the same in the same order. What a message means to a process is not said here.
+Every other process has one connection to rank 0. There a hub collects what all pass under a key,
+and passes all other messages on, one after the other: each process learns the same in the same
+order. What a message means to a process is not said here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import queue
 import socket
@@ -33,13 +35,20 @@ from ndistribute.transport.connection import (
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen_unix
 
-JOIN = "0:join"
-"""The key of the first exchange, in which every process says who it is."""
+JOIN = "join"
+"""The kind of the first exchange, in which every process says who it is."""
+CALL, MADE, SKIPPED = "call", b"+", b"-"
+"""The kind of an exchange about a call, and what is passed: made, or left its step without it."""
 
+_KEYS = 100  # What is waited for at one time is less; an exchange that is forgotten begins again.
 _POLL_SECONDS = 0.1  # Between two questions to a process about the same call.
 _RETRY_SECONDS = 0.05
 _FAREWELL_SECONDS = 2.0
 _MOST_CHARACTERS = 4000
+_KINDS: dict[str, type[DistributeError]] = {
+    kind.__name__: kind
+    for kind in (CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError)
+}
 _log = logging.getLogger("ndistribute")
 
 
@@ -53,8 +62,8 @@ class Failure(Record, frozen=True):
     sequence: int | None = None
 
 
-class Abort(Record, frozen=True):
-    """Break the group of a generation off, from the call after a place on."""
+class Failed(Record, frozen=True):
+    """Tell that this process's own code raised in a step, after the call at a place."""
 
     generation: int
     place: tuple[int, int]  # The last call that the sender has finished.
@@ -62,56 +71,23 @@ class Abort(Record, frozen=True):
     error: Failure
 
 
-class Failed(Record, frozen=True):
-    """Tell that this process's own code raised in a step, after the call at a place."""
+class Abort(Record, frozen=True):
+    """Break the group off, from the call after the place of a failure on."""
 
-    generation: int
-    place: tuple[int, int]
-    error: Failure
-
-
-class Left(Record, frozen=True):
-    """Answer a process that failed that this one has left that step."""
-
-    to: int
-    generation: int
-    position: int
-    broken: bool  # Whether it was told that the group is broken.
-
-
-class Ask(Record, frozen=True):
-    """Ask whether the other processes have made, or skipped, the call at a place."""
-
-    generation: int
-    place: tuple[int, int]
-
-
-class Reply(Ask, frozen=True):
-    """Answer that this process has made the call, or else has left the step without it."""
-
-    made: bool
-
-
-class Seen(Ask, frozen=True):
-    """Tell who asked which processes have made, and which have skipped, the call."""
-
-    reached: list[int]
-    skipped: list[int]
+    failed: Failed
 
 
 class Exchange(Record, frozen=True):
-    """Pass what an exchange takes of this process; a second time, ask who is missing."""
+    """Pass something under a key; rank 0 answers with what is there, by the ranks that passed it.
 
-    key: str
-    blob: bytes
+    What is passed about a call is whether it was made. Who has passed nothing is asked: it gets the
+    answer as well.
+    """
 
-
-class Answer(Record, frozen=True):
-    """Return what all processes passed, in rank order, or else who has not passed anything yet."""
-
-    key: str
-    blobs: list[bytes]
-    missing: list[int]
+    kind: str
+    generation: int
+    place: tuple[int, int]
+    passed: dict[int, bytes]
 
 
 class GoodBye(Record, frozen=True):
@@ -128,165 +104,112 @@ class Lost(Record, frozen=True):
     why: str
 
 
-Message = Abort | Failed | Left | Ask | Reply | Seen | Exchange | Answer | GoodBye | Lost
+Message = Abort | Failed | Exchange | GoodBye | Lost
 _messages: Decoder[Message] = Decoder(Message)
-_Call = tuple[int, int, int]  # Generation and place.
 
 
 class Hub:
     """Decide at rank 0 what a message leads to; it has neither threads nor connections.
 
-    Args:
-        size: how many processes there are.
-        deliver: called with a rank, the rank that a message comes from, and the message.
-
-    Attributes:
-        gone: who has said good-bye or was lost.
-        joined: whether all processes have joined.
+    `deliver` is called with a rank, the rank that a message comes from, and the message.
     """
 
     def __init__(self, size: int, deliver: Callable[[int, int, Message], None]) -> None:
         self._ranks = range(size)
         self._deliver = deliver
-        self.gone: set[int] = set()
-        self.joined = False
-        self._blobs: dict[str, dict[int, bytes]] = {}
-        self._answered: set[str] = set()
-        self._reached: dict[int, _Call] = {}
-        self._skipped: dict[int, _Call] = {}
-        self._polled: dict[_Call, float] = {}
+        self.gone: set[int] = set()  # Who has said good-bye or was lost.
+        self.joined = False  # Whether all have joined.
+        self._passed: dict[tuple[str, int, tuple[int, int]], dict[int, bytes]] = {}
+        self._polled: tuple[object, float] = None, 0.0  # About which call, and when.
 
     def take(self, sender: int, message: Message) -> None:
         """Act on what a process says."""
-        match message:
-            case Exchange():
-                self._collect(sender, message)
-            case Reply():
-                self._note(sender, message)
-            case Ask():
-                self._ask(sender, message)
-            case Left():
-                self._deliver(message.to, sender, message)
-            case _:
-                self._pass_on(sender, message)
-        if isinstance(message, GoodBye):
+        if isinstance(message, Exchange):
+            self._collect(sender, message)
+            return
+        for rank in self._ranks:
+            if rank != sender:
+                self._deliver(rank, sender, message)
+        if isinstance(message, GoodBye | Lost):
             self.gone.add(sender)
 
     def end(self, rank: int, why: str) -> None:
         """Act on the end of a process's connection."""
         if not self.joined:  # It may be started again.
             self.gone.discard(rank)
-            for blobs in self._blobs.values():
-                blobs.pop(rank, None)
+            for passed in self._passed.values():
+                passed.pop(rank, None)
         elif rank not in self.gone:
-            self.gone.add(rank)
-            self._pass_on(rank, Lost(why))
-
-    def _pass_on(self, sender: int, message: Message) -> None:
-        for rank in self._ranks:
-            if rank != sender:
-                self._deliver(rank, sender, message)
+            self.take(rank, Lost(why))
 
     def _collect(self, sender: int, message: Exchange) -> None:
-        key = message.key
-        if key in self._answered:
-            return  # The answer is on its way.
-        blobs = self._blobs.setdefault(key, {})
-        asks = sender in blobs
-        blobs[sender] = message.blob
-        missing = [rank for rank in self._ranks if rank not in blobs]
-        if missing:
-            if asks:
-                self._deliver(sender, 0, Answer(key, [], missing))
-            return
-        if key.endswith(":recover"):  # What was begun before it is never ended.
-            self._blobs.clear()
-            self._answered.clear()
-        self._blobs.pop(key, None)
-        self._answered.add(key)
-        self.joined = True
-        answer = Answer(key, [blobs[rank] for rank in self._ranks], [])
-        for rank in self._ranks:
+        """Tell who passes something what is there; tell all when the last one has passed it."""
+        key = message.kind, message.generation, message.place
+        passed = self._passed.setdefault(key, {})
+        is_new = sender not in passed
+        passed[sender] = own = message.passed[sender]
+        if len(self._passed) > _KEYS:
+            del self._passed[next(iter(self._passed))]
+        told, missing = [sender], [rank for rank in self._ranks if rank not in passed]
+        if is_new and not missing:
+            told, self.joined = list(self._ranks), True
+        elif message.kind == CALL:
+            if own == SKIPPED:
+                told = list(passed)  # They wait there.
+            now = time.monotonic()
+            if self._polled[0] != key or now - self._polled[1] >= _POLL_SECONDS:
+                self._polled = key, now
+                told += missing
+        answer = Exchange(*key, dict(passed))
+        for rank in told:
             self._deliver(rank, 0, answer)
-
-    def _ask(self, sender: int, message: Ask) -> None:
-        """Tell a process what is known of the others, and ask those of whom nothing is."""
-        call, now = (message.generation, *message.place), time.monotonic()
-        self._reached[sender] = call
-        reached = [rank for rank, last in self._reached.items() if last >= call]
-        skipped = [rank for rank, last in self._skipped.items() if last == call]
-        self._deliver(sender, 0, Seen(message.generation, message.place, reached, skipped))
-        self._polled = {c: at for c, at in self._polled.items() if now - at < _POLL_SECONDS}
-        if call not in self._polled:
-            self._polled[call] = now
-            known = self.gone.union(reached, skipped)
-            for rank in self._ranks:
-                if rank not in known:
-                    self._deliver(rank, 0, Ask(message.generation, message.place))
-
-    def _note(self, sender: int, message: Reply) -> None:
-        call = (message.generation, *message.place)
-        if message.made:
-            self._reached[sender] = max(call, self._reached.get(sender, call))
-            return
-        self._skipped[sender] = call
-        for rank, last in self._reached.items():
-            if last == call:  # It waits there.
-                self._deliver(rank, 0, Seen(message.generation, message.place, [], [sender]))
 
 
 class Star:
     """Hold this process's part of the star: one connection to rank 0, or all of them there.
 
-    Args:
-        info: who this process is.
-        on_message: called with the rank that a message comes from, and the message.
-        on_end: called with the reason when the connection to rank 0 has ended.
-        timeout: how long to look for rank 0, in seconds.
+    `on_message` is called with the rank that a message comes from, and the message; rank 0 is
+    `Lost` when the connection to it has ended, in whatever way.
 
     Raises:
-        CollectiveTimeoutError: rank 0 was not reached in time.
+        CollectiveTimeoutError: rank 0 was not reached within `timeout` seconds.
         AuthenticationError: it does not know the job's secret, or refuses this process.
     """
 
     def __init__(
-        self,
-        info: ProcessInfo,
-        on_message: Callable[[int, Message], None],
-        on_end: Callable[[str], None],
-        timeout: float,
+        self, info: ProcessInfo, on_message: Callable[[int, Message], None], timeout: float
     ) -> None:
         self._info = info
         self._on_message = on_message
-        self._on_end = on_end
         self.refusal = ""  # Why rank 0 sent a process away.
         self._links: dict[int, Connection] = {}
-        self._live: set[Connection] = set()  # Those whose end is yet to be acted on.
-        self._threads: list[threading.Thread] = []
-        # Messages are left to a thread: an interrupt in the middle of a write would end the
-        # connection, and a process that does not read would stop who writes to it.
-        self._orders: queue.SimpleQueue[tuple[int, Message | Connection, str] | None] = (
-            queue.SimpleQueue()
-        )
+        self._readers: list[threading.Thread] = []
+        # What is to be done about whom. It is left to a thread: an interrupt in the middle of a
+        # write would end the connection, and a process that does not read would stop who writes.
+        self._orders: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._alone = threading.Event()
-        self._hub: Hub | None = None
+        self._hub = None if info.rank else Hub(info.size, self._deliver)
+        self._act: Callable[[int, Message], None] = functools.partial(self._deliver, 0)
+        if self._hub is not None:
+            self._act = self._hub.take
         self._entrance: Listener | None = None
+        name = f"ndistribute-control-{info.rank}"
+        self._worker = threading.Thread(target=self._work, name=name, daemon=True)
         try:
-            if info.entrance is not None:
-                self._hub = Hub(info.size, self._deliver)
-                self._open(info.entrance)
-            else:
+            self._worker.start()
+            if info.rank:
                 self._follow(0, self._reach_rank_0(timeout))
-            self._worker = self._start(self._work, name=f"ndistribute-control-{info.rank}")
+            else:
+                self._open(info.entrance or info.listener.dup())
         except BaseException:
-            self.stop_accepting()
-            for link in self._links.values():
-                link.close()
+            self._end()
+            if info.entrance is not None:
+                info.entrance.close()
             raise
 
     def post(self, message: Message) -> None:
         """Send a message as soon as the connection takes it; this never waits."""
-        self._orders.put((self._info.rank, message, ""))
+        self._order(self._info.rank, self._act, self._info.rank, message)
 
     def stop_accepting(self) -> None:
         """Let nobody join any more."""
@@ -294,32 +217,34 @@ class Star:
             self._entrance.close()
 
     def close(self, farewell: GoodBye, broken: bool) -> None:
-        """Send a last message, wait until the others have it, and end all connections.
+        """Send a last message, and end all connections when the others have it.
 
-        Args:
-            farewell: the message.
-            broken: whether the others have nothing more to agree on.
+        If the group is broken, they have nothing more to agree on.
         """
-        self.stop_accepting()
-        self.post(farewell)
-        hub = self._hub
-        if hub is not None and hub.joined and not (broken or farewell.failed):
-            self._alone.wait(_FAREWELL_SECONDS)  # They need the hub until they leave as well.
-        self._orders.put(None)
-        self._worker.join(timeout=_FAREWELL_SECONDS)
-        for link in list(self._links.values()):
-            if hub is None:
-                link.close()
-            else:
-                link.abort("worker 0 has left.", clean=True)
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        try:
+            self.post(farewell)
+            hub = self._hub
+            if hub is not None and hub.joined and not (broken or farewell.failed):
+                self._alone.wait(_FAREWELL_SECONDS)  # They need the hub until they leave as well.
+        finally:
+            self._end()
 
-    def _start(self, target: Callable[..., None], *args: Any, name: str) -> threading.Thread:
-        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-        thread.start()
-        return thread
+    def _end(self) -> None:
+        """End connections and threads; an interrupt in the end of one leaves out no other."""
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(_wait_for, self._readers)
+            last_first.callback(self._part)
+            last_first.callback(_wait_for, [self._worker])
+            last_first.callback(self._orders.put, None)
+            last_first.callback(self.stop_accepting)
+
+    def _part(self) -> None:
+        """Cut all connections, each when the other end has read what was sent to it."""
+        links = list(self._links.values())
+        with contextlib.ExitStack() as each:
+            for link in links:
+                wait = _FAREWELL_SECONDS / len(links)
+                each.callback(link.abort, "this process has left.", clean=True, wait=wait)
 
     def _open(self, entrance: socket.socket) -> None:
         """Listen for the other processes, at rank 0."""
@@ -334,24 +259,20 @@ class Star:
 
     def _refusal_of(self, hello: Hello) -> str:
         """Return what is wrong with a process that says which one it is, if anything is."""
-        reason = self._info.refusal_of(hello.details)
-        if not reason and hello.purpose == "control":  # Who looks for data soon finds it.
-            reason = self._obstacle_to(hello.details)
+        joined = self._hub is not None and self._hub.joined
+        reason = self._info.refusal_of(hello, joined) or self._double_of(hello)
         if reason:
             self.refusal = f" It refused one: {reason}."
             _log.warning("worker 0 refused a worker: %s", reason)
         return reason
 
-    def _obstacle_to(self, fields: dict[str, Any]) -> str:
-        if fields["group"] != self._info.group:
-            return ""  # It is in another group already, and tries again.
-        if self._hub is not None and self._hub.joined:
-            return f"all {self._info.size} workers have joined: start the whole job again"
+    def _double_of(self, hello: Hello) -> str:
+        fields: dict[str, Any] = hello.details
         other = self._links.get(fields["rank"])
-        if other is None or not other.is_open:
+        if other is None or not other.is_open or fields["group"] != self._info.group:
             return ""
         known = other.peer.details
-        if [known["name"], known["pid"]] == [fields.get("name"), fields.get("pid")]:
+        if known == fields or hello.purpose != "control":
             return ""
         return (
             f"two processes are worker {known['rank']}, pid {known['pid']} on {known['name']} and "
@@ -361,22 +282,19 @@ class Star:
 
     def _admit(self, sock: socket.socket, accepted: Accepted) -> None:
         """Take in a process, on the listener's thread."""
-        fields: dict[str, Any] = accepted.hello.details
-        if fields["group"] != self._info.group or accepted.hello.purpose != "control":
+        rank: Any = accepted.hello.details["rank"]
+        ours = accepted.hello.details["group"] == self._info.group
+        if ours and accepted.hello.purpose == "control":
+            self._order(rank, self._welcome, rank, Connection(sock, accepted, _messages))
+        else:
             sock.close()  # It tries again, and finds the group that it looks for.
-            return
-        connection = Connection(sock, accepted, _messages)
-        try:
-            connection.send(Answer(JOIN, [], []))  # It is welcome.
-            stale = self._links.get(fields["rank"])
-            if stale is not None:
-                why = "the process connected again."
-                stale.abort(why)
-                self._orders.put((fields["rank"], stale, why))  # Before what the new one brings.
-            self._follow(fields["rank"], connection)
-        except BaseException:
-            connection.close()
-            raise
+
+    def _welcome(self, rank: int, connection: Connection) -> None:
+        stale = self._links.get(rank)
+        if stale is not None:  # Before what the new one brings.
+            self._drop(rank, stale, "the process connected again.")
+        self._follow(rank, connection)
+        self._deliver(rank, 0, Exchange(JOIN, 0, (0, 0), {}))
 
     def _reach_rank_0(self, timeout: float) -> Connection:
         """Connect to rank 0, which may not have started yet."""
@@ -384,18 +302,17 @@ class Star:
         hello = Hello(f"worker {info.rank}", "control", "worker 0", details=info.details())
         deadline, pause = time.monotonic() + timeout, threading.Event()
         while time.monotonic() < deadline:
+            connection = None
             try:
                 who = info.first, info.credentials, hello, _messages
                 connection = connect(*who, deadline=deadline)
-                try:
-                    connection.receive(deadline)  # It is one of the group from then on.
-                    return connection
-                except BaseException:
+                connection.receive(deadline)  # It is one of the group from then on.
+                return connection
+            except BaseException as error:
+                if connection is not None:
                     connection.close()
+                if isinstance(error, AuthenticationError) or not isinstance(error, OSError):
                     raise
-            except AuthenticationError:
-                raise
-            except OSError as error:
                 reason = f"{error}".rstrip(".")
             pause.wait(timeout=_RETRY_SECONDS)
         raise CollectiveTimeoutError(
@@ -407,11 +324,17 @@ class Star:
         )
 
     def _follow(self, rank: int, connection: Connection) -> None:
-        """Read what comes over a connection, on a thread of its own."""
-        self._links[rank] = connection
-        self._live.add(connection)
+        """Read what comes over a connection, on a thread of its own, which closes it."""
         name = f"ndistribute-control-{self._info.rank}-of-{rank}"
-        self._threads.append(self._start(self._read, rank, connection, name=name))
+        args = rank, connection
+        thread = threading.Thread(target=self._read, args=args, name=name, daemon=True)
+        try:
+            self._links[rank] = connection
+            thread.start()
+            self._readers.append(thread)
+        except BaseException:
+            connection.close()
+            raise
 
     def _read(self, rank: int, connection: Connection) -> None:
         try:
@@ -420,39 +343,43 @@ class Star:
                 if self._hub is None:
                     self._on_message(sender, message)
                 else:
-                    self._orders.put((rank, message, ""))
+                    self._order(rank, self._act, rank, message)
         except ConnectionLostError as error:
             why = str(error)
         except Exception as error:  # Whatever it is, others are to be told.
             why = f"it sent what no worker sends ({error!r})"
-        if self._hub is None:
-            self._on_end(why)
-        else:
-            self._orders.put((rank, connection, why))
-        connection.close()
+        try:
+            if self._hub is None:
+                self._on_message(0, Lost(why))
+            else:
+                self._order(rank, self._drop, rank, connection, why)
+        finally:
+            connection.close()
+
+    def _drop(self, rank: int, connection: Connection, why: str) -> None:
+        """Act on the end of a connection at rank 0, unless the process has another one by now."""
+        if self._hub is not None and self._links.get(rank) is connection:
+            del self._links[rank]
+            connection.abort(why)
+            self._hub.end(rank, why)
+
+    def _order(self, rank: int, action: Callable[..., None], *args: object) -> None:
+        self._orders.put((rank, functools.partial(action, *args)))
 
     def _work(self) -> None:
-        """Send what is posted; at rank 0, let the hub act on what comes from anybody."""
+        """Send what is posted; at rank 0, act on what comes from anybody."""
         while (order := self._orders.get()) is not None:
-            sender, message, why = order
+            rank, action = order
             try:
-                if self._hub is None:
-                    self._deliver(0, sender, message)
-                elif not isinstance(message, Connection):
-                    self._hub.take(sender, message)
-                elif message in self._live:
-                    self._live.discard(message)
-                    if self._links.get(sender) is message:
-                        del self._links[sender]
-                    self._hub.end(sender, why)
+                action()
             except Exception as error:
-                _log.exception("a message of worker %d could not be handled", sender)
-                if sender in self._links:
-                    self._links[sender].abort(f"it sent what no worker sends ({error!r})")
+                _log.exception("a message of worker %d could not be handled", rank)
+                if rank in self._links:
+                    self._links[rank].abort(f"it sent what no worker sends ({error!r})")
             if self._hub is not None and len(self._hub.gone) >= self._info.size:
                 self._alone.set()
 
-    def _deliver(self, rank: int, sender: int, message: Any) -> None:
+    def _deliver(self, rank: int, sender: int, message: Message) -> None:
         if rank == self._info.rank:
             self._on_message(sender, message)
         elif rank in self._links:
@@ -462,6 +389,13 @@ class Star:
                 pass  # Who does not read is cut off; the thread that reads tells of it.
             except Exception as error:  # It is not the sender's fault, and others are to be told.
                 self._links[rank].abort(f"it could not be told something ({error!r})")
+
+
+def _wait_for(threads: list[threading.Thread]) -> None:
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    for thread in threads:
+        if thread.is_alive():
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def describe_error(error: BaseException, worker: int) -> Failure:
@@ -485,11 +419,7 @@ def describe_error(error: BaseException, worker: int) -> Failure:
 
 def restore_error(failure: Failure) -> DistributeError:
     """Return the exception that a process raises for a failure that it was told of."""
-    kinds: dict[str, type[DistributeError]] = {
-        kind.__name__: kind
-        for kind in (CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError)
-    }
-    return kinds.get(failure.kind, WorkerLostError)(
+    return _KINDS.get(failure.kind, WorkerLostError)(
         failure.text, rank=failure.rank, op=failure.op, sequence=failure.sequence
     )
 

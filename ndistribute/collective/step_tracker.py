@@ -6,16 +6,18 @@ only where it had not made the call before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ndistribute.collective.backend import Call
-from ndistribute.errors import CollectiveMismatchError, DistributeError, WorkerLostError
 
 Place = tuple[int, int]
 """A step, as a position that rises when one begins and when it ends, and a call's number in it."""
 
 BEFORE_ALL: Place = (0, 0)
 """What is not over even for a process that has made no call."""
+
+END = 1 << 30
+"""The number of a call that no step reaches: whoever leaves the step has skipped it."""
 
 
 class StepTracker:
@@ -32,17 +34,20 @@ class StepTracker:
 
     >>> where = StepTracker()
     >>> where.position = 2
-    >>> where.has_skipped((1, 1))
-    True
+    >>> where.has_made((1, 1))
+    False
     """
 
     def __init__(self) -> None:
+        self.departed: dict[int, str] = {}
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Count steps from the beginning, as all processes do after a failure."""
         self.position = self.finished = self.before = self.exchanged = self.total = 0
         self.made = BEFORE_ALL
-        self.departed: dict[int, str] = {}
-        self._skipped: dict[int, Place] = {}
-        self._last_made: dict[int, Place] = {}
         self._reached: dict[int, Place] = {}
+        self._skipped: set[tuple[int, Place]] = set()
 
     @property
     def anyone_gone(self) -> bool:
@@ -50,10 +55,14 @@ class StepTracker:
         return bool(self.departed or self._skipped)
 
     @property
+    def inside(self) -> bool:
+        """Return True from the begin of a step to its end."""
+        return self.position % 2 == 1
+
+    @property
     def last(self) -> Place:
         """Return the place of the last call that is over, 0 standing for the begin of its step."""
-        inside = self.position % 2 == 1
-        return self.position if inside else self.position - 1, self.finished
+        return self.position if self.inside else self.position - 1, self.finished
 
     def begin_step(self) -> None:
         """Go on to the next step: who has left the last one early does not matter any more."""
@@ -67,75 +76,42 @@ class StepTracker:
         self.total += self.exchanged
         self.position += 1
 
-    def start_over(self) -> None:
-        """Count steps from the beginning, as all processes do after a failure."""
-        self.position = self.finished = self.before = self.exchanged = self.total = 0
-        self.made = BEFORE_ALL
-        self._skipped.clear()
-        self._last_made.clear()
-        self._reached.clear()
-
     def place_of(self, call: Call) -> Place:
         """Return the place of a call of the current step."""
         return self.position, call.sequence
 
-    def has_skipped(self, place: Place) -> bool:
-        """Return True if this process left that step without being known to have made the call."""
-        # In this order: what it makes in a step is noted before it leaves the step.
-        return self.position > place[0] and self.made < place
+    def has_made(self, place: Place) -> bool | None:
+        """Return True if this process has made a call, False if it has left the step without it.
 
-    def note_seen(self, place: Place, reached: Iterable[int], skipped: Iterable[int]) -> None:
-        """Take in which processes have made a call, and which have left the step without it."""
-        for rank in reached:
-            self._reached[rank] = place
-        for rank in skipped:
-            self._skipped[rank] = place
+        None: it may still come, or it is not known that it came.
+        """
+        # In this order: what it makes in a step is noted before it leaves the step.
+        left = self.position > place[0]
+        if self.made >= place and place[1] != END:
+            return True
+        return False if left else None
+
+    def note(self, rank: int, place: Place, made: bool) -> None:
+        """Take in that a process has made a call, or has left the step without it."""
+        if made:
+            self._reached[rank] = max(place, self._last(rank))
+        else:
+            self._skipped.add((rank, place))
 
     def note_departed(self, rank: int, reason: str, made: Place) -> None:
         """Take in that a process has left the job, and the last call that it has surely made."""
-        self._last_made[rank] = made
+        self.note(rank, made, True)
         self.departed[rank] = reason
 
-    def gone(self, call: Call) -> frozenset[int]:
+    def gone(self, place: Place) -> set[int]:
         """Return who will not come to a call of the current step, if its data is not here now."""
-        place = self.place_of(call)
-        left = {rank for rank, skipped in list(self._skipped.items()) if skipped >= place}
-        departed = {r for r in list(self.departed) if self._last_made.get(r, BEFORE_ALL) < place}
-        return frozenset(left | departed)
+        left = {rank for rank, skipped in list(self._skipped) if skipped == place}
+        return left.union(rank for rank in list(self.departed) if self._last(rank) < place)
 
-    def late(self, call: Call, absent: Sequence[int], others: Sequence[int]) -> list[int]:
-        """Return whom a call waits for in the end.
-
-        Args:
-            call: of the current step.
-            absent: whom this process misses; they may themselves wait for somebody.
-            others: all other processes.
-        """
-        place = self.place_of(call)
-        silent = [rank for rank in others if self._reached.get(rank, BEFORE_ALL) < place]
+    def late(self, place: Place, absent: Sequence[int], others: Sequence[int]) -> list[int]:
+        """Return whom a call waits for in the end: those it misses may wait for somebody too."""
+        silent = [rank for rank in others if self._last(rank) < place]
         return [rank for rank in absent if rank in silent] or silent or list(absent)
 
-    def given_up(self, call: Call, own: int, rank: int, name: str) -> DistributeError:
-        """Return the error for a wait for a process that has gone.
-
-        Args:
-            call: what is waited in.
-            own: the rank that waits.
-            rank: the one that has gone.
-            name: how messages call that one.
-        """
-        if rank in self.departed:
-            return WorkerLostError(
-                f"{call.title}: {name} {self.departed[rank]}, and worker {own} waits for it. "
-                "Every worker must run the same number of steps.",
-                rank=rank,
-                op=call.kind,
-                sequence=call.sequence,
-            )
-        return CollectiveMismatchError(
-            f"{call.title}: {name} has left the step in which worker {own} made this call. Every "
-            "replica must make the same calls in the same order.",
-            rank=rank,
-            op=call.kind,
-            sequence=call.sequence,
-        )
+    def _last(self, rank: int) -> Place:
+        return self._reached.get(rank, BEFORE_ALL)

@@ -57,8 +57,6 @@ class Workers:
         self.backend = backend
         self.communicator = Communicator(backend, options, where=peers.where)
         self._timeout = options.timeout
-        self._inside = False
-        self._failed = False
         self._forget: list[Callable[[], None]] = []
         identities = [device_identity(device) for device in devices]
         own = json.dumps([identities, core_numbers()]).encode()
@@ -101,36 +99,20 @@ class Workers:
             WorkerLostError: a process failed since the last step, or is gone for good.
             RuntimeError: this process is a fork of the one that joined the group.
         """
-        peers = self.peers
-        peers.refuse_forks()
-        if self._failed and not peers.is_broken_here:
-            peers.settle(self._timeout)
-        if peers.is_broken_here and (self._failed or peers.broken_and_known):
-            peers.recover(self.backend.reset, self._timeout)
-        self._failed = False
-        self.peers.enter()
-        self._inside = True
+        self.peers.enter(self.backend.reset, self._timeout)
 
     def leave(self) -> None:
         """End a step."""
-        self._inside = False
         self.peers.leave()
 
     def fail(self, cause: BaseException) -> None:
-        """Tell the others that this process's own code raises.
-
-        It need not hear what broke the group: another process may have failed first, in this step.
-        """
-        if not isinstance(cause, Exception):  # An interrupt may have left a call half done.
-            self.peers.abort(cause)
-        elif self._inside and not self._failed and self.peers.cause is None:
-            self.peers.fail(cause)
-        self._failed = True
+        """Tell the others that this process's own code raises."""
+        self.peers.fail(cause)
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[Communicator]:
         """Make collectives among processes, as a step of their own unless one is going on."""
-        if self._inside:
+        if self.peers.where.inside:
             # In a call of all replicas, of which these are parts.
             self.communicator.part_of = self.peers.where.finished + 1
             try:
@@ -143,7 +125,7 @@ class Workers:
             self.communicator.begin()
             yield self.communicator
         except BaseException as error:
-            self._failed = True
+            self.peers.raised = True
             self.peers.abort(error)
             raise
         finally:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 
 from ndistribute.collective import bootstrap
-from ndistribute.collective.bootstrap import info_from_addresses, outward_address
+from ndistribute.collective.bootstrap import (
+    DataConnections,
+    ProcessInfo,
+    info_from_addresses,
+    outward_address,
+)
+from ndistribute.transport.address import address_of
+from ndistribute.transport.secret import Credentials
 
 
 def test_a_host_whose_own_name_is_loopback_is_reached_at_another_address(monkeypatch):
@@ -34,3 +42,34 @@ def test_a_heartbeat_that_would_never_pause_is_refused(monkeypatch, text):
     monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", text)
     with pytest.raises(ValueError, match="NDISTRIBUTE_HEARTBEAT_SECONDS must be a number"):
         info_from_addresses(["127.0.0.1:0", "127.0.0.1:1"], 0)
+
+
+def test_a_process_that_connects_again_for_data_ends_its_first_connection() -> None:
+    """It was closed under a thread that may poll it, by then perhaps another file."""
+    credentials = Credentials(b"the secret of this test", "a job", None)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    addresses = [address_of(*listener.getsockname()) for listener in listeners]
+    group = [
+        DataConnections(
+            ProcessInfo(rank, 2, addresses[0], addresses[rank], listener, credentials, group=1)
+        )
+        for rank, listener in enumerate(listeners)
+    ]
+    try:
+        for data in group:
+            data.open(addresses, "this start")
+        group[1].get(0, lambda: None)
+        first = group[0].get(1, lambda: None)
+        group[1].let_go()
+        again = group[1].get(0, lambda: None)
+        deadline = time.monotonic() + 50.0
+        while (second := group[0].get(1, lambda: None)) is first:
+            assert time.monotonic() < deadline
+        assert first.fileno() >= 0
+        assert first.recv(1) == b""
+        again.setblocking(True)
+        second.sendall(b"+")
+        assert again.recv(1) == b"+"
+    finally:
+        for data in group:
+            data.close()

@@ -30,6 +30,10 @@ def three() -> Iterator[Ranks]:
         yield ranks
 
 
+def nothing() -> None:
+    """Have nothing to reset in a recovery."""
+
+
 def exchanged(rank: int, size: int) -> list[bytes]:
     return joined_peers().exchange("names", f"rank {rank}".encode(), timeout=50.0)
 
@@ -39,21 +43,23 @@ def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three: Ranks) -> Non
     assert [o.result() for o in outcomes] == [[b"rank 0", b"rank 1", b"rank 2"]] * 3
 
 
-def described(rank: int, size: int) -> tuple[tuple[int, ...], tuple[str, ...], int]:
+def described(rank: int, size: int) -> tuple[list[str], tuple[str, ...]]:
     peers = joined_peers()
-    return peers.pids, peers.hosts, os.getpid()
+    return list(map(peers.name_of, range(size))), peers.hosts
 
 
 def test_everyone_knows_the_processes_and_hosts_of_all(three: Ranks) -> None:
     outcomes = [o.result() for o in three.run(described)]
-    assert {o[0] for o in outcomes} == {tuple(three.pids)}
+    node = os.uname().nodename
+    names = [f"worker {rank} ({node}, pid {pid})" for rank, pid in enumerate(three.pids)]
+    assert [o[0] for o in outcomes] == [names] * 3
     assert len({host for o in outcomes for host in o[1]}) == 1
 
 
 def waited(rank: int, size: int, failing: int, error: str | None) -> None:
     """Wait for rank `failing`, which fails instead."""
     peers = joined_peers()
-    peers.enter()
+    peers.enter(nothing, 50.0)
     if rank == failing and error is not None:
         failure = ValueError(error)
         peers.abort(failure)
@@ -66,7 +72,7 @@ def waited(rank: int, size: int, failing: int, error: str | None) -> None:
 
 def recovered(rank: int, size: int) -> int:
     peers = joined_peers()
-    peers.recover(lambda: None, timeout=50.0)
+    peers.recover(nothing, timeout=50.0)
     return peers.generation
 
 
@@ -90,7 +96,7 @@ def test_an_exception_on_one_rank_reaches_all_and_the_group_recovers(
 
 def skipped(rank: int, size: int, skipping: int) -> None:
     peers = joined_peers()
-    peers.enter()
+    peers.enter(nothing, 50.0)
     if rank == skipping:
         peers.leave()
         return
@@ -118,7 +124,7 @@ def told(rank: int, size: int) -> None:
     deadline = time.monotonic() + 50.0
     while peers.cause is None and time.monotonic() < deadline:
         time.sleep(0.001)
-    peers.enter()
+    peers.enter(nothing, 50.0)
 
 
 def broken_before_a_step(rank: int, size: int) -> list[str]:
@@ -154,7 +160,7 @@ def test_who_has_begun_no_step_yet_takes_part_in_a_recovery() -> None:
 
 def timed_out(rank: int, size: int, late: int) -> None:
     peers = joined_peers()
-    peers.enter()
+    peers.enter(nothing, 50.0)
     deadline = time.monotonic() + 30.0
     patience = peers.patience(Call(2, "broadcast", "root=0"), 0.5 if rank != late else 30.0)
     try:
@@ -237,7 +243,7 @@ def test_waiting_for_a_process_that_has_finished_says_so() -> None:
 def left_behind(rank: int, size: int) -> str:
     """Wait for rank 1, which waits for nobody, in a call that rank 0 has left without."""
     peers = joined_peers()
-    peers.enter()
+    peers.enter(nothing, 50.0)
     if rank == 0:
         peers.close()
         return ""

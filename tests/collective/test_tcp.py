@@ -98,7 +98,8 @@ def cut_off(rank: int, size: int, odd: int, how: str) -> None:
     """End the data connection of one rank while the others communicate."""
     array = np.ones(3_000_000, np.float32)
     if rank == odd:
-        data = joined_peers().data_socket((odd + 1) % size)
+        peers = joined_peers()
+        data = peers.data_socket((odd + 1) % size, peers.check)
         if how == "truncated":
             # A header, and the beginning of what should follow.
             data.setblocking(True)
@@ -179,7 +180,8 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def is_encrypted(rank: int, size: int) -> bool:
-    return isinstance(joined_peers().data_socket(1 - rank), ssl.SSLSocket)
+    peers = joined_peers()
+    return isinstance(peers.data_socket(1 - rank, peers.check), ssl.SSLSocket)
 
 
 def test_the_wire_is_the_same_with_tls(encrypted: Ranks) -> None:

@@ -409,3 +409,25 @@ def failed_at_its_end(rank: int, size: int, who: int) -> list[int]:
         except ArithmeticError:
             raised.append(number)
     return raised
+
+
+def failed_again(rank: int, size: int, who: int) -> tuple[float, list[str]]:
+    """Let one process after the other raise at once in steps 2 to 4; return a sum, and who raised.
+
+    The first of these breaks the group, and the others come with its recovery.
+    """
+    with strategy().scope():
+        count = nd.Variable(np.float64(0), aggregation=nd.VariableAggregation.SUM)
+
+    def step(number: int) -> None:
+        if number in (2, 3, 4) and rank == (who + number) % size:
+            raise ArithmeticError(f"step {number}")
+        count.assign_add(number + rank)
+
+    raised = []
+    for number in range(7):
+        try:
+            strategy().run(step, args=(number,))
+        except (ArithmeticError, nd.DistributeError) as error:
+            raised.append(f"{number} {type(error).__name__} {error}")
+    return float(count), raised

@@ -37,3 +37,14 @@ def test_an_exception_after_the_last_call_of_a_step_is_no_failure_of_the_others(
             outcomes = job.run(steps.failed_at_its_end, who)
             for rank, outcome in enumerate(outcomes):
                 assert outcome.result() == ([3] if rank == who else [])
+
+
+@pytest.mark.parametrize("wire", JOBS)
+def test_a_failure_in_the_first_step_after_a_recovery_is_one_of_that_step(wire: str) -> None:
+    with JOBS[wire]() as job:
+        for who in range(job.size):
+            outcomes = [outcome.result() for outcome in job.run(steps.failed_again, who)]
+            assert len({state for state, _ in outcomes}) == 1, f"{outcomes}"
+            for _, told in outcomes:
+                assert [text.split()[0] for text in told] == ["2", "3", "4"], f"{outcomes}"
+                assert all(text.split()[0] == text.split()[-1] for text in told), f"{outcomes}"
