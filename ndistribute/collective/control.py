@@ -146,8 +146,9 @@ class ControlPlane:
             # Who raised in this step does not come to calls that it had not made.
             if failed.generation == self.generation and (here[0], 0) <= failed.place < here:
                 self._break(failed, tell=True)
-        if self.cause is not None and not _is_finished_by_all(self.cause, here):
-            self._raise(self.cause)
+        cause = self.cause
+        if cause is not None and not _is_finished_by_all(cause, here):
+            self._raise(cause)
         if self._closed:
             self._refuse_closed()
 
@@ -461,8 +462,9 @@ class ControlPlane:
 
     def _take_leave(self, rank: int, message: star.GoodBye) -> None:
         self.where.note_departed(rank, message.reason, message.made)
-        for key in self._passed:
-            self._passed[key] = {}  # It may have passed something since this was told.
+        for key, passed in self._passed.items():
+            if len(passed) < self.size:
+                self._passed[key] = {}  # It may have passed something since this was told.
         if message.failed:
             failed = self._failures.get(rank)
             if failed is None or failed.generation != self.generation:
