@@ -91,14 +91,7 @@ class Rule:
 
 
 def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: float) -> None:
-    """Update a variable and its slots, block by block; the gradient stays as it is.
-
-    Args:
-        rule: how.
-        arrays: the variable and its slots, contiguous.
-        gradient: of the variable's shape.
-        rate: see `Rule.update`.
-    """
+    """Update a variable and its slots, contiguous ones, block by block; the gradient stays."""
     flat, flats = gradient.reshape(-1), [array.reshape(-1) for array in arrays]
     dtype = computing_dtype(arrays[0].dtype)
     size = max(1, flat.size if is_gpu_array(flat) else BLOCK_ELEMENTS)
@@ -149,15 +142,10 @@ def can_train(gradient: np.dtype[Any], variable: np.dtype[Any]) -> bool:
 
 
 def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
-    """Return a rule, for example one that a message names.
-
-    Args:
-        name: of a subclass of `Rule`.
-        hyperparameters: its fields; those left out have their defaults.
+    """Return the rule of a name, with its defaults for hyperparameters that are left out.
 
     Raises:
-        ValueError: there is no such rule, it has no such hyperparameter, or a value is out of
-            range.
+        ValueError: there is no such rule or hyperparameter, or a value is out of range.
 
     >>> from ndistribute import optimizers
     >>> rule_named("sgd", {"momentum": 0.9, "nesterov": 1.0})
@@ -170,16 +158,13 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
     unknown = hyperparameters.keys() - defaults.keys()
     if unknown:
         raise ValueError(f"rule {name!r} has no {', '.join(sorted(unknown))}.")
-    values = {key: _like(defaults[key], value) for key, value in hyperparameters.items()}
+    values: dict[str, Any] = dict(hyperparameters)
+    for key, value in hyperparameters.items():
+        whole = type(defaults[key])
+        if issubclass(whole, int) and whole(value) == value:  # A message holds floats only.
+            values[key] = whole(value)
     rule: Rule = kind(**values)
     return rule
-
-
-def _like(default: Any, value: float) -> Any:
-    """Return a number as what it is by default: a message holds floats only."""
-    if isinstance(default, bool | int) and type(default)(value) == value:
-        return type(default)(value)
-    return value
 
 
 def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import mul
 from typing import Any
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, array_namespace, device_of
 from ndistribute.dtypes import computing_dtype
 from ndistribute.stream import working_on
+from ndistribute.variables.write import map_values
 
-__all__ = ["Clipping"]
+__all__ = ["Clipping", "widened"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Clipping:
             raise ValueError(f"a bound for gradients must be above 0, got {given[0]}.")
 
     def __bool__(self) -> bool:
-        return any(bound is not None for bound in (self.norm, self.global_norm, self.value))
+        return any((self.norm, self.global_norm, self.value))
 
     def apply(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the gradients within the bound, 16-bit ones in float32; those given stay.
@@ -46,14 +49,17 @@ class Clipping:
         """
         if not self:
             return list(gradients)
-        merged = [_merged(_map(gradient, _widened)) for gradient in gradients]
+        wide = [_summed(map_values(widened, gradient)) for gradient in gradients]
         if self.value is not None:
-            return [_map(g, self._cut) for g in merged]
-        norms = [_norm(g) for g in merged]
+            return [map_values(self._cut, gradient) for gradient in wide]
+        norms = [_norm(gradient) for gradient in wide]
         if self.global_norm is not None:
-            whole = math.sqrt(sum(norm**2 for norm in norms))
-            return [_scaled(g, whole, self.global_norm) for g in merged]
-        return [_scaled(g, norm, self.norm) for g, norm in zip(merged, norms, strict=True)]
+            norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
+        bound = self.norm or self.global_norm or 0.0
+        return [
+            gradient if norm <= bound else map_values(partial(mul, bound / norm), gradient)
+            for gradient, norm in zip(wide, norms, strict=True)
+        ]
 
     def _cut(self, array: Array) -> Array:
         bound = float(self.value or 0)
@@ -64,32 +70,19 @@ class Clipping:
         return xp.clip(parts, -bound, bound).view(array.dtype).reshape(array.shape)
 
 
-def _widened(array: Array) -> Array:
+def widened(array: Array) -> Array:
+    """Return an array whose elements can be summed: 16-bit floats as float32."""
     return array.astype(computing_dtype(array.dtype), copy=False)
 
 
-def _merged(gradient: Any) -> Any:
+def _summed(gradient: Any) -> Any:
     if not isinstance(gradient, IndexedSlices):
         return gradient
     with working_on(device_of(gradient.values)):
         return gradient.summed()
 
 
-def _map(gradient: Any, function: Callable[[Array], Array]) -> Any:
-    if isinstance(gradient, IndexedSlices):
-        values = _map(gradient.values, function)
-        return IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    with working_on(device_of(gradient)):
-        return function(gradient)
-
-
 def _norm(gradient: Any) -> float:
     array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
     with working_on(device_of(array)):
         return float(array_namespace(array).linalg.norm(array.reshape(-1)))
-
-
-def _scaled(gradient: Any, norm: float, bound: float | None) -> Any:
-    if bound is None or norm <= bound:
-        return gradient
-    return _map(gradient, lambda array: array * (bound / norm))

@@ -13,16 +13,15 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
-from ndistribute.device import Array, as_array, copy_to, device_of, to_host
+from ndistribute.device import Array, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
-from ndistribute.optimizers.clipping import Clipping
+from ndistribute.optimizers.clipping import Clipping, widened
 from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.stream import working_on, write_to
 from ndistribute.update_rules import (
@@ -33,15 +32,17 @@ from ndistribute.update_rules import (
     update_rows,
     update_whole,
 )
-from ndistribute.variables.cache import Place
 from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.policy import VariablePolicy
-from ndistribute.variables.served import ServedVariable
+from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_host
 from ndistribute.variables.variable import Variable
+from ndistribute.variables.write import map_values
 
 __all__ = ["LearningRate", "Optimizer", "Options"]
 
 LearningRate = float | Callable[[int], float]
+# Each variable and its slots in each memory, to be written to, and the rate of the step.
+_Opened = tuple[list[list[tuple[Array, ...]]], float]
 
 _OF_RULES = {name for name in vars(Rule) if not name.startswith("_")} - {"name"}
 
@@ -100,9 +101,9 @@ class Optimizer:
         self.learning_rate = learning_rate
         strategy = current_frame().strategy
         # Made in such a scope, and used in other processes alone, it still knows its count.
-        self._served_by: Any = strategy if hasattr(type(strategy), "servers") else None
+        self._served_by: Any = strategy if _has_servers(strategy) else None
         label = type(self).__name__.lower()
-        self.name = _names.unique(label, self._served_by) if name is None else name
+        self.name = _unique_name(label, self._served_by) if name is None else name
         self._clipping = Clipping(clipnorm, global_clipnorm, clipvalue)
         self._slots: dict[Any, tuple[Any, ...]] = {}
         self._counter: Any = None
@@ -111,17 +112,19 @@ class Optimizer:
     def iterations(self) -> int:
         """Return how many steps were applied, on parameter servers those of all workers.
 
-        Set it to go on from another number, after `build`.
+        Set it to go on from another number: on servers at any time, else after `build`.
         """
-        if self._counter is None and self._served_by is not None:
-            self._counter = self._make_counter(self._served_by)
-        return 0 if self._counter is None else int(self._counter)
+        counter = self._counter_of(self._served_by)
+        return 0 if counter is None else int(counter)
 
     @iterations.setter
     def iterations(self, steps: int) -> None:
-        if self._counter is None:
+        counter = self._counter_of(self._served_by)
+        if counter is None:
             raise RuntimeError("there is no count of steps yet: call build(variables) first.")
-        self._counter.assign(steps)
+        if steps < 0:
+            raise ValueError(f"iterations must be 0 or more, got {steps}.")
+        counter.assign(steps)
 
     @property
     def variables(self) -> list[Variable]:
@@ -147,17 +150,16 @@ class Optimizer:
         >>> [v.shape for v in optimizer.variables]
         [(), (2,), (2,)]
         """
-        if variables := list(variables):
-            for variable in variables:
-                _check_is_variable(variable)
-                if not can_train(variable.dtype, variable.dtype):
-                    raise ValueError(
-                        f"variable {variable.name!r} of dtype {variable.dtype} can not be trained: "
-                        "gradients need floating or complex numbers."
-                    )
-            _are_on_servers(variables)
-            replica, *_ = [variable.replica("update") for variable in variables]
-            self._build(variables, replica)
+        variables = list(variables)
+        for variable in variables:
+            _check_is_variable(variable)
+            if not can_train(variable.dtype, variable.dtype):
+                raise ValueError(
+                    f"variable {variable.name!r} of dtype {variable.dtype} can not be trained: "
+                    "gradients need floating or complex numbers."
+                )
+        if variables:
+            self._build(variables)
 
     def apply_gradients(
         self,
@@ -175,23 +177,25 @@ class Optimizer:
             ValueError: no variable has a gradient, or a shape or dtype does not fit; nothing has
                 changed then. Or the variables are on servers, which do not know the rule.
         """
-        pairs = _checked_pairs(grads_and_vars)
-        gradients, variables = [list(column) for column in zip(*pairs, strict=True)]
-        replica, *_ = [variable.replica("update") for variable in variables]
-        summed = skip_gradients_aggregation
-        on_servers = _are_on_servers(variables)
-        self._build(variables, replica)
-        if on_servers:
-            self._push(variables, gradients, replica, summed)
-            return
-        gradients = [self._summable(gradient) for gradient in gradients]
-        if replica is None:
-            self._update_all(variables, self._clipping.apply(gradients))
-            return
-        if self._clipping and not summed:
+        gradients, variables = _checked(grads_and_vars)
+        replica, summed = self._build(variables), skip_gradients_aggregation
+        on_servers = isinstance(variables[0], ServedVariable)
+        if not on_servers:
+            gradients = [self._summable(gradient) for gradient in gradients]
+        if replica is not None and not summed and (on_servers or self._clipping):
             # A norm is known only when the whole sum is.
-            gradients, summed = self._clipping.apply(replica.all_reduce("sum", gradients)), True
-        self._update_owned(variables, gradients, replica, summed)
+            gradients, summed = replica.all_reduce("sum", gradients), True
+        if replica is None or summed:
+            gradients = self._clipping.apply(gradients)
+        if on_servers:
+            self._push(variables, gradients, replica)
+        elif replica is None:
+            opened, rate = self._open(variables)
+            for copies, gradient in zip(opened, gradients, strict=True):
+                for arrays in copies:
+                    self._update_copy(arrays, gradient, rate)
+        else:
+            self._update_owned(variables, gradients, replica, summed)
 
     def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
         """Compute the gradients of a loss and update variables by them.
@@ -205,8 +209,8 @@ class Optimizer:
         """
         self.apply_gradients(zip(tape.gradient(loss, list(var_list)), var_list, strict=True))
 
-    def _build(self, variables: Sequence[Variable], replica: Any) -> None:
-        """Make the counter, and the slots of variables seen for the first time."""
+    def _build(self, variables: Sequence[Variable]) -> Any:
+        """Make the counter, and the slots of new variables; return this thread's replica."""
 
         def make_slots(optimizers: Sequence[Optimizer]) -> None:
             if any(other is not self for other in optimizers):
@@ -214,19 +218,20 @@ class Optimizer:
                     "every replica has an optimizer of its own: make one outside of run, which all "
                     "replicas use."
                 )
-            if self._counter is None:
-                self._counter = self._make_counter(variables[0].distribute_strategy)
+            self._counter_of(variables[0].distribute_strategy)
             for variable in variables:
                 if variable not in self._slots:
                     self._slots[variable] = tuple(
                         self._create_slot(variable, name) for name in self.rule.slot_names
                     )
 
+        _check_home(variables)
+        replica, *_ = [variable.replica("update") for variable in variables]
         if all(variable in self._slots for variable in variables):
-            return
+            return replica
         if replica is None:
             make_slots([self])
-            return
+            return None
         communicator = replica.communicator
         # Without a number: workers of which one failed before may build in different steps.
         communicator.part_of = communicator.calls_made
@@ -234,6 +239,7 @@ class Optimizer:
             communicator.merge("build", self, make_slots)
         finally:
             communicator.part_of = None
+        return replica
 
     def _create_slot(self, variable: Variable, name: str) -> Variable:
         dtype, value = computing_dtype(variable.dtype), self.rule.initial_slot(name)
@@ -241,59 +247,51 @@ class Optimizer:
         start = complex(value, value) if dtype.kind == "c" else value
         return variable.create_slot(f"{self.name}/{name}", start, dtype)
 
-    def _make_counter(self, strategy: Any) -> Any:
-        """Make the number of steps that were made, a variable of all servers if there are any."""
-        zero, policy = np.array(0, np.int64), VariablePolicy("iterations")
-        if not hasattr(type(strategy), "servers"):
-            return strategy.make_variable(zero, policy)
-        servers = tuple(range(len(strategy.servers)))
-        place = Place(f"{strategy.namespace}{self.name}/iterations", servers)
-        return ServedVariable.make_at(strategy, zero, policy, [place])
+    def _counter_of(self, strategy: Any) -> Any:
+        """Return the number of steps that were made, a variable of all servers if there are any.
 
-    def _rate_after(self, steps: Callable[[], int]) -> float:
+        It is None if it is not there, and without a strategy in which to make it.
+        """
+        if self._counter is None and strategy is not None:
+            zero, policy = np.array(0, np.int64), VariablePolicy("iterations")
+            if _has_servers(strategy):
+                servers = tuple(range(len(strategy.servers)))
+                place = Place(f"{strategy.namespace}{self.name}/iterations", servers)
+                self._counter = ServedVariable.make_at(strategy, zero, policy, [place])
+            else:
+                self._counter = strategy.make_variable(zero, policy)
+        return self._counter
+
+    def _rate(self) -> float:
         rate = self.learning_rate
-        return float(rate(steps()) if callable(rate) else rate)
+        return float(rate(int(self._counter)) if callable(rate) else rate)
 
     def _summable(self, gradient: Any) -> Any:
         """Return a gradient whose rows can be summed: wide enough, and whole if the rule asks."""
         if not isinstance(gradient, IndexedSlices):
             return gradient
-        with working_on(device_of(gradient.values)):
-            values = gradient.values.astype(computing_dtype(gradient.dtype), copy=False)
-            wide = IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        wide = map_values(widened, gradient)
+        with working_on(device_of(wide.values)):
             return wide if self.rule.rows_alone else wide.to_dense()
 
     def _open(self, variables: Sequence[Any]) -> _Opened:
         """Count the step and open everything it writes; runs once for all replicas."""
-        steps = int(self._counter)
-        rate = self.rule.rate(steps + 1, self._rate_after(lambda: steps))
+        steps = int(self._counter) + 1
+        rate = self.rule.rate(steps, self._rate())
         arrays = []
         for variable in variables:
             columns = [each.begin_update() for each in (variable, *self._slots[variable])]
             arrays.append(list(zip(*columns, strict=True)))
         for counter in self._counter.begin_update():
-            write_to(counter, np.asarray(steps + 1))
-        return _Opened(arrays, rate)
-
-    def _update_all(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Update every copy with gradients that are final."""
-        opened = self._open(variables)
-        for copies, gradient in zip(opened.arrays, gradients, strict=True):
-            for arrays in copies:
-                device = device_of(arrays[0])
-                with working_on(device):
-                    if isinstance(gradient, IndexedSlices):
-                        rows = gradient.on(device).summed()
-                        update_rows(self.rule, arrays, rows.values, rows.indices, opened.rate)
-                    else:
-                        update_whole(self.rule, arrays, copy_to(gradient, device), opened.rate)
+            write_to(counter, np.asarray(steps))
+        return arrays, rate
 
     def _update_owned(
         self, variables: Sequence[Any], gradients: Sequence[Any], replica: Any, summed: bool
     ) -> None:
         """Update, together with the other replicas, the part that this one owns."""
         communicator = replica.communicator
-        homes = [variable.home_of(replica.local_replica_id) for variable in variables]
+        homes = [variable.home_of[replica.local_replica_id] for variable in variables]
         dense = [i for i, g in enumerate(gradients) if not isinstance(g, IndexedSlices)]
         sparse = [i for i, g in enumerate(gradients) if isinstance(g, IndexedSlices)]
         joined = [gradients[i] for i in sparse]
@@ -301,16 +299,17 @@ class Optimizer:
             joined = communicator.all_reduce("sum", joined)
 
         def update(opened: _Opened, leaf: int, start: int, stop: int, total: Array) -> None:
-            index = dense[leaf]
-            home, device = homes[index]
+            (copies, rate), index = opened, dense[leaf]
+            arrays = copies[index][homes[index]]
+            device = device_of(arrays[0])
             if summed:
                 write_to(total, gradients[index].reshape(-1)[start:stop])
             with working_on(device):
-                parts = [array.reshape(-1)[start:stop] for array in opened.arrays[index][home]]
-                update_block(self.rule, parts, copy_to(total, device), opened.rate)
+                parts = [array.reshape(-1)[start:stop] for array in arrays]
+                update_block(self.rule, parts, copy_to(total, device), rate)
 
         # Gradients that are summed already still meet, but only the owner's own are used.
-        opened = communicator.reduce_update(
+        copies, rate = communicator.reduce_update(
             "sum",
             [gradients[i] for i in dense],
             lambda: self._open(variables),
@@ -320,77 +319,76 @@ class Optimizer:
         if not sparse:
             return
         for index, rows in zip(sparse, joined, strict=True):
-            home, device = homes[index]
-            with working_on(device):
-                once = rows.on(device).summed()
-                part = communicator.owned_part(len(once.indices))
-                arrays, values = opened.arrays[index][home], once.values[part]
-                update_rows(self.rule, arrays, values, once.indices[part], opened.rate)
+            self._update_copy(copies[index][homes[index]], rows, rate, communicator.owned_part)
         communicator.merge("apply_gradients", None, lambda _: None)
 
-    def _push(
-        self, variables: Sequence[Any], gradients: Sequence[Any], replica: Any, summed: bool
+    def _update_copy(
+        self,
+        arrays: Sequence[Array],
+        gradient: Any,
+        rate: float,
+        owned: Callable[[int], slice] = slice,
     ) -> None:
-        """Let the servers update the variables by the gradients of this process's replicas."""
-        if replica is None:
-            self._step_on_servers(variables, gradients)
-            return
-        if not summed:
-            gradients = replica.all_reduce("sum", gradients)
-        replica.communicator.merge(
-            "apply_gradients", gradients, lambda all_: self._step_on_servers(variables, all_[0])
-        )
+        """Update a copy by a final gradient, of its rows those of which `owned` says so."""
+        device = device_of(arrays[0])
+        with working_on(device):
+            if isinstance(gradient, IndexedSlices):
+                rows = gradient.on(device).summed()
+                part = owned(len(rows.indices))
+                update_rows(self.rule, arrays, rows.values[part], rows.indices[part], rate)
+            else:
+                update_whole(self.rule, arrays, copy_to(gradient, device), rate)
 
-    def _step_on_servers(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
-        strategy, counter = variables[0].distribute_strategy, self._counter
+    def _push(self, variables: Sequence[Any], gradients: Sequence[Any], replica: Any) -> None:
+        """Let the servers update the variables, once for all replicas of this process."""
+        strategy = variables[0].distribute_strategy
+
+        def push(everyone: Sequence[Sequence[Any]]) -> None:
+            strategy.push(self.name, *self._applies(variables, everyone[0]))
+            own = itertools.chain(*(self._slots[variable] for variable in variables))
+            strategy.copies.changed(each for v in (*own, self._counter) for each in v.cached)
+
+        if replica is None:
+            push([gradients])
+        else:
+            replica.communicator.merge("apply_gradients", gradients, push)
+
+    def _applies(
+        self, variables: Sequence[Any], gradients: Sequence[Any]
+    ) -> tuple[dict[int, Apply], dict[int, list[CachedShard]]]:
+        """Return what each server is to do, and the shards that this changes there."""
+        counter = self._counter.places[0]
         title, numbers = hyperparameters_of(self.rule)
-        rate = self._rate_after(lambda: int(counter))
+        rate = self._rate()
         # All servers count the step, those without a variable too.
-        parts: dict[int, list[Any]] = {server: [] for server in counter.places[0].servers}
-        for variable, gradient in zip(variables, self._clipping.apply(gradients), strict=True):
-            slots = self._slots[variable]
-            for k, piece in enumerate(variable.cut(gradient)):
-                shard, kept = variable.cached[k], tuple(slot.places[k].name for slot in slots)
-                parts[shard.server].append((shard, _sent(piece), kept))
+        parts: dict[int, list[Any]] = {server: [] for server in counter.servers}
+        for variable, gradient in zip(variables, gradients, strict=True):
+            slots = [slot.places for slot in self._slots[variable]]
+            pieces = zip(variable.cached, variable.shards.cut(gradient), *slots, strict=True)
+            for shard, piece, *kept in pieces:
+                names = tuple(place.name for place in kept)
+                parts[shard.place.servers[0]].append((shard, Gradient(*on_host(piece)), names))
         trained = {server: [shard for shard, _, _ in some] for server, some in parts.items()}
         applies = {
             server: Apply(
                 names=tuple(shard.place.name for shard in trained[server]),
                 gradients=tuple(gradient for _, gradient, _ in some),
                 slots=tuple(slots for _, _, slots in some),
-                counter=counter.places[0].name,
+                counter=counter.name,
                 rule=title,
                 learning_rate=rate,
                 hyperparameters=numbers,
             )
             for server, some in parts.items()
         }
-        strategy.push(self.name, applies, trained)
-        own = itertools.chain(*(self._slots[variable] for variable in variables), [counter])
-        strategy.copies.changed(shard for variable in own for shard in variable.cached)
+        return applies, trained
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What an update may write to, opened once for all replicas.
-
-    `arrays[i][home]` are variable number i and its slots in one memory space.
-    """
-
-    arrays: list[list[tuple[Array, ...]]]
-    rate: float
-
-
-def _sent(gradient: Any) -> Gradient:
-    if isinstance(gradient, IndexedSlices):
-        return Gradient(to_host(gradient.values), to_host(gradient.indices))
-    return Gradient(to_host(gradient))
-
-
-def _checked_pairs(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]]:
-    """Return the pairs that have a gradient, or refuse one that does not fit its variable."""
+def _checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> tuple[list[Any], list[Variable]]:
+    """Return the gradients that are there, and their variables, or refuse what does not fit."""
     pairs = list(grads_and_vars)
-    kept: list[tuple[Any, Variable]] = []
+    gradients: list[Any] = []
+    variables: list[Variable] = []
     for given, variable in pairs:
         _check_is_variable(variable)
         if given is None:
@@ -407,17 +405,18 @@ def _checked_pairs(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple
                 f"{gradient.dtype}, the variable {variable.shape} and {variable.dtype}: the shapes "
                 "must be equal, and both floating, or the variable complex. Nothing has changed."
             )
-        kept.append((gradient, variable))
-    if len({id(variable) for _, variable in kept}) < len(kept):
+        gradients.append(gradient)
+        variables.append(variable)
+    if len(set(map(id, variables))) < len(variables):
         raise ValueError(
             "a variable is named twice: add its gradients up first. Nothing has changed."
         )
-    if not kept:
+    if not variables:
         raise ValueError(
             "no variable has a gradient: check that the loss is computed inside the tape, from "
             f"the variables {[variable.name for _, variable in pairs]}."
         )
-    return kept
+    return gradients, variables
 
 
 def _check_is_variable(variable: Any) -> None:
@@ -425,14 +424,14 @@ def _check_is_variable(variable: Any) -> None:
         raise TypeError(f"an optimizer trains variables, got {type(variable).__name__}.")
 
 
-def _are_on_servers(variables: Sequence[Any]) -> bool:
-    """Return True if variables lie on parameter servers; refuse those that can not be trained."""
+def _check_home(variables: Sequence[Any]) -> None:
+    """Refuse variables that can not be trained, or not together."""
     here = [variable for variable in variables if not isinstance(variable, ServedVariable)]
     for variable in here:
         if not isinstance(variable, MirroredVariable):
             raise ValueError(
-                f"variable {getattr(variable, 'name', variable)!r} is synchronized on read: its "
-                "replicas have values of their own, which an optimizer can not train."
+                f"variable {variable.name!r} is synchronized on read: its replicas have values of "
+                "their own, which an optimizer can not train."
             )
     if here and len(here) < len(variables):
         raise ValueError(
@@ -440,35 +439,30 @@ def _are_on_servers(variables: Sequence[Any]) -> bool:
             f"{', '.join(repr(v.name) for v in here)} are not: create all variables in the scope "
             "of one strategy."
         )
-    return not here
 
 
-class _Names:
-    """Know which names optimizers have, in the scope of each strategy and outside of any.
+def _has_servers(strategy: Any) -> bool:
+    return hasattr(type(strategy), "servers")
+
+
+# The names of optimizers, each with the strategy in whose scope it was given; None: of any.
+_given_names: list[tuple[str, weakref.ref[Any] | None]] = []
+_naming = threading.Lock()
+
+
+def _unique_name(label: str, strategy: Any) -> str:
+    """Return the label the first time it is asked for, and with a number from then on.
 
     A name is the same in every process that runs the same script. Each strategy counts from the
     beginning, so that one that goes on with another's variables finds what its optimizers kept.
     """
-
-    def __init__(self) -> None:
-        self._outside: set[str] = set()  # Those may be used with any strategy.
-        self._scoped: set[str] = set()  # Those of all strategies, also of ones that are gone.
-        self._inside: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def unique(self, label: str, strategy: Any) -> str:
-        """Return the label the first time it is asked for, and with a number from then on."""
-        with self._lock:
-            if strategy is None:
-                own, others = self._outside, self._scoped
-            else:
-                own, others = self._inside.setdefault(strategy, set()), self._outside
-            numbered = (f"{label}_{number}" if number else label for number in itertools.count())
-            name = next(one for one in numbered if one not in own and one not in others)
-            own.add(name)
-            if strategy is not None:
-                self._scoped.add(name)
-            return name
-
-
-_names = _Names()
+    with _naming:
+        taken = {
+            name
+            for name, owner in _given_names
+            if owner is None or strategy is None or owner() is strategy
+        }
+        numbered = (f"{label}_{number}" if number else label for number in itertools.count())
+        name = next(one for one in numbered if one not in taken)
+        _given_names.append((name, None if strategy is None else weakref.ref(strategy)))
+    return name

@@ -26,9 +26,8 @@ from ndistribute.device import Array, Device
 from ndistribute.strategies.reductions import gather_value, local_components, reduce_value
 from ndistribute.strategies.replicas import ReplicaPool
 from ndistribute.values import PerReplica
-from ndistribute.variables.mirrored import MirroredVariable
+from ndistribute.variables.mirrored import MirroredVariable, SyncOnReadVariable
 from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
-from ndistribute.variables.sync_on_read import SyncOnReadVariable
 from ndistribute.variables.variable import Variable
 
 __all__ = ["Strategy", "ValueContext"]

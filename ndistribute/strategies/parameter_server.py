@@ -34,15 +34,14 @@ from ndistribute.timeline import span
 from ndistribute.transport.failure_detector import detector
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
-from ndistribute.variables.cache import CachedShard, VariableCache
+from ndistribute.variables.mirrored import SyncOnReadVariable
 from ndistribute.variables.partitioners import number_of_shards
 from ndistribute.variables.policy import (
     VariableAggregation,
     VariablePolicy,
     VariableSynchronization,
 )
-from ndistribute.variables.served import ServedVariable
-from ndistribute.variables.sync_on_read import SyncOnReadVariable
+from ndistribute.variables.served import CachedShard, ServedVariable, VariableCache
 from ndistribute.variables.variable import Variable
 
 __all__ = ["ParameterServerStrategy"]

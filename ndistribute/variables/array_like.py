@@ -8,6 +8,7 @@ first, which is where a gradient tape learns of it. In-place changes are refused
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,6 +20,25 @@ from ndistribute.device import Array, device_of, is_gpu_array, to_host
 from ndistribute.stream import working_on
 
 __all__ = ["ArrayLike", "detached"]
+
+
+def _operator(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], ...]:
+    """Return the methods of an operator that is too frequent for the detour over NumPy's protocol.
+
+    The detour costs 1.5 us, and squares by `np.power`.
+    """
+
+    def of_left(self: ArrayLike, other: Any) -> Any:
+        return function(self.tracked_value(), _read(other))
+
+    def of_right(self: ArrayLike, other: Any) -> Any:
+        return function(_read(other), self.tracked_value())
+
+    return of_left, of_right
+
+
+def _conversion(function: Callable[[Any], Any]) -> Callable[[ArrayLike], Any]:
+    return lambda self: function(self.component())
 
 
 class ArrayLike(NDArrayOperatorsMixin):
@@ -68,9 +88,6 @@ class ArrayLike(NDArrayOperatorsMixin):
         found = function(*tree.map_leaves(_read, args), **tree.map_leaves(_read, kwargs))
         return found if type(found) is np.ndarray else tree.map_leaves(detached, found)
 
-    def __pow__(self, other: Any) -> Any:
-        return self.tracked_value() ** _read(other)  # NumPy's operator has fast ways to square.
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -85,23 +102,8 @@ class ArrayLike(NDArrayOperatorsMixin):
     def __contains__(self, item: Any) -> bool:
         return _read(item) in self.component()
 
-    def __len__(self) -> int:
-        return len(self.component())
-
     def __iter__(self) -> Any:
         return iter(self.read_value())
-
-    def __bool__(self) -> bool:
-        return bool(self.component())
-
-    def __float__(self) -> float:
-        return float(self.component())
-
-    def __int__(self) -> int:
-        return int(self.component())
-
-    def __complex__(self) -> complex:
-        return complex(self.component())
 
     def __index__(self) -> int:
         return operator.index(to_host(self.component())[()])
@@ -110,6 +112,17 @@ class ArrayLike(NDArrayOperatorsMixin):
         return format(to_host(self.component())[()], spec) if spec else str(self)
 
     __hash__ = object.__hash__
+    __len__ = _conversion(len)
+    __bool__ = _conversion(bool)
+    __float__ = _conversion(float)
+    __int__ = _conversion(int)
+    __complex__ = _conversion(complex)
+    __add__, __radd__ = _operator(operator.add)
+    __sub__, __rsub__ = _operator(operator.sub)
+    __mul__, __rmul__ = _operator(operator.mul)
+    __truediv__, __rtruediv__ = _operator(operator.truediv)
+    __matmul__, __rmatmul__ = _operator(operator.matmul)
+    __pow__, __rpow__ = _operator(operator.pow)
 
     def _refuse_as_output(self, what: str, out: Any) -> None:
         if any(isinstance(one, ArrayLike) for one in (out if isinstance(out, tuple) else (out,))):

@@ -1,28 +1,29 @@
-"""The ON_WRITE kinds in this process's memory: one value for all replicas.
+"""The kinds of variables in this process's memory.
 
 A mirrored variable has an array in each memory space, which the replicas there share; a central
-one has a single array. A write in a replica aggregates over all replicas and is then applied once
-to each array, while everyone waits.
+one has a single array; one that is synchronized on read has an array for each replica.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.device import Array, Device, copy_to, is_gpu_array
-from ndistribute.errors import CollectiveMismatchError
+from ndistribute.dtypes import kind_of
 from ndistribute.ownership import ArrayOwner
 from ndistribute.stream import working_on
+from ndistribute.values import PerReplica
 from ndistribute.variables.array_like import detached
 from ndistribute.variables.policy import VariableAggregation, VariablePolicy
 from ndistribute.variables.variable import Variable
-from ndistribute.variables.write import Write
+from ndistribute.variables.write import Write, map_values
 
-__all__ = ["Cell", "CentralVariable", "MirroredVariable", "write_once"]
+__all__ = ["CentralVariable", "DeviceCopies", "MirroredVariable", "SyncOnReadVariable"]
 
 
 class Cell(ArrayOwner):
@@ -30,10 +31,6 @@ class Cell(ArrayOwner):
 
     A read hands out a read-only view. While somebody holds one, or a view of it, the next update
     goes into a fresh array, else it happens where the array is.
-
-    Args:
-        initial: the value; copied.
-        device: in whose memory it lives.
 
     >>> cell = Cell(np.zeros(2), Device("cpu:0"))
     >>> before = cell.read()
@@ -57,11 +54,7 @@ class Cell(ArrayOwner):
         return self._view.view()
 
     def writable(self, *, keep: bool = True) -> Array:
-        """Return the array to update, a fresh one where a snapshot is still held.
-
-        Args:
-            keep: whether the update needs the present values.
-        """
+        """Return the array to update: a fresh one where a snapshot of it is held."""
         self.version += 1
         if self.is_shared(own_views=1):
             with working_on(self.device):
@@ -102,47 +95,55 @@ def _apply_rows(write: Write, target: Array) -> None:
     elif is_gpu_array(target):
         change = rows.values if write.how == "assign_add" else -rows.values
         target[rows.indices] = target[rows.indices] + change
-    elif write.how == "assign_add":
-        np.add.at(target, rows.indices, rows.values)
     else:
-        np.subtract.at(target, rows.indices, rows.values)
+        combine = np.add if write.how == "assign_add" else np.subtract
+        combine.at(target, rows.indices, rows.values)
+
+
+class DeviceCopies:
+    """Keep copies of an array in other memories until there is a newer version."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[Any, Array]] = {}
+
+    def on(self, device: Device, version: Any, array: Array) -> Array:
+        """Return a snapshot in a device's memory of an array's version."""
+        known, copy = self._held.get(device.memory_space, (None, array))
+        if known != version:
+            copy = copy_to(array, device)
+            if not is_gpu_array(copy):
+                copy.flags.writeable = False
+            self._held[device.memory_space] = (version, copy)
+        return copy.view()
 
 
 class MirroredVariable(Variable):
     """Keep one value for all replicas, one array for each memory space."""
 
+    home_of: list[int]
+    """Which of the arrays each replica of this process reads and updates."""
+
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
         super()._set_up(strategy, array, policy)
-        self._cells = [Cell(array, device) for device in self._homes(strategy.devices)]
-        spaces = [cell.device.memory_space for cell in self._cells]
-        self._home_of = [
-            spaces.index(device.memory_space) if device.memory_space in spaces else 0
-            for device in strategy.devices
-        ]
+        homes = self._homes(strategy.devices)
+        spaces = list(dict.fromkeys(device.memory_space for device in homes))
+        self.home_of = [spaces.index(device.memory_space) for device in homes]
+        self._cells = [Cell(array, homes[self.home_of.index(k)]) for k in range(len(spaces))]
 
-    def _homes(self, devices: Sequence[Device]) -> list[Device]:
-        """Return where the arrays live: on the first device of each memory space."""
-        first: dict[str, Device] = {}
-        for device in devices:
-            first.setdefault(device.memory_space, device)
-        return list(first.values())
+    def _homes(self, devices: Sequence[Device]) -> Sequence[Device]:
+        """Return in whose memory each replica's array lives."""
+        return devices
 
     def component(self) -> Array:
         """Return a snapshot of this replica's array; across replicas, of the first one's."""
         replica = self.replica("read")
-        if replica is None:
-            return self._cells[0].read()
-        return self._cells[self._home_of[replica.local_replica_id]].read()
+        home = 0 if replica is None else self.home_of[replica.local_replica_id]
+        return self._cells[home].read()
 
     @property
     def values(self) -> tuple[Array, ...]:
         """Return a snapshot for each replica of this process."""
-        return tuple(detached(self._cells[home].read()) for home in self._home_of)
-
-    def home_of(self, replica: int) -> tuple[int, Device]:
-        """Return which of the arrays of `begin_update` a replica updates, and where that lies."""
-        home = self._home_of[replica]
-        return home, self._cells[home].device
+        return tuple(detached(self._cells[home].read()) for home in self.home_of)
 
     def begin_update(self) -> list[Array]:
         """Return the arrays to change in place, one for each memory space.
@@ -150,9 +151,6 @@ class MirroredVariable(Variable):
         Called once for all replicas while they wait; they then change the parts that they own.
         """
         return [cell.writable() for cell in self._cells]
-
-    def _write(self, write: Write) -> None:
-        write_once(self, write)
 
     def _apply(self, write: Write) -> None:
         for cell in self._cells:
@@ -167,10 +165,10 @@ class CentralVariable(MirroredVariable):
 
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
         super()._set_up(strategy, array, policy)
-        self._fetched: dict[int, tuple[int, Array]] = {}
+        self._elsewhere = DeviceCopies()
 
-    def _homes(self, devices: Sequence[Device]) -> list[Device]:
-        return [self._strategy.parameter_device]
+    def _homes(self, devices: Sequence[Device]) -> Sequence[Device]:
+        return [self._strategy.parameter_device] * len(devices)
 
     @property
     def values(self) -> tuple[Array, ...]:
@@ -182,74 +180,65 @@ class CentralVariable(MirroredVariable):
         replica, cell = self.replica("read"), self._cells[0]
         if replica is None or replica.device.memory_space == cell.device.memory_space:
             return cell.read()
-        rank = replica.local_replica_id
-        version, array = self._fetched.get(rank, (-1, None))
-        if version != cell.version:
-            array = copy_to(cell.read(), replica.device)
-            if not is_gpu_array(array):
-                array.flags.writeable = False
-            self._fetched[rank] = (cell.version, array)
-        return array.view()
+        return self._elsewhere.on(replica.device, cell.version, cell.read())
 
 
-def write_once(variable: Any, write: Write) -> None:
-    """Carry out a write once for all replicas of this process, aggregated in a replica.
+class SyncOnReadVariable(Variable):
+    """Keep one value for each replica."""
 
-    Args:
-        variable: what each replica writes to, the same for all; its `_apply` gets the aggregated
-            write, while all wait.
-        write: this replica's.
+    def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
+        super()._set_up(strategy, array, policy)
+        self._cells = [Cell(array, device) for device in strategy.devices]
 
-    Raises:
-        ValueError: the variable has no aggregation.
-        CollectiveMismatchError: replicas write to different variables.
-    """
-    replica = variable.replica("write")
-    if replica is None:
-        variable._apply(write)
-        return
-    communicator = replica.communicator
-    communicator.purpose = f"{write.how} to {variable.name!r}"
-    try:
-        combined = _aggregated(variable, communicator, write)
-    finally:
-        communicator.purpose = ""
+    def component(self) -> Array:
+        """Return this replica's own value; across replicas, all of them combined.
 
-    def apply_once(writes: Sequence[tuple[Any, Write]]) -> None:
-        written, whole = writes[0]
-        for rank, (other, _) in enumerate(writes):
-            if other is not written:
-                _refuse_mixed(write.how, communicator.calls_made, rank, other, written)
-        written._apply(whole)
+        Raises:
+            ValueError: read across replicas without an aggregation.
+        """
+        replica = self.replica("read")
+        if replica is not None:
+            return self._cells[replica.local_replica_id].read()
+        everyone = self._strategy.num_replicas_in_sync
+        first_only = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+        if everyone == 1 or (first_only and everyone == len(self._cells)):
+            return self._cells[0].read()
+        op = self.aggregation.reduce_op
+        if op is None and not first_only:
+            raise ValueError(
+                f"variable {self.name!r} has a value per replica and no aggregation: read it "
+                "inside run, take strategy.local_results(variable), or create it with "
+                "aggregation='sum', 'mean' or 'only_first_replica'."
+            )
+        home = self._cells[0].device
+        parts = self._strategy.across_workers(PerReplica(self.values)).values
+        with working_on(home):
+            moved = [copy_to(part, home) for part in (parts[:1] if op is None else parts)]
+            total = reduce_arrays(op or ReduceOp.SUM, moved)
+        if isinstance(total, np.ndarray):
+            total.flags.writeable = False
+        return total
 
-    communicator.merge(write.how, (variable, combined), apply_once)
+    @property
+    def values(self) -> tuple[Array, ...]:
+        """Return a snapshot of each replica's value."""
+        return tuple(detached(cell.read()) for cell in self._cells)
 
+    def _apply_own(self, write: Write, replica: Any) -> None:
+        self._cells[replica.local_replica_id].apply(write)
 
-def _aggregated(variable: Variable, communicator: Any, write: Write) -> Write:
-    """Combine the replicas' writes into the one that their variable's aggregation makes of them."""
-    policy = variable.aggregation
-    if policy is VariableAggregation.NONE:
-        raise ValueError(
-            f"{write.how} to variable {variable.name!r} inside run: each replica passes its own "
-            "value, so the variable needs aggregation='sum', 'mean' or 'only_first_replica' to "
-            "say what becomes of them."
-        )
-    if policy.reduce_op is not None:
-        write = write.rows_once()
-        return Write(write.how, communicator.all_reduce(policy.reduce_op, write.value))
-    if not write.sparse:
-        return Write(write.how, communicator.broadcast(write.value, root=0))
-    rows: IndexedSlices = write.value
-    count = len(rows.indices) if communicator.rank == 0 else 0
-    indices, values = communicator.all_gather((rows.indices[:count], rows.values[:count]), axis=0)
-    return Write(write.how, IndexedSlices(values, indices, rows.dense_shape))
+    def _apply(self, write: Write) -> None:
+        """Write across replicas: with SUM the components add up to what was written.
 
-
-def _refuse_mixed(how: str, call: int, rank: int, got: Variable, expected: Variable) -> NoReturn:
-    raise CollectiveMismatchError(
-        f"{how} #{call}: replica {rank} wrote to variable {got.name!r}, replica 0 to "
-        f"{expected.name!r}. Every replica must write to the same variables in the same order.",
-        rank=rank,
-        op=how,
-        sequence=call,
-    )
+        An assigned float is divided evenly, anything that can not be divided goes to the first.
+        """
+        count = self._strategy.num_replicas_in_sync
+        first = others = write
+        if self.aggregation.reduce_op is ReduceOp.SUM and count > 1:
+            if write.how == "assign" and kind_of(self.dtype) in "fc":
+                even = map_values(lambda array: array / count, write.value)
+                first = others = Write(write.how, even)
+            else:
+                others = Write(write.how, map_values(np.zeros_like, write.value))
+        for context, cell in zip(self._strategy.replica_contexts, self._cells, strict=True):
+            cell.apply(others if context.replica_id_in_sync_group else first)

@@ -27,12 +27,24 @@ Partitioner = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]
 
 
 class _Partitioner:
-    """Check that a partitioner's numbers are positive."""
+    """Cut the first axis into as many shards as `_count` says, or single rows if it has fewer."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None and operator.index(value) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}.")
+
+    def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
+        """Return the number of shards for each axis."""
+        counts = [1] * len(shape)
+        if counts and 0 not in shape:
+            itemsize: int = np.dtype(dtype).itemsize
+            row_bytes = prod(shape[1:]) * itemsize
+            counts[0] = max(1, min(self._count(shape[0], row_bytes), shape[0]))
+        return counts
+
+    def _count(self, rows: int, row_bytes: int) -> int:
+        raise NotImplementedError(f"{type(self).__name__} defines no number of shards.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +64,8 @@ class FixedShardsPartitioner(_Partitioner):
 
     num_shards: int
 
-    def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
-        """Return the number of shards for each axis."""
-        return _first_axis(shape, self.num_shards)
+    def _count(self, rows: int, row_bytes: int) -> int:
+        return self.num_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +89,9 @@ class MinSizePartitioner(_Partitioner):
     min_shard_bytes: int = 256 << 10
     max_shards: int = 1
 
-    def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
-        """Return the number of shards for each axis."""
-        if not prod(shape) or not len(shape):
-            return [1] * len(shape)
-        least_rows = -(-self.min_shard_bytes // _row_bytes(shape, dtype))
-        return _first_axis(shape, min(self.max_shards, shape[0] // least_rows))
+    def _count(self, rows: int, row_bytes: int) -> int:
+        least_rows = -(-self.min_shard_bytes // row_bytes)
+        return min(self.max_shards, rows // least_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,23 +115,15 @@ class MaxSizePartitioner(_Partitioner):
     max_shard_bytes: int
     max_shards: int | None = None
 
-    def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
-        """Return the number of shards for each axis."""
-        if not prod(shape) or not len(shape):
-            return [1] * len(shape)
-        count = -(-shape[0] // max(1, self.max_shard_bytes // _row_bytes(shape, dtype)))
-        return _first_axis(shape, min(count, self.max_shards or count))
+    def _count(self, rows: int, row_bytes: int) -> int:
+        count = -(-rows // max(1, self.max_shard_bytes // row_bytes))
+        return min(count, self.max_shards or count)
 
 
 def number_of_shards(
     partitioner: Partitioner | None, shape: Sequence[int], dtype: np.dtype[Any]
 ) -> int:
-    """Return into how many shards of its first axis a variable is cut.
-
-    Args:
-        partitioner: asked for variables that have elements and axes; others are left whole.
-        shape: of the variable.
-        dtype: of the variable.
+    """Return into how many shards a variable is cut; one without elements or axes is left whole.
 
     Raises:
         ValueError: the partitioner returned something else than a positive number for each axis,
@@ -150,13 +150,3 @@ def number_of_shards(
             f"{given}: only the first axis can be cut, into at most as many shards as it has rows."
         )
     return counts[0]
-
-
-def _first_axis(shape: Sequence[int], count: int) -> list[int]:
-    """Return a number of shards for each axis, one for all but the first."""
-    return [max(1, min(count, shape[0])), *[1] * (len(shape) - 1)] if len(shape) else []
-
-
-def _row_bytes(shape: Sequence[int], dtype: Any) -> int:
-    itemsize: int = np.dtype(dtype).itemsize
-    return prod(shape[1:]) * itemsize

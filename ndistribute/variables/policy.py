@@ -59,11 +59,7 @@ class VariablePolicy:
     def parse(
         cls, name: str | None, trainable: bool, synchronization: Any, aggregation: Any
     ) -> VariablePolicy:
-        """Return the policy that a user's words stand for; AUTO becomes ON_WRITE.
-
-        Raises:
-            ValueError: a word is unknown, or the synchronization is NONE.
-        """
+        """Return the policy that a user's words stand for, or raise a `ValueError`."""
         when = _parse(VariableSynchronization, synchronization, "synchronization")
         if when is VariableSynchronization.NONE:
             raise ValueError(
@@ -76,11 +72,7 @@ class VariablePolicy:
         return cls(name or "Variable", trainable, when, how)
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Compare the aggregation with the dtype of what it aggregates.
-
-        Raises:
-            ValueError: MEAN is not defined for the dtype.
-        """
+        """Raise a `ValueError` if the aggregation is not defined for a dtype."""
         if self.aggregation is VariableAggregation.MEAN and dtype.kind in "iub":
             raise ValueError(
                 f"aggregation MEAN needs a floating dtype, got {dtype}: MEAN is undefined for "

@@ -1,36 +1,73 @@
 """The ON_WRITE kind whose value lies on parameter servers, in one shard or in several.
 
 Each process keeps a copy, which it brings up to date when it reads, or fetches the few rows that an
-index in brackets names: a table on servers is large, and a step needs the rows of its batch. A
-write is a change that the servers make, all of it together on each server. Where a process is sent
-a variable it gets a handle on the same one.
+index in brackets names: a table on servers is large, and a step needs the rows of its batch. Across
+replicas every read asks. In a step the first read brings up to date all that the step before has
+read, in one exchange with each server; what was read once stays as it is until the step ends,
+unless this process changes it.
+
+A write is a change that the servers make, all of it together on each server. Where a process is
+sent a variable it gets a handle on the same one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
 from ndistribute.device import Array, copy_to, to_host
+from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
+from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.messages import Change, Item, Update
-from ndistribute.variables.array_like import ArrayLike, detached
-from ndistribute.variables.cache import CachedShard, Place
-from ndistribute.variables.mirrored import write_once
-from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
+from ndistribute.timeline import span
+from ndistribute.variables.array_like import ArrayLike
+from ndistribute.variables.mirrored import DeviceCopies
+from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.sharding import Shards, select_rows
 from ndistribute.variables.variable import Variable
 from ndistribute.variables.write import Write
 
-__all__ = ["ServedVariable", "attached"]
+__all__ = ["CachedShard", "Place", "ServedVariable", "VariableCache", "attached", "on_host"]
 
 # A variable of so few bytes comes whole, with the others of a step: its rows alone would cost a
 # message of their own.
 _SMALL_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Say where a variable, or a shard of one, lies."""
+
+    name: str
+    servers: tuple[int, ...]  # It is written on all and read from the first.
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class CachedShard:
+    """Hold the last known value of what lies at a place."""
+
+    place: Place
+    version: int = 0
+    seen: int = 0  # The version of which rows were read last, which may not be held here.
+    pulled_in: int = -1  # The step in which its server was asked last.
+    array: Array | None = None
+
+    def read(self) -> Array:
+        """Return a snapshot of what is held."""
+        if self.array is None:
+            raise RuntimeError(
+                f"the value of variable {self.place.name!r} was never fetched from its server."
+            )
+        return self.array
 
 
 class ServedVariable(Variable):
@@ -44,20 +81,14 @@ class ServedVariable(Variable):
     """Where the shards lie, in the order of the rows."""
     cached: tuple[CachedShard, ...]
     """What this process holds of the shards."""
-    _shards: Shards
+    shards: Shards
+    """Which rows lie where."""
 
     @classmethod
     def make(
         cls, strategy: Any, array: Array, policy: VariablePolicy, shards: int = 1
     ) -> ServedVariable:
-        """Make a variable whose shards are named after it, on the servers whose turn it is.
-
-        Args:
-            strategy: whose servers hold it.
-            array: the initial value, of at least as many rows as there are shards.
-            policy: of the variable.
-            shards: how many there are.
-        """
+        """Make a variable whose shards are named after it, on the servers whose turn it is."""
         named = [strategy.place(_part_name(policy, k, shards)) for k in range(shards)]
         return cls.make_at(strategy, array, policy, [Place(name, (i,)) for name, i in named])
 
@@ -65,13 +96,7 @@ class ServedVariable(Variable):
     def make_at(
         cls, strategy: Any, array: Array, policy: VariablePolicy, places: Sequence[Place]
     ) -> ServedVariable:
-        """Make a variable where it is told, unless it is there; the value of the first stays.
-
-        Args:
-            strategy: whose servers hold it.
-            array: the initial value.
-            policy: of the variable.
-            places: of its shards.
+        """Make a variable whose shards are at some places, unless it is there, with its value.
 
         Raises:
             ValueError: there is one of another shape or dtype.
@@ -89,11 +114,8 @@ class ServedVariable(Variable):
             ) from error
         return attached(strategy, array.shape, array.dtype, policy, tuple(places))
 
-    def create_slot(self, name: str, value: complex = 0.0, dtype: Any = None) -> ServedVariable:
-        """Make a variable with shards like this one's beside them, unless it is there."""
-        array = np.broadcast_to(np.array(value, dtype or self.dtype), self.shape)
+    def _make_beside(self, name: str, array: Array, policy: VariablePolicy) -> ServedVariable:
         places = [Place(f"{place.name}/{name}", place.servers) for place in self.places]
-        policy = VariablePolicy(f"{self.name}/{name}")
         return type(self).make_at(self._strategy, array, policy, places)
 
     @property
@@ -105,22 +127,13 @@ class ServedVariable(Variable):
         return tuple(
             attached(
                 self._strategy,
-                self._shards.shape_of(k),
+                self.shards.shape_of(k),
                 self.dtype,
                 dataclasses.replace(self._policy, name=_part_name(self._policy, k, count)),
                 (place,),
             )
             for k, place in enumerate(self.places)
         )
-
-    def cut(self, value: Any) -> list[Any]:
-        """Return each shard's part of an array or `IndexedSlices`, which may be no rows."""
-        return self._shards.cut(value)
-
-    @property
-    def values(self) -> tuple[Array, ...]:
-        """Return a snapshot of the one component."""
-        return (detached(self.component()),)
 
     def component(self) -> Array:
         """Return a snapshot in this replica's memory, of this step or newer."""
@@ -129,57 +142,43 @@ class ServedVariable(Variable):
         versions, whole = self._fetched(in_step=replica is not None)
         if replica is None or replica.device.kind == "cpu":
             return whole.view()
-        space = replica.device.memory_space
-        known, array = self._elsewhere.get(space, (None, None))
-        if known != versions:
-            array = copy_to(whole, replica.device)
-            self._elsewhere[space] = (versions, array)
-        return array.view()
+        return self._elsewhere.on(replica.device, versions, whole)
 
     def read_rows(self, rows: Array) -> Array:
-        """Return rows from the servers, as they are now, without fetching the others.
-
-        Args:
-            rows: their numbers on the host, rising and each once.
-        """
-        asked: dict[int, list[Item]] = defaultdict(list)
-        answers = []
-        for portion in self._shards.portions(rows):
-            shard = self.cached[portion.shard]
-            answers.append((shard, len(asked[shard.server])))
-            asked[shard.server].append(Item(shard.place.name, rows=portion.indices))
-        if not answers:
+        """Return rows, rising and each once, from the servers, without fetching the others."""
+        asked = [
+            (shard, Item(shard.place.name, rows=own))
+            for shard, (_, own) in zip(self.cached, self.shards.locate(rows), strict=True)
+            if len(own)
+        ]
+        if not asked:
             return np.empty((0, *self.shape[1:]), self.dtype)
-        found = self._strategy.servers.read(asked)
-        for shard, number in answers:
-            shard.seen = found[shard.server].versions[number]
+        answers = self._strategy.copies.ask(asked)
+        for (shard, _), (_, version) in zip(asked, answers, strict=True):
+            shard.seen = version
         # The rows are rising, and so are the shards.
-        return self._shards.join([found[shard.server].arrays[n] for shard, n in answers])
+        return self.shards.join([array for array, _ in answers])
 
     def changes_of(self, write: Write) -> dict[int, list[Change]]:
         """Return what a write changes on which server."""
         changes: dict[int, list[Change]] = defaultdict(list)
-        for place, value in zip(self.places, self.cut(write.value), strict=True):
-            how: Any = write.how
-            if not write.sparse:
-                change = Update(place.name, how, to_host(value))
-            elif len(value.indices) or len(self.cached) == 1:
-                change = Update(place.name, how, to_host(value.values), to_host(value.indices))
-            else:
+        how: Any = write.how
+        for place, value in zip(self.places, self.shards.cut(write.value), strict=True):
+            if write.sparse and not len(value.indices) and len(self.places) > 1:
                 continue
             for server in place.servers:
-                changes[server].append(change)
+                changes[server].append(Update(place.name, how, *on_host(value)))
         return changes
 
     def __getitem__(self, index: Any) -> Any:
         if not self.ndim or self._is_small or self._strategy.copies.is_final:
             return super().__getitem__(index)
         index = tuple(map(_read, index)) if isinstance(index, tuple) else _read(index)
-        selection = select_rows(index, self.shape)
-        if selection.rows is None:
+        rows, rest = select_rows(index, self.shape)
+        if rows is None:
             return super().__getitem__(index)
         self.replica("read")
-        part = self.read_rows(selection.rows)[selection.rest]
+        part = self.read_rows(rows)[rest]
         frame = current_frame()
         if frame.replica is not None and frame.replica.device.kind != "cpu":
             part = copy_to(np.asarray(part), frame.replica.device)
@@ -204,7 +203,7 @@ class ServedVariable(Variable):
 
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
         super()._set_up(strategy, array, policy)
-        self._elsewhere: dict[str, tuple[Any, Any]] = {}
+        self._elsewhere = DeviceCopies()
         self._joined: tuple[list[int], Array] = ([], array)
 
     def _fetched(self, *, in_step: bool) -> tuple[list[int], Array]:
@@ -212,18 +211,10 @@ class ServedVariable(Variable):
         found = self._strategy.copies.read(self.cached, in_step=in_step)
         versions = [version for _, version in found]
         if self._joined[0] != versions:
-            whole = self._shards.join([array for array, _ in found])
+            whole = self.shards.join([array for array, _ in found])
             whole.flags.writeable = False
             self._joined = (versions, whole)
         return self._joined
-
-    def _write(self, write: Write) -> None:
-        if self.synchronization is VariableSynchronization.ON_READ:
-            # Each replica writes for itself, and all write to the one value.
-            self.replica("write")
-            self._apply(write)
-        else:
-            write_once(self, write)
 
     def _apply(self, write: Write) -> None:
         self._strategy.servers.change(self.changes_of(write))
@@ -237,15 +228,7 @@ def attached(
     policy: VariablePolicy,
     places: tuple[Place, ...],
 ) -> ServedVariable:
-    """Return this process's variable of some places, the same one whenever it is asked for.
-
-    Args:
-        strategy: whose servers hold it, or will.
-        shape: of the whole.
-        dtype: likewise.
-        policy: of the variable.
-        places: of its shards.
-    """
+    """Return this process's variable of some places, the same one whenever it is asked for."""
     key = places[0].name if len(places) == 1 else f"{places[0].name} and more"
     found: ServedVariable | None = strategy.handles.get(key)
     if found is None:
@@ -253,9 +236,100 @@ def attached(
         found._set_up(strategy, np.broadcast_to(np.zeros((), dtype), shape), policy)
         found.places = places
         found.cached = tuple(map(strategy.copies.at, places))
-        found._shards = Shards(found.shape, len(places))
+        found.shards = Shards(found.shape, len(places))
         strategy.handles[key] = found
     return found
+
+
+class VariableCache:
+    """Keep what a process has read of the variables of one strategy, and bring it up to date."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+        self._lock = threading.RLock()
+        self._known: weakref.WeakValueDictionary[str, CachedShard] = weakref.WeakValueDictionary()
+        self._step = 0
+        self._read_before: Sequence[CachedShard] = ()
+        self._read_now: dict[CachedShard, None] = {}
+        self.is_final = False
+        """Whether nothing is asked of the servers any more."""
+
+    def at(self, place: Place) -> CachedShard:
+        """Return what is held of a place, one object for all variables that it belongs to."""
+        with self._lock:
+            return self._known.setdefault(place.name, CachedShard(place))
+
+    def begin_step(self) -> None:
+        """Let the next reads in replicas be those of another step."""
+        with self._lock:
+            self._step += 1
+            if self._read_now:
+                self._read_before, self._read_now = tuple(self._read_now), {}
+
+    def read(self, shards: Sequence[CachedShard], *, in_step: bool) -> list[tuple[Array, int]]:
+        """Return a snapshot of each of some shards, and its version; `in_step` for a replica."""
+        with self._lock:
+            if not in_step:
+                self.pull(shards)
+            elif old := self._outdated(shards):
+                try:
+                    self.pull(self._outdated(dict.fromkeys([*shards, *self._read_before])))
+                except (WorkerLostError, CollectiveTimeoutError):
+                    raise
+                except DistributeError:  # What the last step read may have been deleted since.
+                    self._read_before = ()
+                    self.pull(old)
+            if in_step:
+                self._read_now.update(dict.fromkeys(shards))
+            return [(shard.read(), shard.version) for shard in shards]
+
+    def _outdated(self, shards: Iterable[CachedShard]) -> list[CachedShard]:
+        return [shard for shard in shards if shard.pulled_in != self._step]
+
+    def pull(self, shards: Iterable[CachedShard]) -> None:
+        """Ask the servers for what is newer than what is held."""
+        with self._lock:
+            if self.is_final:
+                return
+            wanted = list(shards)
+            with span("pull"):
+                asked = [(shard, Item(shard.place.name, shard.version)) for shard in wanted]
+                answers = self.ask(asked)
+            for shard, (array, version) in zip(wanted, answers, strict=True):
+                if array is not None:
+                    array.flags.writeable = False
+                    shard.array, shard.version, shard.seen = array, version, version
+                shard.pulled_in = self._step
+
+    def ask(self, items: Sequence[tuple[CachedShard, Item]]) -> list[tuple[Any, int]]:
+        """Return what the servers hold of each item, and its version: one message to each server.
+
+        The array is None where what is known of the whole is the newest.
+        """
+        asked: dict[int, list[Item]] = defaultdict(list)
+        for shard, item in items:
+            asked[shard.place.servers[0]].append(item)
+        answers = {}
+        for server, found in self._servers.read(asked).items():
+            answers[server] = zip(found.arrays, found.versions, strict=True)
+        return [next(answers[shard.place.servers[0]]) for shard, _ in items]
+
+    def changed(self, shards: Iterable[CachedShard]) -> None:
+        """Let the next read of what this process changed ask the servers."""
+        with self._lock:
+            for shard in shards:
+                shard.pulled_in = -1
+
+    def stay(self) -> None:
+        """Ask no more: what is held stays readable."""
+        self.is_final = True  # Without the lock, which a thread holds while it waits for a server.
+
+
+def on_host(value: Any) -> tuple[Array, Array | None]:
+    """Return an array as values alone, `IndexedSlices` as values and indices, for a message."""
+    if isinstance(value, IndexedSlices):
+        return to_host(value.values), to_host(value.indices)
+    return to_host(value), None
 
 
 def _part_name(policy: VariablePolicy, shard: int, shards: int) -> str:

@@ -7,6 +7,7 @@ A kind says where its components live and what a write does; the strategy in sco
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,8 +16,9 @@ from ndistribute import context
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, array_namespace, as_array, to_host
 from ndistribute.dtypes import kind_of, native
+from ndistribute.errors import CollectiveMismatchError
 from ndistribute.values import DistributedValues
-from ndistribute.variables.array_like import ArrayLike
+from ndistribute.variables.array_like import ArrayLike, detached
 from ndistribute.variables.policy import (
     VariableAggregation,
     VariablePolicy,
@@ -62,7 +64,7 @@ class Variable(ArrayLike):
         aggregation: VariableAggregation | str = "none",
     ) -> Variable:
         policy = VariablePolicy.parse(name, trainable, synchronization, aggregation)
-        made: Variable = _Request(initial_value, dtype, policy).answer()
+        made: Variable = _created(initial_value, dtype, policy)
         return made
 
     @classmethod
@@ -87,20 +89,32 @@ class Variable(ArrayLike):
             value: of all elements at first.
             dtype: None: this variable's.
 
+        Raises:
+            ValueError: the variable's aggregation is not defined for the dtype.
+
         >>> Variable([1.0, 2.0], name="w").create_slot("adam/m")
         <MirroredVariable 'w/adam/m' float64(2,) [0. 0.]>
         """
         array = np.broadcast_to(np.array(value, dtype or self._dtype), self._shape)
-        return type(self).make(self._strategy, array, VariablePolicy(f"{self.name}/{name}"))
+        policy = replace(self._policy, name=f"{self.name}/{name}", trainable=False)
+        policy.check_dtype(array.dtype)
+        return self._make_beside(name, array, policy)
+
+    def _make_beside(self, name: str, array: Array, policy: VariablePolicy) -> Variable:
+        return type(self).make(self._strategy, array, policy)
 
     @property
     def values(self) -> tuple[Array, ...]:
-        """Return a snapshot of every component of this process."""
-        raise NotImplementedError(f"{type(self).__name__} defines no values.")
+        """Return a snapshot of every component of this process: one, unless a kind has more."""
+        return (detached(self.component()),)
 
-    def _write(self, write: Write) -> None:
-        """Carry out a checked write by the rules of the kind."""
+    def _apply(self, write: Write) -> None:
+        """Carry out a checked write once for all replicas of this process, while they wait."""
         raise NotImplementedError(f"{type(self).__name__} defines no writes.")
+
+    def _apply_own(self, write: Write, replica: Any) -> None:
+        """Carry out a replica's checked write to what is synchronized on read."""
+        self._apply(write)
 
     @property
     def value(self) -> Any:
@@ -216,6 +230,46 @@ class Variable(ArrayLike):
             "variable inside the scope of the strategy that uses it."
         )
 
+    def _write(self, write: Write) -> None:
+        """Carry out a checked write by the variable's synchronization and aggregation."""
+        replica = self.replica("write")
+        if replica is None:
+            self._apply(write)
+        elif self.synchronization is VariableSynchronization.ON_READ:
+            self._apply_own(write, replica)
+        elif self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{write.how} to variable {self.name!r} inside run: each replica passes its own "
+                "value, so the variable needs aggregation='sum', 'mean' or 'only_first_replica' "
+                "to say what becomes of them."
+            )
+        else:
+            self._write_together(write, replica.communicator)
+
+    def _write_together(self, write: Write, communicator: Any) -> None:
+        """Carry out what the writes of all replicas make, once in each process."""
+        communicator.purpose = f"{write.how} to {self.name!r}"
+        try:
+            combined = write.aggregated(self.aggregation, communicator)
+        finally:
+            communicator.purpose = ""
+
+        def apply_once(writes: Sequence[tuple[Variable, Write]]) -> None:
+            written, whole = writes[0]
+            for rank, (other, _) in enumerate(writes):
+                if other is not written:
+                    raise CollectiveMismatchError(
+                        f"{write.how} #{communicator.calls_made}: replica {rank} wrote to variable "
+                        f"{other.name!r}, replica 0 to {written.name!r}. Every replica must write "
+                        "to the same variables in the same order.",
+                        rank=rank,
+                        op=write.how,
+                        sequence=communicator.calls_made,
+                    )
+            written._apply(whole)
+
+        communicator.merge(write.how, (self, combined), apply_once)
+
     def _checked_write(self: V, how: str, value: Any) -> V:
         array = self._cast(how, value)
         if array.shape != self._shape:
@@ -275,70 +329,57 @@ class Variable(ArrayLike):
         return f"<{type(self).__name__} {self.name!r} {self._dtype.name}{self._shape} {shown}>"
 
 
-class _Request:
-    """What the caller of ``Variable(...)`` asked for.
+def _created(initial_value: Any, dtype: Any, policy: VariablePolicy) -> Any:
+    """Return a new variable; inside `run` all replicas ask for it and get the same one."""
+    if isinstance(initial_value, DistributedValues):
+        raise ValueError(
+            "the initial value of a variable is the same on every replica, got a "
+            f"{type(initial_value).__name__}."
+        )
+    strategy, replica = context.get_strategy(), context.get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        return _create(strategy, _initial_array(initial_value, dtype), policy)
+    array = None
+    if replica is strategy.replica_contexts[0]:
+        # On its own thread: a callable may draw from the replica's generator.
+        array = _initial_array(initial_value, dtype)
 
-    Inside `run` every replica asks and all get the same variable, so the requests are compared.
-    """
+    def create(requests: Sequence[tuple[str, VariablePolicy, Array]]) -> Any:
+        wanted, first_policy, first_array = requests[0]
+        for rank, (own, _, _) in enumerate(requests):
+            if own != wanted:
+                raise ValueError(
+                    f"replica {rank} created a variable with {own}, replica 0 with {wanted}. "
+                    "Variables created inside run are matched by their order, and must be alike."
+                )
+        return _create(strategy, first_array, first_policy)
 
-    def __init__(self, initial_value: Any, dtype: Any, policy: VariablePolicy) -> None:
-        if isinstance(initial_value, DistributedValues):
-            raise ValueError(
-                "the initial value of a variable is the same on every replica, got a "
-                f"{type(initial_value).__name__}."
-            )
-        self._initial_value = initial_value
-        self._dtype = dtype
-        self._policy = policy
-        self._array: Array | None = None
+    request = (_described(initial_value, dtype, policy), policy, array)
+    return replica.communicator.merge("Variable", request, create)
 
-    def answer(self) -> Any:
-        """Return the variable that was asked for, one and the same for all replicas."""
-        replica = context.get_replica_context()
-        if replica is None or replica.num_replicas_in_sync == 1:
-            return self._create(context.get_strategy())
-        strategy = replica.strategy
-        if replica is strategy.replica_contexts[0]:
-            self._initial()  # Now, on its own thread: it may draw from the replica's generator.
 
-        def create(requests: Sequence[_Request]) -> Any:
-            wanted = requests[0]._description()
-            for rank, other in enumerate(requests):
-                if (own := other._description()) != wanted:
-                    raise ValueError(
-                        f"replica {rank} created a variable with {own}, replica 0 with {wanted}. "
-                        "Variables created inside run are matched by their order, and must be "
-                        "alike."
-                    )
-            return requests[0]._create(strategy)
+def _create(strategy: Any, array: Array, policy: VariablePolicy) -> Any:
+    how = f"{policy.synchronization.name}, {policy.aggregation.name}"
+    array = strategy.agree_on(array, f"variable {policy.name!r}, {how}")
+    policy.check_dtype(array.dtype)
+    return strategy.make_variable(array, policy)
 
-        return replica.communicator.merge("Variable", self, create)
 
-    def _initial(self) -> Array:
-        """Return the initial value; a callable is called the first time alone."""
-        if self._array is None:
-            value = self._initial_value() if callable(self._initial_value) else self._initial_value
-            made = as_array(value)
-            wanted = np.dtype(made.dtype if self._dtype is None else self._dtype)
-            for dtype in (made.dtype, wanted):
-                if kind_of(dtype) not in "biufc":
-                    raise ValueError(f"a variable holds numbers, not {dtype}, got {value!r}.")
-            wanted = wanted.newbyteorder("=")
-            self._array = cast(value, wanted, "the initial value of a variable")
-        return self._array
+def _initial_array(initial_value: Any, dtype: Any) -> Array:
+    value = initial_value() if callable(initial_value) else initial_value
+    array = as_array(value)
+    wanted = np.dtype(array.dtype if dtype is None else dtype)
+    for each in (array.dtype, wanted):
+        if kind_of(each) not in "biufc":
+            raise ValueError(f"a variable holds numbers, not {each}, got {value!r}.")
+    return cast(value, wanted.newbyteorder("="), "the initial value of a variable")
 
-    def _create(self, strategy: Any) -> Any:
-        policy = self._policy
-        what = f"variable {policy.name!r}, {policy.synchronization.name}, {policy.aggregation.name}"
-        array = strategy.agree_on(self._initial(), what)
-        policy.check_dtype(array.dtype)
-        return strategy.make_variable(array, policy)
 
-    def _description(self) -> str:
-        value, dtype = self._initial_value, None if self._dtype is None else np.dtype(self._dtype)
-        shown = "a callable initial value"
-        if not callable(value):
-            array = as_array(value)
-            shown, dtype = f"shape {array.shape}", dtype or np.dtype(array.dtype)
-        how = self._policy
-        return f"{shown}, dtype {dtype}, {how.synchronization.name}, {how.aggregation.name}"
+def _described(value: Any, dtype: Any, policy: VariablePolicy) -> str:
+    """Return what has to be the same on all replicas, in words."""
+    wanted, shown = None if dtype is None else np.dtype(dtype), "a callable initial value"
+    if not callable(value):
+        array = as_array(value)
+        shown, wanted = f"shape {array.shape}", wanted or np.dtype(array.dtype)
+    how = f"{policy.synchronization.name}, {policy.aggregation.name}"
+    return f"{shown}, dtype {wanted}, {how}"

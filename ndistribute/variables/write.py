@@ -1,4 +1,4 @@
-"""A write to a variable, as a value, and which values an array of a dtype can take.
+"""A write to a variable, as a value: what it changes, and what becomes of those of all replicas.
 
 A variable keeps its dtype for life, so what is written to it is cast; a cast that would cut off a
 fraction, an imaginary part or the high digits of an integer is an error instead.
@@ -6,6 +6,7 @@ fraction, an imaginary part or the high digits of an integer is an error instead
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, as_array, device_of, to_host
 from ndistribute.dtypes import can_cast, kind_of, standard
 from ndistribute.stream import working_on
+from ndistribute.variables.policy import VariableAggregation
 
-__all__ = ["Write", "cast"]
+__all__ = ["Write", "cast", "map_values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,26 @@ class Write:
         unique, last = np.unique(indices[::-1], return_index=True)
         values = rows.values[len(indices) - 1 - last]
         return Write(self.how, IndexedSlices(values, as_array(unique), rows.dense_shape))
+
+    def aggregated(self, aggregation: VariableAggregation, communicator: Any) -> Write:
+        """Return the one write that all replicas' writes make; each replica calls this."""
+        rows, op = self.value, aggregation.reduce_op
+        if op is not None:
+            return Write(self.how, communicator.all_reduce(op, self.rows_once().value))
+        if not self.sparse:
+            return Write(self.how, communicator.broadcast(rows, root=0))
+        first = slice(None if communicator.rank == 0 else 0)
+        own = (rows.indices[first], rows.values[first])
+        indices, values = communicator.all_gather(own, axis=0)
+        return Write(self.how, IndexedSlices(values, indices, rows.dense_shape))
+
+
+def map_values(function: Callable[[Array], Array], value: Any) -> Any:
+    """Return a function of an array, or of the rows of `IndexedSlices`, on its device."""
+    if isinstance(value, IndexedSlices):
+        return IndexedSlices(map_values(function, value.values), value.indices, value.dense_shape)
+    with working_on(device_of(value)):
+        return function(value)
 
 
 def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:

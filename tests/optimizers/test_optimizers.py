@@ -136,6 +136,14 @@ def test_clipnorm_bounds_each_gradient_after_it_is_summed() -> None:
     np.testing.assert_allclose(variable.numpy(), [-0.6, -0.8])
 
 
+def test_gradients_that_are_summed_already_are_clipped_too() -> None:
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        variable, gradient = nd.Variable(np.zeros(2)), np.array([3.0, 4.0])
+        optimizer = SGD(1.0, clipnorm=1.0)
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, variable)], True))
+        np.testing.assert_allclose(variable.numpy(), [-0.6, -0.8])
+
+
 @pytest.mark.parametrize(
     ("gradient", "message"),
     [

@@ -77,9 +77,24 @@ def test_the_count_of_steps_can_be_set(strategy: nd.Strategy) -> None:
     assert optimizer.iterations == int(optimizer.variables[0]) == 42
 
 
-def test_the_count_of_an_optimizer_that_is_not_built_can_not_be_set() -> None:
+def test_the_count_of_an_optimizer_that_is_not_built_can_not_be_set_but_on_servers() -> None:
     with pytest.raises(RuntimeError, match=r"build\(variables\)"):
         SGD(0.1).iterations = 3
+    with nd.ParameterServerStrategy() as strategy:
+        optimizer = Adam(0.1)
+        optimizer.iterations = 3
+        assert optimizer.iterations == 3
+        steps(strategy, optimizer, make(strategy), range(2))
+        assert optimizer.iterations == 5
+
+
+def test_a_count_below_zero_is_refused(strategy: nd.Strategy) -> None:
+    with strategy.scope():
+        optimizer = Adam(0.1)
+    optimizer.build(make(strategy))
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        optimizer.iterations = -1
+    assert optimizer.iterations == 0
 
 
 def test_building_makes_what_the_first_step_makes(strategy: nd.Strategy) -> None:
@@ -140,6 +155,11 @@ def test_a_slot_lies_beside_its_variable(strategy: nd.Strategy, how: str) -> Non
     assert (slot.name, slot.shape, slot.dtype) == ("w/adam/m", (3, 2), np.float32)
     assert slot.distribute_strategy is strategy
     assert not slot.trainable
+    assert (slot.synchronization, slot.aggregation) == (
+        variable.synchronization,
+        variable.aggregation,
+    )
+    assert slot.numpy().tolist() == [[0.5, 0.5]] * 3
     assert strategy.local_results(slot)[0].tolist() == [[0.5, 0.5]] * 3
     slot.assign(np.zeros((3, 2)))
     assert strategy.local_results(slot)[0].tolist() == [[0.0, 0.0]] * 3

@@ -11,10 +11,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import update_rules
-from ndistribute.optimizers.adagrad import AdagradRule
-from ndistribute.optimizers.adam import AdamRule
+from ndistribute.optimizers.algorithms import SGD, AdagradRule, AdamRule, SGDRule
 from ndistribute.optimizers.optimizer import Optimizer
-from ndistribute.optimizers.sgd import SGD, SGDRule
 from ndistribute.update_rules import (
     Rule,
     hyperparameters_of,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.optimizers.adam import AdamRule
+from ndistribute.optimizers.algorithms import AdamRule
 from ndistribute.parameter_server.messages import (
     Aggregate,
     Apply,
