@@ -367,7 +367,7 @@ class Optimizer:
             pieces = zip(variable.cached, variable.shards.cut(gradient), *slots, strict=True)
             for shard, piece, *kept in pieces:
                 names = tuple(place.name for place in kept)
-                parts[shard.server].append((shard, Gradient(*on_host(piece)), names))
+                parts[shard.place.servers[0]].append((shard, Gradient(*on_host(piece)), names))
         trained = {server: [shard for shard, _, _ in some] for server, some in parts.items()}
         applies = {
             server: Apply(

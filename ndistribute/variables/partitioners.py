@@ -37,7 +37,7 @@ class _Partitioner:
     def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
         """Return the number of shards for each axis."""
         counts = [1] * len(shape)
-        if counts and prod(shape):
+        if counts and 0 not in shape:
             itemsize: int = np.dtype(dtype).itemsize
             row_bytes = prod(shape[1:]) * itemsize
             counts[0] = max(1, min(self._count(shape[0], row_bytes), shape[0]))

@@ -61,11 +61,6 @@ class CachedShard:
     pulled_in: int = -1  # The step in which its server was asked last.
     array: Array | None = None
 
-    @property
-    def server(self) -> int:
-        """Return the number of the server that it is read from."""
-        return self.place.servers[0]
-
     def read(self) -> Array:
         """Return a snapshot of what is held."""
         if self.array is None:
@@ -313,10 +308,11 @@ class VariableCache:
         """
         asked: dict[int, list[Item]] = defaultdict(list)
         for shard, item in items:
-            asked[shard.server].append(item)
-        found = self._servers.read(asked)
-        answers = {i: zip(each.arrays, each.versions, strict=True) for i, each in found.items()}
-        return [next(answers[shard.server]) for shard, _ in items]
+            asked[shard.place.servers[0]].append(item)
+        answers = {}
+        for server, found in self._servers.read(asked).items():
+            answers[server] = zip(found.arrays, found.versions, strict=True)
+        return [next(answers[shard.place.servers[0]]) for shard, _ in items]
 
     def changed(self, shards: Iterable[CachedShard]) -> None:
         """Let the next read of what this process changed ask the servers."""

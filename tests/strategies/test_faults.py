@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -255,9 +256,7 @@ class Holding(nd.MirroredStrategy):
     ended = 0
 
     def make_group(self):
-        group = super().make_group()
-        group._close = self.end
-        return group
+        return replace(super().make_group(), end_devices=self.end)
 
     def end(self):
         self.ended += 1
