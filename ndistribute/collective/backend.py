@@ -12,11 +12,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from ndistribute.collective.buckets import blocks
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.device import Array, Device
 from ndistribute.errors import CollectiveMismatchError
+from ndistribute.timeline import span
 
 T = TypeVar("T")
+
+# The total and the variable that it updates stay in a core's second-level cache.
+_UPDATE_ELEMENTS = 64 * 1024
 
 Signature = tuple[tuple[np.dtype[Any], tuple[int | str, ...]], ...]
 
@@ -147,3 +152,23 @@ def mismatch(
         op=kind,
         sequence=sequence,
     )
+
+
+def update_in_blocks(
+    call: Call,
+    inputs: Sequence[Array],
+    totals: Sequence[Array],
+    prepare: Callable[[], Any],
+    update: Update,
+) -> Any:
+    """Update with totals that are all there, so that a failure before changes nothing.
+
+    `update` gets them in the dtypes of the inputs, and may change them.
+    """
+    with span("update", call.title):
+        prepared = prepare()
+        for leaf, (array, total) in enumerate(zip(inputs, totals, strict=True)):
+            for start, stop in blocks(0, total.size, _UPDATE_ELEMENTS):
+                part = total[start:stop].astype(array.dtype, copy=False)
+                update(prepared, leaf, start, stop, part)
+    return prepared

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ndistribute.collective.backend import Call, Update
-from ndistribute.collective.buckets import LeafKey, blocks, pack
+from ndistribute.collective.backend import Call, Update, update_in_blocks
+from ndistribute.collective.buckets import LeafKey, pack
 from ndistribute.collective.compression import compress, compressed_dtype, decompress
 from ndistribute.collective.control import ControlPlane, WaitMonitor
 from ndistribute.collective.header import HEADER_BYTES, compare, encode
@@ -24,7 +24,7 @@ from ndistribute.collective.schedule import Action, Message, Move, plan_gather, 
 from ndistribute.device import Array, Device
 from ndistribute.timeline import span
 
-__all__ = ["Handle", "RingBackend", "Transport", "update_in_blocks"]
+__all__ = ["Handle", "RingBackend", "Transport"]
 
 T = TypeVar("T")
 
@@ -40,9 +40,6 @@ BUCKET_BYTES = 4 * 1024 * 1024
 # step: 63 us against 96 us for 256 KiB. Among more it costs more bytes with each step.
 SMALL_BYTES_OF_TWO = 256 * 1024
 SMALL_BYTES = 64 * 1024
-
-# The total and the variable that it updates stay in a core's second-level cache.
-BLOCK_ELEMENTS = 64 * 1024
 
 _PACKINGS = 16  # of the arrays of the last calls
 _Space = dict[tuple[np.dtype[Any], int], Array]  # What messages are received into.
@@ -494,23 +491,3 @@ class Runner:
         if space is None or space.size < length:
             space = self._space[dtype, number] = np.empty(length, dtype)
         return space[:length]
-
-
-def update_in_blocks(
-    call: Call,
-    inputs: Sequence[Array],
-    totals: Sequence[Array],
-    prepare: Callable[[], Any],
-    update: Update,
-) -> Any:
-    """Update with totals that are all there, so that a failure before changes nothing.
-
-    `update` gets them in the dtypes of the inputs, and may change them.
-    """
-    with span("update", call.title):
-        prepared = prepare()
-        for leaf, (array, total) in enumerate(zip(inputs, totals, strict=True)):
-            for start, stop in blocks(0, total.size, BLOCK_ELEMENTS):
-                part = total[start:stop].astype(array.dtype, copy=False)
-                update(prepared, leaf, start, stop, part)
-    return prepared

@@ -128,9 +128,9 @@ class Segment:
             self._fence()
         if self._header is not None:
             for rank, header in enumerate(self._headers[self._calls & 1]):
-                if header != self._header:
-                    own, other = self._ranks[self.rank], self._ranks[rank]
-                    compare(self._header, header.tobytes(), own, other)
+                theirs = header.tobytes()  # A view compares one element after the other.
+                if theirs != self._header:
+                    compare(self._header, theirs, self._ranks[self.rank], self._ranks[rank])
             self._header = None
 
     def _wait_long(self, arrived: int, call: Call, timeout: float) -> None:

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ndistribute.collective.backend import Call, Update
+from ndistribute.collective.backend import Call, Update, update_in_blocks
 from ndistribute.collective.buckets import LeafKey, blocks, cut, owned_ranges
-from ndistribute.collective.hand_over import update_in_blocks
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.segment import Segment
 from ndistribute.device import Array, Device
