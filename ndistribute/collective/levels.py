@@ -7,21 +7,16 @@ so one message of each group travels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ndistribute.collective.backend import Backend, Call, Update
-from ndistribute.collective.buckets import blocks, owned_ranges
-from ndistribute.collective.reduce_op import (
-    ReduceOp,
-    accumulation_dtype,
-    finish,
-    reduce_arrays,
-    result_dtype,
-)
-from ndistribute.collective.threads import ThreadBackend
+from ndistribute.collective.buckets import LeafKey
+from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
+from ndistribute.collective.threads import ThreadBackend, owned_blocks
 from ndistribute.collective.workers import ProcessBackend, Workers
 from ndistribute.device import Array, copy_to, to_host
 from ndistribute.stream import write_to
@@ -29,16 +24,13 @@ from ndistribute.timeline import span
 
 __all__ = ["TwoLevelBackend", "host_groups", "join_replicas"]
 
-T = TypeVar("T")
+_Sums = Callable[[tuple[LeafKey, ...]], list[Array]]
 
-# As large as a core's second-level cache likes it; see the thread backend for why not smaller.
-BLOCK_ELEMENTS = 64 * 1024
-
-# Smaller ones are not worth the two meetings of a reduction in place.
+# A total and what it updates stay in a core's second-level cache.
+BLOCK_BYTES = 256 * 1024
+# Smaller sums are not worth the two meetings of a reduction in place.
 SHARED_BYTES = 256 * 1024
 MOST_KEPT = 4
-
-_Key = tuple[tuple[np.dtype[Any], int], ...]
 
 
 def join_replicas(local: Sequence[ThreadBackend], workers: Workers) -> list[Backend]:
@@ -54,7 +46,8 @@ def join_replicas(local: Sequence[ThreadBackend], workers: Workers) -> list[Back
     groups = [
         range(end - count, end) for count, end in zip(workers.replica_counts, ends, strict=True)
     ]
-    sums = _Sums(workers)
+    sums = _sums(getattr(workers.backend, "allocate", None))
+    workers.at_close(sums.cache_clear)
     return [
         TwoLevelBackend(threads, workers.backend, groups, groups[workers.rank][place], sums)
         for place, threads in enumerate(local)
@@ -91,48 +84,33 @@ class _Single:
         self.gradient_memory = getattr(processes, "gradient_memory", None)
 
 
-class _Sums:
-    """Keep the arrays in which the members of a group add up, one for each array of a call.
+def _sums(allocate: Callable[..., Array | None] | None = None) -> Any:
+    """Return a function that returns arrays to add up in, for the next call of these sizes too.
 
-    They are used again by the next call of the same sizes. Large ones that every step needs lie
-    where the other processes of the host see them, where that is offered.
-
-    Args:
-        workers: whose memory it is; None for memory of this process alone.
+    Large ones lie where the other processes of the host see them, if `allocate` has room for them.
     """
 
-    def __init__(self, workers: Workers | None = None) -> None:
-        self._allocate = None if workers is None else getattr(workers.backend, "allocate", None)
-        self._made: dict[_Key, list[Array]] = {}
-        if workers is not None:
-            workers.at_close(self._made.clear)
+    @functools.lru_cache(maxsize=MOST_KEPT)  # Those of a step, not all that ever were.
+    def sums(leaves: tuple[LeafKey, ...]) -> list[Array]:
+        large = sum(dtype.itemsize * size for dtype, size in leaves) >= SHARED_BYTES
+        made = []
+        for dtype, size in leaves:
+            shared = allocate(dtype, (size,)) if allocate and large else None
+            made.append(np.empty(size, dtype) if shared is None else shared)
+        return made
 
-    def of(self, inputs: Sequence[Array], op: ReduceOp) -> list[Array]:
-        """Return host arrays of these sizes, in the dtype in which they are added up."""
-        key = tuple((accumulation_dtype(op, array.dtype), array.size) for array in inputs)
-        if key not in self._made:
-            if len(self._made) == MOST_KEPT:  # Those of a step, not all that ever were.
-                del self._made[next(iter(self._made))]
-            arrays: list[Array | None] = [None]
-            if self._allocate and sum(dtype.itemsize * size for dtype, size in key) >= SHARED_BYTES:
-                arrays = [self._allocate(dtype, (size,)) for dtype, size in key]
-            whole = [array for array in arrays if array is not None]
-            if len(whole) < len(key):  # All or none: only then do processes reduce in place.
-                whole = [np.empty(size, dtype) for dtype, size in key]
-            self._made[key] = whole
-        return self._made[key]
+    return sums
 
 
 class TwoLevelBackend:
     """Move data between one member of a group and the members of all groups.
 
     Args:
-        inside: how the members of this group meet.
+        inside: how the members of this group meet: threads, or processes.
         outside: how the groups meet; None on a process that does not speak for its group.
         groups: the ranks of each group's members.
         rank: which of them this is.
-        sums: where members of one memory add up, shared by them; None where they are processes.
-        owned: those of the two that are reset and closed with this backend.
+        sums: returns arrays in which threads add up, the same to all of them.
     """
 
     def __init__(
@@ -142,24 +120,17 @@ class TwoLevelBackend:
         groups: Sequence[Sequence[int]],
         rank: int,
         sums: _Sums | None = None,
-        owned: Sequence[ProcessBackend] = (),
     ) -> None:
         self.rank = rank
         self.size = sum(map(len, groups))
         self.device, self.owner, self.owners = inside.device, inside.owner, inside.owners
+        self.merge, self.abort = inside.merge, inside.abort  # The processes do not meet for those.
         self._inside = inside
         self._outside = outside
-        self._members = next(list(group) for group in groups if rank in group)
         self._order = [member for group in groups for member in group]
-        self._one_memory = sums is not None
-        self._sums = sums or _Sums()
-        self._owned = owned
-
-    def merge(
-        self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
-    ) -> T:
-        """Run `combine` once in each process; the processes do not meet."""
-        return self._inside.merge(call, value, combine, timeout)
+        self._one_memory = isinstance(inside, ThreadBackend)
+        self._sums = sums or _sums()
+        self._levels: list[Any] = [level for level in (inside, outside) if level is not None]
 
     def all_reduce(
         self,
@@ -186,15 +157,13 @@ class TwoLevelBackend:
     ) -> Any:
         """Reduce in each group, then over groups, and update what this replica owns."""
         totals, prepared = self._reduce(call, inputs, op, prepare, timeout)
-        sizes = tuple(total.size for total in totals)
         # Members with memories of their own read the same total, and each may change it.
-        read_by_others = self._one_memory and self.owners < len(self._members)
+        read_by_others = self._one_memory and self.owners < self._inside.size
         with span("update", call.title):
-            for leaf, start, stop in owned_ranges(sizes, self.owners, self.owner):
+            for leaf, part in owned_blocks(totals, self.owners, self.owner, BLOCK_BYTES):
                 dtype = result_dtype(op, inputs[leaf].dtype)
-                for first, last in blocks(start, stop, BLOCK_ELEMENTS):
-                    total = totals[leaf][first:last].astype(dtype, copy=read_by_others)
-                    update(prepared, leaf, first, last, total)
+                total = totals[leaf][part].astype(dtype, copy=read_by_others)
+                update(prepared, leaf, part.start, part.stop, total)
         self._inside.merge(call, None, lambda _: None, timeout)
         return prepared
 
@@ -209,7 +178,7 @@ class TwoLevelBackend:
             return rows if self._outside is None else self._outside.all_gather(call, rows, timeout)
 
         joined = self._inside.merge(call, own, join, timeout)
-        alone = len(self._members) == 1
+        alone = self._inside.size == 1
         return [copy_to(rows if alone else rows.copy(), self.device) for rows in joined]
 
     def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
@@ -221,18 +190,14 @@ class TwoLevelBackend:
         for buffer, total in zip(buffers, totals, strict=True):
             write_to(buffer, copy_to(total.view(buffer.dtype), self.device))
 
-    def abort(self, cause: BaseException) -> None:
-        """Release whoever waits inside the group."""
-        self._inside.abort(cause)
-
     def reset(self) -> None:
-        """Forget every call, after a failure."""
-        for level in self._owned:
+        """Forget every call, after a failure; only where the members are processes."""
+        for level in self._levels:
             level.reset()
 
     def close(self) -> None:
-        """Give back what the levels hold."""
-        for level in self._owned:
+        """Give back what the levels hold; only where the members are processes."""
+        for level in self._levels:
             level.close()
 
     def _reduce(
@@ -246,13 +211,16 @@ class TwoLevelBackend:
         """Return the totals over all groups, which stay until the next call, and `prepare`'s."""
         inner = ReduceOp.SUM if op is ReduceOp.MEAN else op
         own = [to_host(array) for array in inputs]
+        leaves = tuple([(accumulation_dtype(op, array.dtype), array.size) for array in own])
 
-        def open_sums(everyone: Sequence[Any]) -> tuple[Sequence[Any], list[Array]]:
-            return everyone, self._sums.of(own, op)
+        def open_sums(everyone: Sequence[Any]) -> Sequence[Any]:
+            sums = self._sums(leaves)
+            return [(arrays, sums) for arrays in everyone]
 
-        everyone, sums = self._inside.merge(call, own, open_sums, timeout)
-        if self._one_memory:
-            self._add_slices(inner, everyone, sums)
+        everyone = self._inside.merge(call, own, open_sums, timeout)
+        sums = everyone[0][1]
+        if isinstance(self._inside, ThreadBackend):
+            self._inside.reduce_parts(inner, everyone)
         else:
             wide = [a.astype(into.dtype, copy=False) for a, into in zip(own, sums, strict=True)]
             self._inside.all_reduce(call, wide, sums, inner, timeout)
@@ -270,38 +238,19 @@ class TwoLevelBackend:
             prepared = prepare()  # Now that all is there, so that a failure before changes nothing.
         return sums, prepared
 
-    def _add_slices(self, op: ReduceOp, everyone: Sequence[Any], sums: Sequence[Array]) -> None:
-        """Add up this member's slice of what all members of one memory contribute."""
-        sizes = tuple(total.size for total in sums)
-        place = self._members.index(self.rank)
-        for leaf, start, stop in owned_ranges(sizes, len(self._members), place):
-            for first, last in blocks(start, stop, BLOCK_ELEMENTS):
-                into = sums[leaf][first:last]
-                parts = [
-                    arrays[leaf][first:last].astype(into.dtype, copy=False) for arrays in everyone
-                ]
-                reduce_arrays(op, parts, out=into)
-
     def _gather_apart(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
         """Join rows where only one process of a group gets those of the other groups."""
-        counts = np.zeros((self.size, len(inputs)), np.int64)
-        counts[self.rank] = [len(rows) for rows in inputs]
-        flat = [counts.reshape(-1)]
-        self.all_reduce(call, flat, flat, ReduceOp.SUM, timeout)
-        joined = self._inside.all_gather(call, inputs, timeout)
+        lengths = np.array([[len(rows) for rows in inputs]], np.int64)
+        joined = self._inside.all_gather(call, [*inputs, lengths], timeout)
         if self._outside is not None:
             joined = self._outside.all_gather(call, joined, timeout)
-        else:
-            lengths = counts.sum(axis=0).tolist()
-            shapes = [(length, rows.shape[1]) for length, rows in zip(lengths, joined, strict=True)]
-            joined = [
-                np.empty(shape, rows.dtype) for shape, rows in zip(shapes, joined, strict=True)
-            ]
-        self._inside.broadcast(call, [rows.reshape(-1) for rows in joined], 0, timeout)
+        else:  # Its group gets all rows from the one that has met the other groups.
+            joined = [rows[:0] for rows in joined]
+        *joined, lengths = self._inside.all_gather(call, joined, timeout)
         if self._order == sorted(self._order):
             return joined
         results = []
-        for rows, lengths in zip(joined, counts[self._order].T, strict=True):
-            parts = dict(zip(self._order, np.split(rows, np.cumsum(lengths)[:-1]), strict=True))
-            results.append(np.concatenate([parts[rank] for rank in range(self.size)]))
+        for rows, counts in zip(joined, lengths.T, strict=True):
+            parts = np.split(rows, counts.cumsum()[:-1])
+            results.append(np.concatenate([parts[place] for place in np.argsort(self._order)]))
         return results

@@ -6,7 +6,7 @@ reduction itself. An array's reference count says whether the caller still has i
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,19 +24,10 @@ MOST_KEPT = 8
 
 
 class Outputs:
-    """Hand out arrays for results.
-
-    >>> outputs = Outputs()
-    >>> first = outputs.like([np.zeros(100_000)])[0]
-    >>> address = first.ctypes.data
-    >>> view = first[:10]
-    >>> del first
-    >>> outputs.like([np.zeros(100_000)])[0].ctypes.data == address
-    False
-    """
+    """Hand out arrays for results."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[int, np.dtype[Any]], list[ArrayOwner]] = OrderedDict()
+        self._kept = functools.lru_cache(maxsize=MOST_KEPT)(_nothing_yet)
 
     def like(self, inputs: Sequence[Array]) -> list[Array]:
         """Return arrays of these sizes and dtypes, whose values are whatever was there."""
@@ -47,19 +38,19 @@ class Outputs:
             elif array.nbytes < SMALL_BYTES:
                 made.append(np.empty(array.size, array.dtype))
             else:
-                made.append(self._large_like(array))
+                made.append(self._large(array.size, array.dtype))
         return made
 
-    def _large_like(self, array: Array) -> Array:
-        key = (array.size, array.dtype)
-        slots = self._kept.setdefault(key, [])
-        self._kept.move_to_end(key)
-        if len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
-        for slot in slots:
-            if not slot.is_shared():
-                return slot.array
-        made = np.empty(array.size, array.dtype)
-        if len(slots) < MOST_KEPT:
-            slots.append(ArrayOwner(made))
+    def _large(self, size: int, dtype: np.dtype[Any]) -> Array:
+        owners = self._kept(size, dtype)
+        for owner in owners:
+            if not owner.is_shared():
+                return owner.array
+        made = np.empty(size, dtype)
+        if len(owners) < MOST_KEPT:
+            owners.append(ArrayOwner(made))
         return made
+
+
+def _nothing_yet(size: int, dtype: np.dtype[Any]) -> list[ArrayOwner]:
+    return []

@@ -72,16 +72,13 @@ class Rendezvous:
     def __init__(self, size: int) -> None:
         self.size = size
         self._mutex = threading.Lock()
-        self._returned: dict[int, int] = {}
-        self._cause: BaseException | None = None
-        self._meeting = Meeting(self)
+        self.reset()
 
     def reset(self) -> None:
         """Forget what an earlier step left behind; no thread may be inside."""
-        self._returned.clear()
-        self._cause = None
-        if self._meeting.arrived:
-            self._meeting = Meeting(self)
+        self._returned: tuple[int, int] | None = None
+        self._cause: BaseException | None = None
+        self._meeting: Meeting | None = None
 
     def exchange(
         self,
@@ -119,8 +116,10 @@ class Rendezvous:
         with self._mutex:
             if self._cause is not None:
                 raise _for_waiter(self._cause)
-            if self._returned:
+            if self._returned is not None:
                 raise self._skipped(call)
+            if self._meeting is None:
+                self._meeting = Meeting(self)
             meeting = self._meeting
             meeting.calls[rank] = call
             meeting.values[rank] = value
@@ -136,23 +135,23 @@ class Rendezvous:
     def leave(self, rank: int, calls_made: int) -> None:
         """Say that a replica has returned from its step and meets nobody any more."""
         with self._mutex:
-            self._returned[rank] = calls_made
+            self._returned = self._returned or (rank, calls_made)
             meeting = self._meeting
-            waiting = [call for call in meeting.calls if call is not None]
-        if waiting:
-            self.end(meeting, self._skipped(waiting[0]))
+            waiting = next(filter(None, meeting.calls), None) if meeting is not None else None
+        if waiting is not None:
+            self.end(meeting, self._skipped(waiting))
 
     def abort(self, cause: BaseException) -> None:
         """Release everyone who waits, and everyone who comes later, with the first cause given."""
         self._cause = self._cause or cause
         self.end(self._meeting, self._cause)
 
-    def end(self, meeting: Meeting, error: BaseException | None) -> None:
-        """Let everyone leave a meeting, unless it is over, and begin the next one."""
+    def end(self, meeting: Meeting | None, error: BaseException | None) -> None:
+        """Let everyone leave a meeting, unless it is over."""
         with self._mutex:
-            if meeting is self._meeting:
+            if meeting is not None and meeting is self._meeting:
                 meeting.error = error
-                self._meeting = Meeting(self)
+                self._meeting = None
                 meeting.done.release()
 
     def _wait(self, meeting: Meeting, rank: int, call: Call, timeout: float) -> None:
@@ -180,7 +179,7 @@ class Rendezvous:
         self.end(meeting, error)
 
     def _skipped(self, call: Call) -> CollectiveMismatchError:
-        rank, made = next(iter(self._returned.items()))
+        rank, made = self._returned or (0, 0)
         return CollectiveMismatchError(
             f"{call.title}: replica {rank} returned after {made} collective call(s) while another "
             f"replica called {call}. Every replica must make the same calls in the same order.",

@@ -63,12 +63,10 @@ class Segment:
     Args:
         peers: all processes; each of them must make this at the same time, on whichever host.
         ranks: those that share this host, this one among them.
-        head: how many bytes at the start of a bucket are used without `take`.
+        head: how many bytes at the start of a bucket `allocate` leaves alone.
 
     Attributes:
         rank: this process's place in `ranks`.
-        size: how many processes share this host.
-        capacity: how many bytes of a bucket `allocate` has left.
 
     Raises:
         DistributeError: the memory can not be made, or not be reached.
@@ -79,19 +77,13 @@ class Segment:
         self.size = size = len(ranks)
         self._peers = peers
         self._ranks = ranks
-        try:
-            memory = _shared_memory(peers, ranks)
-        except BaseException as error:
-            peers.abort(error)
-            raise
-        self._memory: Any = memory
-        whole: Array = np.frombuffer(memory, np.uint8)
+        self._memory: Any = _shared_memory(peers, ranks, head)
+        whole: Array = np.frombuffer(self._memory, np.uint8)
         self._buckets = whole[size * _PAGE :].reshape(size, -1)
-        self.capacity = self._buckets.shape[1]
-        self._taken = head
+        self._head, self._free = head, self._buckets.shape[1]
         self._slots: dict[int, list[ArrayOwner]] = {}  # What `allocate` has made, by length.
-        self._starts: dict[int, int] = {}
-        pages = [memoryview(memory)[rank * _PAGE : (rank + 1) * _PAGE] for rank in range(size)]
+        self._start = _address(self._buckets[self.rank])
+        pages = [memoryview(self._memory)[rank * _PAGE :][:_PAGE] for rank in range(size)]
         self._counters = [page[_COUNTER : _COUNTER + 8].cast("Q") for page in pages]
         self._headers = [
             [page[start : start + HEADER_BYTES] for page in pages]
@@ -104,10 +96,10 @@ class Segment:
         self._fence = _make_fence()
         not_for_forks.add(self)
         self.view = functools.lru_cache(maxsize=4096)(self._view)
-        self.views = functools.lru_cache(maxsize=1024)(self._views)
 
     def begin(self, call: Call) -> None:
-        """Start a call: the next `wait` compares it with those of the others."""
+        """Start a call, if the group is whole: the next `wait` compares it with the others'."""
+        self._peers.check()
         self._calls += 1
         self._header = encode(call, self._calls, self._peers.where.position)
         self._headers[self._calls & 1][self.rank][:] = self._header
@@ -121,10 +113,6 @@ class Segment:
 
     def wait(self, call: Call, timeout: float) -> None:
         """Wait until all others have come to where this process has arrived.
-
-        Args:
-            call: what is waited for.
-            timeout: how long to wait, in seconds.
 
         Raises:
             CollectiveMismatchError: another process makes another call.
@@ -152,7 +140,7 @@ class Segment:
 
         patience = self._peers.patience(call, timeout)
         start = checked = time.monotonic()
-        while any(counter[0] < arrived for counter in self._counters):
+        while missing():
             now = time.monotonic()
             if now - checked >= _CHECK_SECONDS:
                 checked = now
@@ -164,46 +152,11 @@ class Segment:
                 shortest, longest = _SLEEPS
                 time.sleep(min(max(shortest, (now - start) / 20), longest))
 
-    def take(self, stop: int) -> None:
-        """Take the first bytes of this process's bucket, if they are not taken yet.
-
-        Raises:
-            DistributeError: there is not so much memory.
-        """
-        if stop <= self._taken:
-            return
-        if stop > self.capacity:
-            raise DistributeError(
-                f"worker {self._ranks[self.rank]} needs {stop} bytes of shared memory for a call, "
-                f"and has {self.capacity}: the {self.size} workers of a host share its memory, or "
-                "half of what `ulimit -v` and `ulimit -f` allow."
-            )
-        self._populate(self._taken, stop)
-        self._taken = stop
-
-    def _populate(self, start: int, stop: int) -> None:
-        """Take memory now: where it is lacking later, the system would kill this process."""
-        first = start // _PAGE * _PAGE
-        base = self.size * _PAGE + self.rank * self._buckets.shape[1]
-        try:
-            self._memory.madvise(_POPULATE_WRITE, base + first, -(-(stop - first) // _PAGE) * _PAGE)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # Linux before 5.14 does not know it.
-                raise DistributeError(
-                    f"worker {self._ranks[self.rank]} gets no {stop - start} bytes of shared "
-                    f"memory: {error}."
-                ) from error
-
-    def _view(self, rank: int, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    def _view(self, rank: int, start: int, dtype: np.dtype[Any], size: int) -> Array:
         """Return an array in the bucket of one process."""
         if dtype.hasobject:
             raise TypeError("Python objects can not be shared between processes.")
-        stop = start + math.prod(shape) * dtype.itemsize
-        return self._buckets[rank, start:stop].view(dtype).reshape(shape)
-
-    def _views(self, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array]:
-        """Return the arrays that lie there in everyone's bucket, in the order of ranks."""
-        return [self.view(rank, start, dtype, shape) for rank in range(self.size)]
+        return self._buckets[rank, start : start + size * dtype.itemsize].view(dtype)
 
     def allocate(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """Return an array in this process's own bucket, or None if nothing is left of that.
@@ -217,25 +170,30 @@ class Segment:
         slots = self._slots.setdefault(nbytes, [])
         slot = next((slot for slot in slots if not slot.is_shared()), None)
         if slot is None:
-            start = self.capacity - nbytes
-            if start < self._taken or not COUNTS_TELL:
+            start = self._free - nbytes
+            if start < self._head or not COUNTS_TELL or not self._populate(start):
                 return None
-            try:
-                self._populate(start, start + nbytes)
-            except DistributeError:
-                return None
-            self.capacity = start
             # A view of memory, and not of another array, which would be what views of it hold.
-            memory = self._buckets[self.rank, start : start + nbytes].data
+            memory = self._buckets[self.rank, start : self._free].data
             slot = ArrayOwner(np.frombuffer(memory, np.uint8))
             slots.append(slot)
-            self._starts[id(slot.array)] = start - _address(slot.array)
+            self._free = start
         return slot.array[:used].view(dtype).reshape(shape)
+
+    def _populate(self, start: int) -> bool:
+        """Take the memory from there on now: where it is lacking later, the system would kill."""
+        first, stop = start // _PAGE * _PAGE, -(-self._free // _PAGE) * _PAGE
+        base = self.size * _PAGE + self.rank * self._buckets.shape[1]
+        try:
+            self._memory.madvise(_POPULATE_WRITE, base + first, stop - first)
+        except OSError as error:
+            return error.errno == errno.EINVAL  # Linux before 5.14 does not know it.
+        return True
 
     def place_of(self, array: Array) -> int | None:
         """Return where an array of `allocate` begins in the bucket; None for any other."""
-        start = self._starts.get(id(array.base))
-        return None if start is None else start + _address(array)
+        place = _address(array) - self._start
+        return place if 0 <= place < self._buckets.shape[1] else None
 
     def reset(self) -> None:
         """Start over; run by every process when none of them is inside a call."""
@@ -245,30 +203,26 @@ class Segment:
 
     def let_go(self) -> None:
         """Lend no memory any more: a fork would lend what its parent lends."""
-        self.capacity = 0
+        self._free = 0
         self._slots.clear()
-        self._starts.clear()
 
     def close(self) -> None:
         """Give the memory back, as soon as nobody looks at it any more."""
+        self.let_go()
         self.view.cache_clear()
-        self.views.cache_clear()
-        self._slots.clear()
-        self._starts.clear()
         self._memory = None
         self._buckets = np.empty((self.size, 0), np.uint8)
         self._counters, self._headers = [], []
 
 
-def _shared_memory(peers: ControlPlane, ranks: Sequence[int]) -> mmap.mmap:
+def _shared_memory(peers: ControlPlane, ranks: Sequence[int], head: int) -> mmap.mmap:
     """Map the file of this host, which the first of its processes makes.
 
     Raises:
         DistributeError: that is not possible.
     """
-    room = _room()
+    room, made = _room(), -1
     card: dict[str, Any] = {"room": room}
-    made = -1
     try:
         if peers.rank == ranks[0]:
             made = _make(len(ranks) * _PAGE + room)
@@ -278,12 +232,21 @@ def _shared_memory(peers: ControlPlane, ranks: Sequence[int]) -> mmap.mmap:
         blobs = peers.exchange("segment", json.dumps(card).encode(), _START_SECONDS)
         cards = [json.loads(blobs[rank]) for rank in ranks]
         bucket = min(card["room"] for card in cards) // len(ranks) // _PAGE * _PAGE
+        if bucket < head:
+            raise DistributeError(
+                f"worker {peers.rank} needs {head} bytes of shared memory, and has {bucket}: the "
+                f"{len(ranks)} workers of a host share its memory, or half of what `ulimit -v` "
+                "and `ulimit -f` allow."
+            )
         memory = _map(cards[0], len(ranks) * (_PAGE + bucket), ranks[0], peers.rank)
         peers.exchange("mapped", b"", _START_SECONDS)  # Until then the descriptor is needed.
+        return memory
+    except BaseException as error:
+        peers.abort(error)
+        raise
     finally:
         if made >= 0:
             os.close(made)
-    return memory
 
 
 def _make(nbytes: int) -> int:

@@ -216,9 +216,9 @@ def _process_backend(
     own = next(group for group in groups if peers.rank in group)
     inside = SharedMemoryBackend(peers, ranks=own)
     if peers.rank not in leaders:
-        return TwoLevelBackend(inside, None, groups, peers.rank, owned=[inside])
+        return TwoLevelBackend(inside, None, groups, peers.rank)
     between = _ring(peers, options, over_mpi, leaders)
-    return TwoLevelBackend(inside, between, groups, peers.rank, owned=[inside, between])
+    return TwoLevelBackend(inside, between, groups, peers.rank)
 
 
 def _ring(

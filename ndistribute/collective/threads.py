@@ -7,17 +7,17 @@ needed. Small values are reduced whole by whoever comes last, which saves the se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ndistribute.collective.backend import Call, Update
 from ndistribute.collective.buckets import blocks, owned_ranges
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.device import Array, array_namespace, copy_to, is_gpu_array
+from ndistribute.device import Array, array_namespace, copy_to, device_of, is_gpu_array
 from ndistribute.stream import Stream, settle, write_to
 
-__all__ = ["ThreadBackend"]
+__all__ = ["ThreadBackend", "owned_blocks"]
 
 T = TypeVar("T")
 
@@ -29,8 +29,6 @@ SMALL_BYTES = 1024 * 1024
 # the interpreter lock and has to win it back from the other replicas. Measured with 32 MiB and 2
 # replicas: 33 ms with blocks of 64 KiB, 17 ms with 128 KiB, 10 ms from 512 KiB on.
 BLOCK_BYTES = 512 * 1024
-
-_ALL = slice(None)
 
 
 class ThreadBackend:
@@ -55,11 +53,9 @@ class ThreadBackend:
         owners: int,
         one_device: bool = False,
     ) -> None:
-        self.rank = rank
-        self.size = rendezvous.size
+        self.rank, self.size = rank, rendezvous.size
+        self.owner, self.owners = owner, owners
         self.device = streams[rank].device
-        self.owner = owner
-        self.owners = owners
         self._rendezvous = rendezvous
         self._stream = streams[rank]
         self._gpus = [stream for stream in streams if stream.on_gpu]
@@ -69,18 +65,15 @@ class ThreadBackend:
         self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
     ) -> T:
         """Run `combine` once, on the thread of the last replica to arrive."""
-        if not self._gpus:
-            return self._rendezvous.exchange(self.rank, call, value, combine, timeout)
-
-        def settled(values: Sequence[Any]) -> T:
-            combined = combine(values)
-            settle(self._gpus)
-            return combined
-
-        # The replicas read on their own streams what others computed on theirs, and what is
-        # combined on the last one's.
-        self._stream.synchronize()
-        return self._rendezvous.exchange(self.rank, call, value, settled, timeout)
+        if self._gpus:  # The others read on their own streams what was computed on this one.
+            self._stream.synchronize()
+        meeting = self._rendezvous.join(self.rank, call, value, timeout)
+        if meeting.last == self.rank:
+            with meeting:
+                meeting.result = combine(meeting.values)
+                if self._gpus:
+                    settle(self._gpus)
+        return meeting.result  # type: ignore[no-any-return]
 
     def all_reduce(
         self,
@@ -98,12 +91,34 @@ class ThreadBackend:
         if meeting.last == self.rank:
             with meeting:
                 if alone:
-                    self._reduce(op, meeting.values, [(i, _ALL) for i in range(len(inputs))])
+                    self.reduce_parts(op, meeting.values, whole=True)
                 if self._gpus:
                     settle(self._gpus)
         if not alone:
-            self._reduce(op, meeting.values, self._walk(inputs, self.size, self.rank))
+            self.reduce_parts(op, meeting.values)
             self._meet_again(call, timeout)
+
+    def reduce_parts(self, op: ReduceOp, everyone: Sequence[Any], *, whole: bool = False) -> None:
+        """Reduce this replica's slice of leaves, or whole ones, for all replicas.
+
+        `everyone` has the inputs and outputs of each; the outputs of all may be the same arrays.
+        """
+        arrays, own = everyone[self.rank]
+        leaves = enumerate([slice(None)] * len(arrays))
+        for leaf, part in leaves if whole else owned_blocks(arrays, self.size, self.rank):
+            terms, others = [], []
+            for inputs, outputs in everyone:
+                terms.append(inputs[leaf][part])
+                if outputs[leaf] is not own[leaf]:
+                    others.append(outputs[leaf][part])
+            if self._gpus:
+                terms = [copy_to(term, device_of(own[leaf])) for term in terms]
+            total = reduce_arrays(op, terms, out=own[leaf][part])
+            for target in others:
+                if self._gpus:
+                    write_to(target, total)
+                else:
+                    target[...] = total
 
     def reduce_update(
         self,
@@ -121,7 +136,7 @@ class ThreadBackend:
 
         everyone, prepared = self.merge(call, inputs, combine, timeout)
         scratch: dict[Any, Array] = {}
-        for leaf, part in self._walk(inputs, self.owners, self.owner):
+        for leaf, part in owned_blocks(inputs, self.owners, self.owner):
             terms = [self._here(arrays[leaf][part]) for arrays in everyone]
             key = terms[0].dtype, terms[0].size
             if key not in scratch:  # The next block may use it again.
@@ -153,25 +168,6 @@ class ThreadBackend:
         """Release every replica of this process."""
         self._rendezvous.abort(cause)
 
-    def _reduce(
-        self, op: ReduceOp, everyone: Sequence[Any], parts: Iterable[tuple[int, slice]]
-    ) -> None:
-        """Reduce parts of leaves over the replicas and write them into everyone's outputs."""
-        for leaf, part in parts:
-            terms, targets = [], []
-            for inputs, outputs in everyone:
-                terms.append(inputs[leaf][part])
-                targets.append(outputs[leaf][part])
-            own = targets.pop(self.rank)
-            if self._gpus:
-                total = reduce_arrays(op, [self._here(term) for term in terms], out=own)
-                for target in targets:
-                    write_to(target, total)
-            else:
-                reduce_arrays(op, terms, out=own)
-                for target in targets:
-                    target[...] = own
-
     def _meet_again(self, call: Call, timeout: float) -> None:
         """Wait until nobody reads this replica's arrays any more."""
         self.merge(call, None, lambda _: None, timeout)
@@ -180,13 +176,18 @@ class ThreadBackend:
         """Return an array in the memory of this replica's device; on a CPU it is there already."""
         return copy_to(array, self.device) if self._gpus else array
 
-    def _walk(
-        self, arrays: Sequence[Array], owners: int, owner: int
-    ) -> Iterator[tuple[int, slice]]:
-        """Yield an owner's part of leaves in blocks that fit the cache; a GPU takes it whole."""
-        sizes = tuple([array.size for array in arrays])
-        for leaf, start, stop in owned_ranges(sizes, owners, owner):
-            array = arrays[leaf]
-            block = stop - start if is_gpu_array(array) else BLOCK_BYTES // array.dtype.itemsize
-            for first, last in blocks(start, stop, max(1, block)):
-                yield leaf, slice(first, last)
+
+def owned_blocks(
+    arrays: Sequence[Array], owners: int, owner: int, block_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[int, slice]]:
+    """Yield an owner's part of flat arrays in blocks that fit the cache; a GPU takes it whole.
+
+    >>> import numpy as np
+    >>> list(owned_blocks([np.zeros(3), np.zeros(40)], owners=2, owner=0, block_bytes=80))
+    [(0, slice(0, 3, None)), (1, slice(0, 10, None)), (1, slice(10, 16, None))]
+    """
+    for leaf, start, stop in owned_ranges(tuple([array.size for array in arrays]), owners, owner):
+        array = arrays[leaf]
+        block = stop - start if is_gpu_array(array) else max(1, block_bytes // array.itemsize)
+        for first, last in blocks(start, stop, block):
+            yield leaf, slice(first, last)
