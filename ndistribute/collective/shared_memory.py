@@ -188,13 +188,16 @@ class SharedMemoryBackend:
                 flat = joined[-1].reshape(-1)
                 places.append([flat[start:stop] for start, stop in itertools.pairwise(stops)])
                 longest.append((rows.dtype, width * max(lengths)))
-            for chunk in self._chunks(tuple(longest), self._window):
+            whole = sum([padded(dtype.itemsize * n) for dtype, n in longest]) <= WHOLE_BYTES
+            for chunk in self._chunks(tuple(longest), self._window, whole):
                 self._show(call, call.title, chunk, own, timeout)
                 with span("reduce", call.title):
                     for leaf, part, everyone in chunk:
                         for place, theirs in zip(places[leaf], everyone, strict=True):
                             target = place[part]
                             target[...] = theirs[: target.size]
+            if whole:  # They have read what an update may write to next.
+                self._segment.arrive()
             return joined
         except BaseException as error:
             self.abort(error)
@@ -236,11 +239,13 @@ class SharedMemoryBackend:
         self._chunks.cache_clear()
         self._segment.close()
 
-    def _cut(self, leaves: tuple[LeafKey, ...], window: int) -> list[list[_Piece]]:
+    def _cut(
+        self, leaves: tuple[LeafKey, ...], window: int, whole: bool = False
+    ) -> list[list[_Piece]]:
         """Return in which chunks leaves go through the windows, after the one used last."""
         chunks = []
-        for chunk in cut(leaves, WINDOW_BYTES):
-            window = 1 - window
+        for chunk in cut(leaves, WHOLE_BYTES if whole else WINDOW_BYTES):
+            window = 2 if whole else 1 - window  # Behind the windows is the place for whole ones.
             pieces = []
             for leaf, dtype, start, stop, offset in chunk:
                 place = window * WINDOW_BYTES + offset, dtype, stop - start
