@@ -265,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, help="of each all-reduce; 60, quick 2")
     parser.add_argument("--heartbeat", type=float, default=2.0, help="timeout in seconds")
     parser.add_argument("--only", choices=["detection", "cost"])
+    parser.add_argument("--wires", nargs="+", choices=list(SIZES), default=list(SIZES))
     options = parser.parse_args(arguments)
     repetitions = options.repetitions or (1 if options.quick else 20)
     turns = options.turns or (2 if options.quick else 60)
@@ -279,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "detection": [],
         "cost": [],
     }
-    for wire in SIZES:
+    for wire in options.wires:
         if options.only != "cost":
             written["detection"] += detections(wire, repetitions, heartbeat)
         if options.only != "detection":

@@ -293,6 +293,7 @@ class ControlPlane:
     def _begin(self, generation: int) -> None:
         """Begin a generation of the group; what was under way in the last one counts no more."""
         self.generation = generation
+        self._broken = {at: failed for at, failed in self._broken.items() if at >= generation}
         self.cause = self._broken.get(generation)
         self._origin: BaseException | None = None  # What the cause was, where it happened here.
         self._told: star.Failed | None = None  # Which cause this process's own code knows.

@@ -16,7 +16,10 @@ from tests.processes import ROOT
 @pytest.mark.timeout(180)
 def test_every_fault_is_measured_and_so_is_the_cost_of_the_checks(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.faults", "--quick", "--out", str(tmp_path / "f.json")],
+        [
+            *[sys.executable, "-m", "benchmarks.faults", "--quick", "--wires", "shared", "ring"],
+            *["--out", str(tmp_path / "f.json")],
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
