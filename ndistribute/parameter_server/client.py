@@ -95,9 +95,7 @@ class _WriteBuffer:
         with self._servers._lock:
             owned = {i: [self._owned(change) for change in some] for i, some in changes.items()}
             self._kept.append((owned, then))
-            self._names.update(
-                *(m.names_written(change) for some in owned.values() for change in some)
-            )
+            self._names.update(*(_written(change) for some in owned.values() for change in some))
             nbytes = sum(copy.nbytes for copy in self._copies)
             full = nbytes >= _BUFFERED_BYTES or len(self._kept) >= _BUFFERED_CHANGES
         if full:
@@ -154,6 +152,15 @@ class _WriteBuffer:
                 np.copyto(spare, array)
                 return spare
         return array.copy(order="C")
+
+
+def _written(change: m.Change) -> tuple[str, ...]:
+    """Return the names of the variables that a change writes to."""
+    if isinstance(change, m.Aggregate):
+        return _written(change.apply)
+    if isinstance(change, m.Apply):
+        return (*change.names, *(name for some in change.slots for name in some), change.counter)
+    return (change.name,)
 
 
 def _writable(array: Array) -> bool:

@@ -6,7 +6,6 @@ are the same however often they come; a `Transaction` has the number by which a 
 
 from __future__ import annotations
 
-import itertools
 from typing import Literal
 
 import msgspec
@@ -60,14 +59,6 @@ class Aggregate(Record, frozen=True):
 
 
 Change = Update | Apply | Aggregate
-
-
-def names_written(change: Change) -> tuple[str, ...]:
-    """Return the names of the variables that a change writes to."""
-    if isinstance(change, Update):
-        return (change.name,)
-    apply = change.apply if isinstance(change, Aggregate) else change
-    return (*apply.names, *itertools.chain(*apply.slots), apply.counter)
 
 
 class NewVariable(Record, frozen=True):

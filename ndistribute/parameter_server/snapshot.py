@@ -24,7 +24,7 @@ import msgspec
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server.messages import Failure, Logged, Totals
-from ndistribute.parameter_server.store import Answers, Applied, ClockGroup, Store
+from ndistribute.parameter_server.store import Applied, ClockGroup, Store
 from ndistribute.parameter_server.updates import Aggregation
 from ndistribute.parameter_server.variables import Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
@@ -252,7 +252,7 @@ class Disk:
         before = self.store.total
         try:
             for request in _requests(path):
-                for _, reply in self._again(request):
+                for _, reply in self.store.handle("", 0, request):
                     if isinstance(reply, Failure):
                         raise MalformedError(reply.message)
         except MalformedError as error:
@@ -261,13 +261,6 @@ class Disk:
             ) from error
         made = self.store.total - before
         _log.warning("%s made %d transactions of %s again", self._task, made, path)
-
-    def _again(self, request: Logged) -> Answers:
-        try:
-            return self.store.handle("", 0, request)
-        except Exception as error:  # As it did before, and nothing was changed.
-            _log.warning("%s: an update's rule raises again: %s", self._task, str(error))
-            return []
 
     def _log_path(self, number: int) -> Path:
         return self._directory / f"{self._stem}.{number:06d}.log"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.updates import Aggregation, plan
-from ndistribute.parameter_server.variables import Cell, Refused, Variables
+from ndistribute.parameter_server.variables import Refused, Variables
 
 MAX_CLIENTS = 1 << 16
 MAX_APPLIED = 1 << 20
@@ -157,18 +157,11 @@ class Store:
         fresh: dict[str, Aggregation] = {}
         aggregates = ChainMap(fresh, self.aggregates)
         planner = functools.partial(plan, self.variables, aggregates, request.client)
-        self.variables.at_risk = False
         planned = list(map(planner, request.changes))
-        held = self._held(request.changes) if self.variables.at_risk else []
         self.log(request)
-        try:
-            # A warning that becomes an error would leave the rest unmade.
-            with np.errstate(all="ignore"):
-                outcomes = tuple(make() for make in planned)
-        except BaseException:
-            for cell, array, version in held:
-                cell.array, cell.version = array, version
-            raise
+        # A warning that becomes an error would leave the rest unmade.
+        with np.errstate(all="ignore"):
+            outcomes = tuple(make() for make in planned)
         self.aggregates.update(fresh)
         self.total += 1
         applied.add(request.sequence, request.low_water)
@@ -177,14 +170,6 @@ class Store:
         if len(self.applied) > MAX_CLIENTS:
             del self.applied[next(iter(self.applied))]
         return m.Changed(outcomes, self.total)
-
-    def _held(self, changes: Sequence[m.Change]) -> list[tuple[Cell, Any, int]]:
-        """Return what changes write to as it is, and let them write to copies: a rule may raise."""
-        names = set().union(*map(m.names_written, changes))
-        held = [(cell, cell.array, cell.version) for cell in map(self.variables.cell, names)]
-        for cell, array, _ in held:
-            cell.array = array.copy()
-        return held
 
     def _outcome_now(self, change: m.Change) -> m.Outcome:
         """Return the outcome of a change that was made before, as far as it can be known."""

@@ -103,8 +103,6 @@ class _OptimizerStep:
         except ValueError as error:
             raise Refused(str(error)) from error
         _check_names(self._rule, change)
-        # Of ours it is known that they raise nothing.
-        variables.at_risk |= not type(self._rule).__module__.startswith("ndistribute.")
         self._counter = variables.cell(change.counter)
         check_fits(change.counter, self._counter.array, (), np.dtype(np.int64))
         self._learning_rate = change.learning_rate
@@ -132,10 +130,12 @@ class _OptimizerStep:
         self._counter.array[...] += 1
         # Somebody may have written anything into the counter.
         rate = self._rule.rate(max(1, int(self._counter.array)), self._learning_rate)
-        for target, gradient in zip(self._targets, fitted, strict=True):
-            _update(self._rule, [cell.array for cell in target], gradient, rate)
-        for cell in self._written:
-            cell.version += 1
+        try:
+            for target, gradient in zip(self._targets, fitted, strict=True):
+                _update(self._rule, [cell.array for cell in target], gradient, rate)
+        finally:  # Where a user's rule raises, readers are to see what it has changed.
+            for cell in self._written:
+                cell.version += 1
         return Done(tuple(target[0].version for target in self._targets))
 
 

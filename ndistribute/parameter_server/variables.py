@@ -56,7 +56,6 @@ class Variables:
     def __init__(self, floor: int = 0) -> None:
         self.floor = floor
         self.adopts = False  # Whether arrays of requests that can be written to are nobody else's.
-        self.at_risk = False  # Whether what was planned last may fail once it writes.
         self.cells: dict[str, Cell] = {}
 
     def cell(self, name: str) -> Cell:

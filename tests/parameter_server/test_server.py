@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -31,7 +30,6 @@ from ndistribute.parameter_server.messages import (
     Status,
 )
 from ndistribute.parameter_server.server import StoreService
-from ndistribute.update_rules import Rule
 from tests.parameter_server.calls import Client, add, apply, assign, content, new, read
 
 ONES = np.ones(3)
@@ -223,27 +221,6 @@ def test_every_acknowledged_change_is_in_the_log_at_once(tmp_path):
         assert content(service.store)[1]["variables/w"] == expected
         assert client.ask(read("x")).kind == "unknown"
         assert client.ask(AwaitStep("t", 1, 2)).value == 1
-
-
-def test_a_rule_that_raised_is_no_hindrance_to_go_on_from_the_log(tmp_path):
-    @dataclasses.dataclass(frozen=True)
-    class Failing(Rule):
-        name = "failing"
-
-        def update(self, variable, gradient, slots, rate):
-            variable += 5
-            raise ArithmeticError("never")
-
-    left = tmp_path / "left"
-    with killed(left) as (_, client):
-        client.ask(Create((new("w", ONES), new("x", ONES), new("n", 0))))
-        with pytest.raises(ArithmeticError, match="never"):
-            client.change(add("x", ONES), apply("failing", "w", Gradient(ONES)))
-        client.change(add("w", ONES))
-    with serving(left, "log") as (service, client):
-        assert totals(client) == (1, 1)
-        held = service.store.variables.cells
-        assert [held[name].array.tolist() for name in "wxn"] == [[2.0] * 3, [1.0] * 3, 0]
 
 
 def test_the_log_is_in_the_order_of_the_changes_whoever_makes_them(tmp_path):
