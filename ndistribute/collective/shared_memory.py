@@ -192,7 +192,9 @@ class SharedMemoryBackend:
                 self._show(call, call.title, chunk, own, timeout)
                 with span("reduce", call.title):
                     for leaf, part, everyone in chunk:
-                        for place, theirs in zip(places[leaf], everyone, strict=True):
+                        shown = list(everyone)
+                        shown[self.rank] = own[leaf][part]  # Nobody else reads there.
+                        for place, theirs in zip(places[leaf], shown, strict=True):
                             target = place[part]
                             target[...] = theirs[: target.size]
             if whole:  # They have read what an update may write to next.
