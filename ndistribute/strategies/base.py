@@ -335,12 +335,13 @@ class Strategy:
 
         def end() -> None:
             self._closed = True
-            try:
-                self._pool.close()
-            finally:
-                self._on_close()
+            self._pool.close()
 
-        self._exclusively(end)
+        try:
+            self._exclusively(end)
+        finally:
+            if self._user != threading.get_ident():  # Else a step of this thread goes on.
+                self._on_close()
 
     experimental_distribute_dataset = _alias("distribute_dataset")
     experimental_distribute_values_from_function = _alias("distribute_values_from_function")
@@ -382,8 +383,10 @@ class Strategy:
             return pool.run(step)
         finally:
             if pool.abandoned:
-                self._build()
-                pool.close()
+                try:
+                    self._build()
+                finally:
+                    pool.close()
 
     def _exclusively(self, use: Callable[[], T]) -> T:
         """Call a function that uses the replicas, while no other one does.

@@ -70,6 +70,7 @@ class Shards:
         [0 2] [1 1]
         """
         starts = np.array(self.starts)
+        rows = rows.astype(np.int64, copy=False)  # What is left of uint64 would be floats.
         owners: Array = np.searchsorted(starts[1:], rows, side="right")
         parts = [np.flatnonzero(owners == shard) for shard in range(self.count)]
         return [(part, rows[part] - start) for part, start in zip(parts, starts, strict=False)]

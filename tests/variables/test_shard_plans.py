@@ -66,6 +66,12 @@ def test_rows_are_found_in_their_shards(drawn):
     assert np.array_equal(found, array[rows])
 
 
+def test_rows_may_be_unsigned_numbers():
+    shards = Shards((7, 2), 3)
+    for _, indices in shards.locate(np.array([6, 0, 2], np.uint64)):
+        assert indices.dtype == np.int64
+
+
 @given(sharded())
 def test_rising_rows_come_back_in_order_when_the_parts_are_joined(drawn):
     _, shards, rows = drawn
