@@ -51,7 +51,8 @@ class Device:
     task: int | None
 
     def __init__(self, spec: str | Device) -> None:
-        match = _PATTERN.fullmatch(str(spec)) if isinstance(spec, str | Device) else None
+        text = str(spec) if isinstance(spec, Device) else spec
+        match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
                 f"{spec!r} names no device. Write for example 'cpu:0', '/gpu:1' or "
@@ -214,9 +215,10 @@ def _is_gpu_type(kind: type) -> bool:
 def _gpu_count() -> int:
     try:
         cupy = cupy_module()
-        return int(cupy.cuda.runtime.getDeviceCount())
     except MissingDependencyError:
         return 0
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
         return 0
 

@@ -95,6 +95,7 @@ class ControlPlane:
 
     raised: bool
     _failed_at: Place
+    _origin: BaseException | None
 
     def __init__(self, info: ProcessInfo, timeout: float = 300.0) -> None:
         self.rank, self.size = info.rank, info.size
@@ -178,6 +179,8 @@ class ControlPlane:
                 f"this process was forked from worker {self.rank}, whose place among the workers "
                 "is its own: run steps there, or start processes by 'spawn'."
             )
+        if self._closed:
+            self._refuse_closed()
         if self._failed_at != BEFORE_ALL and not self.is_broken_here:
             self._settle(timeout)
         knows = self.raised or self._told is self.cause
@@ -186,13 +189,12 @@ class ControlPlane:
         self.raised = False
         if self.cause is not None and self.where.position + 1 > self.cause.place[0]:
             self._raise(self.cause)
-        if self._closed:
-            self._refuse_closed()
         self.where.begin_step()
 
     def leave(self) -> None:
         """End a step."""
         self.where.end_step()
+        self._origin = None  # Its traceback holds the step.
         if self._asked or self._failures:
             self._catch_up()
 
@@ -295,7 +297,7 @@ class ControlPlane:
         self.generation = generation
         self._broken = {at: failed for at, failed in self._broken.items() if at >= generation}
         self.cause = self._broken.get(generation)
-        self._origin: BaseException | None = None  # What the cause was, where it happened here.
+        self._origin = None  # What the cause was, where it happened here.
         self._told: star.Failed | None = None  # Which cause this process's own code knows.
         self.raised = False
         self._failed_at = BEFORE_ALL  # After which call its own code raised.
@@ -372,6 +374,8 @@ class ControlPlane:
             while len(self._passed[key]) < self.size:
                 if not while_broken:
                     self.check()
+                elif self._closed:
+                    self._refuse_closed()
                 missing = self._missing(key)
                 self._refuse_gone(kind, missing)
                 now = time.monotonic()
@@ -498,12 +502,13 @@ class ControlPlane:
             known = self._broken.get(failed.generation)
             if failed.generation < self.generation or (known and failed.place >= known.place):
                 return
-            self._broken[failed.generation] = failed
             if tell:
                 self._star.post(star.Abort(failed))
             if failed.generation == self.generation:
-                self._origin, self._told = origin, failed if origin else self._told
-                self.cause = failed  # Last, for it is looked at without the lock.
+                self._origin = origin
+                self._told = self._told if origin is None else failed
+                self.cause = failed  # After them, for it is looked at without the lock.
+            self._broken[failed.generation] = failed  # Last: an interrupt before is made up for.
             self._changed.notify_all()
 
 

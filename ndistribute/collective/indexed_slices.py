@@ -12,6 +12,7 @@ import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
 from ndistribute.device import Array, Device, array_namespace, copy_to, device_of, is_gpu_array
+from ndistribute.dtypes import native
 
 
 class IndexedSlices:
@@ -96,14 +97,15 @@ class IndexedSlices:
                 f"IndexedSlices are reduced by SUM or MEAN, got {op.name}: rows that no replica "
                 "passed count as zeros. Call to_dense() first."
             )
-        wide = self.values.astype(accumulation_dtype(op, self.dtype), copy=False)
+        own_values = native(self.values)
+        wide = own_values.astype(accumulation_dtype(op, self.dtype), copy=False)
         own = IndexedSlices(wide, self.indices, self.dense_shape).summed()
         # No row of tables: it moves nothing, and lets replicas see that they mean the same table.
         table = array_namespace(own.values).empty((0, *own.dense_shape), own.dtype)
         values, indices, _ = gather((own.values, own.indices, table))
         total = IndexedSlices(values, indices, self.dense_shape).summed()
         finish(op, total.values, size)
-        total.values = total.values.astype(result_dtype(op, self.dtype), copy=False)
+        total.values = total.values.astype(result_dtype(op, own_values.dtype), copy=False)
         return total
 
     def to_dense(self) -> Array:

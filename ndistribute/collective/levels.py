@@ -156,16 +156,21 @@ class TwoLevelBackend:
         timeout: float,
     ) -> Any:
         """Reduce in each group, then over groups, and update what this replica owns."""
-        totals, prepared = self._reduce(call, inputs, op, prepare, timeout)
-        # Members with memories of their own read the same total, and each may change it.
-        read_by_others = self._one_memory and self.owners < self._inside.size
-        with span("update", call.title):
-            for leaf, part in owned_blocks(totals, self.owners, self.owner, BLOCK_BYTES):
-                dtype = result_dtype(op, inputs[leaf].dtype)
-                total = totals[leaf][part].astype(dtype, copy=read_by_others)
-                update(prepared, leaf, part.start, part.stop, total)
-        self._inside.merge(call, None, lambda _: None, timeout)
-        return prepared
+        try:
+            totals, prepared = self._reduce(call, inputs, op, prepare, timeout)
+            # Members with memories of their own read the same total, and each may change it.
+            read_by_others = self._one_memory and self.owners < self._inside.size
+            with span("update", call.title):
+                for leaf, part in owned_blocks(totals, self.owners, self.owner, BLOCK_BYTES):
+                    dtype = result_dtype(op, inputs[leaf].dtype)
+                    total = totals[leaf][part].astype(dtype, copy=read_by_others)
+                    update(prepared, leaf, part.start, part.stop, total)
+            self._inside.merge(call, None, lambda _: None, timeout)
+            return prepared
+        except BaseException as error:
+            if self._outside is not None:  # The other processes may have the totals, and update.
+                self._outside.abort(error)
+            raise
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
         """Join the rows of each group, then those of all groups, in the order of ranks."""

@@ -103,12 +103,15 @@ class MpiTransport(PollingTransport):
         try:
             self._pending = [transfer for transfer in self._pending if not transfer.test()]
         except self._error as error:
-            # Another call's message may be too long for its place: its header is here, and says so.
-            for transfer in self._pending:
-                with contextlib.suppress(self._error):
-                    transfer.test()
-            raise self._lost(f"MPI failed on worker {self._peers.rank}: {error}.") from error
+            reason = f"MPI failed on worker {self._peers.rank}: {error}."
+            raise self._lost(reason, look=self._test_all) from error
         return len(self._pending) < before
+
+    def _test_all(self) -> None:
+        """Take what is here: another call's message may be too long, and its header says so."""
+        for transfer in self._pending:
+            with contextlib.suppress(self._error):
+                transfer.test()
 
     def _sleep(self, idle: float) -> None:
         # In proportion, so that waking late never adds much to the wait.
@@ -128,7 +131,7 @@ class _Transfer:
 
     def test(self) -> bool:
         """Ask MPI whether it is done."""
-        if self.request.Test():
+        if not self.done and self.request.Test():
             self.done = True
             if self.then is not None:
                 self.then()

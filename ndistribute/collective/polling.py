@@ -87,10 +87,13 @@ class PollingTransport(abc.ABC):
         owing = {one.peer for one in waiting if one.receives}
         return sorted(owing or {one.peer for one in waiting})
 
-    def _lost(self, reason: str, rank: int | None = None) -> WorkerLostError:
+    def _lost(
+        self, reason: str, rank: int | None = None, look: Callable[[], None] = lambda: None
+    ) -> WorkerLostError:
         """Return the error for a message that can not be moved, unless the group knows a better."""
         until = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < until:
             self._check()
+            look()
             time.sleep(0.002)
         return WorkerLostError(reason, rank=rank)

@@ -143,8 +143,11 @@ class Rendezvous:
 
     def abort(self, cause: BaseException) -> None:
         """Release everyone who waits, and everyone who comes later, with the first cause given."""
-        self._cause = self._cause or cause
-        self.end(self._meeting, self._cause)
+        with self._mutex:  # Else who is about to begin a meeting would not be released.
+            if self._cause is None:
+                self._cause = cause
+            meeting = self._meeting
+        self.end(meeting, self._cause)
 
     def end(self, meeting: Meeting | None, error: BaseException | None) -> None:
         """Let everyone leave a meeting, unless it is over."""

@@ -433,7 +433,9 @@ class Runner:
         values = send.of(bucket.target if move.after else bucket.source)
         if bucket.codec is not None:
             values = compress(values, np.empty(values.size, bucket.codec))
-        self._sends[index] = self._post(send.peer, values)
+        handle = self._post(send.peer, values)
+        if bucket.codec is None:  # Else nobody asks for it, and it would hold its block.
+            self._sends[index] = handle
         return True
 
     def _take(self, index: int, move: Move, message: Message) -> None:

@@ -100,7 +100,8 @@ class SharedMemoryBackend:
         try:
             if all(map(operator.is_, inputs, outputs)) and _nbytes(inputs) > SMALL_BYTES:
                 everyone, _ = self._show_whole(call, inputs, timeout, copy=False)
-                self._add_slices(call, [terms for terms in everyone if terms], op, timeout)
+                if any(everyone):
+                    self._add_slices(call, [terms for terms in everyone if terms], op, timeout)
                 rest = [a for a, terms in zip(inputs, everyone, strict=True) if not terms]
                 if not rest:
                     return
@@ -178,16 +179,16 @@ class SharedMemoryBackend:
         try:
             self._segment.begin(call)
             lengths_of_all = self._exchange(call, [len(rows) for rows in inputs], timeout)
-            own = [rows.reshape(-1) for rows in inputs]
+            own = [_bytes_of(rows) for rows in inputs]
             joined, places, longest = [], [], []
             for rows, *lengths in zip(inputs, *lengths_of_all, strict=True):
-                width = math.prod(rows.shape[1:])
+                width = math.prod(rows.shape[1:]) * rows.itemsize
                 stops = itertools.accumulate([width * length for length in lengths], initial=0)
                 joined.append(np.empty((sum(lengths), *rows.shape[1:]), rows.dtype))
-                flat = joined[-1].reshape(-1)
+                flat = _bytes_of(joined[-1])
                 places.append([flat[start:stop] for start, stop in itertools.pairwise(stops)])
-                longest.append((rows.dtype, width * max(lengths)))
-            whole = sum([padded(dtype.itemsize * n) for dtype, n in longest]) <= WHOLE_BYTES
+                longest.append((flat.dtype, width * max(lengths)))
+            whole = sum([padded(nbytes) for _, nbytes in longest]) <= WHOLE_BYTES
             for chunk in self._chunks(tuple(longest), self._window, whole):
                 self._show(call, call.title, chunk, own, timeout)
                 with span("reduce", call.title):
@@ -208,6 +209,7 @@ class SharedMemoryBackend:
         """Copy from the root's bucket."""
         try:
             self._segment.begin(call)
+            buffers = list(map(_bytes_of, buffers))
             for chunk in self._chunks(tuple(map(_key, buffers)), self._window):
                 self._show(call, call.title, chunk, buffers if self.rank == root else (), timeout)
                 if self.rank != root:
@@ -337,3 +339,10 @@ class SharedMemoryBackend:
 
 def _nbytes(arrays: Sequence[Array]) -> int:
     return sum([array.nbytes for array in arrays])
+
+
+def _bytes_of(array: Array) -> Array:
+    """Return the bytes of an array, flat: what is only copied may have items of any length."""
+    if array.dtype.hasobject:
+        raise TypeError("Python objects can not be shared between processes.")
+    return array.reshape(-1).view(np.uint8)

@@ -120,7 +120,7 @@ class Hub:
         self.gone: set[int] = set()  # Who has said good-bye or was lost.
         self.joined = False  # Whether all have joined.
         self._passed: dict[tuple[str, int, tuple[int, int]], dict[int, bytes]] = {}
-        self._polled: tuple[object, float] = None, 0.0  # About which call, and when.
+        self._polled: dict[object, float] = {}  # When the others were asked about a call last.
 
     def take(self, sender: int, message: Message) -> None:
         """Act on what a process says."""
@@ -157,8 +157,9 @@ class Hub:
             if own == SKIPPED:
                 told = list(passed)  # They wait there.
             now = time.monotonic()
-            if self._polled[0] != key or now - self._polled[1] >= _POLL_SECONDS:
-                self._polled = key, now
+            if now - self._polled.get(key, 0.0) >= _POLL_SECONDS:
+                self._polled = {k: at for k, at in self._polled.items() if now - at < _POLL_SECONDS}
+                self._polled[key] = now
                 told += missing
         answer = Exchange(*key, dict(passed))
         for rank in told:

@@ -133,8 +133,9 @@ class _Direction:
                     count = self.sock.sendmsg(parts)
             except BlockingIOError:
                 break
-            if self.receives and not count:
-                raise EOFError(f"worker {self.peer} sends no more")
+            if not count:
+                what = "sends" if self.receives else "takes"
+                raise EOFError(f"worker {self.peer} {what} no more")
             moved = True
             while queue and count >= len(queue[0].rest):
                 transfer = queue.popleft()

@@ -378,6 +378,8 @@ class Strategy:
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
         if self._closed:
             raise RuntimeError(f"{self!r} was closed: make a new strategy to run steps.")
+        if self._pool.abandoned:  # Nothing could be made in its place at once.
+            self._build()
         pool = self._pool
         try:
             return pool.run(step)

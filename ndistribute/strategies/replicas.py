@@ -37,6 +37,7 @@ class _Running:
         self.results: list[Any] = [None] * size
         self.errors: list[tuple[int, BaseException]] = []  # In the order of time.
         self.begun = 0
+        self._deadline: float | None = None  # After a failure; it holds on through interrupts.
         self._ended: list[None] = []
         self._wake = threading.Lock()  # Held until a thread ends.
         self._wake.acquire()
@@ -54,12 +55,11 @@ class _Running:
 
         Those that ended are counted: an interrupt may strike when a wake-up was taken already.
         """
-        deadline = None
         while len(self._ended) < self.begun:
             # In short waits, for a failure may come while this thread sleeps.
             if not self._wake.acquire(timeout=1.0) and self.errors:
-                deadline = deadline or time.monotonic() + GRACE_SECONDS
-                if time.monotonic() > deadline:
+                self._deadline = self._deadline or time.monotonic() + GRACE_SECONDS
+                if time.monotonic() > self._deadline:
                     return False
         return True
 
@@ -172,7 +172,8 @@ class ReplicaPool:
             self._group.leave(rank)
         except BaseException as error:
             running.errors.append((rank, error))
-            self._group.abort(error)
+            if not self.abandoned:  # Else another step may be under way, which it has no part in.
+                self._group.abort(error)
         finally:
             del frames[depth:]
             if rank:
