@@ -32,7 +32,10 @@ def strategy() -> nd.MultiWorkerMirroredStrategy:
     options = nd.CommunicationOptions(
         implementation=os.environ.get("FAULTS_WIRE", "auto"), timeout_seconds=DEADLINE
     )
-    return nd.MultiWorkerMirroredStrategy(communication_options=options)
+    replicas = int(os.environ.get("FAULTS_REPLICAS", "1"))
+    return nd.MultiWorkerMirroredStrategy(
+        communication_options=options, devices=[f"cpu:{k}" for k in range(replicas)]
+    )
 
 
 def peers() -> Any:
@@ -431,3 +434,22 @@ def failed_again(rank: int, size: int, who: int) -> tuple[float, list[str]]:
         except (ArithmeticError, nd.DistributeError) as error:
             raised.append(f"{number} {type(error).__name__} {error}")
     return float(count), raised
+
+
+def updated_alone(rank: int, size: int, who: int) -> list[str]:
+    """Raise on one process when the others have a sum already, and say what all raised."""
+
+    def rate(step: int) -> float:
+        if rank == who and step == 1:
+            raise ValueError("no rate")
+        return 0.1
+
+    with strategy().scope():
+        variable, optimizer = nd.Variable(np.zeros(SMALL)), nd.optimizers.SGD(rate)
+    raised: list[str] = []
+    while "CollectiveMismatchError" not in raised and len(raised) < 4:
+        try:
+            strategy().run(lambda: optimizer.apply_gradients([(np.ones(SMALL), variable)]))
+        except (ValueError, nd.DistributeError) as error:
+            raised.append(type(error).__name__)
+    return raised
