@@ -322,6 +322,19 @@ def test_text_of_any_length_is_gathered(ranks: Ranks) -> None:
     assert agreed(ranks, check_text) == [f"{last}:{50_000 * last:07d}"]
 
 
+def check_long_items(rank: int, size: int) -> str:
+    """Gather items each of which is longer than half a window."""
+    (joined,) = gathered([np.array([[str(rank) * 200_000]] * 6)])
+    assert [text[0] for (text,) in joined.tolist()] == [
+        str(r) for r in range(size) for _ in "sixsix"
+    ]
+    return digest([joined])
+
+
+def test_items_longer_than_a_window_are_gathered(ranks: Ranks) -> None:
+    agreed(ranks, check_long_items)
+
+
 def share_objects(rank: int, size: int) -> None:
     gathered([np.array([[object()]])])
 

@@ -283,6 +283,30 @@ def test_what_a_given_up_step_holds_on_devices_is_given_back(monkeypatch):
     assert strategy.ended == 3
 
 
+def test_a_group_that_can_not_be_made_anew_is_made_by_the_next_step(monkeypatch):
+    monkeypatch.setattr(replicas, "GRACE_SECONDS", 0.05)
+    go_on = threading.Event()
+
+    def step():
+        if rank() == 0:
+            raise MineError
+        assert go_on.wait(DEADLINE)
+        with pytest.raises(nd.WorkerLostError):
+            meet()
+
+    def refuse():
+        raise MemoryError
+
+    with mirrored(2) as strategy:
+        with monkeypatch.context() as patched:
+            patched.setattr(strategy, "make_group", refuse)
+            with pytest.raises(MemoryError):
+                strategy.run(step)
+        assert works(strategy)  # The replica that was given up has no part in it.
+        go_on.set()
+        assert works(strategy)
+
+
 def test_closing_after_a_fault_ends_all_threads(several):
     with raised_in(several, 1, ZeroDivisionError):
         several.run(lambda: 1 / 0 if rank() == 1 else meet())
