@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import replace
 
@@ -250,6 +251,15 @@ def test_a_replica_that_does_not_end_is_given_up_after_a_failure(monkeypatch):
         assert float(v) == 3
 
 
+def left_alone(go_on):
+    """Raise in one replica, while the other one computes until it is told."""
+    if rank() == 0:
+        raise MineError
+    assert go_on.wait(DEADLINE)
+    with pytest.raises(nd.WorkerLostError):
+        meet()
+
+
 class Holding(nd.MirroredStrategy):
     """A strategy whose groups hold something on devices; it counts those that gave it back."""
 
@@ -265,13 +275,7 @@ class Holding(nd.MirroredStrategy):
 def test_what_a_given_up_step_holds_on_devices_is_given_back(monkeypatch):
     monkeypatch.setattr(replicas, "GRACE_SECONDS", 0.05)
     go_on = threading.Event()
-
-    def step():
-        if rank() == 0:
-            raise MineError
-        assert go_on.wait(DEADLINE)
-        with pytest.raises(nd.WorkerLostError):
-            meet()
+    step = functools.partial(left_alone, go_on)
 
     with Holding(cpus(2)) as strategy:
         for count in (1, 2):
@@ -286,13 +290,7 @@ def test_what_a_given_up_step_holds_on_devices_is_given_back(monkeypatch):
 def test_a_group_that_can_not_be_made_anew_is_made_by_the_next_step(monkeypatch):
     monkeypatch.setattr(replicas, "GRACE_SECONDS", 0.05)
     go_on = threading.Event()
-
-    def step():
-        if rank() == 0:
-            raise MineError
-        assert go_on.wait(DEADLINE)
-        with pytest.raises(nd.WorkerLostError):
-            meet()
+    step = functools.partial(left_alone, go_on)
 
     def refuse():
         raise MemoryError
