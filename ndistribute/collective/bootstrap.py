@@ -30,6 +30,7 @@ from ndistribute.transport.secret import Credentials, credentials_of, tls_files
 
 _ATTEMPT_SECONDS = 5.0
 _CHECK_SECONDS = 0.01
+_RETRY_SECONDS = 0.05  # Each attempt costs a handshake.
 _WELCOME = b"+"
 _SOMEWHERE = "192.0.2.1"  # Of the range for examples: a way to it is looked up, nothing is sent.
 
@@ -213,8 +214,9 @@ class DataConnections:
                 raise
             except OSError:
                 pass  # It is not that far, and one tries again.
+            pause = _RETRY_SECONDS if rank < self._info.rank else _CHECK_SECONDS
             with self._changed:
-                self._changed.wait_for(lambda: rank in self._sockets, _CHECK_SECONDS)
+                self._changed.wait_for(lambda: rank in self._sockets, pause)
         return sock
 
     def renew(self, generation: int) -> None:

@@ -55,8 +55,8 @@ class ReplicaGroup:
         self.rendezvous.leave(rank, self.communicators[rank].calls_made)
 
     def end(self) -> None:
-        """End a step that was begun, when every replica is out of it."""
-        if self.workers is not None:
+        """End a step if it was begun, when every replica is out of it."""
+        if self.workers is not None and self.workers.peers.where.inside:
             self.workers.leave()
 
     def abort(self, cause: BaseException) -> None:

@@ -108,17 +108,14 @@ class ReplicaPool:
             BaseException: what a replica raised, the first of them, with a note naming it.
         """
         running = _Running(len(self._contexts))
-        begun = False
         try:
             self._group.begin()
-            begun = True
             self._run_all(step, running)
         except BaseException as interrupt:
             self._group.abort(interrupt)  # Other processes may be in the step already.
             raise
         finally:
-            if begun:
-                self._group.end()
+            self._group.end()
         if running.errors:
             self._raise_first(running)
         return running.results
