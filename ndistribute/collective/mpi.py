@@ -90,6 +90,8 @@ class MpiTransport(PollingTransport):
 
     def close(self) -> None:
         """Forget every message: what still comes of failed calls finds nobody who has its tag."""
+        if _mpi().Is_finalized():  # At exit, it lets go of everything by itself.
+            return
         orphans = _world().orphans
         orphans += self._pending
         orphans[:] = [transfer for transfer in orphans if not transfer.is_given_up()]

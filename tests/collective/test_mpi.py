@@ -210,6 +210,29 @@ def test_a_rank_that_ends_early_leaves_the_others_in_peace(tmp_path: Path) -> No
     assert (code, output.count("rank 0 is done")) == (0, 1), output
 
 
+def test_a_job_whose_last_calls_failed_ends_well(tmp_path: Path) -> None:
+    body = """
+    import numpy as np
+    import ndistribute as nd
+    options = nd.CommunicationOptions(implementation="mpi")
+    strategy = nd.MultiWorkerMirroredStrategy(communication_options=options)
+    def step(number):
+        if strategy.cluster_resolver.task_id == 1 and number % 2:
+            raise ValueError("a bad batch")
+        nd.get_replica_context().all_reduce("sum", np.ones(500_000))
+    failed = 0
+    for number in range(8):
+        try:
+            strategy.run(step, args=(number,))
+        except (ValueError, nd.WorkerLostError):
+            failed += 1
+    print(f"{failed} failed")
+    """
+    code, output = run_script(tmp_path, body)
+    assert (code, output.count("4 failed")) == (0, 2), output
+    assert "MPI routine" not in output
+
+
 def test_the_job_ends_although_a_rank_never_leaves_mpi(tmp_path: Path) -> None:
     body = """
     import time
