@@ -64,9 +64,14 @@ def waited(rank: int, size: int, failing: int, error: str | None) -> None:
         failure = ValueError(error)
         peers.abort(failure)
         raise failure
-    patience = peers.patience(Call(1, "all_reduce", "SUM"), 30.0)
+    wait_for(failing)
+
+
+def wait_for(missing: int) -> None:
+    """Wait in a call for a rank that does not come."""
+    patience = joined_peers().patience(Call(1, "all_reduce", "SUM"), 30.0)
     while True:
-        patience.check(lambda: [failing])
+        patience.check(lambda: [missing])
         time.sleep(0.001)
 
 
@@ -310,3 +315,36 @@ def test_who_is_late_for_an_exchange_is_named_to_all() -> None:
         for rank, outcome in enumerate(ranks.run(missed)):
             waited = f"CollectiveTimeoutError: names: worker {rank} waited 0.5 s for worker(s) 1."
             assert outcome.result() == ("" if rank == 1 else waited)
+
+
+def aborted_twice(rank: int, size: int) -> list[str]:
+    """Cut an abort short on rank 0, as an interrupt does, and abort again."""
+    peers = joined_peers()
+    peers.enter(nothing, 50.0)
+    if rank == 0:
+        post, told = peers._star.post, []
+
+        def interrupted(message: object) -> None:
+            if not told:
+                told.append(message)
+                raise KeyboardInterrupt
+            post(message)
+
+        peers._star.post = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            peers.abort(ValueError("first"))
+        peers.abort(ValueError("second"))
+    with pytest.raises(WorkerLostError) as caught:
+        wait_for(1 - rank)
+    peers.leave()
+    peers.close()
+    with pytest.raises(WorkerLostError, match="has left its group"):
+        peers.enter(nothing, 50.0)
+    return [str(caught.value)]
+
+
+def test_an_abort_that_was_cut_short_is_made_up_for_and_who_has_left_never_waits() -> None:
+    with Ranks(2) as ranks:
+        for outcome in ranks.run(aborted_twice):
+            assert "ValueError: second" in outcome.result()[0]
+            assert outcome.seconds < AT_ONCE
