@@ -11,25 +11,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from ndistribute.errors import DistributeError
 from ndistribute.launcher.hosts import Host, assign, parse_hosts
-from ndistribute.launcher.launch import DEFAULT_PORT, JobOptions
+from ndistribute.launcher.launch import DEFAULT_PORT, JobOptions, dry_run, launch
 
 __all__ = ["job_options", "main", "parser"]
 
 _USAGE_ERROR = 2
 _BENCHMARKS = (
-    "all_reduce",
-    "cost_model",
-    "faults",
-    "input_pipeline",
-    "mlp",
-    "overhead",
-    "overlap",
-    "scaling",
-)
+    "all_reduce cost_model faults input_pipeline mlp overhead parameter_server scaling "
+    "server_faults server_limits staleness"
+).split()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,9 +75,7 @@ def job_options(options: argparse.Namespace) -> JobOptions:
     Raises:
         ValueError: the options do not fit each other.
     """
-    command = [*options.command]
-    if command[:1] == ["--"]:
-        del command[0]
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise ValueError("no script was given: ndistribute run -n 2 script.py")
     if options.max_restarts < 0:
@@ -90,28 +83,17 @@ def job_options(options: argparse.Namespace) -> JobOptions:
     if options.timeout is not None and options.timeout <= 0:
         raise ValueError(f"--timeout must be more than 0 seconds, got {options.timeout}.")
     _check_servers(options)
-    return JobOptions(
-        command=("-m", *command) if options.module else tuple(command),
-        hosts=tuple(_hosts(options)),
-        servers=options.servers or 0,
-        chief=options.chief,
-        mpi=options.mpi,
-        port=options.port,
-        max_restarts=options.max_restarts,
-        log_dir=options.log_dir,
-        timeout=options.timeout,
-        snapshot_dir=options.snapshot_dir,
-        snapshot_seconds=options.snapshot_seconds,
-        durable=options.durable,
-    )
+    given = {
+        **vars(options),
+        "command": ("-m", *command) if options.module else tuple(command),
+        "hosts": tuple(_hosts(options)),
+        "servers": options.servers or 0,
+    }
+    return JobOptions(**{field.name: given[field.name] for field in fields(JobOptions)})
 
 
 def _check_servers(options: argparse.Namespace) -> None:
-    """Check what is asked for with and without parameter servers.
-
-    Raises:
-        ValueError: it does not fit together.
-    """
+    """Check what is asked for with and without parameter servers."""
     needs_servers = {
         "--workers": options.workers,
         "--chief": options.chief or None,
@@ -167,11 +149,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--chief", action="store_true", help="a chief beside workers and servers")
     run.add_argument("--snapshot-dir", type=Path, metavar="D", help="servers keep snapshots here")
     run.add_argument("--snapshot-seconds", type=float, metavar="S", help="how often they do so")
-    run.add_argument(
-        "--durable",
-        action="store_true",
-        help="servers log each update there before they confirm it",
-    )
+    log = "servers log each update there before they confirm it"
+    run.add_argument("--durable", action="store_true", help=log)
     how = run.add_mutually_exclusive_group()
     how.add_argument("--tcp", dest="mpi", action="store_false", help="without MPI (the default)")
     how.add_argument("--mpi", dest="mpi", action="store_true", help="through mpiexec")
@@ -191,8 +170,6 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ndistribute.launcher.launch import dry_run, launch
-
     job = job_options(options)
     if options.dry_run:
         sys.stdout.writelines(f"{line}\n" for line in dry_run(job))

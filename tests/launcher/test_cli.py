@@ -175,6 +175,11 @@ def test_a_benchmark_runs_with_the_remaining_arguments():
     assert "usage:" in done.stdout
 
 
+def test_every_benchmark_that_is_offered_is_there():
+    missing = [name for name in cli._BENCHMARKS if not (ROOT / f"benchmarks/{name}.py").is_file()]
+    assert missing == []
+
+
 def test_without_the_repository_a_benchmark_says_so(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "ndistribute" / "cli.py"))
     assert cli.main(["bench", "all_reduce"]) == 2
