@@ -57,12 +57,12 @@ class ReplicaGroup:
     def end(self) -> None:
         """End a step if it was begun, when every replica is out of it."""
         if self.workers is not None and self.workers.peers.where.inside:
-            self.workers.leave()
+            self.workers.peers.leave()
 
     def abort(self, cause: BaseException) -> None:
         """Release every replica that waits, with the reason."""
         if self.workers is not None:
-            self.workers.fail(cause)
+            self.workers.peers.fail(cause)
         self.communicators[0].abort(cause)
 
     def close(self, *, abandoned: bool = False) -> None:
@@ -149,14 +149,6 @@ class Workers:
         """
         self.peers.enter(self.backend.reset, self.options.timeout)
 
-    def leave(self) -> None:
-        """End a step."""
-        self.peers.leave()
-
-    def fail(self, cause: BaseException) -> None:
-        """Tell the others that this process's own code raises."""
-        self.peers.fail(cause)
-
     @contextlib.contextmanager
     def meeting(self, purpose: str = "") -> Iterator[Communicator]:
         """Make collectives among processes, as a step of their own unless one is going on.
@@ -183,7 +175,7 @@ class Workers:
             self.peers.abort(error)
             raise
         finally:
-            self.leave()
+            self.peers.leave()
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Concatenate a nest over processes, in the order of their ranks."""

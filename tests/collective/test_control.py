@@ -140,8 +140,8 @@ def broken_before_a_step(rank: int, size: int) -> list[str]:
         workers.enter()
         cause = WorkerLostError("broken")
         peers.abort(cause, after=BEFORE_ALL)
-        workers.fail(cause)
-        workers.leave()
+        workers.peers.fail(cause)
+        workers.peers.leave()
     else:
         deadline = time.monotonic() + 50.0
         while peers.cause is None and time.monotonic() < deadline:
@@ -150,7 +150,7 @@ def broken_before_a_step(rank: int, size: int) -> list[str]:
     for _ in range(2):
         try:
             workers.enter()
-            workers.leave()
+            workers.peers.leave()
         except DistributeError as error:
             told.append(type(error).__name__)
     workers.close()
