@@ -20,12 +20,13 @@ CUDA ?= cuda12
 # More arguments for pytest or the benchmarks, for example: make test ARGS='-k tape -x'
 ARGS ?=
 
-.PHONY: help demo test lint bench gpu-test cupy cupy-check clean
+.PHONY: help demo test lint docs bench gpu-test cupy cupy-check clean
 
 help:
 	@echo 'make demo      train a small classifier on two replicas'
 	@echo 'make test      run the tests and every example in the documentation'
 	@echo 'make lint      ruff (rules and format) and mypy --strict'
+	@echo 'make docs      build the API reference: build/reference/index.html'
 	@echo 'make bench     measure; writes benchmarks/results'
 	@echo 'make gpu-test  run the tests that need a GPU (CUDA=cuda12 or CUDA=cuda13)'
 	@echo 'make cupy-check  compare our calls with CuPy 13, CuPy 14 and NCCL; needs no GPU'
@@ -41,6 +42,9 @@ lint: $(VENV)/ready-test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+docs: $(VENV)/ready-docs
+	$(PY) -m sphinx -W --keep-going -q -b html docs/reference build/reference
 
 bench: $(VENV)/ready-bench
 	$(PY) -m benchmarks.run_all --out benchmarks/results $(ARGS)
@@ -80,6 +84,10 @@ $(VENV)/ready: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
 
 $(VENV)/ready-test: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
 	$(PIP) --editable '.[examples,mpi,test]'
+	@touch $@
+
+$(VENV)/ready-docs: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/ready-bench: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
