@@ -1,1 +1,1 @@
-"""How the processes of a job reach each other, and know that they belong together."""
+"""Authenticated connections between the processes of a job."""

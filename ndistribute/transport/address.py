@@ -1,7 +1,6 @@
-"""Addresses of processes, as ``host:port`` or ``[v6]:port``, and who is at a socket's other end.
+"""Addresses of processes (``host:port`` or ``[v6]:port``), and the peer of a socket.
 
-No name is looked up, so that whether an address stays on this host does not depend on what a name
-server answers.
+This file resolves no names, so a name server cannot change which addresses count as local.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return the host, without brackets, and the port of an address; ``grpc://`` is passed over.
+    """Return the host, without brackets, and the port of an address; ``grpc://`` is ignored.
 
     >>> split_address("localhost:12345"), split_address("[::1]:80")
     (('localhost', 12345), ('::1', 80))
@@ -36,7 +35,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def address_of(host: str, port: int) -> str:
-    """Return the address of a host's port; a host of IPv6 stands in brackets."""
+    """Return the address of a host and a port, with IPv6 hosts in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -51,9 +50,9 @@ def is_loopback(host: str) -> bool:
 
 
 def unix_name(address: str) -> bytes:
-    """Return the name of the Unix socket beside an address, for clients of the same host.
+    """Return the name of the Unix socket that belongs to an address, for clients on the same host.
 
-    It is in the system's abstract space: no file has it, and each network namespace has its own.
+    The name is in the abstract namespace: there is no file, and each network namespace has its own.
 
     >>> unix_name("localhost:1234") == unix_name("127.0.0.1:1234")
     True
@@ -65,18 +64,18 @@ def unix_name(address: str) -> bytes:
 
 
 def name_of_peer(sock: socket.socket) -> str:
-    """Return the address of a connection's other end, for messages about it."""
+    """Return the address of a connection's peer, for messages."""
     try:
         name = sock.getpeername()
     except OSError:
         return "who is gone"
     if not isinstance(name, tuple):
-        return "localhost"  # By a Unix socket.
+        return "localhost"  # A Unix socket.
     return address_of(*name[:2])
 
 
 def is_of_this_user(sock: socket.socket) -> bool:
-    """Return True if the process at the other end of a Unix socket is this user's."""
+    """Return True if the peer of a Unix socket runs as this user."""
     peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     return bool(_PEER.unpack(peer)[1] == os.geteuid())
 

@@ -1,8 +1,8 @@
-"""Records and tensors as the parts of a frame: a short control record, and the tensors' raw bytes.
+"""Encoding of records and tensors into a short control record and the tensors' raw bytes.
 
-A record is a frozen `msgspec` structure whose annotations are its schema: what comes is read by
-them alone, so no message can make an object that they do not name. An array in a record becomes a
-buffer beside it, of which the record holds the number, the dtype and the shape.
+A record is a frozen `msgspec` structure whose annotations are its schema. Decoding follows the
+schema only, so a message cannot create an object of another class. An array in a record becomes a
+separate buffer; the record contains the number, the dtype and the shape of the buffer.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ DTYPES = frozenset(
 
 
 class MalformedError(ValueError):
-    """Say that bytes are not what this package writes, or describe more than is allowed."""
+    """Bytes do not follow the format of this package, or exceed a limit."""
 
 
 class Record(
     msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True, eq=False
 ):
-    """Be the base of everything that travels as a control record."""
+    """The base class of all control records."""
 
 
 class _Described(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What stands in a control record for an array."""
+    """The description of an array in a control record."""
 
     number: _Count
     dtype: str
@@ -50,11 +50,11 @@ class _Described(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 _buffers = threading.local()
-"""`now`: the buffers of the record that this thread encodes or decodes."""
+"""`now`: the buffers of the record that the current thread encodes or decodes."""
 
 
 def encode(record: Record) -> tuple[bytes, list[Buffer]]:
-    """Return a record's control bytes, and its arrays' data: copied only where not contiguous.
+    """Return a record's control bytes and its arrays' data, copied only if not contiguous.
 
     >>> class Scale(Record):
     ...     by: Array
@@ -71,7 +71,7 @@ def encode(record: Record) -> tuple[bytes, list[Buffer]]:
 
 
 class Decoder(Generic[T]):
-    """Read records of a class, or of a union of some."""
+    """Decodes records of one class, or of a union of classes."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
@@ -79,7 +79,7 @@ class Decoder(Generic[T]):
         )
 
     def decode(self, control: Buffer, buffers: Sequence[Buffer] = ()) -> T:
-        """Return the record that `encode` was given; its arrays are views of the buffers."""
+        """Return the decoded record; its arrays are views of the buffers."""
         _buffers.now = list(buffers)
         try:
             return self._decoder.decode(control)
@@ -106,7 +106,7 @@ def _read_array(kind: Any, node: Any) -> Any:
     if found.number >= len(_buffers.now):
         raise MalformedError(f"buffer {found.number} of {len(_buffers.now)} is missing.")
     data, dtype, shape = _buffers.now[found.number], _dtype_of(found.dtype), found.shape
-    # An array without elements needs dimensions that NumPy can multiply all the same.
+    # NumPy multiplies the dimensions, also of an array without elements.
     spanned = math.prod(n for n in shape if n) * dtype.itemsize
     if spanned >= 1 << 62 or (0 if 0 in shape else spanned) != len(data):
         raise MalformedError(f"{len(data)} bytes can not be {dtype} of shape {shape}.")

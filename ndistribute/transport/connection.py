@@ -1,13 +1,13 @@
-"""A connection between two processes of a job: whole frames, over TCP, TLS or a Unix socket.
+"""Connections between two processes of a job: frames over TCP, TLS or a Unix socket.
 
 A frame is a header, a control record and raw buffers:
 
     magic, kind, flags, number of buffers, call, bytes of control, bytes of all buffers
     the length of each buffer; the control record; a MAC on sealed connections; the buffers, aligned
 
-Sizes are checked before anything is allocated. On a Unix socket long buffers go through a ring in
-shared memory instead, whose descriptor travels with the first frame that needs it. Any thread may
-send; one at a time receives. Received arrays are the receiver's.
+The receiver checks sizes before it allocates memory. On a Unix socket, long buffers go through a
+ring buffer in shared memory, whose descriptor is sent with the first frame that needs it. Any
+thread may send; one thread at a time receives. The receiver owns the received arrays.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ _HEARTBEAT_FRAME, _GOODBYE_FRAME = (
 _MAC_BYTES = 32
 _READ_BYTES = 65536
 _SHARED_FROM_BYTES = 65536
-_SPINS, _PAUSE_SECONDS = 1000, 50e-6  # Before, and between, looks at a ring that does not move.
-_BUFFERS_AT_ONCE = 512  # The system takes no more than 1024.
+_SPINS, _PAUSE_SECONDS = 1000, 50e-6  # Before and between checks.
+_BUFFERS_AT_ONCE = 512  # sendmsg accepts at most 1024.
 _SOCKET_BYTES = 4 << 20
 _IDLE_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
-_LONGEST_WAIT_SECONDS = 3600.0  # A number of milliseconds that the system takes.
-_QUIET = socket.MSG_NOSIGNAL  # A program may have set SIGPIPE back.
+_LONGEST_WAIT_SECONDS = 3600.0  # poll accepts this many milliseconds.
+_QUIET = socket.MSG_NOSIGNAL  # The program may have reset SIGPIPE.
 _PADDING = bytes(ALIGNMENT)
 _CLOSED = "it closed the connection, as a process that ends does."
 _CLOSED_HERE = "this process closed it."
-_FILE_ROOM = socket.CMSG_LEN(struct.calcsize("i"))  # For one descriptor: the system drops others.
+_FILE_ROOM = socket.CMSG_LEN(struct.calcsize("i"))  # Room for one descriptor.
 
 
 class ConnectionLostError(DistributeError, ConnectionError):
-    """Say that a connection ended; `clean` tells whether the other end said good-bye."""
+    """The connection has ended; `clean` is True if the peer said good-bye first."""
 
     def __init__(self, reason: str, clean: bool = False) -> None:
         super().__init__(reason)
@@ -73,7 +73,7 @@ class ConnectionLostError(DistributeError, ConnectionError):
 
 
 def unix_wanted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if processes of one host are to meet at Unix sockets."""
+    """Return True if processes of one host should use Unix sockets."""
     return environ.get("NDISTRIBUTE_UNIX_SOCKETS", "1") != "0"
 
 
@@ -86,13 +86,13 @@ def connect(
     deadline: float,
     sealed: bool = False,
 ) -> Connection:
-    """Return an authenticated connection to a process: by a Unix socket if it is on this host."""
+    """Return an authenticated connection: over a Unix socket if the process is on this host."""
     deadline = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
     by_unix = functools.partial(_unix_socket, address, deadline)
     wanted = unix_wanted()
     try:
         sock = by_unix() if wanted else None
-        # A launcher keeps addresses open for processes that are still being started.
+        # The launcher listens for processes that are still starting.
         instead = by_unix if wanted and sock is None else None
         if sock is None:
             patience = max(0.001, deadline - time.monotonic())
@@ -110,17 +110,17 @@ def _unix_socket(address: str, deadline: float) -> socket.socket | None:
     with contextlib.suppress(OSError):
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         sock.connect(unix_name(address))
-        if is_of_this_user(sock):  # Anybody may take a name; nobody else's process learns a proof.
+        if is_of_this_user(sock):  # Any user may bind the name; send no proof to another user.
             return sock
     sock.close()
     return None
 
 
 class Connection:
-    """Send and receive records on an authenticated socket, which it closes.
+    """Send and receive records on an authenticated socket, which the connection owns.
 
-    If `sealed`, every frame carries a MAC over its header and control record: it must, where
-    something in the record will be unpickled.
+    If `sealed` is True, every frame carries a MAC over its header and control record. This is
+    required if a record contains data that will be unpickled.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class Connection:
         self._sealed = sealed
         self._seal, self._unseal = _macs(accepted.sending_key), _macs(accepted.receiving_key)
         self._writing, self._reading = threading.Lock(), threading.Lock()
-        self._lost: tuple[str, bool] | None = None  # Why, and whether with a good-bye.
+        self._lost: tuple[str, bool] | None = None  # The reason, and whether it was clean.
         self._closed = False
-        self._unsent = b""  # The rest of a heartbeat that the system did not take whole.
+        self._unsent = b""  # The rest of a partly sent heartbeat.
         self._input = memoryview(bytearray(_READ_BYTES))
         self._start = self._end = 0
         self._arrays = ReusedMemory()
-        self._file = -1  # A descriptor that came, and is not used yet.
+        self._file = -1  # A received descriptor that is not used yet.
         self._outgoing: Ring | None = None
         self._incoming: Ring | None = None
         self._heard = self._used = time.monotonic()
@@ -154,7 +154,7 @@ class Connection:
             self.beat_within = max(0.01, min(self.silence_seconds, self.peer.silence))
             sock.setblocking(False)
             if self.is_unix:
-                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # As far as the host lets it.
+                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # Up to the host's limit.
                     sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
             else:
                 milliseconds = int(self.silence_seconds * 1000)
@@ -168,7 +168,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Return True as far as is known: a loss shows at the next beat, or the next use."""
+        """Return True until a loss is detected, at the next heartbeat or the next use."""
         return self._lost is None
 
     @property
@@ -177,9 +177,9 @@ class Connection:
         return self._lost is not None and not self._lost[1]
 
     def send(self, record: Any, call: int = 0, deadline: float = float("inf")) -> None:
-        """Send a record, and the number of the call that it belongs to; it may change afterwards.
+        """Send a record with the number of its call; the caller may change the record afterwards.
 
-        If the other end has not read it by the deadline, the connection is cut.
+        If the peer has not read it by the deadline, the connection is aborted.
         """
         control, buffers = encode(record)
         lengths = list(map(len, buffers))
@@ -206,7 +206,7 @@ class Connection:
                 if ring is not None:
                     for buffer in buffers:
                         self._pass(ring, np.frombuffer(buffer, np.uint8), deadline)
-            except BaseException as error:  # Half a frame may be out.
+            except BaseException as error:  # A part of the frame may have been sent.
                 self._raise_broken(error)
             finally:
                 if file >= 0:
@@ -215,9 +215,9 @@ class Connection:
     def receive(
         self, deadline: float = float("inf"), until: float = float("inf")
     ) -> tuple[int, Any]:
-        """Return the next record, which begins by `until`, and the number of the call it is for.
+        """Return the number of a call and its record, which must start to arrive by `until`.
 
-        A `TimeoutError` leaves the connection whole, a `MalformedError` cuts it.
+        The connection survives a `TimeoutError`; a `MalformedError` aborts it.
         """
         with self._reading:
             while True:
@@ -231,15 +231,15 @@ class Connection:
                 except BaseException as error:
                     if isinstance(error, TimeoutError) and not begun:
                         raise
-                    self._raise_broken(error)  # Half a frame may be read.
+                    self._raise_broken(error)  # A part of the frame may have been read.
                 if found is not None:
                     return found
                 self._give_back(self._heard)
 
     def abort(self, reason: str, *, clean: bool = False, wait: float = 0.0) -> None:
-        """Cut the connection, from any thread; who waits on it learns the reason.
+        """End the connection from any thread; threads that wait on it raise with this reason.
 
-        If `clean`, the other end is told that this one leaves, as far as it reads in time.
+        If `clean` is True, first send a good-bye, for at most `wait` seconds.
         """
         try:
             if clean and self._lost is None:
@@ -251,7 +251,7 @@ class Connection:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Say good-bye, wait shortly until the other end has heard it, and close the socket."""
+        """Say good-bye, wait briefly until the peer has read it, and close the socket."""
         if self._closed:
             return
         self._closed = True
@@ -259,8 +259,7 @@ class Connection:
             detector.forget(self)
             self.abort(_CLOSED_HERE, clean=True, wait=_FAREWELL_SECONDS)
         finally:
-            # Whoever sends or receives has been woken: it must not use the descriptor's number
-            # when that is another file's already.
+            # Wait for the threads that were woken: the number of the descriptor may be reused.
             locks = [self._writing, self._reading]
             held = [lock for lock in locks if lock.acquire(timeout=_FAREWELL_SECONDS)]
             self._free()
@@ -268,9 +267,9 @@ class Connection:
                 lock.release()
 
     def let_go(self) -> None:
-        """Close a forked child's copy of the socket; the parent's connection goes on."""
+        """Close the copy of a forked child; the parent keeps its connection."""
         self._lost, self._closed = (FORKED, False), True
-        self._writing, self._reading = threading.Lock(), threading.Lock()  # Who held them is gone.
+        self._writing, self._reading = threading.Lock(), threading.Lock()  # Held by nobody here.
         self._free()
 
     def _free(self) -> None:
@@ -285,8 +284,8 @@ class Connection:
                 self._sock.shutdown(socket.SHUT_WR)
             finally:
                 self._writing.release()
-        # The system may destroy what is on its way if the socket closes with input unread. Where
-        # another thread receives, it reads on until the other end closes as well.
+        # Closing a socket with unread input may discard output that is under way. If another thread
+        # receives, that thread reads until the peer closes.
         if self._reading.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
                 while time.monotonic() < deadline:
@@ -296,14 +295,14 @@ class Connection:
                 self._reading.release()
 
     def tick(self, now: float, excused: bool) -> None:
-        """Do what the failure detector asks, without waiting."""
+        """Send a heartbeat, and end the connection after a long silence; never block."""
         if self._writing.acquire(blocking=False):
             try:
-                # What does not go out now goes before the next frame, unchanged: TLS insists on it.
+                # TLS requires that unsent bytes are sent first, unchanged.
                 self._unsent = self._unsent or _HEARTBEAT_FRAME
                 self._unsent = self._unsent[self._sock.sendmsg([self._unsent], (), _QUIET) :]
             except OSError:
-                pass  # It does not read, or is gone: what it sent last, and its silence, tell that.
+                pass  # The peer does not read, or has ended; its silence will show it.
             finally:
                 self._writing.release()
         if self._reading.acquire(blocking=False):
@@ -314,12 +313,12 @@ class Connection:
         if excused:
             self._heard = now
         elif now - self._heard > self.silence_seconds:
-            with contextlib.suppress(ValueError):  # It was closed just now.
-                if not self._poll(select.POLLIN, 0):  # Else a thread is about to read.
+            with contextlib.suppress(ValueError):  # The connection was just closed.
+                if not self._poll(select.POLLIN, 0):  # Otherwise a thread is about to read.
                     self.abort(f"nothing was heard of it for {now - self._heard:.1f} s.")
 
     def _listen(self, now: float) -> None:
-        """Take in what has come while nobody receives; called with the reading lock."""
+        """Read what has arrived while no thread receives; the caller holds the reading lock."""
         try:
             while self._end < len(self._input):
                 self._end += self._read_some(self._input[self._end :])
@@ -327,24 +326,24 @@ class Connection:
                     self._start += _HEADER.size
                 if self._start == self._end:
                     self._start = self._end = 0
-            self._heard = now  # Its heartbeats wait behind what this process has not read.
+            self._heard = now  # The input is full: heartbeats wait behind it.
         except BlockingIOError:
             pass
         except OSError as error:
-            if self._start == self._end:  # Else a good-bye may be in what is to be read.
+            if self._start == self._end:  # Otherwise a good-bye may be in the unread input.
                 self.abort(f"{error}")
         self._give_back(now)
 
     def _give_back(self, now: float) -> None:
-        """Give back memory for long messages that lies idle; called with the reading lock."""
+        """Free idle memory for long messages; the caller holds the reading lock."""
         if now - self._used > _IDLE_SECONDS:
             self._arrays.forget()
 
     def _make_ring(self) -> int:
-        """Have a ring to send through; return its descriptor if the other end has not got it."""
+        """Create the outgoing ring if needed; return its descriptor if the peer lacks it."""
         file = -1
         if self._outgoing is None:
-            with contextlib.suppress(OSError, AttributeError):  # No memory, or another system.
+            with contextlib.suppress(OSError, AttributeError):  # No memory, or no memfd.
                 file = make_file()
                 self._outgoing = Ring(file, writes=True)
         return file
@@ -363,7 +362,7 @@ class Connection:
         return head
 
     def _write(self, parts: Sequence[Buffer], deadline: float, file: int = -1) -> None:
-        """Write buffers one after the other, and with the first bytes a descriptor, if given."""
+        """Write the buffers in order; send the descriptor `file`, if any, with the first bytes."""
         if self._unsent:
             parts, self._unsent = [self._unsent, *parts], b""
         left = [memoryview(part).cast("B") for part in parts]
@@ -385,7 +384,7 @@ class Connection:
                 left[first] = left[first][sent:]
 
     def _read_header(self, deadline: float) -> None:
-        """Have a whole header in the input buffer."""
+        """Read until the input buffer contains a whole header."""
         while (held := self._end - self._start) < _HEADER.size:
             if self._start:
                 self._input[:held] = bytes(self._input[self._start : self._end])
@@ -393,7 +392,7 @@ class Connection:
             self._end += self._read_into(self._input[held:], deadline)
 
     def _read_frame(self, deadline: float) -> tuple[int, Any] | None:
-        """Return the frame whose header is here; None for a heartbeat."""
+        """Return the frame whose header has been read, or None for a heartbeat."""
         header = _HEADER.unpack_from(self._input, self._start)
         magic, kind, flags, count, call, nbytes, zero, body = header
         if magic != _MAGIC or zero or kind not in (_DATA, _HEARTBEAT, _GOODBYE):
@@ -432,7 +431,7 @@ class Connection:
         return call, self._kinds.decode(head[start:end], buffers)
 
     def _ring(self) -> Ring:
-        """Return the ring through which the other end sends, made of the descriptor that came."""
+        """Return the incoming ring, made from the received descriptor if it is new."""
         if self._file >= 0:
             self._incoming = Ring(self._file, writes=False)
             self._take_file(-1)
@@ -448,7 +447,7 @@ class Connection:
             here += self._read_into(view[here:], deadline)
 
     def _read_into(self, view: memoryview, deadline: float) -> int:
-        """Wait for some bytes, and return how many there are."""
+        """Wait for input, read some bytes, and return their number."""
         while True:
             try:
                 return self._read_some(view)
@@ -456,7 +455,7 @@ class Connection:
                 self._wait(select.POLLIN, deadline)
 
     def _read_some(self, view: memoryview) -> int:
-        """Receive the bytes that are here, and a descriptor that comes with them."""
+        """Read available bytes, and keep a descriptor that comes with them."""
         count, beside, *_ = self._sock.recvmsg_into([view], _FILE_ROOM, socket.MSG_CMSG_CLOEXEC)
         for _, _, file in beside:
             self._take_file(int.from_bytes(file, sys.byteorder))
@@ -466,7 +465,7 @@ class Connection:
         return int(count)
 
     def _pass(self, ring: Ring, data: Array, deadline: float) -> None:
-        """Move bytes into a ring, or out of it, until all have gone."""
+        """Copy all bytes of `data` into a ring, or fill `data` from it."""
         start = idle = 0
         since = time.monotonic()
         while start < len(data):
@@ -482,7 +481,7 @@ class Connection:
                 time.sleep(_PAUSE_SECONDS)
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Wait until the socket is ready, or cut; for no event: look whether it is cut."""
+        """Wait for an event of the socket; without an event, only check that it is open."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the other end did not answer in time")
@@ -493,20 +492,20 @@ class Connection:
             raise ConnectionLostError(*self._lost)
 
     def _poll(self, event: int, seconds: float) -> int:
-        """Return which events the socket has, none if it has none in time."""
+        """Return the socket's events after at most this many seconds; 0 if there are none."""
         poll = select.poll()
         poll.register(self._sock.fileno(), event)
         found = poll.poll(seconds * 1000)
         return found[0][1] if found else 0
 
     def _take_file(self, file: int) -> None:
-        """Keep a descriptor in place of the one that is kept."""
+        """Keep a received descriptor, and close the one that was kept before."""
         file, self._file = self._file, file
         if file >= 0:
             os.close(file)
 
     def _raise_broken(self, error: BaseException) -> NoReturn:
-        """Cut the connection after an error in the middle of a frame, and raise what it means."""
+        """Abort the connection after an error within a frame, and raise the matching error."""
         clean = isinstance(error, ConnectionLostError) and error.clean
         why = _CLOSED_HERE if self._closed else str(error) or type(error).__name__
         self.abort(why, clean=clean)
@@ -516,9 +515,9 @@ class Connection:
 
 
 class NonBlockingTls:
-    """Make a TLS socket look like a plain one that does not block.
+    """The interface of a plain non-blocking socket for a TLS socket.
 
-    OpenSSL wants one thread at a time in a connection: a lock is held, but never while waiting.
+    OpenSSL allows one thread at a time in a connection; the lock is never held while waiting.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -542,10 +541,10 @@ class NonBlockingTls:
             return 0
 
     def shutdown(self, how: int) -> None:
-        socket.socket.shutdown(self._tls, how)  # SSLSocket's own would end reading as well.
+        socket.socket.shutdown(self._tls, how)  # SSLSocket.shutdown would end reading as well.
 
 
 def _macs(key: bytes) -> Callable[[bytes | memoryview], bytes]:
-    """Return what makes the MACs of one direction; it counts, so that no frame passes twice."""
+    """Return a function that computes the MACs of one direction; it counts the frames."""
     numbers = itertools.count(1)
     return lambda head: hmac.digest(key, next(numbers).to_bytes(8, "little") + head, "sha256")

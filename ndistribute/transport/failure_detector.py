@@ -1,9 +1,9 @@
-"""How a process learns that another one has failed, and shows the others that it lives.
+"""The failure detector: heartbeats on all connections of a process, and the end of silent ones.
 
-A closed connection is death, and is known at once. A host that vanished is known once the system
-gives up sending (TCP_USER_TIMEOUT). A process that is stopped, or stuck, is known by its silence,
-after a longer time, for one that computes without letting its other threads run is silent too. One
-thread a process beats on all its connections and listens for the others' beats.
+A closed connection means that the peer has died, and is detected at once. A host that is
+unreachable is detected when the kernel gives up sending (TCP_USER_TIMEOUT). A stopped or blocked
+process is detected by its silence. That takes longer, because a process that holds Python's lock
+while it computes is silent too. One thread per process sends and receives heartbeats.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ FORKED = (
     "this process is a fork of the one that made the connection: make strategies, servers and "
     "coordinators in the process that uses them."
 )
-_BEATS = 8  # In the time after which a silent process counts as lost.
+_BEATS = 8  # Heartbeats within the timeout.
 _LONGEST_PAUSE_SECONDS = 5.0
 _log = logging.getLogger("ndistribute")
 
 
 class Watched(Protocol):
-    """What the detector needs of a connection."""
+    """The interface of a connection for the detector."""
 
-    beat_within: float  # The shorter of the silences after which the ends are lost to each other.
+    beat_within: float  # The shorter timeout of the two ends.
 
     def tick(self, now: float, excused: bool) -> None:
-        """Beat, and cut it after a long silence, unless this process itself did not run."""
+        """Send a heartbeat, and end a silent connection unless this process itself was stopped."""
 
 
 def silence_seconds(environ: Mapping[str, str] = os.environ) -> float:
-    """Return after how many seconds of silence a process counts as lost."""
+    """Return the heartbeat timeout: seconds of silence after which a process counts as lost."""
     return seconds_of(environ, "NDISTRIBUTE_HEARTBEAT_SECONDS", SILENCE_SECONDS)
 
 
 class FailureDetector:
-    """Beat on connections, and cut those that are silent, on one thread while there are any."""
+    """Send heartbeats and end silent connections, on one thread while there are connections."""
 
     def __init__(self) -> None:
-        # Collected garbage may be closed, and so forgotten, in the middle of `watch`.
+        # The garbage collector may close a connection, which calls `forget`, within `watch`.
         self._lock = threading.RLock()
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-        # What to close, and None: look again what is watched. It may be put from a finalizer.
+        # Functions that close, and None: the connections changed. Finalizers put them too.
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pause = 0.0
         self._thread: threading.Thread | None = None
 
     def watch(self, connection: Watched) -> None:
-        """Watch a connection until `forget`."""
+        """Watch a connection until `forget` is called."""
         fresh, pause = None, min(connection.beat_within / _BEATS, _LONGEST_PAUSE_SECONDS)
         with self._lock:
             self._watched.add(connection)
@@ -69,16 +69,16 @@ class FailureDetector:
                 self._orders.put(None)
         if fresh is not None:
             try:
-                fresh.start()  # Without the lock, which garbage found on that thread may take.
+                fresh.start()  # Without the lock, which a finalizer on that thread may need.
             except RuntimeError:
                 with self._lock:
                     self._thread = None if self._thread is fresh else self._thread
                 raise
 
     def close_soon(self, close: Callable[[], None]) -> None:
-        """Close what was found to be garbage, on a thread of its own if anything is connected.
+        """Call `close` from a finalizer, on another thread if there are connections.
 
-        Garbage is found in the middle of anything, also of what holds a lock that closing takes.
+        Finalizers run at any point, also while their thread holds a lock that `close` needs.
         """
         if self._thread is None:
             close()
@@ -86,12 +86,12 @@ class FailureDetector:
             self._orders.put(close)
 
     def forget(self, connection: Watched) -> None:
-        """Watch a connection no more; with the last one the thread ends, which this waits for."""
+        """Stop watching a connection; after the last one, end the thread and wait for it."""
         with self._lock:
             self._watched.discard(connection)
             if self._watched:
                 return
-            # Whoever watches next starts another thread, so that this one is sure to end.
+            # The next `watch` starts a new thread, so this one certainly ends.
             thread, self._thread = self._thread, None
             orders, self._orders = self._orders, queue.SimpleQueue()
         orders.put(None)
@@ -101,7 +101,7 @@ class FailureDetector:
     def _run(self) -> None:
         before, orders = time.monotonic(), self._orders
         while True:
-            with contextlib.suppress(queue.Empty, RuntimeError):  # Or no thread can start.
+            with contextlib.suppress(queue.Empty, RuntimeError):  # No thread can start.
                 if (close := orders.get(timeout=self._pause)) is not None:
                     threading.Thread(target=close, name="ndistribute close", daemon=True).start()
             with self._lock:
@@ -119,16 +119,16 @@ class FailureDetector:
             for connection in watched:
                 try:
                     connection.tick(now, excused)
-                except Exception:  # The others are watched all the same.
+                except Exception:  # Keep watching the others.
                     _log.exception("a connection could not be watched")
-            del watched, connection  # Nothing is kept alive by being watched.
+            del watched, connection  # Keep no connection alive.
 
 
 detector = FailureDetector()
-"""The detector of this process."""
+"""The failure detector of this process."""
 
 not_for_forks: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What a forked child lets go, or it would be open still when the parent has ended."""
+"""Objects whose descriptors a forked child closes; else they outlive the parent."""
 
 
 def _start_over() -> None:

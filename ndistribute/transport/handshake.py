@@ -1,10 +1,9 @@
-"""The exchange by which the two ends of a connection prove that they know the job's secret.
+"""The handshake in which both ends of a connection prove that they know the job's secret.
 
-It is written as two generators that yield what to send (bytes) or how much to receive (a number),
-so that the listener drives many at a time without a thread each, and a test drives one without a
-socket. Nothing of a peer is looked at but fixed-size fields until its proof has been checked, and
-the secret is never sent. The exchange goes in lockstep, so the end that refuses has read all that
-was sent to it, and its reason arrives:
+Each side is a generator that yields bytes to send or a number of bytes to receive. So the listener
+runs many handshakes on one thread, and a test runs one without a socket. Before a proof is
+verified, only fixed-size fields of a peer are read. The secret is never sent. The sides alternate,
+so a side that refuses has read everything that was sent to it, and its reason arrives:
 
     client -> server   greeting: magic, protocol, role, nonce
     server -> client   greeting
@@ -13,10 +12,10 @@ was sent to it, and its reason arrives:
     client -> server   verdict, hello, HMAC over the above and both hellos
     server -> client   verdict, empty or why not, HMAC over all of it
 
-The server tells nothing to a peer that has not proved itself, not even its own proof, on which
-guesses of the secret could be tried. The hellos carry the job's identity and the package's version,
-so that processes of two jobs never mix. Both ends derive a key for each direction from the secret
-and the whole exchange; frames that will be unpickled carry a MAC under it.
+The server sends nothing to an unauthenticated peer, not even its own proof, which would allow
+offline guesses of the secret. The hellos carry the job's identity and the package's version, so
+processes of two jobs refuse each other. Both sides derive a key for each direction from the secret
+and the whole exchange; frames that will be unpickled carry a MAC with that key.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ _TLS_RECORDS, _TLS_MAJOR = (0x15, 0x16), 0x03  # How an alert and a hello of TLS
 
 
 class Hello(Record, frozen=True):
-    """What one end of a connection says of itself."""
+    """How one end of a connection describes itself."""
 
-    name: str = ""  # Such as "worker:1#a1b2c3"; the part behind # differs at each start.
-    purpose: str = ""  # Chooses the service that answers.
-    audience: str = ""  # Which task the client expects, such as "ps:0"; empty for any.
-    instance: str = ""  # Which life of a server it is.
+    name: str = ""  # Such as "worker:1#a1b2c3"; the part after # is new for each start.
+    purpose: str = ""  # The service that handles the connection.
+    audience: str = ""  # The task that the client expects, such as "ps:0"; empty for any.
+    instance: str = ""  # Identifies one start of a server.
     job: str = ""
     version: str = ""
-    silence: float = 60.0  # Seconds after which it counts the other end as lost.
+    silence: float = 60.0  # Seconds of silence after which it counts its peer as lost.
     details: dict[str, str | int] = msgspec.field(default_factory=dict)
 
 
@@ -77,25 +76,25 @@ class Accepted:
 
 Steps = Generator[bytes | int, bytes, Accepted]
 Check = Callable[[Hello], str]
-"""Returns why a peer is refused that knows the secret; empty if it is welcome."""
+"""Returns the reason to refuse an authenticated peer, or an empty string to accept it."""
 
 _hello = Decoder[Hello](Hello)
 
 
 class Exchange:
-    """Run one side of a handshake on a socket, as far as it goes without waiting."""
+    """Run one side of a handshake on a non-blocking socket."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._wanted, self._received = next(steps), b""
 
     def advance(self, sock: socket.socket) -> Accepted:
-        """Go on to the end; what the socket raises where it would wait is passed on."""
+        """Continue to the end; raise what the socket raises where it would block."""
         try:
             while True:
                 wanted = self._wanted
                 if isinstance(wanted, bytes):
-                    sock.sendall(wanted)  # Short: it always fits the socket's empty buffer.
+                    sock.sendall(wanted)  # Short enough for the socket's empty buffer.
                     self._wanted = next(self._steps)
                 elif len(self._received) < wanted:
                     part = sock.recv(wanted - len(self._received))
@@ -111,7 +110,7 @@ class Exchange:
 
 
 def signed(hello: Hello, job: str) -> Hello:
-    """Return a hello with the job's identity, the package's version and this process's silence."""
+    """Return a hello with the job's identity, the package's version and the heartbeat timeout."""
     silence = silence_seconds()
     return msgspec.structs.replace(hello, job=job, version=__version__, silence=silence)
 
@@ -124,9 +123,10 @@ def authenticate(
     deadline: float,
     instead: Callable[[], socket.socket | None] | None = None,
 ) -> tuple[socket.socket, Accepted]:
-    """Run the connecting side of a handshake; go on with the socket returned, which blocks.
+    """Run the connecting side of a handshake; return a blocking socket and the outcome.
 
-    Once the peer answers, `instead` is asked for a better socket. On failure it is closed.
+    When the peer first replies, `instead` may return a better socket to use. On failure the socket
+    is closed.
     """
     peer = name_of_peer(sock)
     try:
@@ -164,7 +164,7 @@ def _begin(
 
 
 def _explained(error: OSError, peer: str) -> Exception:
-    """Return what went wrong with a peer in words that say what to do."""
+    """Return an error that names the peer, what failed, and what to do."""
     if isinstance(error, TimeoutError):
         return CollectiveTimeoutError(
             f"The peer {peer} did not finish the handshake in time. It may have stopped, or be no "
@@ -181,7 +181,7 @@ def _explained(error: OSError, peer: str) -> Exception:
 
 
 def tls_error(peer: str, error: ssl.SSLError) -> AuthenticationError:
-    """Return the error for a peer with which TLS failed."""
+    """Return the error for a failed TLS connection to a peer."""
     return AuthenticationError(
         f"TLS with the peer {peer} failed: {error}. All processes need a certificate of the CA in "
         "NDISTRIBUTE_TLS_CA, or none of them uses TLS."
@@ -189,7 +189,7 @@ def tls_error(peer: str, error: ssl.SSLError) -> AuthenticationError:
 
 
 def join(secret: bytes, hello: Hello, peer: str) -> Steps:
-    """Return the connecting side of a handshake with a server that errors name `peer`."""
+    """Return the steps of the connecting side; error messages name the server `peer`."""
     said = yield from _greet(secret, _CLIENT, peer)
     yield said.mac(b"client proof")
     server = _decoded((yield from said.hear(b"server hello")), peer)
@@ -199,7 +199,7 @@ def join(secret: bytes, hello: Hello, peer: str) -> Steps:
 
 
 def accept(secret: bytes, hello: Hello, check: Check, peer: str) -> Steps:
-    """Return the accepting side; the job and version of its hello are to be the client's too."""
+    """Return the steps of the accepting side; both must have the same job and version."""
     said = yield from _greet(secret, _SERVER, peer)
     if not hmac.compare_digest((yield _PROOF_BYTES), said.mac(b"client proof")):
         yield _WRONG_SECRET
@@ -214,7 +214,7 @@ def accept(secret: bytes, hello: Hello, check: Check, peer: str) -> Steps:
 
 
 def _greet(secret: bytes, role: bytes, peer: str) -> Generator[bytes | int, bytes, _Transcript]:
-    """Exchange greetings: the client's goes first."""
+    """Exchange greetings; the client sends first."""
     own = _GREETING.pack(_MAGIC, _PROTOCOL, role, secrets.token_bytes(32))
     if role == _CLIENT:
         yield own
@@ -222,12 +222,12 @@ def _greet(secret: bytes, role: bytes, peer: str) -> Generator[bytes | int, byte
     if magic != _MAGIC:
         hint = f"it began with {magic!r}. Check the addresses: another program may have the port"
         if magic[0] in _TLS_RECORDS and magic[1] == _TLS_MAJOR:
-            yield own  # To a peer's TLS this is an error, and so it learns.
+            yield own  # This makes the peer's TLS fail, so the peer learns of it.
             hint = "it uses TLS. Set NDISTRIBUTE_TLS_CERT, _KEY and _CA for all processes, or none"
         raise AuthenticationError(f"The peer {peer} is no process of this job: {hint}.")
     other = magic + (yield _GREETING.size - len(magic))
     if role == _SERVER:
-        yield own  # Also to a peer of another version: so it learns ours.
+        yield own  # Also to a peer of another version, which then learns ours.
     _, protocol, other_role, _ = _GREETING.unpack(other)
     if protocol != _PROTOCOL:
         raise AuthenticationError(
@@ -243,16 +243,16 @@ def _greet(secret: bytes, role: bytes, peer: str) -> Generator[bytes | int, byte
 
 
 class _Transcript:
-    """What both sides have said, and what only the secret makes of it."""
+    """The bytes that both sides have sent, and the MACs over them."""
 
     def __init__(self, secret: bytes, greetings: bytes, peer: str) -> None:
-        # HMAC takes a key that ends in zeros for the one without them; a digest has one length.
+        # HMAC pads keys with zeros; a digest of fixed length makes all keys distinct.
         self._key = hashlib.sha256(secret).digest()
         self._said = greetings
         self._peer = peer
 
     def mac(self, label: bytes) -> bytes:
-        """Return a proof, or a key; a label keeps one side's from serving as the other's."""
+        """Return a proof or a key; the label makes those of both sides distinct."""
         return hmac.digest(self._key, b"ndistribute " + label + b"\0" + self._said, "sha256")
 
     def say(self, label: bytes, payload: bytes = b"", verdict: bytes = _ACCEPTED) -> bytes:
@@ -262,7 +262,7 @@ class _Transcript:
         return _FIRST.pack(verdict, length) + payload + self.mac(label + verdict)
 
     def hear(self, label: bytes) -> Generator[bytes | int, bytes, bytes]:
-        """Return what the peer says, which is known to be its own."""
+        """Receive and verify a message of the peer, and return its payload."""
         verdict = yield 1
         if verdict == _WRONG_SECRET:
             raise self.wrong_secret()
@@ -289,7 +289,7 @@ class _Transcript:
 
 
 def _mismatch(server: Hello, client: Hello, check: Check) -> str:
-    """Return why a client can not be one of this server's, empty if it can."""
+    """Return the reason to refuse a client, or an empty string to accept it."""
     name = server.name.partition("#")[0]
     if client.version != server.version:
         return (
@@ -301,7 +301,7 @@ def _mismatch(server: Hello, client: Hello, check: Check) -> str:
             f"it looks for {client.audience}, and this is {name}. Every process needs the same "
             "cluster, and an index of its own."
         )
-    reason = check(client)  # Before the job, which is made of the addresses: it may say which.
+    reason = check(client)  # First, because its reason is more specific than that of the job.
     if not reason and client.job != server.job:
         reason = (
             f"it belongs to job {client.job}, {server.name or 'this process'} to job {server.job}. "

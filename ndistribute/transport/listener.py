@@ -1,8 +1,8 @@
-"""Where other processes come in: listening sockets, and one thread that drives all handshakes.
+"""Listening sockets, and one thread that runs all handshakes.
 
-Anybody on the network may knock. A stranger costs one descriptor and no thread, for a few seconds
-at most; there are few of them, and the oldest makes way, so that strangers neither use up what the
-job needs nor keep a good peer out: its handshake takes milliseconds.
+Anybody on the network may connect. An unauthenticated connection uses one descriptor and no thread,
+for a few seconds at most. Their number is limited, and the oldest is closed first, so they neither
+exhaust the process nor keep out a peer of the job, whose handshake takes milliseconds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAXIMUM_STRANGERS = 128
 HANDSHAKE_SECONDS = 5.0
 LISTEN_FD = "NDISTRIBUTE_LISTEN_FD"
 _BACKLOG = 512
-_LINGER_SECONDS = 0.2  # For a peer that is refused to read why.
-_SAFE_SECONDS = 0.05  # A handshake takes milliseconds, so one that has just begun is left in peace.
+_LINGER_SECONDS = 0.2  # Time for a refused peer to read the reason.
+_SAFE_SECONDS = 0.05  # A handshake takes milliseconds: younger ones are not dropped.
 _SECONDS_BETWEEN_RECORDS = 1.0
 _ALERT = bytes.fromhex("15 0301 0002 0246")  # TLS: fatal, protocol version.
 _ADVICE = {
@@ -46,7 +46,7 @@ _log = logging.getLogger("ndistribute")
 
 
 def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.socket:
-    """Return a socket that listens at an address, and nowhere else; port 0 means any free port."""
+    """Return a socket that listens at this address only; port 0 means any free port."""
     host, port = split_address(address)
     if number := (environ or {}).get(LISTEN_FD, ""):
         return _inherited(number, address, port)
@@ -61,9 +61,9 @@ def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.soc
 
 
 def _inherited(number: str, address: str, port: int) -> socket.socket:
-    """Return the socket that a launcher keeps for this process, so that nobody takes its port."""
+    """Return the listening socket that this process inherits from its launcher."""
     try:
-        # A duplicate: a second strategy of this process finds the original.
+        # A duplicate, because a second strategy of this process needs the original.
         listener = socket.socket(fileno=os.dup(int(number)))
     except (OSError, ValueError) as error:
         raise OSError(
@@ -82,10 +82,10 @@ def _inherited(number: str, address: str, port: int) -> socket.socket:
 
 
 def listen_unix(address: str) -> socket.socket | None:
-    """Return a Unix socket for clients of this host; None where another process has its name."""
+    """Return a Unix socket for clients on this host, or None if its name is in use."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.bind(unix_name(address))  # No file: nothing is left behind.
+        sock.bind(unix_name(address))  # An abstract name: no file remains.
         sock.listen(_BACKLOG)
         return sock
     except OSError as error:
@@ -96,7 +96,7 @@ def listen_unix(address: str) -> socket.socket | None:
 
 @dataclass
 class _Stranger:
-    """A connection that has not proved itself yet."""
+    """A connection whose handshake is not finished."""
 
     sock: socket.socket
     peer: str
@@ -104,14 +104,14 @@ class _Stranger:
     deadline: float
     silent: bool = True
     leaving: object = None
-    """Why it was refused, while it may still read that."""
+    """The reason why it was refused, until the peer has had time to read it."""
 
 
 class Listener:
-    """Accept connections on sockets, and pass on those of peers that know the job's secret.
+    """Accept connections, and pass on those of peers that prove to know the job's secret.
 
-    `on_peer` is called with the socket, which is the callee's, and the outcome of its handshake, on
-    the listener's thread, so it must not wait.
+    The listener's thread calls `on_peer` with the socket, which the callee then owns, and the
+    outcome of the handshake. `on_peer` must not block.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class Listener:
         check: handshake.Check = lambda hello: "",
     ) -> None:
         self._on_peer = on_peer
-        # An eighth of the descriptors at most: the others are for the job.
+        # At most an eighth of the descriptors, so the job keeps the others.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(4, min(MAXIMUM_STRANGERS, files // 8))
         self._logged, self._unlogged = -_SECONDS_BETWEEN_RECORDS, 0
-        self._strangers: dict[socket.socket, _Stranger] = {}  # The oldest comes first.
+        self._strangers: dict[socket.socket, _Stranger] = {}  # The oldest first.
         self._closing = False
         with contextlib.ExitStack() as on_error:
             for sock in sockets:
@@ -138,7 +138,7 @@ class Listener:
             self._tls = tls_context(credentials.tls, server=True) if credentials.tls else None
             self._selector = on_error.enter_context(selectors.DefaultSelector())
             self._waker, woken = map(on_error.enter_context, socket.socketpair())
-            self._spare = on_error.enter_context(self._waker.dup())  # For when there are no others.
+            self._spare = on_error.enter_context(self._waker.dup())  # Closed if none is left.
             self._sockets = [*sockets, woken]
             for sock in sockets:
                 sock.setblocking(False)
@@ -152,19 +152,19 @@ class Listener:
         not_for_forks.add(self)
 
     def close(self) -> None:
-        """Stop listening, and drop who has not proved itself; a second call does nothing."""
+        """Stop listening, and close unauthenticated connections; a second call does nothing."""
         if self._closing:
             return
         self._closing = True
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
-        if self._thread is not threading.current_thread():  # Else a callback closes it.
+        if self._thread is not threading.current_thread():  # Otherwise a callback calls this.
             self._thread.join(timeout=5.0)
         if self._unlogged:
             _log.warning("refused connections (%d more since the last record)", self._unlogged)
 
     def let_go(self) -> None:
-        """Close all sockets: at the end, or a forked child's copies of them."""
+        """Close all sockets: at the end, or the copies that a forked child inherits."""
         self._closing = True
         self._selector.close()
         for sock in (*self._strangers, *self._sockets, self._waker, self._spare):
@@ -189,12 +189,12 @@ class Listener:
 
     def _accept(self, listener: socket.socket) -> None:
         if len(self._strangers) >= self._most and not self._drop_one():
-            time.sleep(_SAFE_SECONDS / 10)  # All have only just begun.
+            time.sleep(_SAFE_SECONDS / 10)  # All handshakes have just begun.
             return
         try:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
-            return  # It was gone before it was accepted.
+            return  # The peer closed the connection before it was accepted.
         except OSError as error:
             self._make_room(listener, error)
             return
@@ -205,19 +205,19 @@ class Listener:
                 if not is_of_this_user(sock):
                     raise PermissionError("it is another user's, and only this user's may connect")
             elif self._tls is not None:
-                # Its first use shakes hands for TLS.
+                # The first use of the socket runs the TLS handshake.
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             exchange = handshake.Exchange(self._steps(peer))
             stranger = _Stranger(sock, peer, exchange, time.monotonic() + HANDSHAKE_SECONDS)
             serve = functools.partial(self._serve, stranger)
             self._selector.register(sock, selectors.EVENT_READ, serve)
             self._strangers[sock] = stranger
-        except OSError as error:  # The system's limit of watched files, or it is gone.
+        except OSError as error:  # The limit on watched files is reached, or the peer has left.
             self._log_refusal(peer, error)
             sock.close()
 
     def _drop_one(self) -> bool:
-        """Drop the stranger that is least likely to be a good peer; return False if all may be."""
+        """Drop the connection that is least likely to finish; return False if all are new."""
         latest = time.monotonic() + HANDSHAKE_SECONDS - _SAFE_SECONDS
         old = [each for each in self._strangers.values() if each.deadline < latest]
         if old:
@@ -226,7 +226,7 @@ class Listener:
         return bool(old)
 
     def _make_room(self, listener: socket.socket, error: OSError) -> None:
-        """Send the next one away when no descriptor is left, with one that was kept for this."""
+        """Refuse the next connection when no descriptor is left, by means of the spare one."""
         full = error.errno in (errno.EMFILE, errno.ENFILE)
         self._log_refusal("somebody", f"{error}; raise `ulimit -n`" if full else error)
         time.sleep(_SAFE_SECONDS / 10)
@@ -235,17 +235,17 @@ class Listener:
         self._spare.close()
         with contextlib.suppress(OSError):
             listener.accept()[0].close()
-        with contextlib.suppress(OSError):  # Another thread may have had it.
+        with contextlib.suppress(OSError):  # Another thread may have taken the descriptor.
             self._spare = self._waker.dup()
 
     def _serve(self, stranger: _Stranger) -> None:
-        """Go on with a handshake as far as it goes without waiting."""
-        if stranger.sock not in self._strangers:  # Another one's event has dropped it.
+        """Continue a handshake until it would block."""
+        if stranger.sock not in self._strangers:  # An earlier event has dropped it.
             return
         stranger.silent = False
         try:
             if stranger.leaving is not None:
-                if not socket.socket.recv(stranger.sock, 4096):  # Past TLS, which has ended.
+                if not socket.socket.recv(stranger.sock, 4096):  # Below TLS, which has ended.
                     self._drop(stranger, stranger.leaving)
                 return
             accepted = stranger.exchange.advance(stranger.sock)
@@ -255,7 +255,7 @@ class Listener:
             self._refuse(stranger, handshake.tls_error(stranger.peer, error), _ALERT)
             return
         except Exception as error:
-            # Whatever a stranger provokes costs this connection, and nothing else.
+            # An error of one peer must end this connection only.
             self._refuse(stranger, error)
             return
         self._selector.unregister(stranger.sock)
@@ -267,7 +267,7 @@ class Listener:
             _log.error("%s could not be served: %s", accepted.hello.name or stranger.peer, error)
 
     def _refuse(self, stranger: _Stranger, reason: object, last_words: bytes = b"") -> None:
-        """Drop a stranger once it has read why, which the system destroys at an early close."""
+        """Drop a connection once its peer had time to read the reason."""
         stranger.leaving = stranger.leaving or reason
         stranger.deadline = time.monotonic() + _LINGER_SECONDS
         try:
@@ -280,14 +280,14 @@ class Listener:
         del self._strangers[stranger.sock]
         self._selector.unregister(stranger.sock)
         why = stranger.leaving or reason
-        if isinstance(why, ConnectionError):  # It left by itself: for a Unix socket, say.
+        if isinstance(why, ConnectionError):  # It left, for example for a Unix socket.
             _log.debug("a connection from %s ended: %s", stranger.peer, f"{why}")
         else:
             self._log_refusal(stranger.peer, why)
         stranger.sock.close()
 
     def _log_refusal(self, peer: str, reason: object) -> None:
-        """Log a refused connection, or count it if one was logged less than a second ago."""
+        """Log a refused connection, or count it if one was logged within the last second."""
         now = time.monotonic()
         if now - self._logged < _SECONDS_BETWEEN_RECORDS:
             self._unlogged += 1

@@ -1,9 +1,9 @@
-"""Requests and replies over a connection: a client that outlives its server, and what answers it.
+"""Requests and replies over connections: a client that survives server restarts, and a server.
 
-Calls have numbers, so several threads of a client share a connection, and a reply may come late.
-Whoever waits reads: the first thread that waits receives, for the others too, so that a call on an
-idle connection costs no change of threads. On the other side each connection has a thread that
-reads a request, lets its service handle it, and answers.
+Calls are numbered, so the threads of a client share a connection, and replies may arrive in any
+order. The first thread that waits for a reply reads from the connection, for the other threads too,
+so a call on an idle connection needs no thread switch. The server has one thread per connection,
+which reads a request, calls the service, and sends the reply.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen, listen_unix
 from ndistribute.transport.secret import Credentials
 
-_PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds before connecting again; the last one repeats.
-_SILENT_SECONDS = 5.0  # After so long a wait for a server its user wants to know of it.
+_PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds between attempts to connect; the last one repeats.
+_SILENT_SECONDS = 5.0  # After this wait for a server, log a warning.
 _RESTORE_SECONDS = 10.0
 _MOST_CONNECTIONS = 4096
 _log = logging.getLogger("ndistribute")
 
 
 class Failed(Record, frozen=True):
-    """Tell a client that its request made the service raise, which is a fault of the service."""
+    """The reply to a request in which the service raised an unexpected exception."""
 
     message: str
 
 
 class Call:
-    """A call under way; `Client.start` makes it."""
+    """A pending call, as `Client.start` returns it."""
 
     def __init__(self, client: Client, request: Record, deadline: float) -> None:
         self._client, self._request = client, request
@@ -49,12 +49,12 @@ class Call:
         self.reply: Any = None
         self.connection: Connection
         self._number = 0
-        self._problem: Exception | None = None  # Why the request has to be sent again.
+        self._problem: Exception | None = None  # The reason to send the request again.
         self._told = False
         self._try(self._send)
 
     def result(self, until: float = float("inf")) -> Any:
-        """Return the reply, see `Client.call`; None if it has not come by then."""
+        """Return the reply, as `Client.call` does, or None if it has not arrived by `until`."""
         pauses = iter(_PAUSES)
         while self.reply is None:
             if time.monotonic() > until:
@@ -68,17 +68,17 @@ class Call:
         return self.reply
 
     def cancel(self) -> None:
-        """Wait no more: a reply that comes is dropped."""
+        """Give up the call; its reply is dropped."""
         self._client._pending.pop(self._number, None)
 
     @property
     def settled(self) -> bool:
-        """Return True once the reply is here, or the request has to be sent again."""
+        """Return True if the reply has arrived, or the request must be sent again."""
         return self.reply is not None or self._problem is not None
 
     @property
     def instance(self) -> str:
-        """Return which life of the server the request went to."""
+        """Return the instance of the server to which the request was sent."""
         return self.connection.peer.instance
 
     def _try(self, step: Callable[[], None]) -> None:
@@ -100,12 +100,12 @@ class Call:
         self.cancel()
         self._number = next(self._client._numbers)
         self.connection = self._client._connected(self.deadline)
-        self._problem = None  # From here on the thread that receives may set it again.
+        self._problem = None  # From now on, the receiving thread may set it again.
         self._client._pending[self._number] = self
         self.connection.send(self._request, self._number, self.deadline)
 
     def _again(self, pause: float) -> None:
-        """Send the request once more, since the connection was lost."""
+        """Send the request again after the connection was lost."""
         client, why, now = self._client, f"{self._problem}".rstrip("."), time.monotonic()
         waited, left = now - self._begun, self.deadline - now
         if waited > _SILENT_SECONDS and not self._told:
@@ -126,12 +126,12 @@ class Call:
 
 
 class Client:
-    """Ask one server, from any number of threads at once.
+    """Send requests to one server, from any number of threads.
 
-    A call is sent again when the connection was lost, so requests must be safe to repeat: a server
-    that is killed and comes back on its address is to its clients no more than slow, up to the
-    deadline that each call has. To the name something random is appended, since a process that is
-    started again is another client. `replies` is the union of their kinds.
+    After a lost connection the client sends a pending request again, so requests must be safe to
+    repeat. A server that restarts at its address before the deadline of a call only delays the
+    call. The client appends a random suffix to its name, because a restarted process is another
+    client. `replies` is the union of the reply classes.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Client:
     ) -> None:
         self.name = f"{name}#{secrets.token_hex(6)}"
         self.instance = ""
-        """Which life of the server was spoken to last; empty before the first call."""
+        """The last known instance of the server; empty before the first call."""
         self._address, self._credentials = address, credentials
         self._hello = Hello(name=self.name, purpose=purpose, audience=audience)
         self.title = f"{audience or 'the server'} at {address}"
@@ -156,7 +156,7 @@ class Client:
         self._numbers = itertools.count(1)
         self._connecting = threading.Lock()
         self._turn = threading.Condition()
-        self._receiving: dict[Connection, int] = {}  # By which thread.
+        self._receiving: dict[Connection, int] = {}  # The thread that receives.
         self._pending: dict[int, Call] = {}
         self._connection: Connection | None = None
         self._restoring = False
@@ -165,16 +165,16 @@ class Client:
         self.beat_within = silence_seconds()
 
     def call(self, request: Record, timeout: float | None = None) -> Any:
-        """Return what the server replies; its arrays are the caller's own."""
+        """Return the reply of the server; the caller owns its arrays."""
         return self.start(request, timeout).result()
 
     def start(self, request: Record, timeout: float | None = None) -> Call:
-        """Send a request; the result of the call returned is what `call` returns."""
+        """Send a request and return the pending call."""
         seconds = self._timeout if timeout is None else timeout
         return Call(self, request, time.monotonic() + seconds)
 
     def tick(self, now: float, excused: bool) -> None:
-        """Connect again if the connection broke while nobody asks, or the server counts it dead."""
+        """Reconnect if the connection broke while idle, or the server counts the client as dead."""
         connection = self._connection
         if connection is not None and connection.is_broken and not self._restoring:
             self._restoring = True
@@ -184,7 +184,7 @@ class Client:
     def _restore(self) -> None:
         try:
             self._connected(time.monotonic() + _RESTORE_SECONDS)
-        except errors.AuthenticationError as error:  # So will it be the next time.
+        except errors.AuthenticationError as error:  # Another attempt would fail as well.
             _log.warning("%s does not look for %s again: %s", self.name, self.title, str(error))
             return
         except ConnectionLostError as error:
@@ -195,14 +195,14 @@ class Client:
         """Say good-bye to the server; a second call does nothing."""
         self._closing.set()
         if os.getpid() != self._process:
-            return  # The connection is the parent's.
+            return  # The parent owns the connection.
         detector.forget(self)
-        connection = self._connection  # Whoever connects at this moment closes what comes of it.
+        connection = self._connection  # A thread that is connecting now closes its own connection.
         if connection is not None:
             connection.close()
 
     def _receive(self, call: Call, until: float) -> None:
-        """Wait for a reply: receive it, or let the thread that receives deliver it."""
+        """Wait for a reply: receive it, or wait for the thread that receives."""
         connection, me = call.connection, threading.get_ident()
         try:
             with self._turn:
@@ -216,16 +216,16 @@ class Client:
                 self._receiving[connection] = me
             number, reply = connection.receive(call.deadline, until)
             asked = self._pending.pop(number, None)
-            if asked is not None:  # Else whoever asked waits no more.
+            if asked is not None:  # Otherwise the call was cancelled.
                 asked.reply = reply
         except BaseException as error:
-            # What came for another thread may have got lost.
+            # A reply for another thread may be lost.
             if self._receiving.get(connection) == me and not isinstance(error, TimeoutError):
                 connection.abort("the thread that received was interrupted.")
             if not (isinstance(error, TimeoutError) and until <= time.monotonic() < call.deadline):
                 raise
         finally:
-            with self._turn:  # An interrupt may come anywhere, and others wait for this thread.
+            with self._turn:  # An interrupt may come at any point, and other threads wait.
                 if self._receiving.get(connection) == me:
                     del self._receiving[connection]
                     self._turn.notify_all()
@@ -259,7 +259,7 @@ class Client:
 
 
 class Peer:
-    """The other end of a connection, as a service sees it."""
+    """The client of a connection, for a service."""
 
     def __init__(self, connection: Connection) -> None:
         self.name = connection.peer.name
@@ -270,29 +270,30 @@ class Peer:
         try:
             self._connection.send(record, call)
         except (ConnectionLostError, TimeoutError):
-            return  # The service learns of it by `disconnected`.
+            return  # `disconnected` tells the service.
 
 
 class Service(Protocol):
-    """What answers the connections of one purpose."""
+    """The handler of all connections with one purpose."""
 
-    requests: Any  # The union of the kinds of records that it reads.
-    sealed: bool  # Whether frames carry a MAC, because something in them is unpickled.
+    requests: Any  # The union of the request classes.
+    sealed: bool  # Whether frames carry a MAC, which unpickling requires.
 
     def connected(self, peer: Peer) -> None:
-        """Know that a client is here."""
+        """Called when a client has connected."""
 
     def handle(self, peer: Peer, call: int, request: Any) -> Record | None:
-        """Return the reply to a request; None where it is sent later, or never."""
+        """Return the reply to a request, or None if it is sent later or never."""
 
     def disconnected(self, peer: Peer, died: bool) -> None:
-        """Know that a client's connection ended; it died unless it said good-bye."""
+        """Called when a connection has ended; `died` is True if the client did not say good-bye."""
 
 
 class RpcServer:
-    """Serve the connections to one address, on a thread each; it is up when this returns.
+    """Accept connections at one address, and serve each of them on a thread of its own.
 
-    Its name is the task's, such as ``"ps:0"``; the services are by purpose.
+    The server listens when the constructor returns. `name` is its task, such as ``"ps:0"``;
+    `services` maps purposes to services.
     """
 
     def __init__(
@@ -304,7 +305,7 @@ class RpcServer:
         *,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        # Those of later lives sort behind those of earlier ones.
+        # Instances sort by their start time.
         self.instance = f"{time.time_ns():016x}-{secrets.token_hex(4)}"
         self._services: dict[str, tuple[Service, Decoder[Any]]] = {
             purpose: (service, Decoder(service.requests)) for purpose, service in services.items()
@@ -376,7 +377,7 @@ class RpcServer:
 
 
 def _converse(service: Service, connection: Connection, peer: Peer) -> bool:
-    """Answer requests until the connection ends; return True if it ended without good-bye."""
+    """Serve requests until the connection ends; return True if it ended without a good-bye."""
     while True:
         try:
             call, request = connection.receive()
@@ -395,4 +396,4 @@ def _converse(service: Service, connection: Connection, peer: Peer) -> bool:
         except Exception as error:
             _log.exception("a request of %s failed", peer.name)
             peer.send(Failed(f"{type(error).__name__}: {error}"), call)
-        reply = None  # It may hold what is to be given back while nothing is asked.
+        reply = None  # Release the reply's memory while the connection is idle.

@@ -1,7 +1,7 @@
-"""Finds the secret that the processes of a job share, and by which they know each other.
+"""The secret that the processes of a job share, and the TLS files of a process.
 
-The environment names it. Where every process is on this host and nothing was set, a file of the
-user's own serves, so that a local run needs no set-up; beyond this host nothing is assumed.
+The environment names both. If all processes are on this host and no secret is set, they use a file
+of the user, so that local runs need no set-up. Jobs on several hosts must set a secret.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VARIABLES = ("NDISTRIBUTE_TLS_CERT", "NDISTRIBUTE_TLS_KEY", "NDISTRIBUTE_TLS_CA
 
 
 class TlsFiles(NamedTuple):
-    """Name the PEM files of a process's certificate, its key without a passphrase, and the CA."""
+    """The PEM files of a process: certificate, private key without a passphrase, and CA."""
 
     cert: str
     key: str
@@ -40,7 +40,7 @@ class TlsFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process of a job shows to the others; jobs of one user never mix."""
+    """The secret, the job identity and the TLS files of a process; they keep jobs apart."""
 
     secret: bytes
     job: str
@@ -50,18 +50,19 @@ class Credentials:
 def credentials_of(
     addresses: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> Credentials:
-    """Return what this process shows to the others of its job, which are at these addresses."""
-    # Launchers set an identity; where nobody did, it is made of the addresses.
+    """Return the credentials of this process in a job whose processes have these addresses."""
+    # Launchers set an identity; otherwise it is derived from the addresses.
     described = hashlib.sha256(json.dumps(list(addresses)).encode()).hexdigest()[:16]
     job = environ.get("NDISTRIBUTE_JOB_ID") or f"of addresses {described}"
     return Credentials(find_secret(addresses, environ), job, tls_files(environ))
 
 
 def find_secret(addresses: Sequence[str], environ: Mapping[str, str]) -> bytes:
-    """Return the secret of the job with these processes, the same in each of them.
+    """Return the secret of the job whose processes have these addresses.
 
-    ``NDISTRIBUTE_SECRET`` holds it, or ``NDISTRIBUTE_SECRET_FILE`` names a file that only its owner
-    may read. If neither is set and all are on this host, a file in the user's state folder has it.
+    It is the value of ``NDISTRIBUTE_SECRET``, or the content of the file that
+    ``NDISTRIBUTE_SECRET_FILE`` names and only its owner may read. If neither is set and all
+    processes are on this host, it is the content of a file in the user's state folder.
 
     >>> find_secret(["node1:1234"], {"NDISTRIBUTE_SECRET": "correct horse battery"})
     b'correct horse battery'
@@ -104,8 +105,8 @@ def _checked(secret: bytes, source: str) -> bytes:
 
 
 def _read(path: str | Path, source: str, flags: int = 0) -> bytes:
-    """Return the secret in a file; the checks are of that very file."""
-    # A named pipe must not stop the start of a job: it is opened without waiting, then refused.
+    """Return the secret in a file; all checks use the open file, which cannot be replaced."""
+    # A named pipe must not block the start of a job: open it without waiting, then refuse it.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     try:
         status = os.fstat(handle)
@@ -122,7 +123,7 @@ def _read(path: str | Path, source: str, flags: int = 0) -> bytes:
 
 
 def _own_secret(environ: Mapping[str, str]) -> bytes:
-    """Return the secret of this user on this host; the first process that asks makes it."""
+    """Return the secret of this user on this host; the first process creates it."""
     state = environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(state):  # The XDG specification says to ignore any other.
         state = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
@@ -142,11 +143,11 @@ def _own_secret(environ: Mapping[str, str]) -> bytes:
 
 
 def _secret_in(folder: Path) -> bytes:
-    """Return the secret in a folder that only this user may use; both are made if missing."""
+    """Return the secret in a folder of this user; create both if they are missing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
-    # Anybody can make it before, in a folder for temporary files.
+    # In a folder for temporary files, another user may have created it first.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise PermissionError("it is not this user's own folder")
     if status.st_mode & _OTHERS:
@@ -162,7 +163,7 @@ def _secret_in(folder: Path) -> bytes:
 
 
 def tls_files(environ: Mapping[str, str]) -> TlsFiles | None:
-    """Return the files that the environment names for TLS, None where it names none of them."""
+    """Return the TLS files that the environment names, or None if it names none."""
     values = TlsFiles(*[environ.get(name, "") for name in _VARIABLES])
     missing = [name for name, value in zip(_VARIABLES, values, strict=True) if not value]
     if missing and any(values):
@@ -174,10 +175,10 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles | None:
 
 
 def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
-    """Return settings with which each side shows its certificate and checks the other's."""
+    """Return a TLS context that presents this process's certificate and verifies the peer's."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # Processes move among hosts, so certificates name none; the job's own CA is the test.
+    # Certificates name no host, because processes move between hosts; the job's CA is verified.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:
@@ -190,7 +191,7 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
             "key, and the certificate of the authority that signed it, in PEM."
         ) from error
     if server:
-        context.num_tickets = 0  # A connection is made once, and never resumed.
+        context.num_tickets = 0  # Sessions are never resumed.
     return context
 
 

@@ -1,8 +1,8 @@
-"""Memory of one process that another one of its host maps: an anonymous file, passed by descriptor.
+"""Shared memory of two processes on a host: an anonymous file, whose descriptor is passed on.
 
-A `Ring` carries long messages: through a socket the system copies them in small pieces, for which
-both ends wait in turn; here both copy at the same time, and what one has written is still in the
-processor's cache when the other one reads it. `ReusedMemory` is what messages are received into.
+A `Ring` carries long messages. Through a socket, the kernel copies small pieces for which both ends
+wait in turn. In a ring, both ends copy at the same time, and the reader finds the data in the
+processor's cache. `ReusedMemory` is the memory into which messages are received.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ndistribute.transport.codec import Array, MalformedError
 
 ALIGNMENT = 64
 _CAPACITY = 4 << 20
-_CHUNK_BYTES = 256 << 10  # Copied at once: the other end need not wait for more.
-_REUSED_BYTES = 1 << 16  # Memory for smaller arrays the allocator keeps by itself.
-_KEPT_BYTES = 256 << 20  # Lengths that never come again must not use up the host's memory.
+_CHUNK_BYTES = 256 << 10  # Copied at a time, so the other end starts early.
+_REUSED_BYTES = 1 << 16  # The allocator reuses the memory of smaller arrays.
+_KEPT_BYTES = 256 << 20  # A limit, because some lengths are never reused.
 _HEAD_BYTES = 128  # The two counters, each on a cache line of its own.
 _SIZE = _HEAD_BYTES + _CAPACITY
 
 
 def padded(nbytes: int) -> int:
-    """Return a length with what is needed to begin the next part aligned."""
+    """Return the length rounded up, so that the next part is aligned."""
     return nbytes + -nbytes % ALIGNMENT
 
 
 class Ring:
-    """One end of a stream of bytes through a file of `make_file`, for one thread at a time."""
+    """One end of a byte stream through a file of `make_file`; one thread at a time may use it."""
 
     def __init__(self, file: int, *, writes: bool) -> None:
         self._writes = writes
@@ -45,12 +45,12 @@ class Ring:
                 f"memory came that is not {_SIZE} bytes which its owner must keep."
             )
         memory = mmap.mmap(file, _SIZE)
-        # How many bytes were written and read in all; each is written by one end alone.
+        # The total bytes written and read; each count has one writer.
         self._counts = memoryview(memory)[:_HEAD_BYTES].cast("Q")
         self._data: Array = np.frombuffer(memory, np.uint8, offset=_HEAD_BYTES)
 
     def move(self, data: Array) -> int:
-        """Write the beginning of some bytes, or read it; return how many bytes moved."""
+        """Write or read as many bytes of `data` as possible now; return their number."""
         written, read = self._counts[0], self._counts[8]
         held = written - read
         if not 0 <= held <= _CAPACITY:
@@ -61,16 +61,16 @@ class Ring:
         if count:
             place, part = self._data[start : start + count], data[:count]
             np.copyto(*((place, part) if self._writes else (part, place)))
-            self._counts[0 if self._writes else 8] = position + count  # What was copied before.
+            self._counts[0 if self._writes else 8] = position + count  # After the copy.
         return count
 
 
 def make_file(nbytes: int = _SIZE, *, take: bool = True) -> int:
-    """Return a descriptor of new memory: an anonymous file, which can not shrink.
+    """Return a descriptor of new shared memory: an anonymous file that cannot shrink.
 
     Args:
-        nbytes: how long it is; as long as a ring unless something else is asked for.
-        take: whether all of it is taken at once, so that nobody is ever killed for using it.
+        nbytes: its length in bytes; by default that of a ring.
+        take: whether to allocate all of it now, so that no later write can fail for lack of memory.
     """
     file = os.memfd_create("ndistribute", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -86,14 +86,14 @@ def make_file(nbytes: int = _SIZE, *, take: bool = True) -> int:
 
 
 class ReusedMemory:
-    """Memory for received arrays, used again once nobody holds them: new memory is slow."""
+    """Memory for received arrays, reused when nobody holds them, because new memory is slow."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[Array]] = {}  # By length.
         self._total = 0
 
     def take(self, nbytes: int) -> memoryview:
-        """Return memory of a length, which stays as it is as long as a view of it is held."""
+        """Return memory of this length; it is not reused while a view of it exists."""
         if nbytes < _REUSED_BYTES:
             return np.empty(nbytes, np.uint8).data
         held = self._held.get(nbytes, [])
@@ -108,7 +108,7 @@ class ReusedMemory:
         return memory.data
 
     def forget(self) -> None:
-        """Give back what nobody holds."""
+        """Drop all memory; views that exist keep theirs."""
         self._held.clear()
         self._total = 0
 
@@ -117,5 +117,5 @@ def _references(arrays: Sequence[object], index: int) -> int:
     return sys.getrefcount(arrays[index])
 
 
-# What the count is where only a list holds an array, in this version of Python.
+# The reference count of an array that only a list holds, in this version of Python.
 _NO_VIEWS = _references([np.empty(0)], 0)
