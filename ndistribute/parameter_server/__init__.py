@@ -1,1 +1,1 @@
-"""Variables that live on servers: what a server holds, what is asked of it, and who asks."""
+"""Parameter servers: their state, the requests to them, and their clients."""

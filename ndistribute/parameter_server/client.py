@@ -1,8 +1,8 @@
-"""Parameter servers as a process that uses them sees them.
+"""The client of all parameter servers of a job.
 
-All requests go out before the first reply is waited for. Changes are numbered, so that each is made
-once however often it is sent. What a closure changes, a function that a coordinator sent, is kept
-back until its end and goes out under the closure's number, the same wherever it is run again.
+A call sends all requests before it waits for the first reply. Changes are numbered, so a server
+makes each of them once. A closure is a function that a coordinator sent: its changes are held back
+until it returns, and are sent with the closure's number, which is the same in every attempt.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.parameter_server import messages as m
 from ndistribute.transport.codec import Array, Record
 
-Changes = Mapping[int, Sequence[m.Change]]  # What to change on which server, and what became of it.
+Changes = Mapping[int, Sequence[m.Change]]  # By server: changes, and below their outcomes.
 Outcomes = Mapping[int, tuple[m.Outcome, ...]]
 Then = Callable[[Outcomes], None]
 
-_SHIFT = 16  # A closure makes fewer than so many bits' worth of transactions.
-_BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # So much a closure keeps back at most.
-_REUSED_BYTES = 1 << 16  # Smaller arrays the allocator keeps by itself.
-_SMALL_BYTES = 1 << 14  # An initial value of so few bytes is sent without asking if it is wanted.
-_TURN_SECONDS = 0.1  # So long one of several replies is waited for before the others are looked at.
+_SHIFT = 16  # Bits for the transactions of a closure.
+_BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # The most that a closure holds back.
+_REUSED_BYTES = 1 << 16  # The allocator reuses smaller arrays.
+_SMALL_BYTES = 1 << 14  # Initial values up to this size are sent without asking.
+_TURN_SECONDS = 0.1  # The wait for one reply before polling the others.
 _ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
 _log = logging.getLogger("ndistribute")
 
 
 class Closure:
-    """Number the transactions of one closure of a series, and hold what is kept back for it."""
+    """The numbers of a closure's transactions, and the changes that it holds back."""
 
-    current: Closure | None = None  # The one that this process runs, with all its threads.
+    current: Closure | None = None  # The closure that this process runs.
 
     def __init__(self, series: str, number: int, low_water: int) -> None:
         self.series = series
-        self.low_water = low_water << _SHIFT  # Given as the lowest closure that is not over.
+        self.low_water = low_water << _SHIFT  # The argument is the lowest unfinished closure.
         self.in_main = threading.current_thread() is threading.main_thread()
-        self.reports: dict[str, m.Report] = {}  # What was learned of each server on the way.
+        self.reports: dict[str, m.Report] = {}  # What the closure learned about each server.
         self.buffers: dict[Servers, _WriteBuffer] = {}
         self._sequences = itertools.count((number << _SHIFT) + 1)
         self._end = (number + 1) << _SHIFT
@@ -60,7 +60,7 @@ class Closure:
 
 @contextlib.contextmanager
 def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
-    """Make the changes of a ``with`` block those of a closure; those kept back go with an error."""
+    """Run a ``with`` block as a closure; an error drops the changes that it holds back."""
     if Closure.current is not None:
         raise RuntimeError("a worker runs one function at a time, and one is running.")
     running = Closure.current = Closure(series, number, low_water)
@@ -74,9 +74,9 @@ def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
 
 
 def current_closure() -> Closure | None:
-    """Return the closure that this thread works for, if there is one."""
-    # The main one works for those alone that it runs: in a process that is its own worker it
-    # schedules what another thread runs.
+    """Return the closure that this thread runs, or None."""
+    # The main thread counts only if the closure runs on it: in a process that is its own worker,
+    # the main thread schedules closures that another thread runs.
     running = Closure.current
     if running is None or running.in_main:
         return running
@@ -84,14 +84,14 @@ def current_closure() -> Closure | None:
 
 
 class _WriteBuffer:
-    """Keep back what a closure changes on servers."""
+    """The changes that a closure holds back."""
 
     def __init__(self, servers: Servers, running: Closure) -> None:
         self._servers, self._running = servers, running
         self._reset()
 
     def add(self, changes: Changes, then: Then | None) -> None:
-        """Keep changes, as they are now, until the end of the closure or until they are many."""
+        """Hold back copies of changes until the closure ends or the buffer is full."""
         with self._servers._lock:
             owned = {i: [self._owned(change) for change in some] for i, some in changes.items()}
             self._kept.append((owned, then))
@@ -102,7 +102,7 @@ class _WriteBuffer:
             self.flush()
 
     def flush_before(self, names: Iterable[str]) -> None:
-        """Send what is kept if it changes a variable that is about to be read."""
+        """Send the changes if one of these variables, which are about to be read, is among them."""
         if not self._names.isdisjoint(names):
             self.flush()
 
@@ -112,7 +112,7 @@ class _WriteBuffer:
         self._copies: list[Array] = []
 
     def flush(self) -> None:
-        """Send what is kept, as one transaction to each server."""
+        """Send the changes, as one transaction to each server."""
         with self._servers._lock:
             kept, copies = self._kept, self._copies
             self._reset()
@@ -124,7 +124,7 @@ class _WriteBuffer:
                 changes.setdefault(i, []).extend(own)
         made_by = self._servers._change(changes, self._running)
         outcomes = {i: iter(made) for i, made in made_by.items()}
-        with self._servers._lock:  # To touch new memory costs more than to copy: the next has it.
+        with self._servers._lock:  # Reused, because new memory costs more than the copy.
             self._servers._spare = [copy for copy in copies if copy.nbytes >= _REUSED_BYTES]
         for some, then in kept:
             made = {i: tuple(itertools.islice(outcomes[i], len(own))) for i, own in some.items()}
@@ -132,7 +132,7 @@ class _WriteBuffer:
                 then(made)
 
     def _owned(self, part: Any) -> Any:
-        """Return a change, or a part of one, with arrays that nobody else can write to."""
+        """Return a change, or a part of it, with copies of all writable arrays."""
         if isinstance(part, np.ndarray):
             if not _writable(part):
                 return part
@@ -164,7 +164,7 @@ def _written(change: m.Change) -> tuple[str, ...]:
 
 
 def _writable(array: Array) -> bool:
-    """Return True if an array can still change, through itself or through what it is a view of."""
+    """Return True if the array, or an array of which it is a view, is writable."""
     base: Any = array
     while isinstance(base, np.ndarray):
         if base.flags.writeable:
@@ -174,7 +174,7 @@ def _writable(array: Array) -> bool:
 
 
 class Caller(Protocol):
-    """What carries requests to one server: `rpc.Client`, or a server of this process."""
+    """The interface to one server: `rpc.Client`, or a client of a server in this process."""
 
     name: str
     instance: str
@@ -184,7 +184,7 @@ class Caller(Protocol):
 
 
 class ServerClient:
-    """Ask one server, from any number of threads at once, and notice when it was started again."""
+    """Sends requests to one server from any thread, and detects restarts of the server."""
 
     def __init__(self, caller: Caller, title: str) -> None:
         self.name, self.title = caller.name, title
@@ -195,9 +195,9 @@ class ServerClient:
 
     @property
     def lost_updates(self) -> int:
-        """Return how many updates are known to be lost with the server's earlier lives."""
-        # A life that began with less than is known of the one before has lost the difference. They
-        # are sorted by age, since another process may tell late of an earlier one.
+        """Return how many updates earlier instances of the server are known to have lost."""
+        # An instance lost the difference between the total of the one before and its own start.
+        # They are sorted by age, because another process may report an earlier one late.
         pairs = itertools.pairwise([life for _, life in sorted(self._lives.items())])
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
@@ -206,11 +206,11 @@ class ServerClient:
         return self._lives.get(self._caller.instance)
 
     def finish(self, call: Any, until: float = float("inf")) -> Any:
-        """Return the reply to a request, None if it has not come by then; raise a failure."""
+        """Return the reply to a request, or None if there is none yet; raise a `Failure`."""
         reply = call.result(until)
         if isinstance(reply, m.Changed):
             with self._lock:
-                known = self._lives.get(call.instance)  # What else it began with, `meet` asks.
+                known = self._lives.get(call.instance)  # `meet` asks for what it began with.
                 if known is not None and reply.total > known.total:
                     self._lives[known.life] = replace(known, total=reply.total)
         if not isinstance(reply, m.Failure):
@@ -218,14 +218,14 @@ class ServerClient:
         raise _ERRORS.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}")
 
     def meet(self) -> None:
-        """Learn what the server began with if it is another life than those that are known."""
+        """Ask a new instance of the server for the updates that it contains."""
         if self._caller.instance and self._caller.instance not in self._lives:
             call = self.start(m.Status())
             totals = self.finish(call)
             self.learn(m.Report(self.title, call.instance, totals.began, totals.total))
 
     def learn(self, report: m.Report) -> None:
-        """Take what this process, or another one, knows of a life of the server."""
+        """Record what this or another process knows about an instance of the server."""
         with self._lock:
             known, before = self._lives.get(report.life, report), self.lost_updates
             is_news = bool(self._lives) and report.life not in self._lives
@@ -237,30 +237,30 @@ class ServerClient:
 
 
 class Servers:
-    """Use all parameter servers of a job, from any number of threads at once.
+    """Sends requests to all parameter servers of a job, from any thread.
 
-    Mappings are by the place of a server among the clients. What does not fit is a `ValueError`; a
-    server that is not reached in time, or others who left while waited for, a `WorkerLostError`.
+    The keys of mappings are the indices of servers. A mismatch raises `ValueError`. An unreachable
+    server, or other workers that left during a wait for them, raise `WorkerLostError`.
     """
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         self._clients = tuple(clients)
-        self._spare: list[Array] = []  # Memory of changes that a closure kept back.
+        self._spare: list[Array] = []  # Buffers of changes that a closure held back.
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        atexit.register(self.close)  # So that servers see this process leave, and not die.
-        self._open: list[set[int]] = [set() for _ in clients]  # Numbers that may be sent again.
+        atexit.register(self.close)  # So that servers see a clean end.
+        self._open: list[set[int]] = [set() for _ in clients]  # Numbers not yet acknowledged.
 
     def __len__(self) -> int:
         return len(self._clients)
 
     @property
     def lost_updates(self) -> int:
-        """Return how many updates are known to be lost with servers that were killed."""
+        """Return how many updates killed servers are known to have lost."""
         return sum(client.lost_updates for client in self._clients)
 
     def ask(self, requests: Mapping[int, Record]) -> dict[int, Any]:
-        """Return the replies of servers, asked all at once; raise an error after all ended."""
+        """Send requests to servers and return all replies; raise the first error at the end."""
         calls: dict[int, Any] = {}
         replies, errors = {}, []
         try:
@@ -281,7 +281,7 @@ class Servers:
         return replies
 
     def replies(self, requests: Mapping[int, Record]) -> Generator[tuple[int, Any], None, None]:
-        """Yield each server's reply once it has come; who stops halfway waits no more."""
+        """Yield each server's reply when it arrives; closing the generator cancels the rest."""
         calls: dict[int, Any] = {}
         try:
             for i, request in requests.items():
@@ -299,11 +299,11 @@ class Servers:
                 call.cancel()
 
     def ask_all(self, request: Record) -> None:
-        """Wait until every server has done what a request asks."""
+        """Send a request to every server, and wait until all have executed it."""
         self.ask(dict.fromkeys(range(len(self)), request))
 
     def create(self, initial: Mapping[int, Sequence[tuple[str, Array]]]) -> None:
-        """Make variables of some names and values, but for those that there are."""
+        """Create variables with names and values, except those that exist."""
         asked = {i: tuple(_described(*one) for one in some) for i, some in initial.items()}
         wanted = {}
         for i, reply in self.ask({i: m.Create(some) for i, some in asked.items()}).items():
@@ -317,14 +317,14 @@ class Servers:
         self.ask(wanted)
 
     def read(self, asked: Mapping[int, Sequence[m.Item]]) -> dict[int, m.Values]:
-        """Return what is asked for, with what a closure that asks has changed."""
+        """Read items from servers, including the changes of the running closure."""
         running = current_closure()
         if running is not None and (buffer := running.buffers.get(self)) is not None:
             buffer.flush_before(item.name for some in asked.values() for item in some)
         return self.ask({i: m.Read(tuple(some)) for i, some in asked.items()})
 
     def change(self, changes: Changes, then: Then | None = None) -> None:
-        """Make changes, on each server all or none, in a closure at its end; `then` is told."""
+        """Make changes atomically on each server, or at the end of the closure; then call `then`."""
         running = current_closure()
         if running is not None:
             buffer = running.buffers.get(self) or _WriteBuffer(self, running)
@@ -347,9 +347,9 @@ class Servers:
             client.close()
 
     def _change(self, changes: Changes, running: Closure | None) -> Outcomes:
-        """Make changes under the next number of a closure, or of this process."""
+        """Make changes with the next number of a closure, or of this process."""
         orders = {}
-        with self._lock:  # A number is known to be open before another thread sends a higher one.
+        with self._lock:  # Record the number before another thread sends a higher one.
             number = next(self._numbers) if running is None else running.sequence()
             for i, some in changes.items():
                 if running is None:
@@ -369,7 +369,7 @@ class Servers:
 
 
 def _described(name: str, array: Array) -> m.NewVariable:
-    """Describe a new variable, with its value if that is short or the same number everywhere."""
+    """Describe a new variable, including its value if it is short or constant."""
     dtype = array.dtype.newbyteorder("=").name
     fill = initial = None
     if array.size > 1 and not any(array.strides) and array.dtype.kind in "fiub":

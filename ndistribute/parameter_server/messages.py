@@ -1,7 +1,7 @@
-"""What travels between a parameter server and its clients: requests, changes and replies.
+"""The messages between a parameter server and its clients: requests, changes and replies.
 
-Every request may be sent again by a client that heard nothing. Reads, creates, deletes and waits
-are the same however often they come; a `Transaction` has the number by which a server knows it.
+A client without a reply may send any request again. Reads, creates, deletes and waits are
+idempotent; a `Transaction` has a number by which the server recognises it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ndistribute.transport.codec import Array, Record
 
 
 class Gradient(Record, frozen=True):
-    """A gradient, or the rows of it that are not zero; one that stands several times is summed."""
+    """A dense gradient, or some rows of one; rows with the same index are added."""
 
     values: Array
     indices: Array | None = None
 
 
 class Update(Record, frozen=True):
-    """Write to a variable, or to rows of it; the outcome is `Done`.
+    """Write to a variable or to some of its rows; the outcome is `Done`.
 
-    Indices may repeat: of several assignments to a row the last stays, the others are combined.
+    Indices may repeat: of several assignments to a row the last counts; additions are all made.
     """
 
     name: str
@@ -33,36 +33,37 @@ class Update(Record, frozen=True):
 
 
 class Apply(Record, frozen=True):
-    """Change variables by their gradients as an optimizer does; the outcome is `Done`."""
+    """Apply gradients to variables by an update rule; the outcome is `Done`."""
 
     names: tuple[str, ...]
     gradients: tuple[Gradient, ...]
-    slots: tuple[tuple[str, ...], ...]  # Of each variable, in the order of the rule's `slot_names`.
-    counter: str  # A variable of one int64, which rises by one, to the number of this step.
+    slots: tuple[tuple[str, ...], ...]  # Per variable, in the order of `slot_names`.
+    counter: str  # An int64 variable; each step increments it.
     rule: str  # A name of `update_rules.RULES`.
     learning_rate: float
     hyperparameters: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Aggregate(Record, frozen=True):
-    """Add a set of gradients to those of a step; the outcome is `Accumulated`.
+    """Add the gradients of one client to those of a step; the outcome is `Accumulated`.
 
-    The last of `count` sets applies the mean of all, and the step rises by one. A client's second
-    set for a step is dropped, and so is one for a lower step. One for a higher step, which a
-    restored server gets, moves the aggregate there, without its sets.
+    The last of `count` contributions applies the mean of all of them and increments the step. The
+    server drops a client's second contribution to a step, and contributions to earlier steps. A
+    contribution to a later step, which a restored server may receive, moves the aggregate to that
+    step and drops what it had collected.
     """
 
-    name: str  # Of the aggregate, which is made on first use at step 0.
+    name: str  # The aggregate, created at step 0 by its first use.
     at_step: int
     count: int
-    apply: Apply  # Its hyperparameters count in the last set.
+    apply: Apply  # The last contribution's hyperparameters apply.
 
 
 Change = Update | Apply | Aggregate
 
 
 class NewVariable(Record, frozen=True):
-    """Describe a variable to be made unless it exists; with no value, only ask if one is wanted."""
+    """A variable to create if it is missing; without a value, ask whether to send one."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,45 +73,46 @@ class NewVariable(Record, frozen=True):
 
 
 class Create(Record, frozen=True):
-    """Make variables, all or none, but for those that exist; answered by `Created`."""
+    """Create the missing variables, all or none; the reply is `Created`."""
 
     variables: tuple[NewVariable, ...]
 
 
 class Item(Record, frozen=True):
-    """Name a variable to read, or rows of it in the order wanted; an index may repeat."""
+    """A variable to read, or rows of it in this order; indices may repeat."""
 
     name: str
-    known: int = 0  # The version that the client holds: of the whole only newer values are sent.
+    known: int = 0  # The client's version: a whole value is sent only if newer.
     rows: Array | None = None
 
 
 class Read(Record, frozen=True):
-    """Get variables, or rows of them, as they are at one moment; answered by `Values`."""
+    """Read variables or rows of them at one point in time; the reply is `Values`."""
 
     items: tuple[Item, ...]
 
 
 class Transaction(Record, frozen=True):
-    """Make changes, all of them or none, nothing between them, and once; answered by `Changed`."""
+    """Make changes atomically and exactly once; the reply is `Changed`."""
 
-    client: str  # Who numbers it; something random is in it, so that no later life has it.
+    client: str  # The client id, with a random part that no restarted client repeats.
     sequence: int
-    low_water: int  # No transaction of a lower number is sent (again) from now on.
+    low_water: int  # The client sends no lower number any more.
     changes: tuple[Change, ...]
 
 
 class Delete(Record, frozen=True):
-    """Delete those of the variables that exist; answered by their `Number`."""
+    """Delete those variables that exist; the reply is the `Number` of deleted ones."""
 
     names: tuple[str, ...]
 
 
 class AwaitStep(Record, frozen=True):
-    """Wait until an aggregate is at a step or above; answered by its step, a `Number`.
+    """Wait until an aggregate reaches a step; the reply is the current step, a `Number`.
 
-    It is answered at once if the client's own set for the current step is not there: it came late,
-    or was lost with the server. If `count` sets can not come, for clients left, it is a `Failure`.
+    The reply comes at once if the server has no contribution of the client to the current step,
+    because it was late or was lost with the server. If so many clients left that `count`
+    contributions cannot arrive, the reply is a `Failure`.
     """
 
     name: str
@@ -119,65 +121,66 @@ class AwaitStep(Record, frozen=True):
 
 
 class AwaitClock(Record, frozen=True):
-    """Say which step this client is about to begin, and wait for slower ones.
+    """Announce the step that this client is about to begin, and wait for slower clients.
 
-    It is over once `count` came and all that are there have reached `clock - slack`. Who left
-    counts no more; a client whose name is the same up to a ``#`` has its place. Who begins anew
-    goes on from the others' clocks, so that they do not wait: the answer is the clock that counts.
+    The wait ends when `count` clients have come and all present clients have reached
+    `clock - slack`. Clients that left do not count. A client whose name is the same up to ``#``
+    takes the place of an earlier one. A new client starts at the lowest clock of the others, so
+    that they do not wait for it; the reply is the clock that the server counts.
     """
 
-    name: str  # Of the group.
+    name: str  # The group.
     clock: int
     slack: int
     count: int
 
 
 class Status(Record, frozen=True):
-    """Get `Totals`: at once, once a snapshot holds them, or once all updates are kept in a log."""
+    """Get `Totals`: at once, after the next snapshot, or after updates are logged from now on."""
 
     of: Literal["memory", "snapshot", "log"] = "memory"
 
 
 Logged = Create | Delete | Transaction
-"""What changes variables, so a log of it can be replayed."""
+"""The requests that change variables; a log of them can be replayed."""
 Wait = AwaitStep | AwaitClock
 Request = Logged | Wait | Read | Status
 
 
 class Failure(Record, frozen=True):
-    """Say why a request was not carried out."""
+    """The reason why the server did not execute a request."""
 
     kind: Literal[
-        "unknown",  # There is nothing of that name.
-        "mismatch",  # A shape, a dtype, an index or a number does not fit.
-        "left",  # Clients that the request waited for left.
-        "superseded",  # The same client asked again for the same; the newer call gets the answer.
-        "full",  # The disk, or memory, has no room for it.
+        "unknown",  # Nothing has that name.
+        "mismatch",  # A wrong shape, dtype, index or number.
+        "left",  # The clients that the request waited for have left.
+        "superseded",  # The client sent the request again; the newer call gets the reply.
+        "full",  # The disk or the memory is full.
     ]
     message: str
 
 
 class Created(Record, frozen=True):
-    """Say which variables of a `Create` were made or found, in order, and which want a value."""
+    """The state of each variable of a `Create`: created, found, or waiting for a value."""
 
     states: tuple[Literal["made", "found", "wanted"], ...]
 
 
 class Values(Record, frozen=True):
-    """Hold what was read, in the request's order; None where the client has the newest value."""
+    """The values that were read, in order; None if the client has the newest value."""
 
     versions: tuple[int, ...]
     arrays: tuple[Array | None, ...]
 
 
 class Done(Record, frozen=True):
-    """Hold the versions of the variables that a change names, in its order; 0 if deleted since."""
+    """The versions of the variables of a change, in its order; 0 if deleted since."""
 
     versions: tuple[int, ...]
 
 
 class Accumulated(Record, frozen=True):
-    """Say whether a set of gradients was taken, and the step of the aggregate."""
+    """Whether a contribution was accepted, and the step of the aggregate."""
 
     accepted: bool
     step: int
@@ -187,33 +190,33 @@ Outcome = Done | Accumulated
 
 
 class Changed(Record, frozen=True):
-    """Hold the outcome of each change of a transaction, and `Totals.total` with this one."""
+    """The outcome of each change of a transaction, and `Totals.total` including it."""
 
     outcomes: tuple[Outcome, ...]
     total: int
-    repeated: bool = False  # It was made before; the outcomes are those of this moment.
+    repeated: bool = False  # It was made before; the outcomes are current ones.
 
 
 class Number(Record, frozen=True):
-    """Hold a number; the request says of what."""
+    """A number, whose meaning depends on the request."""
 
     value: int
 
 
 class Totals(Record, frozen=True):
-    """Hold how many transactions a server made in all its lives, as far as they were restored."""
+    """The number of transactions that a server's state contains, over all restored instances."""
 
     total: int
-    began: int  # How many of them this life began with.
+    began: int  # The number with which this instance started.
 
 
 Reply = Failure | Created | Values | Changed | Number | Totals
 
 
 class Report(Record, frozen=True):
-    """Tell another process what this one knows of a life of a server; see `Totals`."""
+    """What one process tells another about an instance of a server; see `Totals`."""
 
     server: str  # Such as ``"ps:0"``.
-    life: str  # Its random id.
+    life: str  # The random id of the instance.
     began: int
-    total: int  # At least so many.
+    total: int  # A lower bound.

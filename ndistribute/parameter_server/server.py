@@ -1,7 +1,7 @@
-"""`StoreService`: a store that answers the connections of a server, and outlives its process.
+"""`StoreService`: the service that executes requests on a store and saves the store.
 
-Under its lock the store is changed, lends its arrays to a snapshot, and begins a new log; snapshots
-are written, and the log is synced, beside it. A `LocalServer` serves its own process, by calls.
+A lock protects the store. Snapshots are written, and the log is synced, without the lock. A
+`LocalServer` serves clients of its own process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
 
 _CLOSE_SECONDS = 600.0
-_LOG_BYTES = 1 << 30  # A longer log is replaced by a snapshot before that is due.
+_LOG_BYTES = 1 << 30  # A longer log triggers a snapshot.
 _log = logging.getLogger("ndistribute")
 
 
 class StoreService:
-    """Answer by a store; write what changed to a directory, if there is one, every `seconds`.
+    """Execute requests on a store; with a directory, save a snapshot every `seconds`.
 
-    With durability ``"log"`` a change is answered once it is in a log on the disk. Clients of
-    before a restart count as dead, lest others wait, if they are not back after `return_seconds`.
+    With durability ``"log"`` the reply to a change is sent after the log on the disk contains the
+    change. After a restart, earlier clients count as dead if they are not back within
+    `return_seconds`, so that other clients do not wait for them.
     """
 
     requests = m.Request
@@ -51,9 +52,9 @@ class StoreService:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._peers: dict[str, object] = {}
-        self._asked: list[tuple[Any, Any]] = []  # The calls that wait for a snapshot.
+        self._asked: list[tuple[Any, Any]] = []  # Calls that wait for a snapshot.
         self._changed = self._due = self._closing = False
-        self.failed_last_snapshot = False  # Whether `close` could not write what changed.
+        self.failed_last_snapshot = False  # Whether `close` failed to save the last changes.
         self._disk = None if directory is None else Disk(directory, task, log=durability == "log")
         self.store = Store() if self._disk is None else self._disk.store
         self.store.variables.adopts = True
@@ -72,19 +73,19 @@ class StoreService:
             self._peers[peer.name] = peer
 
     def handle(self, peer: Any, call: Any, request: m.Request) -> m.Reply | None:
-        """Do what a request asks, and return the reply unless that comes later."""
+        """Execute a request; return the reply, or None if it is sent later."""
         reads = isinstance(request, m.Read | m.Status)
         with self._lock:
             logs = [] if self._disk is None else self._disk.logs
             if isinstance(request, m.Status) and self._disk is not None and request.of != "memory":
-                # What is there before a log begins has to be on the disk as well.
+                # The state before the log begins must be on the disk as well.
                 if request.of == "log" and not logs:
                     self._disk.begin_log()
                 self._asked.append((peer, call))
                 self._wake.notify_all()
                 return None
             if isinstance(request, m.Logged):
-                if self._closing:  # The next life of this server will be asked again.
+                if self._closing:  # The client asks the restarted server again.
                     return None
                 for log in logs:
                     if log.broken:
@@ -106,7 +107,7 @@ class StoreService:
         return reply
 
     def disconnected(self, peer: Any, died: bool) -> None:
-        """Let others wait for a client no more, unless it is back already."""
+        """Remove a client that others may wait for, unless it has already come back."""
         with self._lock:
             name = peer.name
             if self._peers.get(name) is not peer:
@@ -117,7 +118,7 @@ class StoreService:
         _send(answers)
 
     def close(self) -> None:
-        """Write what changed, and make no changes from now on; a second call does nothing."""
+        """Save the last changes, and make no more; a second call does nothing."""
         with self._lock:
             self._closing = True
             self._wake.notify_all()
@@ -135,12 +136,12 @@ class StoreService:
         self._wake.notify_all()
 
     def _synced(self, log: UpdateLog, position: int, answers: Answers) -> Answers:
-        """Return the answers once what they acknowledge is on the disk, or failures."""
+        """Sync the log, and return the replies, or failures in their place."""
         try:
             log.sync(position)
             return answers
         except OSError as error:
-            with self._lock:  # Only a snapshot can tell what the disk holds.
+            with self._lock:  # Only a snapshot restores a known state on the disk.
                 self._write_soon()
             failure = self._not_logged(log, error, "what was changed may be lost")
             return [(call, failure) for call, _ in answers]
@@ -153,7 +154,7 @@ class StoreService:
         )
 
     def _live(self, disk: Disk, expires: float) -> None:
-        """Write snapshots until the service is closed; the last one then."""
+        """Write snapshots until the service is closed, and a last one then."""
         closing = False
         while not closing:
             wait = max(0.0, min(self._seconds, expires - time.monotonic()))
@@ -174,16 +175,16 @@ class StoreService:
     def _save(self, disk: Disk) -> m.Totals | m.Failure:
         try:
             return disk.write(self._lock)
-        except Exception as error:  # The server is worth more than its snapshot: it goes on.
+        except Exception as error:  # Go on without this snapshot.
             with self._lock:
                 self._changed = True
             known = isinstance(error, OSError | MemoryError)
-            # As text: a log that keeps the error would keep the arrays of the snapshot.
+            # As text: a handler that keeps the error would keep the snapshot's arrays.
             _log.error("%s wrote no snapshot: %s", self._task, f"{error}", exc_info=not known)
             return m.Failure("full", f"{self._task} could not write a snapshot: {error}")
 
     def _expire_clients(self) -> None:
-        """Let those leave who died while this server was away: others may wait for them."""
+        """Remove clients that died while this server was down, since others may wait for them."""
         with self._lock:
             gone = self.store.clients - self._peers.keys()
             answers = [answer for client in gone for answer in self.store.left(client)]
@@ -194,7 +195,7 @@ class StoreService:
 
 
 class LocalServer(StoreService):
-    """Serve clients of this very process, whose arrays are theirs."""
+    """A server for clients of the same process, which keep their arrays."""
 
     def __init__(self) -> None:
         super().__init__(None, "the server in this process")
@@ -205,7 +206,7 @@ class LocalServer(StoreService):
 
 
 class _Client:
-    """Carry requests and replies as a connection would."""
+    """The interface of a connection, for a server in the same process."""
 
     instance = "the only one"
 
@@ -229,13 +230,13 @@ class _Client:
         call.arrived.set()
 
     def close(self) -> None:
-        if not self._closed:  # A collected strategy closes again, maybe under the server's lock.
+        if not self._closed:  # A finalizer may call this again, even under the server's lock.
             self._closed = True
             self._server.disconnected(self, died=False)
 
 
 class _Call:
-    """A request that may have to wait for what other threads do."""
+    """A pending request that other threads may have to complete."""
 
     instance = _Client.instance
 
@@ -253,7 +254,7 @@ class _Call:
         return self.reply
 
     def cancel(self) -> None:
-        """Wait no more."""
+        """Give up the call."""
 
 
 def _send(answers: Answers) -> None:

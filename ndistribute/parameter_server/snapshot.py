@@ -1,7 +1,8 @@
-"""What a store holds on a disk: snapshots, and logs of what changed it since.
+"""Persistence of a store: snapshots, and logs of the changes since a snapshot.
 
-A log is a file of records, each with a checksum, in the order in which the store was changed. With
-the snapshot before it, it holds all that a server acknowledged. Nothing that is read is ever run.
+A log is a file of requests in the order in which the store executed them, each with a checksum. A
+log and the snapshot before it contain all changes that the server acknowledged. Reading either of
+them executes no code.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from ndistribute.parameter_server.updates import Aggregation
 from ndistribute.parameter_server.variables import Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 
-_CLAIM_SECONDS = 30.0  # A process that is being stopped still writes its last snapshot.
+_CLAIM_SECONDS = 30.0  # A process that is ending may still write its last snapshot.
 _SYNC_SECONDS = 60.0
 _EPOCH_BITS = 30
-# The checksum of what follows; how long the control record is, and how many buffers there are.
-# Then come the buffers' lengths, the control record and the buffers.
+# The checksum of the rest; the length of the control record; the number of buffers. Then follow the
+# lengths of the buffers, the control record and the buffers.
 _HEAD = struct.Struct("<III")
 _log = logging.getLogger("ndistribute")
 
 
 class _Saved(msgspec.Struct):
-    """What JSON holds of a store; where an array belongs it has the name of a tensor."""
+    """The JSON part of a snapshot; the name of a tensor stands for each array."""
 
     total: int
     versions: dict[str, int]
@@ -49,10 +50,10 @@ class _Saved(msgspec.Struct):
 
 
 def take(store: Store) -> tuple[dict[str, Array], Any]:
-    """Return what a store holds but calls that wait: tensors that never change, and JSON."""
+    """Return the state of a store, without waiting calls: immutable tensors, and JSON."""
     cells = store.variables.cells
     for held in store.aggregates.values():
-        if not held.givers:  # The sums of a step that is over are memory to use again, and no more.
+        if not held.givers:  # These sums are only buffers for reuse.
             held.sums = {}
     tensors = {f"variables/{name}": cell.lend() for name, cell in cells.items()}
 
@@ -67,8 +68,8 @@ def take(store: Store) -> tuple[dict[str, Array], Any]:
 
 
 def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
-    """Return a store in the state that `take` returned, which has the tensors from now on."""
-    # Versions become higher than the floor: who read what the snapshot lacks reads again.
+    """Return a store in the state that `take` returned; the store owns the tensors."""
+    # Versions rise above the floor, so clients fetch again what they read after the snapshot.
     saved = msgspec.convert(data, _Saved, dec_hook=lambda kind, name: tensors[name])
     store = Store(floor)
     for name, version in saved.versions.items():
@@ -81,12 +82,12 @@ def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
 
 
 class UpdateLog:
-    """Append to a new log under the lock of the store; sync it outside, once for all that wait."""
+    """A new log: `append` runs under the lock of the store, `sync` outside it, once for all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.written = 0
-        self.broken: OSError | None = None  # Why it is not known what the file holds.
+        self.broken: OSError | None = None  # The reason why the content of the file is unknown.
         self._synced = 0
         self._turn = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
@@ -99,7 +100,7 @@ class UpdateLog:
             raise
 
     def append(self, request: Logged) -> None:
-        """Write a request to the file, though not yet to the disk; after an error none of it."""
+        """Write a request to the file, not yet to the disk; on an error, write nothing."""
         control, buffers = encode(request)
         count, lengths = len(buffers), list(map(len, buffers))
         head = struct.pack(f"<II{count}Q", len(control), count, *lengths) + control
@@ -119,7 +120,7 @@ class UpdateLog:
             raise
 
     def sync(self, position: int) -> None:
-        """Return once what was written up to a position is on the disk, or raise an `OSError`."""
+        """Wait until the file up to a position is on the disk, or raise an `OSError`."""
         with self._alone():
             if self._synced >= position:
                 return
@@ -129,13 +130,13 @@ class UpdateLog:
             try:
                 os.fdatasync(self._file)
             except OSError as error:
-                # The system may have dropped what it could not write: nothing here is known.
+                # The kernel may have dropped the data: the content is unknown.
                 self.broken = error
                 raise
             self._synced = end
 
     def close(self, *, covered: bool) -> None:
-        """Close the file, of which a snapshot may hold all; a second call does nothing."""
+        """Close the file, which a snapshot may cover; a second call does nothing."""
         with self._alone():
             self._synced = self.written if covered else self._synced
             if self._file >= 0:
@@ -153,16 +154,16 @@ class UpdateLog:
 
 
 class Disk:
-    """Keep the snapshots and logs of a server in a directory, which no other process writes to."""
+    """The snapshots and logs of a server, in a directory that no other process writes to."""
 
     def __init__(self, directory: str | os.PathLike[str], task: str, *, log: bool) -> None:
-        self.store = Store()  # As it was left, or a new one.
-        self.resumed = self.replayed = False  # Whether something was left, and some of it a log.
-        self.logs: list[UpdateLog] = []  # Those that no snapshot replaces; the last is in use.
+        self.store = Store()  # The restored store, or a new one.
+        self.resumed = self.replayed = False  # Whether a state was restored, and from a log.
+        self.logs: list[UpdateLog] = []  # Logs that no snapshot covers; the last one is in use.
         self._directory, self._task = Path(directory), task
         self._stem = task.replace(":", "-")
         self._next = 1  # The number of the next log.
-        self._first = 1  # The number of the log with which the last snapshot goes on.
+        self._first = 1  # The first log after the last snapshot.
         self._claim = tensor_files.claim(self._directory, self._stem, _CLAIM_SECONDS)
         try:
             self._resume()
@@ -173,13 +174,13 @@ class Disk:
             raise
 
     def begin_log(self) -> None:
-        """Log all changes from now on; what was before is to be in a snapshot."""
+        """Log all changes from now on; a snapshot must contain the changes before."""
         self.logs.append(UpdateLog(self._log_path(self._next)))
         self._next += 1
         self.store.log = self._append
 
     def write(self, lock: Any) -> Totals:
-        """Write a snapshot, which replaces the logs before it; the lock is the store's."""
+        """Write a snapshot and drop the logs that it covers; `lock` is the lock of the store."""
         with lock:
             if self.logs and (self.logs[-1].written or self.logs[-1].broken):
                 self.begin_log()
@@ -193,10 +194,10 @@ class Disk:
             self.logs = self.logs[len(replaced) :]
         for log in replaced:
             log.close(covered=True)
-        # The snapshot before this one is kept, and so are the logs that it goes on with.
+        # Keep the previous snapshot, and the logs after it.
         for number, old in self._log_paths().items():
             if number < self._first:
-                with contextlib.suppress(OSError):  # It goes with the next ones.
+                with contextlib.suppress(OSError):  # The next snapshot deletes it.
                     old.unlink()
         self._first = first
         _log.info("%s wrote %s after %d transactions", self._task, path, totals.total)
@@ -216,7 +217,7 @@ class Disk:
             raise Refused(why, "full") from error
 
     def _resume(self) -> None:
-        """Go on from the newest snapshot, and the logs since."""
+        """Restore the newest snapshot and replay the logs after it."""
         saved = tensor_files.newest(self._directory, self._stem)
         paths = self._log_paths()
         if saved is None and not paths:
@@ -271,7 +272,7 @@ class Disk:
 
 
 def _requests(path: Path) -> Iterator[Logged]:
-    """Return the requests in a log, and cut off what was not written whole at its end."""
+    """Yield the requests in a log, and truncate an incomplete request at its end."""
     decoder: Decoder[Logged] = Decoder(Logged)
     with path.open("r+b") as file:
         size, start = os.fstat(file.fileno()).st_size, 0
@@ -289,7 +290,7 @@ def _requests(path: Path) -> Iterator[Logged]:
 
 
 def _ends(data: memoryview, start: int) -> list[int] | None:
-    """Return where the parts of a record end, its head first; None if it is not whole."""
+    """Return the ends of the parts of a record, its head first, or None if it is incomplete."""
     try:
         checksum, control, count = _HEAD.unpack_from(data, start)
         lengths = struct.unpack_from(f"<{count}Q", data, start + _HEAD.size)

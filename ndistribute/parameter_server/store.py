@@ -1,7 +1,7 @@
-"""`Store`: what a parameter server does with each request.
+"""`Store`: the state machine of a parameter server.
 
-A machine without sockets, threads, files or time: the same requests in the same order give the same
-answers and the same state, so whatever a network does to them can be tried without one.
+It has no sockets, threads, files or clocks: the same requests in the same order give the same
+replies and the same state. So tests can simulate any behaviour of a network.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_CLIENTS = 1 << 16
 MAX_APPLIED = 1 << 20
 
 Answers = list[tuple[Any, m.Reply]]
-"""Calls as `Store.handle` was given them, each with its reply."""
+"""Pairs of a call, as passed to `Store.handle`, and its reply."""
 
 
 @dataclass(slots=True)
 class Applied:
-    """Hold which transactions of a client were made: all below `low_water`, and those of `done`."""
+    """The finished transactions of a client: all below `low_water`, and those in `done`."""
 
     low_water: int = 0
     done: set[int] = field(default_factory=set)
@@ -36,7 +36,7 @@ class Applied:
         return sequence < self.low_water or sequence in self.done
 
     def add(self, sequence: int, low_water: int) -> None:
-        """Add a transaction, and forget those that nobody sends again."""
+        """Add a transaction, and forget numbers that the client will not send again."""
         self.done.add(sequence)
         if low_water > self.low_water:
             self.low_water = low_water
@@ -45,19 +45,19 @@ class Applied:
 
 @dataclass(slots=True)
 class ClockGroup:
-    """Hold the clocks of the clients that are there, and all members that ever came."""
+    """The clocks of present clients, and all members that ever came."""
 
     present: dict[str, int] = field(default_factory=dict)
     came: set[str] = field(default_factory=set)
 
     def arrive(self, client: str, clock: int) -> None:
-        """Note that a client is about to begin a step."""
+        """Record that a client is about to begin a step."""
         member = _member(client)
         self.came.add(member)
         if client not in self.present:
             for earlier in [other for other in self.present if _member(other) == member]:
                 del self.present[earlier]
-            # Counted from the others' steps: else they would wait while it repeats what they did.
+            # Start at the others' clocks: otherwise they would wait for a restarted client.
             clock = max(clock, min(self.present.values(), default=0))
         self.present[client] = max(clock, self.present.get(client, 0))
 
@@ -69,26 +69,26 @@ class ClockGroup:
 
 
 class Store:
-    """Hold variables and what else a server keeps; answer requests one after the other.
+    """Hold the state of a server, and execute requests one at a time.
 
-    It is called under one lock; replies may be encoded outside of it, for their arrays never
-    change. It keeps no array of a request beyond its answer, but values that `variables.adopts`.
+    The caller holds a lock. Replies may be encoded without the lock, because their arrays never
+    change. The store keeps no array of a request, except values if `variables.adopts` is True.
     """
 
     def __init__(self, floor: int = 0) -> None:
-        # Called with what is about to change variables, once only this call can still fail.
+        # Called before a change; only this call can still fail.
         self.log: Callable[[m.Logged], None] = lambda request: None
-        self.total = self.began = 0  # Transactions of all lives, and of earlier ones.
+        self.total = self.began = 0  # Transactions of all instances, and of earlier ones.
         self.variables = Variables(floor)
         self.applied: dict[str, Applied] = {}
         self.aggregates: dict[str, Aggregation] = {}
         self.clocks: dict[str, ClockGroup] = {}
-        # A client waits once for the same: by the kind of wait, its name and the client.
+        # One wait per kind, name and client.
         self._waits: dict[tuple[type, str, str], tuple[Any, m.Wait]] = {}
 
     @property
     def clients(self) -> frozenset[str]:
-        """Return the clients that others may wait for: who does not come back must leave."""
+        """Return the clients that others may wait for; those that do not return must leave."""
         members = {client for held in self.aggregates.values() for client in held.members}
         return frozenset(members.union(*(group.present for group in self.clocks.values())))
 
@@ -97,7 +97,7 @@ class Store:
         return m.Totals(self.total, self.began)
 
     def handle(self, client: str, call: Any, request: m.Request) -> Answers:
-        """Return the replies that are known now: to this call, unless it waits, and to others."""
+        """Return the replies that are ready: to this call, unless it waits, and to other calls."""
         try:
             if isinstance(request, m.Wait):
                 return self._wait(client, call, request)
@@ -113,7 +113,7 @@ class Store:
         return answers
 
     def left(self, client: str) -> Answers:
-        """Count on a client no more, and return the replies to those who waited for it."""
+        """Remove a client, and return the replies to calls that waited for it."""
         for place in [place for place in self._waits if place[2] == client]:
             del self._waits[place]
         for aggregate in self.aggregates.values():
@@ -159,20 +159,20 @@ class Store:
         planner = functools.partial(plan, self.variables, aggregates, request.client)
         planned = list(map(planner, request.changes))
         self.log(request)
-        # A warning that becomes an error would leave the rest unmade.
+        # A warning that is an error would leave the rest of the changes out.
         with np.errstate(all="ignore"):
             outcomes = tuple(make() for make in planned)
         self.aggregates.update(fresh)
         self.total += 1
         applied.add(request.sequence, request.low_water)
         self.applied.pop(request.client, None)
-        self.applied[request.client] = applied  # The last is the one that was here last.
+        self.applied[request.client] = applied  # Most recently used last.
         if len(self.applied) > MAX_CLIENTS:
             del self.applied[next(iter(self.applied))]
         return m.Changed(outcomes, self.total)
 
     def _outcome_now(self, change: m.Change) -> m.Outcome:
-        """Return the outcome of a change that was made before, as far as it can be known."""
+        """Return the current outcome of a change that was made before."""
         if isinstance(change, m.Aggregate):
             held = self.aggregates.get(change.name) or Aggregation()
             return m.Accumulated(True, held.step)
@@ -208,7 +208,7 @@ class Store:
                 raise Refused(f"{why} at {name!r}; all must say the same.")
 
     def _serve(self) -> Answers:
-        """Return replies to all calls that need not wait any longer."""
+        """Return the replies to all waiting calls whose wait is over."""
         answers: Answers = []
         for place, (call, request) in list(self._waits.items()):
             client = place[2]

@@ -1,7 +1,7 @@
-"""From a change that was asked for to one that can not fail.
+"""Plans of changes: first all checks and allocations, then writes that cannot fail.
 
-A plan checks everything and allocates what it needs; what it returns only writes. So all changes of
-a transaction are planned before the first is made. Sets of gradients are summed until enough came.
+A server plans all changes of a transaction before it makes the first one. This file also holds the
+aggregates, which add up gradients until enough of them have arrived.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ndistribute.update_rules import Rule, can_train, rule_named, update_rows, u
 
 Planned = Callable[[], m.Outcome]
 
-_ROWS_KEPT = 16  # Rows of so many gradients are kept before those that repeat are added up.
+_ROWS_KEPT = 16  # Sparse gradients kept before repeated rows are added.
 _LAST_STEP = 1 << 62
 
 
 def plan(
     variables: Variables, aggregates: ChainMap[str, Aggregation], client: str, change: m.Change
 ) -> Planned:
-    """Return a function that makes a client's change, or refuse it."""
+    """Return a function that makes a client's change, or refuse the change."""
     match change:
         case m.Update():
             return _plan_update(variables, change)
@@ -46,14 +46,14 @@ def plan(
 def _plan_update(variables: Variables, change: m.Update) -> Planned:
     cell, values, indices = variables.cell(change.name), change.values, change.indices
     check_fits(change.name, cell.array, values.shape, values.dtype, indices)
-    if change.how != "assign" and cell.array.dtype.kind == "b":  # It must not fail once it writes.
+    if change.how != "assign" and cell.array.dtype.kind == "b":  # It would fail while it writes.
         raise Refused(f"variable {change.name!r} of {cell.array.dtype} can not {change.how}.")
     fresh: Array | None = None
     if change.how != "assign" or indices is not None:
         cell.open()
     elif variables.adopts and values.flags.writeable:
         fresh = values
-    elif cell.is_shared():  # Else it is written in place, which spares the memory.
+    elif cell.is_shared():  # Otherwise write in place, which needs no memory.
         fresh = owned(values)
     combine = np.add if change.how == "assign_add" else np.subtract
 
@@ -95,7 +95,7 @@ def _plan_aggregate(
 
 
 class _OptimizerStep:
-    """Change variables by an optimizer's rule; what does not fit is refused at once."""
+    """One step of an update rule; the constructor refuses what does not fit."""
 
     def __init__(self, variables: Variables, change: Apply) -> None:
         try:
@@ -106,7 +106,7 @@ class _OptimizerStep:
         self._counter = variables.cell(change.counter)
         check_fits(change.counter, self._counter.array, (), np.dtype(np.int64))
         self._learning_rate = change.learning_rate
-        self._targets: list[list[Cell]] = []  # Each variable, and its slots.
+        self._targets: list[list[Cell]] = []  # Per variable: itself and its slots.
         for name, gradient, slots in zip(change.names, change.gradients, change.slots, strict=True):
             array = variables.cell(name).array
             _check_gradient(name, array, gradient)
@@ -121,19 +121,19 @@ class _OptimizerStep:
             cell.open()
 
     def prepare(self, gradients: Sequence[Gradient]) -> Planned:
-        """Return a function that makes the step with gradients like those that were checked."""
+        """Return a function that makes the step with gradients of the checked shapes and dtypes."""
         pairs = zip(self._targets, gradients, strict=True)
         fitted = [_fitted(self._rule, target[0].array, gradient) for target, gradient in pairs]
         return functools.partial(self._make, fitted)
 
     def _make(self, fitted: Sequence[Gradient]) -> Done:
         self._counter.array[...] += 1
-        # Somebody may have written anything into the counter.
+        # Any client may have written to the counter.
         rate = self._rule.rate(max(1, int(self._counter.array)), self._learning_rate)
         try:
             for target, gradient in zip(self._targets, fitted, strict=True):
                 _update(self._rule, [cell.array for cell in target], gradient, rate)
-        finally:  # Where a user's rule raises, readers are to see what it has changed.
+        finally:  # If a user's rule raises, readers see what it has changed.
             for cell in self._written:
                 cell.version += 1
         return Done(tuple(target[0].version for target in self._targets))
@@ -141,19 +141,19 @@ class _OptimizerStep:
 
 @dataclass
 class Aggregation:
-    """Sum the sets of a step, and know who takes part."""
+    """The sum of the gradients of a step, and the clients that take part."""
 
     step: int = 0
-    givers: set[str] = field(default_factory=set)  # The clients that gave a set for the step.
-    # Of each variable, the sum of its gradients or some whose sum counts. While there is no giver,
-    # what is here is of the step before, and memory to use again.
+    givers: set[str] = field(default_factory=set)  # Contributors to this step.
+    # Per variable: gradients whose sum counts. Without givers, these are the buffers of the last
+    # step, which are reused.
     sums: dict[str, list[Gradient]] = field(default_factory=dict)
-    members: set[str] = field(default_factory=set)  # Who gave or waited, at any step, and is there.
-    peak: int = 0  # How many members there were at most at a time, since there was none.
+    members: set[str] = field(default_factory=set)  # Present clients that contributed or waited at any step.
+    peak: int = 0  # The most members at a time since there were none.
     last_to_leave: str = ""
 
     def check(self, given: Apply, at_step: int) -> None:
-        """Refuse a set that is not like the step's first."""
+        """Refuse gradients of other shapes or dtypes than the first ones of the step."""
         if at_step != self.step or not self.givers:
             return
         first = {name: _kind_of(kept[0]) for name, kept in self.sums.items()}
@@ -163,7 +163,7 @@ class Aggregation:
             raise Refused(f"gradients for step {self.step} are unlike the first ones in {unlike}.")
 
     def add(self, client: str, given: Apply, at_step: int) -> bool:
-        """Add a set that was checked; return False if it comes late or is the client's second."""
+        """Add checked gradients; return False if they are late or the client's second ones."""
         if at_step < self.step or (at_step == self.step and client in self.givers):
             return False
         if at_step > self.step:
@@ -176,7 +176,7 @@ class Aggregation:
         return True
 
     def finish(self) -> list[Gradient]:
-        """Return the means, valid until the next set is added, and begin the next step."""
+        """Begin the next step, and return the means, which are valid until the next `add`."""
         means = [_joined(kept) for kept in self.sums.values()]
         for mean in means if len(self.givers) > 1 else ():
             np.divide(mean.values, len(self.givers), out=mean.values)
@@ -184,7 +184,7 @@ class Aggregation:
         return means
 
     def join(self, client: str) -> None:
-        """Count a client as a member; who left an empty group belongs to work that is over."""
+        """Add a member; clients that left before the group was empty do not count."""
         if not self.members:
             self.peak = 0
         self.members.add(client)
@@ -196,7 +196,7 @@ class Aggregation:
             self.last_to_leave = client
 
     def reply(self, client: str, request: m.AwaitStep) -> m.Number | m.Failure | None:
-        """Return the reply to a wait once it is over, or in vain."""
+        """Return the reply to a wait that is over or cannot succeed, else None."""
         over = self.step >= request.step or request.step > self.step + 1
         if over or client not in self.givers:
             return m.Number(self.step)
@@ -211,14 +211,14 @@ class Aggregation:
 
 
 def _added(kept: list[Gradient], gradient: Gradient, *, first: bool) -> list[Gradient]:
-    """Return gradients whose sum is that of a step with one more, 16-bit floats in float32."""
+    """Return the kept gradients with one more; 16-bit floats are added in float32."""
     values, indices = gradient.values, gradient.indices
     if indices is not None:
         rows = Gradient(values.astype(computing_dtype(values.dtype)), indices.astype(np.int64))
         kept = [rows] if first else [*kept, rows]
         return [_joined(kept)] if len(kept) >= _ROWS_KEPT else kept
     if not kept or _kind_of(kept[0]) != _kind_of(gradient):
-        # A copy: the sum is ours to change.
+        # A copy, because the sum is changed in place.
         return [Gradient(values.astype(computing_dtype(values.dtype)))]
     if first:
         np.copyto(kept[0].values, values)
@@ -228,7 +228,7 @@ def _added(kept: list[Gradient], gradient: Gradient, *, first: bool) -> list[Gra
 
 
 def _joined(kept: list[Gradient]) -> Gradient:
-    """Return the sum of what `_added` returned, rows each once."""
+    """Return the sum of gradients from `_added`, with unique rows."""
     if kept[0].indices is None:
         return kept[0]
     values = np.concatenate([part.values for part in kept])
@@ -236,7 +236,7 @@ def _joined(kept: list[Gradient]) -> Gradient:
 
 
 def _summed(values: Array, indices: Array) -> Gradient:
-    """Return rows, each once, in rising order; equal ones are added in a fixed order."""
+    """Return unique rows in ascending order; repeated rows are added in a fixed order."""
     unique, inverse = np.unique(indices, return_inverse=True)
     if len(unique) == len(indices):
         return Gradient(values[np.argsort(indices)], unique)
@@ -251,7 +251,7 @@ def _fitted(rule: Rule, array: Array, gradient: Gradient) -> Gradient:
     values = gradient.values.astype(computing_dtype(gradient.values.dtype), copy=False)
     if rule.rows_alone:
         return _summed(values, gradient.indices)
-    # A rule that moves every row is given the dense gradient that the rows stand for.
+    # A rule that changes every row needs the dense gradient.
     dense = np.zeros(array.shape, values.dtype)
     np.add.at(dense, gradient.indices, values)
     return Gradient(dense)
@@ -265,7 +265,7 @@ def _update(rule: Rule, arrays: list[Array], gradient: Gradient, rate: float) ->
 
 
 def _check_names(rule: Rule, change: Apply) -> None:
-    """Check that each variable is named once, and has a gradient and slots."""
+    """Refuse a step unless each variable occurs once and has a gradient and its slots."""
     written = [*change.names, *itertools.chain(*change.slots), change.counter]
     slots, needed = [len(some) for some in change.slots], len(rule.slot_names)
     complete = len(change.gradients) == len(change.names) == slots.count(needed) == len(slots)
@@ -284,7 +284,7 @@ def _check_gradient(name: str, array: Array, gradient: Gradient) -> None:
 
 
 def _kind_of(gradient: Gradient) -> str:
-    """Return what all gradients of a sum have in common, in words."""
+    """Describe the form, shape and dtype that all gradients of a sum must share."""
     values = gradient.values
     form = f"dense {values.shape}" if gradient.indices is None else f"rows {values.shape[1:]}"
     return f"{form} {computing_dtype(values.dtype)}"

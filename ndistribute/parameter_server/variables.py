@@ -1,7 +1,7 @@
-"""The variables of a server: made once, read as they were at one moment, changed without a trace.
+"""The variables of a server: created once, read as snapshots, changed in place if nobody reads.
 
-Nothing here writes to a value that a reader may still hold. What a request names and does not fit
-is refused before anything changes.
+No value changes while a reader holds it. Wrong names, shapes and dtypes are refused before anything
+changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ndistribute.transport.codec import DTYPES, Array
 
 
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
-    """Stop handling a request; the client gets a `Failure`, and nothing has changed."""
+    """The request is refused: the client gets a `Failure`, and nothing has changed."""
 
     def __init__(self, message: str, kind: Any = "mismatch") -> None:
         super().__init__(message)
@@ -26,10 +26,9 @@ class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never
 
 
 class Cell(ArrayOwner):
-    """Hold the value of a variable, lend it to readers, and change it without their seeing it.
+    """The value and the version of a variable, copied on write while a reader holds the value.
 
-    While somebody holds what was lent the next change is made in a copy, else in place. The array
-    owns its memory, and nobody else may hold it.
+    The array owns its memory, and only the cell refers to it.
     """
 
     __slots__ = ("version",)
@@ -39,27 +38,27 @@ class Cell(ArrayOwner):
         self.version = version
 
     def lend(self) -> Array:
-        """Return the value, which will never change."""
+        """Return a read-only view of the value, which never changes."""
         view: Array = self.array.view()
         view.flags.writeable = False
         return view
 
     def open(self) -> None:
-        """Let the array be one that may be changed in place: no reader has it."""
+        """Copy the array if a reader holds it, so that it may be changed in place."""
         if self.is_shared():
             self.array = self.array.copy()
 
 
 class Variables:
-    """Hold variables by name; the versions of new ones are above `floor`."""
+    """Variables by name; new variables get versions above `floor`."""
 
     def __init__(self, floor: int = 0) -> None:
         self.floor = floor
-        self.adopts = False  # Whether arrays of requests that can be written to are nobody else's.
+        self.adopts = False  # Whether the store may keep writable arrays of requests.
         self.cells: dict[str, Cell] = {}
 
     def cell(self, name: str) -> Cell:
-        """Return a variable, or refuse if there is none of that name."""
+        """Return a variable, or refuse an unknown name."""
         cell = self.cells.get(name)
         if cell is None:
             raise Refused(
@@ -70,7 +69,7 @@ class Variables:
         return cell
 
     def plan(self, wanted: Sequence[NewVariable]) -> tuple[dict[str, Cell], Created]:
-        """Return the variables that have to be made, and the answer once they are in `cells`."""
+        """Return the missing variables, and the reply after they are added to `cells`."""
         made: dict[str, Cell] = {}
         states: list[Any] = []
         for new in wanted:
@@ -91,14 +90,14 @@ class Variables:
         return made, Created(tuple(states))
 
     def delete(self, names: Sequence[str]) -> int:
-        """Delete those variables that exist, and return how many they were."""
+        """Delete those variables that exist, and return their number."""
         found = [cell for name in names if (cell := self.cells.pop(name, None)) is not None]
-        # One that is made again must not look to a reader like the one before.
+        # A variable that is created again must have a higher version than before.
         self.floor = max([self.floor, *(cell.version for cell in found)])
         return len(found)
 
     def read(self, item: Item) -> tuple[int, Array | None]:
-        """Return a variable's version, and a copy of rows of it, or its value if that is newer."""
+        """Return the version, and a copy of the rows, or the whole value if it is newer."""
         cell = self.cell(item.name)
         if item.rows is not None:
             check_indices(item.name, cell.array, item.rows)
@@ -109,7 +108,7 @@ class Variables:
 def check_fits(
     name: str, array: Array, shape: tuple[int, ...], dtype: Any, indices: Array | None = None
 ) -> None:
-    """Refuse a shape or dtype that is not a variable's, or with indices that of so many rows."""
+    """Refuse a shape or dtype that differs from the variable's, or from that of its rows."""
     wanted, rows = array.shape, ""
     if indices is not None:
         check_indices(name, array, indices)
@@ -122,7 +121,7 @@ def check_fits(
 
 
 def check_indices(name: str, array: Array, indices: Array) -> None:
-    """Refuse indices that are not those of rows of an array."""
+    """Refuse indices that are not valid row numbers of the array."""
     if not array.ndim or indices.ndim != 1 or indices.dtype.kind not in "iu":
         given = f"got {indices.dtype} of shape {indices.shape}"
         raise Refused(f"rows of {name!r} {array.shape} need integers of one dimension, {given}.")
@@ -132,12 +131,12 @@ def check_indices(name: str, array: Array, indices: Array) -> None:
 
 
 def owned(array: Array) -> Array:
-    """Return a copy that owns its memory, is contiguous and of this machine's byte order."""
+    """Return a contiguous copy in native byte order that owns its memory."""
     return np.array(array, array.dtype.newbyteorder("="), order="C", copy=True)
 
 
 def _initial(new: NewVariable, dtype: np.dtype[Any]) -> Array | None:
-    """Return the value that a variable starts with, None if the client is to send it."""
+    """Return the initial value of a variable, or None if the client must send it."""
     if dtype.name not in DTYPES:
         raise TypeError(f"{dtype} is no dtype of a variable.")
     if new.initial is not None or new.fill is None:
