@@ -324,7 +324,7 @@ class Servers:
         return self.ask({i: m.Read(tuple(some)) for i, some in asked.items()})
 
     def change(self, changes: Changes, then: Then | None = None) -> None:
-        """Make changes atomically on each server, or at the end of the closure; then call `then`."""
+        """Make changes, atomic per server, or at the end of the closure; then call `then`."""
         running = current_closure()
         if running is not None:
             buffer = running.buffers.get(self) or _WriteBuffer(self, running)

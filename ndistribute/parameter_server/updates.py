@@ -148,7 +148,7 @@ class Aggregation:
     # Per variable: gradients whose sum counts. Without givers, these are the buffers of the last
     # step, which are reused.
     sums: dict[str, list[Gradient]] = field(default_factory=dict)
-    members: set[str] = field(default_factory=set)  # Present clients that contributed or waited at any step.
+    members: set[str] = field(default_factory=set)  # Clients that take part.
     peak: int = 0  # The most members at a time since there were none.
     last_to_leave: str = ""
 
