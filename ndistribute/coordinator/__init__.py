@@ -1,1 +1,1 @@
-"""A chief gives functions to workers, and gets their results: `ClusterCoordinator`."""
+"""`ClusterCoordinator`: a chief schedules functions on workers and gets their results."""

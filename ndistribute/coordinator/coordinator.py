@@ -1,8 +1,8 @@
-"""`ClusterCoordinator`: the chief gives functions to whichever worker is free.
+"""`ClusterCoordinator`: the chief schedules functions on workers that are free.
 
-The chief has one connection to each worker, and a thread that receives outcomes from it. Whoever
-makes work available, a thread that schedules or one that has received an outcome, sends it as well:
-there is no other thread to wake.
+The chief has one connection to each worker, and one thread per connection that receives outcomes.
+The thread that makes work available also sends it, whether it schedules a function or has received
+an outcome: no other thread has to be woken.
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ from ndistribute.transport.handshake import Hello
 from ndistribute.transport.secret import credentials_of
 
 _TIMEOUT_SECONDS = 60.0
-_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # Before a worker is looked for, by failures in a row.
+_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # Before reconnecting, by consecutive failures.
 _CONNECT_SECONDS = 5.0
 _END_SECONDS = 6.0
-_LONG_SECONDS = 0.02  # Beside this a round trip is nothing, so no closure is sent in advance.
+_LONG_SECONDS = 0.02  # Longer closures are not sent in advance.
 _MOST_DEPTH = 8
-_LONG_BYTES = 65536  # A socket takes less than this at once, even if nobody reads.
+_LONG_BYTES = 65536  # A socket accepts less than this while the peer does not read.
 _outcomes: Decoder[Outcome] = Decoder(Outcome)
 _log = logging.getLogger("ndistribute")
 Connector = Callable[[], Connection]
 
 
 class ClusterCoordinator:
-    """Run functions on workers, in no order, each as soon as a worker is free.
+    """Run functions on workers, in any order, each as soon as a worker is free.
 
-    What a function changes on parameter servers is changed once, when it ends; if its worker dies,
-    it runs again elsewhere, but at most 4 times. A process without a cluster is its own worker.
+    The updates of a function to parameter servers are made exactly once, when it ends. If its
+    worker dies, the function runs again elsewhere, at most 4 times. A process without a cluster is
+    its own worker.
 
     Args:
-        strategy: where the variables are; its cluster has workers, and this process is its chief.
-        timeout_seconds: for how long all workers may be away while functions wait; None: as long
-            as the strategy waits for servers, else 60 s.
+        strategy: the strategy of the variables; its cluster has workers, and this process is its
+            chief.
+        timeout_seconds: how many seconds functions wait while no worker is available; None: the
+            timeout of the strategy, or 60 s.
 
     Raises:
         AuthenticationError: there is no secret.
@@ -73,7 +75,7 @@ class ClusterCoordinator:
     def __init__(self, strategy: Any, *, timeout_seconds: float | None = None) -> None:
         require_cloudpickle()
         self.strategy = strategy
-        """The strategy that this coordinator works for."""
+        """The strategy whose variables the functions use."""
         self._pickled: WeakKeyDictionary[Any, tuple[str, Pickled]] = WeakKeyDictionary()
         patience = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
         connectors = _connectors(strategy.cluster_resolver)
@@ -84,7 +86,7 @@ class ClusterCoordinator:
         for link in self._links:
             link.start()
         _coordinators.add(self)
-        atexit.register(self.close)  # So that workers see the chief leave, and not die.
+        atexit.register(self.close)  # So that workers see a clean end.
 
     def schedule(
         self,
@@ -92,22 +94,25 @@ class ClusterCoordinator:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Let a worker call a function, and return at once what stands for the result.
+        """Schedule a function on a worker, and return a handle to its result at once.
 
-        This waits only while 4096 functions, or 1 GiB of arguments, wait for workers.
+        The call blocks only while 4096 functions, or 1 GiB of arguments, are queued.
 
         Args:
-            fn: sent to each worker once, as it is when it is first scheduled.
-            args: for the function. A `RemoteValue` in them becomes its value, for which the
-                function waits; the iterator of a per-worker dataset becomes the worker's own.
-            kwargs: likewise.
+            fn: the function; sent to each worker once, in the state of the first `schedule`.
+            args: positional arguments. The function waits for each `RemoteValue` among them, and
+                gets its value; the iterator of a per-worker dataset becomes the worker's own.
+            kwargs: keyword arguments, treated in the same way.
+
+        Returns:
+            The handle; `RemoteValue.fetch` returns the result.
 
         Raises:
-            Exception: what an earlier function has raised; those that no worker had are cancelled.
-            RuntimeError: this process is a fork of the one that made the coordinator.
-            ValueError: something can not be pickled; it says what.
-            WorkerLostError: no worker was there for too long, or a function was run 4 times and
-                its worker was lost each time.
+            Exception: the error of an earlier function; queued functions are then cancelled.
+            RuntimeError: this process is a fork of the one that created the coordinator.
+            ValueError: an argument cannot be pickled; the message names it.
+            WorkerLostError: no worker was available for too long, or a function was run 4 times
+                and its worker was lost each time.
         """
         if not callable(fn):
             raise TypeError(f"schedule takes a function, got a {type(fn).__name__}: {fn!r}.")
@@ -130,51 +135,51 @@ class ClusterCoordinator:
         return closure.result
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until all scheduled functions are over.
+        """Wait until all scheduled functions have ended.
 
         Args:
-            timeout: seconds to wait; None: as long as it takes.
+            timeout: seconds to wait; None: no limit.
 
         Raises:
-            CollectiveTimeoutError: they were not over in time; they go on.
-            Exception: the first one that a function raised, with a note that says where. The
-                coordinator can be used afterwards.
-            RuntimeError, WorkerLostError: as `schedule`.
+            CollectiveTimeoutError: some functions still run after `timeout`; they go on.
+            Exception: the first exception of a function, with a note that names its worker. The
+                coordinator can be used again.
+            RuntimeError, WorkerLostError: as for `schedule`.
         """
         self._queue.check_process()
-        self._wake()  # Nobody did if the call that scheduled something was interrupted.
+        self._wake()  # If `schedule` was interrupted.
         self._queue.join(timeout)
 
     def done(self) -> bool:
-        """Return True if all scheduled functions are over; raise what `join` would raise."""
+        """Return True if all scheduled functions have ended; raise as `join` does."""
         return self._queue.done()
 
     def fetch(self, value: Any) -> Any:
-        """Return a structure with the results in place of its `RemoteValue` leaves.
+        """Return a nest in which results replace the `RemoteValue` leaves.
 
         Args:
-            value: lists, tuples and dicts of them; other leaves stay.
+            value: a nest of lists, tuples and dicts; other leaves stay unchanged.
         """
         return tree.map_leaves(
             lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value
         )
 
     def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
-        """Return a dataset that each worker makes for itself; give its `iter` to `schedule`.
+        """Return a dataset that each worker creates for itself; pass its `iter` to `schedule`.
 
         Args:
-            dataset: a function that returns one, called on each worker when that first needs it
-                (`nd.cluster.worker_index` says there which one it is), or a dataset that is sent.
+            dataset: a function that returns a dataset, called on each worker at its first use
+                (`nd.cluster.worker_index` is the worker's index there), or a dataset to send.
 
         Raises:
-            ValueError: it can not be pickled.
+            ValueError: the dataset cannot be pickled.
         """
         return PerWorkerDataset(self._pickled_function(dataset, "the dataset")[1], forget)
 
     def close(self) -> None:
-        """Cancel what is not over, and let the workers go.
+        """Cancel unfinished functions, and close the connections to the workers.
 
-        A second call does nothing, nor does one in a fork of this process.
+        A second call does nothing, and neither does a call in a forked process.
         """
         if self._queue.closing.is_set() or os.getpid() != self._queue.process:
             return
@@ -190,12 +195,12 @@ class ClusterCoordinator:
         self.close()
 
     def _wake(self) -> None:
-        """Give work to workers that have none."""
+        """Send closures to idle workers."""
         while (worker := self._queue.idle_worker()) is not None:
             self._links[worker].fill()
 
     def _pickled_function(self, function: Any, what: str) -> tuple[str, Pickled]:
-        # Only a plain function is the same thing next time; an object may have changed.
+        # Only plain functions are cached; other objects may change between calls.
         plain = isinstance(function, types.FunctionType)
         if plain and (found := self._pickled.get(function)) is not None:
             return found
@@ -216,27 +221,27 @@ _coordinators: WeakSet[ClusterCoordinator] = WeakSet()
 
 
 def forget(key: str) -> None:
-    """Let all workers drop, before their next function, what they `keep` under a key."""
-    # No lock is taken, for a finalizer that calls this may run in the middle of anything.
+    """Tell all workers to drop, before their next function, what they keep under a key."""
+    # Without a lock, because finalizers call this at any point.
     for coordinator in tuple(_coordinators):
         for link in coordinator._links:
             link.forgotten.append(key)
 
 
 class _Link:
-    """Keep one worker busy: send it closures, and take their outcomes."""
+    """The connection to one worker: sends closures and receives their outcomes."""
 
     def __init__(
         self, owner: ClusterCoordinator, index: int, name: str, connector: Connector | None
     ) -> None:
         self._owner, self._queue, self._index = owner, owner._queue, index
-        self.name, self._connector = name, connector  # Without one the worker is in this process.
-        # Closures are taken and sent under it. Reentrant, for a local worker is lost at once.
+        self.name, self._connector = name, connector  # None: the worker is in this process.
+        # Held while closures are taken and sent. Reentrant, because a local worker is lost at once.
         self._sending = threading.RLock()
-        self._connection: Connection | _LocalConnection | None = None  # While it is away.
-        self._depth = 1  # How many closures it may have.
-        self._known: dict[str, None] = {}  # The functions that the worker keeps, as it does.
-        self.forgotten: collections.deque[str] = collections.deque()  # What it is to drop.
+        self._connection: Connection | _LocalConnection | None = None  # None: it is away.
+        self._depth = 1  # The most closures in flight.
+        self._known: dict[str, None] = {}  # The functions that the worker has cached.
+        self.forgotten: collections.deque[str] = collections.deque()  # Keys to drop.
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -254,7 +259,7 @@ class _Link:
             self._thread.join(timeout=_END_SECONDS)
 
     def fill(self, *, may_wait: bool = False) -> None:
-        """Send the worker as much as it may have now, on another thread if this must not wait."""
+        """Send closures up to the limit, on another thread if this one must not block."""
         with self._sending:
             connection = self._connection
             if connection is None:
@@ -264,7 +269,7 @@ class _Link:
                 send = functools.partial(self._send, connection, closures)
                 if may_wait or self._thread is None or not any(map(_is_long, closures)):
                     send()
-                else:  # Were the worker stopped, this thread would serve nobody else.
+                else:  # A stopped worker must not block this thread.
                     threading.Thread(target=send, name="ndistribute sender", daemon=True).start()
             except BaseException as error:
                 connection.abort(f"a thread that sent was interrupted by {type(error).__name__}")
@@ -280,7 +285,7 @@ class _Link:
         self.fill(may_wait=True)
         self._owner._wake()
 
-    send = finish  # To a worker in this process it is the other end of a connection.
+    send = finish  # For a worker in this process, this is its peer.
 
     def arrive(self, connection: Connection | _LocalConnection) -> None:
         with self._sending:
@@ -292,14 +297,14 @@ class _Link:
         self.fill(may_wait=True)
 
     def lose(self, problem: Exception) -> None:
-        """Give back what the worker had, which is away, or still away."""
+        """Return the closures of a lost worker to the queue."""
         with self._sending:
             self._connection = None
             self._queue.lose(self._index, problem)
 
     def _send(self, connection: Connection | _LocalConnection, closures: Sequence[Closure]) -> None:
         with self._sending, contextlib.suppress(ConnectionLostError, TimeoutError):
-            # The thread that receives sees a loss too, and gives all back.
+            # The receiving thread also detects the loss, and returns the closures.
             if self.forgotten:
                 count = len(self.forgotten)
                 connection.send(Forget(tuple(self.forgotten.popleft() for _ in range(count))))
@@ -314,7 +319,7 @@ class _Link:
                 )
                 try:
                     connection.send(order)
-                except ValueError as error:  # It is too long.
+                except ValueError as error:  # The message is too long.
                     self._queue.finish(self._index, closure.number, error)
                     continue
                 self._known.update(dict.fromkeys(order.functions))
@@ -335,7 +340,7 @@ class _Link:
             except Exception as error:
                 problem = error
                 if connection is not None:
-                    # A new error, for it is kept, and the frames of this one hold the connection.
+                    # A new error, because the frames of this one refer to the connection.
                     problem = ConnectionLostError(str(error))
                     connection.abort(str(error))
                     if not isinstance(error, ConnectionLostError | MalformedError):
@@ -354,13 +359,13 @@ def _payloads(closure: Closure) -> list[Pickled]:
 
 
 def _is_long(closure: Closure) -> bool:
-    """Return True if a socket might not take all that has to be sent at once."""
+    """Return True if sending the closure might block."""
     parts = (closure.arguments, *closure.functions.values(), *_payloads(closure))
     return sum(part.nbytes for part in parts) > _LONG_BYTES
 
 
 class _LocalConnection:
-    """Carry records to a worker in this process, by calls."""
+    """The interface of a connection, for a worker in this process."""
 
     def __init__(self, link: _Link) -> None:
         self._service, self._link = WorkerService(link.name), link
@@ -371,13 +376,13 @@ class _LocalConnection:
         self._service.handle(self._link, 0, record)
 
     def abort(self, reason: str) -> None:
-        """Send again all that the worker has: nobody knows whether the last record was sent."""
+        """Send all closures of the worker again, because the last one may not have arrived."""
         self._link.lose(ConnectionLostError(reason))
         self._link.arrive(self)
 
 
 def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]:
-    """Return by their names how to connect to workers; None for one in this process."""
+    """Return a function per worker that connects to it, or None for a worker in this process."""
     cluster = None if resolver is None else resolver.cluster_spec()
     if resolver is None or not cluster:
         return {"worker:0": None}
@@ -409,7 +414,7 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
 def _unpicklable(
     closure: Closure, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
 ) -> ValueError:
-    """Return the error that says which argument can not be sent."""
+    """Return an error that names the argument that cannot be pickled."""
     places = {f"args[{index}]": value for index, value in enumerate(args)}
     places |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
     what = f"the arguments of {closure.result.name}"
@@ -423,10 +428,10 @@ def _unpicklable(
 
 
 def _exception(outcome: Outcome) -> Exception:
-    """Return the exception that a worker sent, or one that says what it was."""
+    """Return the exception that a worker sent, or one that describes it."""
     try:
         error = load(outcome.value)
-    except Exception as problem:  # Its class is not known here, say.
+    except Exception as problem:  # For example, its class is unknown here.
         why = traceback.format_exception_only(problem)[-1].strip()
         error = f"{outcome.trace.strip().splitlines()[-1]} (it can not be made here: {why})"
     return error if isinstance(error, Exception) else RuntimeError(str(error))

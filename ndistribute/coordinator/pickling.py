@@ -1,8 +1,8 @@
-"""Functions, arguments and results as bytes: by cloudpickle, which only this file imports.
+"""Pickling of functions, arguments and results; only this file imports cloudpickle.
 
-Pickles are read only from sealed connections, whose other end has proved that it knows the secret
-and whose control records carry a MAC. The pickle itself stands in the control record; the data of
-large arrays travels beside it, and is never executed.
+Pickles are read only from sealed connections: the peer has proved that it knows the secret, and
+control records carry a MAC. The pickle is part of the control record. The data of large arrays is
+sent beside it, and is never executed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 from ndistribute.errors import MissingDependencyError
 from ndistribute.transport.codec import Array, Record
 
-_BUFFER_BYTES = 16384  # Copying less than this costs less than a buffer of its own.
+_BUFFER_BYTES = 16384  # Smaller data is copied into the pickle, which is faster.
 _PROTOCOL = 5
 _PLAIN = frozenset({bool, bytes, complex, float, int, str, type(None)})
 
 
 class Pickled(Record, frozen=True):
-    """A pickle, and the data of large arrays in the order in which the pickle refers to them."""
+    """A pickle, and the data of large arrays in the order of the pickle."""
 
     body: bytes
     buffers: tuple[Array, ...] = ()
@@ -40,23 +40,23 @@ class Pickled(Record, frozen=True):
 
 
 def dump(value: Any) -> Pickled:
-    """Return an object as bytes, which do not change when the object does.
+    """Return a pickled copy of an object.
 
     >>> load(dump(lambda: 7))()
     7
     """
-    if type(value) in _PLAIN:  # Two calls in place of ten: most functions return None.
+    if type(value) in _PLAIN:  # Fast, because most functions return None.
         return Pickled(pickle.dumps(value, _PROTOCOL))
     buffers: list[Array] = []
 
     def stays_in_pickle(buffer: pickle.PickleBuffer) -> bool:
         try:
             data = buffer.raw()
-        except BufferError:  # It is not contiguous, so it has to be copied.
+        except BufferError:  # It is not contiguous, so it must be copied.
             return True
         if data.nbytes < _BUFFER_BYTES:
             return True
-        # A copy, since it is sent later: by then the array may hold something else.
+        # A copy, because the array may change before it is sent.
         buffers.append(np.array(data, np.uint8))
         return False
 
@@ -65,13 +65,13 @@ def dump(value: Any) -> Pickled:
 
 
 def load(pickled: Pickled) -> Any:
-    """Return the object; its arrays can be written to, and share no memory with the bytes."""
-    # Only a process that has proved itself has sent this, over a sealed connection.
+    """Return the object; its arrays are writable copies."""
+    # The sender was authenticated, and the connection is sealed.
     return pickle.loads(pickled.body, buffers=map(bytearray, pickled.buffers))  # noqa: S301
 
 
 def key_of(pickled: Pickled) -> str:
-    """Return a digest under which both ends of a connection keep a function."""
+    """Return the digest by which both ends of a connection identify a function."""
     digest = hashlib.sha256(pickled.body)
     for buffer in pickled.buffers:
         digest.update(buffer.data)

@@ -1,7 +1,7 @@
-"""Which function a coordinator sends to which worker next, and what is left when one fails.
+"""The queue of closures: which worker runs which closure next, and what a failure cancels.
 
-A closure waits for its inputs, is ready, is in flight on a worker, and is over; only the loss of a
-worker brings it back, and not for ever. The queue starts no thread and sends nothing.
+A closure waits for its inputs, is ready, is in flight on a worker, and has ended. If its worker is
+lost, it is ready again, a limited number of times. The queue starts no thread and sends nothing.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from ndistribute.coordinator.remote_value import Closure, RemoteValue
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 
 ATTEMPTS = 4
-"""A function is run at most so often if its worker is lost each time while it runs."""
+"""How often a function runs at most if its worker is lost each time."""
 _log = logging.getLogger("ndistribute")
 
 
 class ClosureQueue:
-    """Keep what was scheduled until it is over; a worker's number is its place among the names."""
+    """All scheduled closures until they end; a worker's number is its index in `workers`."""
 
-    capacity = 4096  # How many closures may wait.
-    capacity_bytes = 1 << 30  # None is added once the arguments of those that wait take so much.
+    capacity = 4096  # The most closures that may wait.
+    capacity_bytes = 1 << 30  # The most bytes of their arguments.
 
     def __init__(self, workers: Sequence[str], patience: float = 60.0) -> None:
         self.lock = threading.Lock()
         self.closing = threading.Event()
         self.low_water = 1
-        """The lowest number of a closure that is not over."""
+        """The lowest number of an unfinished closure."""
         self._workers = tuple(workers)
         self._patience = patience
         self.process = os.getpid()
-        self._changed = threading.Condition(self.lock)  # There is room, or nothing to do.
-        self._error: Exception | None = None  # The first one since it was last raised.
+        self._changed = threading.Condition(self.lock)  # There is room, or all closures have ended.
+        self._error: Exception | None = None  # The first error that was not yet raised.
         self._last = 0
-        self._open: OrderedDict[int, Closure] = OrderedDict()  # All that are not over.
+        self._open: OrderedDict[int, Closure] = OrderedDict()  # All unfinished closures.
         self._ready: deque[Closure] = deque()
         self._followers: dict[RemoteValue, list[Closure]] = defaultdict(list)
-        self._bytes = 0  # Of the arguments of all that no worker has.
-        # What each worker that is there has, in the order in which it runs them.
+        self._bytes = 0  # The arguments of all queued closures.
+        # The closures of each present worker, in the order in which it runs them.
         self._in_flight: dict[int, dict[int, Closure]] = {}
-        self._why_away: list[Exception | None] = [None] * len(workers)  # Of those that are.
-        self._stalled: float | None = None  # Since when all are away while work waits.
+        self._why_away: list[Exception | None] = [None] * len(workers)  # Per absent worker.
+        self._stalled: float | None = None  # Since when all workers are absent.
 
     def add(self, closure: Closure) -> None:
-        """Add a closure and number it, when there is room; raise what a function raised before."""
+        """Wait for room, and add and number a closure; raise the error of an earlier one."""
         with self.lock:
             while True:
                 self._raise_error()
@@ -59,7 +59,7 @@ class ClosureQueue:
                     raise RuntimeError("The coordinator was closed: make another one.")
                 if self._error is None and not self.is_full():
                     break
-                self._changed.wait()  # Ends when workers take some, or `lose` gives them up.
+                self._changed.wait()  # Ends when workers take closures, or `lose` cancels them.
             for value in closure.inputs:
                 if value.error is not None:
                     problem = f"{closure.result.name} got {value!r}, which has no value."
@@ -75,7 +75,7 @@ class ClosureQueue:
                 self._ready.append(closure)
 
     def join(self, timeout: float | None) -> None:
-        """Wait until everything is over, and raise what a function raised."""
+        """Wait until all closures have ended, and raise the first error."""
         with self.lock:
             if not self._changed.wait_for(lambda: not self._open, timeout):
                 waiting = self._waiting()
@@ -86,14 +86,14 @@ class ClosureQueue:
             self._raise_error()
 
     def done(self) -> bool:
-        """Return True if everything is over; raise what a function raised."""
+        """Return True if all closures have ended; raise the first error."""
         self.check_process()
         with self.lock:
             self._raise_error()
             return not self._open
 
     def close(self) -> None:
-        """Cancel what is not over, and hand out nothing any more."""
+        """Cancel unfinished closures, and accept no more."""
         with self.lock:
             self.closing.set()
             if self._open:
@@ -101,7 +101,7 @@ class ClosureQueue:
             self._changed.notify_all()
 
     def check_process(self) -> None:
-        """Raise RuntimeError in a process that was forked from the coordinator's."""
+        """Raise `RuntimeError` in a fork of the coordinator's process."""
         if os.getpid() != self.process:
             raise RuntimeError(
                 f"This process is a fork of process {self.process}, which made the coordinator: "
@@ -115,7 +115,7 @@ class ClosureQueue:
             self._in_flight[worker] = {}
 
     def idle_worker(self) -> int | None:
-        """Return a worker that has nothing to run although something is ready."""
+        """Return an idle worker if a closure is ready, else None."""
         with self.lock:
             if self._ready and not self.closing.is_set():
                 for worker, flying in self._in_flight.items():
@@ -124,13 +124,13 @@ class ClosureQueue:
         return None
 
     def take(self, worker: int, depth: int) -> list[Closure]:
-        """Return what a worker that is there runs next, so that it has at most `depth` closures."""
+        """Return the next closures for a present worker, which then has at most `depth`."""
         taken: list[Closure] = []
         with self.lock:
             flying, was_full = self._in_flight[worker], self.is_full()
             while self._ready and len(flying) < depth and not self.closing.is_set():
-                # In advance only while there are as many for each of the others, even if they are
-                # away: at the end each should go to whoever is free first.
+                # In advance only if as many remain for each other worker, even an absent one: the
+                # last closures should go to the first free worker.
                 if len(self._ready) < len(self._workers) * len(flying):
                     break
                 closure = self._ready.popleft()
@@ -144,11 +144,11 @@ class ClosureQueue:
     def finish(
         self, worker: int, number: int, result: Pickled | Exception, trace: str = ""
     ) -> None:
-        """Take what a closure returned or raised; an error cancels what no worker has yet."""
+        """Record the result of a closure; an error cancels all queued closures."""
         with self.lock:
             closure = self._in_flight.get(worker, {}).pop(number, None)
             if closure is None:
-                return  # The worker counted as lost meanwhile.
+                return  # Meanwhile, the worker counted as lost.
             if isinstance(result, Exception):
                 where = f"on {self._workers[worker]}, there:\n{trace.rstrip()}"
                 result.add_note(f"{closure} raised this {where}")
@@ -163,12 +163,12 @@ class ClosureQueue:
                 self._changed.notify_all()
 
     def lose(self, worker: int, problem: Exception) -> None:
-        """Note that a worker is away, or still away; others run what it had."""
+        """Record that a worker is absent; other workers run its closures."""
         with self.lock:
             before, self._why_away[worker] = self._why_away[worker], problem
             was_here = worker in self._in_flight
             lost = list(self._in_flight.pop(worker, {}).values())
-            if lost and self._error is None:  # It ran the first one; the others waited behind it.
+            if lost and self._error is None:  # Only the first closure was running.
                 lost[0].lost_on.append(self._workers[worker])
                 if len(lost[0].lost_on) >= ATTEMPTS:
                     self._error = WorkerLostError(
@@ -216,7 +216,7 @@ class ClosureQueue:
         return self._waiting() >= self.capacity or self._bytes >= self.capacity_bytes
 
     def _waiting(self) -> int:
-        """Return how many closures no worker has."""
+        """Return the number of queued closures."""
         return len(self._open) - sum(map(len, self._in_flight.values()))
 
     def _settle(self, closure: Closure, result: Pickled | Exception) -> None:
@@ -225,15 +225,15 @@ class ClosureQueue:
         self.low_water = next(iter(self._open), self._last + 1)
 
     def _give_up(self, error: Exception) -> None:
-        """End everything with an error, what workers have as well."""
+        """End all closures with an error, including those in flight."""
         for flying in self._in_flight.values():
             flying.clear()
         self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Keep an error for who asks, unless there is one, and cancel what no worker has."""
+        """Keep the first error until it is raised, and cancel all queued closures."""
         self._error = self._error or error
-        # Its own text may be what can not be made.
+        # The error's own text may fail.
         before = traceback.format_exception_only(self._error)[0].strip()
         flying = {number for some in self._in_flight.values() for number in some}
         for closure in [self._open[number] for number in self._open if number not in flying]:
@@ -250,7 +250,7 @@ class ClosureQueue:
             self._changed.notify_all()
 
     def _raise_error(self) -> None:
-        """Raise the error once, when no worker has anything any more."""
+        """Raise the error once, when no closure is in flight."""
         if self._error is not None and not self._open:
             error, self._error = self._error, None
             self._changed.notify_all()

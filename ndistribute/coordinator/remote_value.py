@@ -1,7 +1,7 @@
-"""A scheduled function, its arguments, and what stands for its result: `RemoteValue`.
+"""A scheduled function with its arguments, and the handle to its result: `RemoteValue`.
 
-Of the result of another function, and of a dataset that each worker makes for itself, a reference
-is pickled, which the worker resolves; the closure notes what its arguments refer to.
+Results of other functions, and datasets that each worker creates for itself, are pickled as
+references, which the worker resolves. The closure records these references.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Closure:
     """A scheduled function with its arguments."""
 
     result: RemoteValue
-    functions: dict[str, Pickled]  # By keys: what is run, and what makes datasets in arguments.
-    kept: list[Any]  # What must live until it has run.
+    functions: dict[str, Pickled]  # By key: the function, and those that create datasets.
+    kept: list[Any]  # Objects to keep alive until it has run.
     inputs: list[RemoteValue] = field(default_factory=list)  # Results among the arguments.
     arguments: Pickled = _EMPTY
     number: int = 0  # From 1, in the order in which closures were scheduled.
-    missing: int = 0  # How many of its inputs are not there yet.
-    lost_on: list[str] = field(default_factory=list)  # The workers that were lost running it.
+    missing: int = 0  # The number of unfinished inputs.
+    lost_on: list[str] = field(default_factory=list)  # The workers that were lost while running it.
 
     def __str__(self) -> str:
         return f"closure {self.number} ({self.result.name})"
@@ -43,7 +43,7 @@ _pickled_for: ContextVar[Closure | None] = ContextVar("_pickled_for", default=No
 
 
 def dump_for(closure: Closure, arguments: Any) -> Pickled:
-    """Return arguments as bytes; the closure notes what they refer to."""
+    """Return pickled arguments; record in the closure what they refer to."""
     before = _pickled_for.set(closure)
     try:
         return dump(arguments)
@@ -52,17 +52,17 @@ def dump_for(closure: Closure, arguments: Any) -> Pickled:
 
 
 def keep_until_run(thing: object) -> None:
-    """Keep an object alive until the function has run whose arguments this thread pickles now."""
-    # For the `__reduce__` of an object of which workers have their own: they drop theirs with it.
+    """Keep an object alive until the function whose arguments are being pickled has run."""
+    # For `__reduce__` of objects that workers create themselves, and drop with this one.
     if (closure := _pickled_for.get()) is not None:
         closure.kept.append(thing)
 
 
 class RemoteValue:
-    """Stand for the result of a function that was given to `ClusterCoordinator.schedule`.
+    """The result of a function that `ClusterCoordinator.schedule` has scheduled.
 
-    It may be an argument of another scheduled function, which gets the value then; that one goes
-    from worker to worker and is never unpickled here.
+    It may be an argument of another scheduled function, which then gets the value. Such a value is
+    not unpickled in this process.
 
     >>> import ndistribute as nd
     >>> strategy = nd.ParameterServerStrategy()
@@ -76,27 +76,27 @@ class RemoteValue:
     __slots__ = ("_arrived", "_value", "error", "name", "owner", "payload")
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.owner = owner  # The queue of the coordinator that made this.
-        self.name = name  # Of the function, for messages.
-        self._arrived: threading.Event | None = None  # Made when somebody waits: most are not.
-        self._value: list[Any] = []  # Empty until it is first fetched.
-        self.payload: Pickled | None = None  # The result as it came.
-        self.error: Exception | None = None  # Why there will never be one.
+        self.owner = owner  # The queue of its coordinator.
+        self.name = name  # The function's name, for messages.
+        self._arrived: threading.Event | None = None  # Created by the first wait.
+        self._value: list[Any] = []  # Empty until the first `fetch`.
+        self.payload: Pickled | None = None  # The pickled result.
+        self.error: Exception | None = None  # The error instead of a result.
 
     def done(self) -> bool:
-        """Return True if the function has returned or raised, or was cancelled."""
+        """Return True if the function has returned, raised or been cancelled."""
         return self.payload is not None or self.error is not None
 
     def fetch(self, timeout: float | None = None) -> Any:
-        """Return the result, once it is there; always the same object.
+        """Wait for the result and return it, the same object in every call.
 
         Args:
-            timeout: seconds to wait; None: as long as it takes.
+            timeout: seconds to wait; None: no limit.
 
         Raises:
-            CollectiveTimeoutError: it was not there in time.
+            CollectiveTimeoutError: there was no result within `timeout`.
             concurrent.futures.CancelledError: an earlier function raised before this one ran.
-            Exception: what the function raised.
+            Exception: the exception of the function.
         """
         if not self.done():
             self.owner.check_process()
@@ -113,12 +113,12 @@ class RemoteValue:
             raise self.error
         if not self._value and self.payload is not None:
             self._value.append(load(self.payload))
-        return self._value[0]  # Where two threads have loaded it, the first one's.
+        return self._value[0]  # If two threads loaded it, the first object.
 
     get = fetch
 
     def settle(self, outcome: Pickled | Exception) -> None:
-        """Take what became of the function; the caller has the owner's lock."""
+        """Set the result or the error; the caller holds the lock of the owner."""
         if isinstance(outcome, Exception):
             self.error = outcome
         else:
@@ -137,10 +137,10 @@ class RemoteValue:
 
 
 class PerWorkerDataset:
-    """Stand for a dataset that each worker makes for itself, when it first uses it.
+    """A dataset that each worker creates for itself at its first use.
 
-    Among the arguments of a scheduled function it becomes the worker's own dataset, and its
-    iterator the worker's iterator, where that left it. A new worker makes them anew.
+    As an argument of a scheduled function it becomes the worker's own dataset, and its iterator
+    becomes the worker's iterator, at its current position. A restarted worker creates new ones.
     """
 
     def __init__(self, function: Pickled, forget: Callable[[str], None]) -> None:
@@ -158,10 +158,10 @@ class PerWorkerDataset:
 
 
 class _PerWorkerIterator:
-    """Stand for the iterators of a `PerWorkerDataset`, one on each worker."""
+    """The iterators of a `PerWorkerDataset`, one on each worker."""
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
-        self._dataset = dataset  # It must not be forgotten before this.
+        self._dataset = dataset  # Keeps the dataset alive.
         self._key = _key_of_life(self, dataset.forget)
 
     def __iter__(self) -> _PerWorkerIterator:
@@ -179,7 +179,7 @@ class _PerWorkerIterator:
 
 
 def _key_of_life(thing: object, forget: Callable[[str], None]) -> str:
-    """Return a key for an object, of which `forget` is told when it is collected."""
+    """Return a key for an object; `forget` is called with it when the object is collected."""
     key = secrets.token_hex(8)
     weakref.finalize(thing, forget, key).atexit = False
     return key

@@ -1,8 +1,7 @@
-"""`Server`: one task of a cluster as a listening process, as `tf.distribute.Server`.
+"""`Server`: one task of a cluster as a listening process, like `tf.distribute.Server`.
 
-A task of the job ``ps`` holds variables; a worker of a chief runs what its coordinator sends.
-Nobody tells a server that the job is over: it sees who comes and goes, and `ExitPolicy` says what
-that means.
+A task of the job ``ps`` holds variables; a worker of a chief runs functions of a coordinator. No
+message tells a server that the job has ended: `ExitPolicy` concludes it from the connections.
 """
 
 from __future__ import annotations
@@ -29,69 +28,69 @@ from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.rpc import Peer, RpcServer, Service
 from ndistribute.transport.secret import credentials_of
 
-_GRACE_SECONDS = 2.0  # A task that left cleanly may close one strategy for another.
+_GRACE_SECONDS = 2.0  # A task may close one strategy and open another.
 CUT_SECONDS = 3.0
-"""How long a server waits for a chief whose connection ended without good-bye.
+"""How long a server waits for a chief whose connection ended without a good-bye.
 
-A chief that is alive, and took this process for lost since it was stopped, comes again at once."""
-_RETURN_SECONDS = 60.0  # A task that died may be started again.
-_START_SECONDS = 600.0  # The first of those for whom a server was started have so long to come.
+A living chief that counted this process as lost while it was stopped reconnects at once."""
+_RETURN_SECONDS = 60.0  # The time for a restart of a task that died.
+_START_SECONDS = 600.0  # The time for the first client to connect.
 _FAREWELL_SECONDS = 1.0
-# The C library keeps memory for use again up to twice the largest block that was freed. Before a
-# worker has freed any, each step's arrays are new pages: a sixth of a step of an MLP went on them.
+# The C library reuses up to twice the largest freed block. Without this, the arrays of each step
+# are new pages, which took a sixth of a step of an MLP.
 _FREED_BYTES = 24 << 20
 _SAVE_SECONDS = 30.0
 _log = logging.getLogger("ndistribute")
 
 
 class Outlook(NamedTuple):
-    """When a server's work ends, unless somebody comes before, and who died or never came."""
+    """When the work of a server ends unless a client connects, and which tasks were lost."""
 
     at: float
     lost: str = ""
 
 
 class ExitPolicy:
-    """Conclude from the clients of a server when its work is over, without a clock of its own.
+    """Conclude from the clients of a server when its work ends; has no clock of its own.
 
-    A cluster lives as long as its chief, or, without one, until every worker has come and gone.
-    Nobody may come for `start_seconds`, a worker that died be away for `return_seconds`.
+    A cluster ends with its chief or, without one, when every worker has come and gone. The server
+    waits `start_seconds` for the first client, and `return_seconds` for a worker that died.
     """
 
     def __init__(
         self, cluster: ClusterSpec, *, started: float, start_seconds: float, return_seconds: float
     ) -> None:
         self.resumed = False
-        """Whether an earlier process of this server may have seen workers leave."""
+        """Whether workers may have left an earlier instance of this server."""
         self._led = "chief" in cluster.jobs
         job = "chief" if self._led else "worker"
         indices = cluster.task_indices(job) if job in cluster.jobs else []
-        # The processes of each task that matters, in the order in which they came; of each whether
-        # it died, None while it is here. The last one that is gone speaks for its task.
+        # The processes of each relevant task, in the order of arrival: whether it died, or None
+        # while it is connected. The last process decides for its task.
         self._tasks: dict[str, dict[str, bool | None]] = {f"{job}:{i}": {} for i in indices}
         self._started, self._start_seconds = started, start_seconds
         self._return_seconds = return_seconds
         self._last_departure = 0.0
 
     def came(self, client: str) -> None:
-        """Note that a client is here: ``job:index#random``, with another random part each start."""
+        """Record a connected client: ``job:index#random``, with a new random part per start."""
         task = self._tasks.get(client.partition("#")[0], {})
         if task.get(client) is not None:
-            del task[client]  # It lives: only its connection was cut.
+            del task[client]  # It is alive; only its connection was lost.
         task.setdefault(client, None)
 
     def left(self, client: str, died: bool, now: float) -> None:
-        """Note that a client said good-bye, or that its process died."""
+        """Record that a client said good-bye, or that its process died."""
         task = self._tasks.get(client.partition("#")[0])
         if task is not None:
             task[client] = died
             self._last_departure = now
 
     def outlook(self) -> Outlook | None:
-        """Return when the work is over as things stand; None: not before somebody leaves."""
+        """Return when the work ends if nothing changes; None while a client is connected."""
         tasks = self._tasks
         if self._led and any(True in task.values() for task in tasks.values()):
-            # What it had sent to workers is under way still: only a fresh start is consistent.
+            # Its closures may still run on workers: only a new start is consistent.
             return Outlook(self._last_departure + CUT_SECONDS, "the chief died")
         if not tasks or any(None in task.values() for task in tasks.values()):
             return None
@@ -104,7 +103,7 @@ class ExitPolicy:
             return Outlook(self._last_departure + _GRACE_SECONDS)
         at = self._last_departure + self._return_seconds
         if not died and self.resumed:
-            return Outlook(at)  # They left before this process was started, most likely.
+            return Outlook(at)  # They probably left before this instance started.
         parts = [f"{', '.join(died)} died and did not come back"] if died else []
         parts += [f"{', '.join(missing)} never came"] if missing else []
         within = f"within {self._return_seconds:g} s after all others left"
@@ -112,7 +111,7 @@ class ExitPolicy:
 
 
 class _Membership:
-    """Wait until an exit policy says that the work is over; it is told whom a service serves."""
+    """Wraps a service: tells an exit policy about its clients, and waits for its decision."""
 
     requests: Any
     sealed: bool
@@ -125,7 +124,7 @@ class _Membership:
         self._peers: dict[str, Peer] = {}
 
     def serve(self, service: Service) -> Self:
-        """Answer as a service does from now on."""
+        """Wrap a service, and return this object."""
         self._service, self.handle = service, service.handle
         self.requests, self.sealed = service.requests, service.sealed
         return self
@@ -140,19 +139,19 @@ class _Membership:
     def disconnected(self, peer: Peer, died: bool) -> None:
         self._service.disconnected(peer, died)
         with self._changed:
-            if self._peers.get(peer.name) is peer:  # Else its client has a newer connection.
+            if self._peers.get(peer.name) is peer:  # Otherwise the client has a newer connection.
                 del self._peers[peer.name]
                 self.policy.left(peer.name, died, time.monotonic())
                 self._changed.notify_all()
 
     def release(self) -> None:
-        """Let go who waits, from now on."""
+        """End all waits, now and later."""
         with self._changed:
             self.released = True
             self._changed.notify_all()
 
     def wait(self, timeout: float | None) -> Outlook | None:
-        """Return how the work ended; None where it did not, and this was released or ran out."""
+        """Return how the work ended, or None after the timeout or `release`."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self.released:
@@ -168,23 +167,23 @@ class Server:
     """Serve one task of a cluster to its other tasks.
 
     Args:
-        cluster: all tasks, or what makes a `ClusterSpec`.
-        job_name: this task's job; may be left out where the cluster has one alone.
-        task_index: its index in the job; may be left out where the job has one task.
+        cluster: the addresses of all tasks, as a `ClusterSpec` or an argument for one.
+        job_name: the job of this task; optional if the cluster has one job.
+        task_index: the index of this task in its job; optional if the job has one task.
         start: whether to listen at once.
-        environ: where the secret and the TLS files are named, and how long a client may be silent.
-        snapshot_directory: where a task of ``ps`` writes what it holds, and finds it at its next
-            start; None: as `NDISTRIBUTE_SNAPSHOT_DIR` says, and without it nowhere.
-        snapshot_seconds: how often it does; None: as `NDISTRIBUTE_SNAPSHOT_SECONDS` says, and
-            without it every 30 s.
-        durability: ``"snapshot"``, or ``"log"``: no update is acknowledged before it is on the
-            disk; None: as `NDISTRIBUTE_DURABILITY` says, and without it ``"snapshot"``.
+        environ: environment variables: the secret, TLS files, the heartbeat timeout; None: those of
+            the process.
+        snapshot_directory: the folder in which a task of ``ps`` saves snapshots, and from which it
+            restores them; None: `NDISTRIBUTE_SNAPSHOT_DIR`, or no snapshots.
+        snapshot_seconds: the time between snapshots; None: `NDISTRIBUTE_SNAPSHOT_SECONDS`, or 30.
+        durability: ``"snapshot"``, or ``"log"`` to acknowledge updates only when they are on the
+            disk; None: `NDISTRIBUTE_DURABILITY`, or ``"snapshot"``.
 
     Raises:
-        AuthenticationError: there is no secret, or a TLS file is not what it should be.
-        CheckpointCorruptError: there are snapshots, and none of them is whole.
-        OSError: this process cannot listen there, or not use the snapshot directory.
-        ValueError: the cluster has no such task, or a number of seconds is none.
+        AuthenticationError: there is no secret, or a TLS file cannot be used.
+        CheckpointCorruptError: there are snapshots, but none of them can be read.
+        OSError: this process cannot listen at its address, or cannot use the snapshot folder.
+        ValueError: the cluster has no such task, or a number of seconds is invalid.
 
     >>> server = Server({"ps": ["localhost:2222"]}, "ps", 0, start=False)
     >>> server.target
@@ -208,10 +207,10 @@ class Server:
         """The whole cluster."""
         self._job, self._index = only_task(self.cluster_spec, job_name, task_index)
         self.name = f"{self._job}:{self._index}"
-        """Which task this is, such as ``"ps:0"``."""
+        """The task, such as ``"ps:0"``."""
         self._address = self.cluster_spec.task_address(self._job, self._index)
         self.target = f"{self._address.rpartition(':')[0]}:{split_address(self._address)[1]}"
-        """Where it listens, ``host:port``; once it listens, with the port that it got."""
+        """Its address, ``host:port``; after `start`, with the actual port."""
         self._directory = snapshot_directory
         if snapshot_directory is None and self._job == "ps":
             self._directory = environ.get("NDISTRIBUTE_SNAPSHOT_DIR") or None
@@ -238,20 +237,20 @@ class Server:
     def create_local_server(
         start: bool = True, *, environ: Mapping[str, str] | None = None
     ) -> Server:
-        """Return a server for this host alone, at any free port.
+        """Return a server that listens on this host only, at any free port.
 
         Args:
             start: whether to listen at once.
-            environ: where the secret is named.
+            environ: environment variables, which may name the secret; None: those of the process.
         """
         return Server({"local": ["localhost:0"]}, "local", 0, start=start, environ=environ)
 
     def start(self) -> None:
-        """Listen; once it does so, or has stopped, this does nothing."""
+        """Listen; a call on a listening or stopped server does nothing."""
         with self._lock:
             if self._rpc is not None or self._membership.released:
                 return
-            # The other tasks' addresses count too: where all are local, so is the secret.
+            # All addresses count: if all tasks are local, the secret is local too.
             credentials = credentials_of(self.cluster_spec.addresses(), self._environ)
             services = self._services()
             try:
@@ -265,19 +264,22 @@ class Server:
             _log.info("%s listens at %s", self.name, self.target)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the work is over, and say whether it is; the server is stopped then.
+        """Wait until the work has ended, and stop the server.
 
-        It is over when somebody stops the server, when the chief has left, and, in a cluster that
-        has no chief, when every worker has come and left. SIGTERM stops the server too, and is
-        raised as `SystemExit` then, if this is the main thread and nobody else handles it.
+        The work ends when `stop` is called, when the chief has left or, without a chief, when every
+        worker has come and gone. SIGTERM also stops the server, and raises `SystemExit`, if this is
+        the main thread and the program does not handle SIGTERM.
 
         Args:
-            timeout: seconds to wait; None: as long as it takes.
+            timeout: seconds to wait; None: no limit.
+
+        Returns:
+            True if the work has ended, False after `timeout`.
 
         Raises:
             DistributeError: the last snapshot could not be written.
-            WorkerLostError: the chief died; or a worker did, and nobody else is there and it did
-                not come back within `NDISTRIBUTE_RETURN_SECONDS`; or nobody came at all within
+            WorkerLostError: the chief died; or a worker died and did not come back within
+                `NDISTRIBUTE_RETURN_SECONDS` after the others left; or no client connected within
                 `NDISTRIBUTE_START_SECONDS`.
         """
         over = True
@@ -297,12 +299,13 @@ class Server:
         return True
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End all connections, write a last snapshot, and give the port back.
+        """End all connections, write a last snapshot, and close the port.
 
-        A second call does nothing, nor does one in a forked child: the server is its parent's.
+        A second call does nothing, and neither does a call in a forked child, which does not own
+        the server.
 
         Args:
-            timeout: seconds that connections have to end by themselves.
+            timeout: seconds to wait for the connections to end.
 
         Raises:
             DistributeError: the last snapshot could not be written.
@@ -327,7 +330,7 @@ class Server:
     def _services(self) -> dict[str, Service]:
         if self._job == "worker" and "chief" in self.cluster_spec.jobs:
             enter_task(ClusterResolver(self.cluster_spec, self._job, self._index))
-            np.empty(_FREED_BYTES, np.uint8)  # Freed at once; its pages are never touched.
+            np.empty(_FREED_BYTES, np.uint8)  # Freed at once, without touching its pages.
             self._service = worker = WorkerService(self.name)
             return {"coordinator": self._membership.serve(worker)}
         if self._job not in ("ps", "local"):
@@ -343,7 +346,7 @@ class Server:
         return {"ps": self._membership.serve(store)}
 
     def _close_service(self) -> None:
-        service, self._service = self._service, None  # What was served is not held any longer.
+        service, self._service = self._service, None  # Release the store's memory.
         if service is None:
             return
         service.close()
@@ -356,10 +359,10 @@ class Server:
 
 @contextlib.contextmanager
 def _sigterm_as_exit() -> Iterator[Callable[[], None]]:
-    """Make SIGTERM a `SystemExit` in the block, unless the program handles it itself.
+    """Raise `SystemExit` on SIGTERM in the block, unless the program handles SIGTERM itself.
 
-    After the first one, or once what this yields is called, SIGTERM changes nothing: what closes
-    then is not to be broken off.
+    After the first signal, or after a call of the yielded function, SIGTERM is ignored, so that it
+    cannot interrupt the shutdown.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

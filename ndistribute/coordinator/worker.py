@@ -1,8 +1,8 @@
-"""What a worker does for coordinators: run their functions, one at a time, and tell the outcome.
+"""The worker of a coordinator: runs functions one at a time, and sends their outcomes.
 
-A coordinator sends `Run` and `Forget` over its connection, with whose end the worker drops what it
-sent; the worker pushes an `Outcome` for each `Run`, in the same order. What a function changes on
-servers goes out under its number, so it is changed once, wherever and however often it is run.
+A coordinator sends `Run` and `Forget` over its connection; the worker sends an `Outcome` for each
+`Run`, in the same order. When the connection ends, the worker drops all objects of the coordinator.
+The updates of a function to servers carry its number, so they are made once in all attempts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ndistribute.parameter_server.messages import Report
 from ndistribute.transport.codec import MalformedError, Record
 
 MAX_FUNCTIONS = 256
-"""So many functions a worker keeps for a coordinator; the oldest goes first, on both sides."""
+"""The most functions that a worker caches per coordinator; both drop the oldest first."""
 RESULT_BYTES = 256 << 20
 _TRACE_CHARACTERS = 8192
 _END_SECONDS = 2.0
@@ -32,48 +32,48 @@ Loader = Callable[[], Any]
 
 
 class Run(Record, frozen=True):
-    """Run a function; answered by an `Outcome`."""
+    """Run a function; the reply is an `Outcome`."""
 
-    series: str  # The coordinator's name for all its closures, for the servers.
-    number: int  # Of the closure; the same however often it is sent to workers.
-    low_water: int  # The lowest number of a closure of the series that is not over.
-    # By keys, the function and those that make the datasets in the arguments; None: it was sent.
+    series: str  # The client id of the coordinator's closures.
+    number: int  # The closure, the same in every attempt.
+    low_water: int  # The lowest number of an unfinished closure.
+    # By key: the function, and those that create datasets; None if it was sent before.
     functions: dict[str, Pickled | None]
     arguments: Pickled
-    inputs: tuple[Pickled, ...]  # The results of other closures that stand in the arguments.
+    inputs: tuple[Pickled, ...]  # Results of other closures in the arguments.
 
 
 class Forget(Record, frozen=True):
-    """Drop what was kept under some keys: datasets, iterators, and what `keep` made."""
+    """Drop the objects that are kept under these keys: datasets, iterators and others."""
 
     keys: tuple[str, ...]
 
 
 class Outcome(Record, frozen=True):
-    """Say what a closure did."""
+    """The outcome of a closure."""
 
     number: int
     value: Pickled  # The result, or the exception.
     seconds: float
-    trace: str = ""  # Where the exception was raised, in words; empty: the function returned.
-    reports: tuple[Report, ...] = ()  # How many updates the servers had made after the closure's.
+    trace: str = ""  # The traceback; empty if the function returned.
+    reports: tuple[Report, ...] = ()  # The totals of the servers after its updates.
 
 
 class _Session:
-    """What belongs to the connection of one coordinator."""
+    """The objects that belong to the connection of one coordinator."""
 
-    current: _Session | None = None  # Whose closure runs in this process.
+    current: _Session | None = None  # The session of the running closure.
 
     def __init__(self) -> None:
         self.functions: dict[str, Loader] = {}
         self.over = False
-        # Only the thread that runs closures uses these: things, and what drops them.
+        # Only the thread that runs closures uses these: objects, and functions that drop them.
         self.kept: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}
-        self.inputs: tuple[Pickled, ...] = ()  # Of the closure that runs, as are its functions.
+        self.inputs: tuple[Pickled, ...] = ()  # Of the running closure, as below.
         self.running: dict[str, Loader] = {}
 
     def forget(self, keys: Iterable[str] | None = None) -> None:
-        """Drop what stands under some keys; None: all."""
+        """Drop the objects under these keys; None: all objects."""
         for key in list(self.kept) if keys is None else keys:
             thing, drop = self.kept.pop(key, (None, None))
             try:
@@ -84,7 +84,7 @@ class _Session:
 
 
 def keep(key: str, make: Loader, drop: Callable[[Any], object] | None = None) -> Any:
-    """Return what a worker keeps under a key until the coordinator of this function forgets it."""
+    """Return the object that the worker keeps under a key; create it at the first call."""
     kept = _session().kept
     if key not in kept:
         kept[key] = make(), drop
@@ -92,13 +92,13 @@ def keep(key: str, make: Loader, drop: Callable[[Any], object] | None = None) ->
 
 
 def kept_dataset(function_key: str, key: str) -> Any:
-    """Return this worker's own dataset, made by a function when it is first asked for."""
+    """Return this worker's own dataset; create it at the first call."""
     made = _session().running[function_key]()
     return keep(key, made if callable(made) else lambda: made)
 
 
 def input_value(index: int) -> Any:
-    """Return the result of another closure that the one which runs takes."""
+    """Return the result of another closure that is an input of the running one."""
     return load(_session().inputs[index])
 
 
@@ -128,7 +128,7 @@ class WorkerService:
         self._sessions[peer] = _Session()
 
     def handle(self, peer: Any, call: int, request: Run | Forget) -> None:
-        """Queue what a request asks; MalformedError: its function did not come this way."""
+        """Queue a request; raise `MalformedError` if its function was never sent."""
         session = self._sessions[peer]
         if isinstance(request, Forget):
             self._jobs.put(functools.partial(session.forget, request.keys))
@@ -145,13 +145,13 @@ class WorkerService:
         self._jobs.put(functools.partial(self._run, peer, session, request, functions))
 
     def disconnected(self, peer: Any, died: bool) -> None:
-        """Drop what a coordinator sent; what runs for it now ends by itself."""
+        """Drop the objects of a coordinator; its running closure ends by itself."""
         if (session := self._sessions.pop(peer, None)) is not None:
             session.over = True
             self._jobs.put(session.forget)
 
     def close(self) -> None:
-        """Run nothing any more; what runs now has a few seconds to end."""
+        """Run no more closures, and wait a few seconds for the running one."""
         for peer in list(self._sessions):
             self.disconnected(peer, died=False)
         self._jobs.put(None)
@@ -161,11 +161,11 @@ class WorkerService:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:  # The next job may be another coordinator's.
+            except Exception:  # The next job may belong to another coordinator.
                 _log.exception("%s failed beside the function that it ran", self._name)
 
     def _run(self, peer: Any, session: _Session, order: Run, functions: dict[str, Loader]) -> None:
-        """Run a closure, unless its coordinator has left, and say what it did."""
+        """Run a closure, unless its coordinator has left, and send the outcome."""
         if session.over:
             return
         begun, trace = time.perf_counter(), ""
@@ -204,7 +204,7 @@ class WorkerService:
         return pickled
 
     def _dump_error(self, error: BaseException) -> Pickled:
-        """Return an exception, or what it says where it can not be sent."""
+        """Return a pickled exception, or its text if it cannot be pickled."""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 return self._dump(error)
@@ -212,4 +212,4 @@ class WorkerService:
         return dump(text[:_TRACE_CHARACTERS])
 
 
-_alone = threading.Lock()  # Two workers of one process, as in tests, take turns: see `closure`.
+_alone = threading.Lock()  # Two workers in one process take turns; see `closure`.
