@@ -1,1 +1,1 @@
-"""How a job is started on this machine, over ssh or through MPI, watched and ended."""
+"""Starts the processes of a job on this machine, over ssh or through MPI, and ends them."""

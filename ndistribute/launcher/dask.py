@@ -1,4 +1,4 @@
-"""Starts the tasks of a job on a Dask cluster: an actor on a Dask worker for each of them."""
+"""Starts the tasks of a job on a Dask cluster, with one actor on a Dask worker per task."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ def run(
     placement_timeout: float = 300.0,
     **options: Unpack[JobOptions],
 ) -> list[Any]:
-    """Run a function or a script in every task of a cluster on Dask, and wait for the end.
+    """Run a function or a script in every task of a job on a Dask cluster, and wait for the end.
 
-    Each task is a process of its own beside the Dask worker that it was placed with. All else is as
-    in `ndistribute.launcher.ray.run`.
+    Each task is a process beside its Dask worker. All else is as in `ndistribute.launcher.ray.run`.
 
     Args:
-        fn_or_script: called in each task; or the path of a script that each task runs.
-        num_workers: how many workers of the job; where there are fewer Dask workers, some of those
-            have several.
-        num_ps: how many parameter servers; they run the same function or script.
-        client: a ``distributed.Client``; None for the current one.
-        resources: what a Dask worker must have been started with for each worker and the chief,
-            for example ``{"GPU": 1}``; nothing by default.
-        placement_timeout: how many seconds to wait for Dask workers with the resources.
-        options: ``args`` of the function or script, ``chief``, ``max_restarts``, ``environ`` and
-            ``timeout``, see `JobOptions`.
+        fn_or_script: a function that each task calls, or the path of a script that it runs.
+        num_workers: the number of workers; some Dask workers run several of them if there are
+            fewer Dask workers.
+        num_ps: the number of parameter servers, which run the same function or script.
+        client: a ``distributed.Client``; None: the current one.
+        resources: the resources that each worker and the chief need of a Dask worker, for example
+            ``{"GPU": 1}``. Default: none.
+        placement_timeout: seconds to wait for Dask workers with the resources.
+        options: ``args``, ``chief``, ``max_restarts``, ``environ`` and ``timeout``; see
+            `JobOptions`.
 
     Returns:
-        What the function returned in the chief and the workers, in the order of their ranks; None
-        for each that ran a script.
+        The results of the function in the chief and the workers, in rank order; None for scripts.
 
     Raises:
         MissingDependencyError: Dask's distributed is not installed.
@@ -84,7 +82,7 @@ def run(
 
 
 def _host() -> str:
-    """Return the address of the Dask worker that this runs in."""
+    """Return the host of the Dask worker in which this runs."""
     import distributed
 
     address = distributed.get_worker().address

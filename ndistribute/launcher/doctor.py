@@ -1,6 +1,6 @@
-"""Says what this machine has for distributed jobs, and what is missing or slow with its remedy.
+"""Checks what this machine offers for distributed jobs, and how to get what is missing or slow.
 
-No check raises: a broken machine is what they are for. Launchers ask here what to set for BLAS.
+No check raises, because the checks are for broken machines. Launchers use the BLAS settings.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ State = Literal["ok", "slow", "missing", "absent"]
 _LEAST_SHARED_MEMORY = 512 << 20
 _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
 _AVX512 = frozenset(("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"))
-# Those that OpenBLAS has for x86-64 processors without AVX-512; an unknown one is left alone.
+# OpenBLAS's kernels for x86-64 without AVX-512; unknown kernels stay unchanged.
 _BELOW_AVX512 = frozenset(
     "Haswell Zen Excavator Steamroller Piledriver Bulldozer Sandybridge SandyBridge Nehalem Penryn "
     "Dunnington Core2 Atom Barcelona Bobcat Prescott Katmai".split()
 )
 _FOR_MPI = "pip install 'ndistribute[mpi]'"
 _FOR_GPUS = "with a GPU: pip install 'ndistribute[cuda12]'"
-# What it is, the packages of which one is enough, and how to get one.
+# The name, alternative packages, and how to install one.
 _OPTIONAL = (
     ("mpi4py", "mpi4py", _FOR_MPI),
     ("CuPy", "cupy-cuda13x cupy-cuda12x cupy", _FOR_GPUS),
@@ -47,7 +47,7 @@ _OPTIONAL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found: ``missing`` is needed by every job, ``absent`` by some jobs only."""
+    """The result of one check: all jobs need what is ``missing``, some need what is ``absent``."""
 
     name: str
     state: State
@@ -60,7 +60,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything."""
+    """Return the results of all checks."""
     python = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
     widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in _cpu_flags()]
     blas = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
@@ -78,14 +78,14 @@ def examine() -> list[Finding]:
 
 
 def better_kernel(flags: Collection[str], architecture: str | None) -> str | None:
-    """Return the OpenBLAS kernels to ask for, or None where it chose well or is not in use."""
-    # For some families with AVX-512 it takes those for AVX2: 100 GFLOP/s a core in place of 215.
+    """Return better OpenBLAS kernels than the chosen ones, or None."""
+    # For some processors with AVX-512, OpenBLAS chooses AVX2: 100 instead of 215 GFLOP/s per core.
     wrong = architecture in _BELOW_AVX512 and frozenset(flags) >= _AVX512
     return "SkylakeX" if wrong else None
 
 
 def blas_settings(environ: Mapping[str, str], parts: int) -> dict[str, str]:
-    """Return what to add for each of several processes that share the cores; the user's stays."""
+    """Return environment variables for one of `parts` processes; the user's settings stay."""
     settings = {}
     if not any(environ.get(name) for name in THREAD_VARIABLES):
         settings = dict.fromkeys(THREAD_VARIABLES, str(max(1, cores() // parts)))
@@ -145,7 +145,7 @@ def _network() -> Iterator[Finding]:
         found, text = "", f"no free port on 127.0.0.1: {error.strerror}"
     yield _either("loopback", found, "missing", text, "ip link set lo up")
     name = socket.gethostname()
-    # In a process of its own: a name server that is gone would keep this one waiting.
+    # In a process of its own, because an unreachable name server blocks.
     ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
     found, text = "", f"{name} does not resolve"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -160,12 +160,12 @@ def _network() -> Iterator[Finding]:
 
 
 def _either(name: str, found: str | None, state: State, text: str, remedy: str) -> Finding:
-    """Return that something was found, or else in which state it is and how to mend it."""
+    """Return an ``ok`` result if something was found, else the given state and remedy."""
     return Finding(name, "ok", found) if found else Finding(name, state, text, remedy)
 
 
 def _cpu_flags() -> frozenset[str]:
-    """Return what the processor can do; nothing where /proc does not say."""
+    """Return the flags of the processor, none if /proc does not list them."""
     with contextlib.suppress(OSError):
         found = re.search(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
         return frozenset(found[1].split() if found else ())
@@ -181,6 +181,6 @@ def _pools() -> list[dict[str, Any]]:
 
 
 def _architecture() -> str | None:
-    """Return the kernels that NumPy's OpenBLAS uses in this process, or None if it uses another."""
+    """Return the kernels of NumPy's OpenBLAS in this process, or None for another BLAS."""
     found = [pool["architecture"] for pool in _pools() if pool["internal_api"] == "openblas"]
     return found[0] if found else None

@@ -1,7 +1,7 @@
-"""The hosts of a job: read from a command line or a file, filled with processes, reached by ssh.
+"""The hosts of a job: parsed from a command line or a file, and reached through ssh.
 
-The environment of a process on another host, and with it the job's secret, goes over the standard
-input of ssh and stands on no command line. The end of the connection is the end of the process.
+The environment of a process on another host, including the job's secret, goes through the standard
+input of ssh, so no command line shows it. When the connection ends, the process ends.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from ndistribute.blas import THREAD_VARIABLES
 from ndistribute.launcher import reaper
 from ndistribute.transport.listener import LISTEN_FD
 
-# A name has no dash at its start: ssh would take it for an option.
+# No dash at the start, which ssh would take for an option.
 _HOST = re.compile(
     r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.@-]*|\[[0-9A-Fa-f:.]+\])"
     r"(?:(?::|\s+(?:slots\s*=\s*)?)(?P<slots>\d+))?(?:\s+max_slots=\d+)?"
 )
-# What goes along of the user's environment; the rest belongs to this machine, or to one process.
+# The prefixes of the user's variables that are sent to other hosts.
 _CARRIED = ("NDISTRIBUTE_", "OMP_", "OPENBLAS_", "MKL_", "NCCL_", "PYTHON")
 _NOT_CARRIED = (LISTEN_FD, "NDISTRIBUTE_HOST_ID")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many processes it takes."""
+    """A machine and the number of processes on it."""
 
     name: str
     slots: int
 
 
 def parse_hosts(text: str, separator: str = ",") -> list[Host]:
-    """Return the hosts of a list such as ``a:2,b``, or of a file with one in each line."""
+    """Return the hosts of a list such as ``a:2,b``, or of a file with one host per line."""
     entries = [entry.partition("#")[0].strip() for entry in text.split(separator)]
     hosts: dict[str, Host] = {}
     for entry in entries if separator == "," else filter(None, entries):
@@ -54,7 +54,7 @@ def parse_hosts(text: str, separator: str = ",") -> list[Host]:
 
 
 def assign(hosts: Sequence[Host], processes: int | None) -> list[Host]:
-    """Return how many of a number of processes each host gets, filling one after the other."""
+    """Return the hosts with their numbers of processes; fill one host after the other."""
     room = sum(host.slots for host in hosts)
     left = room if processes is None else processes
     if left < 1:
@@ -69,33 +69,33 @@ def assign(hosts: Sequence[Host], processes: int | None) -> list[Host]:
 
 
 def is_this_machine(name: str) -> bool:
-    """Return True if a host's name is one of this machine's own."""
+    """Return True if the name is one of this machine's names."""
     mine = socket.gethostname().lower()
     known = {"localhost", "127.0.0.1", "::1", mine, mine.partition(".")[0]}
     return name.strip("[]").lower() in known
 
 
 def ssh_command(host: str) -> list[str]:
-    """Return the command for a shell on a host, which reads what to do from its input."""
+    """Return the command for a shell on a host that reads a script from its standard input."""
     return ["ssh", "-o", "BatchMode=yes", "--", host.strip("[]"), "exec /bin/sh -s"]
 
 
 def remote_script(
     argv: Sequence[str], settings: Mapping[str, str], environ: Mapping[str, str], sharing: int
 ) -> str:
-    """Return what the remote shell reads: go to the same folder, set the environment, run."""
+    """Return the script for the remote shell: change the folder, set variables, run the command."""
     carried = {name: value for name, value in environ.items() if name.startswith(_CARRIED)}
     variables = {**carried, **settings}
     lines = [f"cd {shlex.quote(os.getcwd())} || exit 72"]
     if not any(variables.get(name) for name in THREAD_VARIABLES):
-        # Only the host knows how many cores it has.
+        # Only the host knows the number of its cores.
         lines.append(f"threads=$(( $(nproc 2>/dev/null || echo 1) / {sharing} ))")
         lines.append('[ "$threads" -ge 1 ] || threads=1')
         lines += [f"export {name}=$threads" for name in THREAD_VARIABLES]
     for name, value in variables.items():
         if name not in _NOT_CARRIED:
             lines.append(f"export {name}={shlex.quote(value)}")
-    # Its source goes along, so that it reads as a whole before it runs what shares its input.
+    # The reaper's source is an argument, because it shares its standard input with this script.
     grace = str(reaper.GRACE_SECONDS)
     command = [argv[0], "-I", "-S", "-c", inspect.getsource(reaper), grace, *argv]
     return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"

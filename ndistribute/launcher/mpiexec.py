@@ -1,6 +1,6 @@
-"""How a job is started through MPI: which mpiexec, of which family, with which options.
+"""The command that starts a job through MPI: which mpiexec, and its options.
 
-The families differ in everything but `-n`. Variables go along by name, never by value.
+MPICH and Open MPI share no option but `-n`. Variables are passed by name, never by value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.hosts import Host
 
-# What stands for a rank in front of mpiexec's own lines, which it writes to either stream.
+# The label of mpiexec's own output lines.
 MPIEXEC = "mpiexec"
 _HOW = "Install both with: pip install ndistribute[mpi]"
 # Open MPI writes [1,0]<stdout>: and, since version 5, [job@1,0]<stdout>: ; MPICH writes [0] .
@@ -28,7 +28,7 @@ _TAG = re.compile(rb"\[(?:[^\]\s]*,)?(?P<rank>\d+)\](?:<std(?:out|err|diag)>:)? 
 
 @dataclass(frozen=True)
 class Mpiexec:
-    """An mpiexec: its path, its family and what it says of its version."""
+    """An mpiexec: its path, its family and its version."""
 
     path: str
     family: str
@@ -36,7 +36,7 @@ class Mpiexec:
 
 
 def find_mpiexec() -> Mpiexec:
-    """Find mpiexec: the one beside this Python, as wheels put it there, or on the path."""
+    """Return the mpiexec beside this Python, where wheels install it, or the one on the path."""
     if importlib.util.find_spec("mpi4py") is None:
         raise MissingDependencyError(f"--mpi needs mpi4py, which is not installed. {_HOW}")
     beside = Path(sys.executable).parent / "mpiexec"
@@ -69,29 +69,29 @@ def mpiexec_command(
     local: bool = True,
     redirect: str = "",
 ) -> list[str]:
-    """Return the command line that starts a job through MPI, with variables by their names."""
+    """Return the command line that starts a job through MPI; `variables` are names."""
     where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     command = [mpi.path, "-n", str(sum(host.slots for host in hosts))]
     if mpi.family == "mpich":
-        # All variables: a list of some would leave out those that MPI itself may need.
+        # All variables, because MPI itself may need some of them.
         command += ["-genvall", *([] if local else ["-hosts", where])]
         command += [] if redirect else ["-prepend-rank"]
     else:
-        # Bound to one core each, the threads of a rank would all share it.
+        # Otherwise all threads of a rank would share one core.
         command += ["--oversubscribe", "--bind-to", "none"]
         command += [] if redirect else ["--tag-output"]
         command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         command += [] if local else ["--host", where]
         command += [part for name in variables for part in ("-x", name)]
-    # mpi4py's runner ends the job when one rank raises; with plain Python the others would wait.
+    # The runner of mpi4py aborts the job when a rank raises; otherwise the others would wait.
     shell = ["/bin/sh", "-c", redirect, "sh"] if redirect else []
     return [*command, *shell, sys.executable, "-m", "mpi4py", *python]
 
 
 def rank_pipes(ranks: int, opened: contextlib.ExitStack) -> tuple[list[tuple[int, str, str]], str]:
-    """Return pipes to read from this machine's ranks, and a script that has them write there.
+    """Return pipes from the ranks of this machine, and a shell script that makes ranks use them.
 
-    What goes through mpiexec is marked by the write, and one line may be several.
+    Output that goes through mpiexec is labelled per write, and a line may take several writes.
     """
     outputs, cases = [], ""
     for rank in map(str, range(ranks)):
@@ -108,12 +108,12 @@ def rank_pipes(ranks: int, opened: contextlib.ExitStack) -> tuple[list[tuple[int
 
 
 def exit_code(code: int, said: Sequence[bytes]) -> int:
-    """Return the code for what mpiexec said: that of MPICH's does not tell of signals."""
+    """Return the exit code; MPICH reports signals in its output only."""
     match = re.search(rb"EXIT STRING: .*\(signal (\d+)\)", b"\n".join(said))
     return 128 + int(match[1]) if match else code
 
 
 def parse_tagged(line: bytes) -> tuple[str, bytes]:
-    """Return the rank that a line came from, `MPIEXEC` for its own lines, and the rest."""
+    """Return the rank of a line, or `MPIEXEC` for its own lines, and the text."""
     match = _TAG.match(line)
     return (match["rank"].decode(), line[match.end() :]) if match else (MPIEXEC, line)

@@ -1,7 +1,7 @@
-"""Runs the tasks of a job where an engine such as Ray or Dask has placed them.
+"""Runs the tasks of a job that an engine such as Ray or Dask has placed on its machines.
 
-The engine keeps one `PlacedTask` on the machine of each task, which starts the task in a process of
-its own. `run_job` drives them from the program that asked for the job.
+The engine runs one `PlacedTask` on the machine of each task, which starts the task as a process.
+`run_job` controls them from the program that started the job.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Work = Callable[..., Any] | str | os.PathLike[str]
 
 _FOLLOW_SECONDS = 0.25
 _CHUNK_BYTES = 1 << 20
-# Ray kills the children of an actor that it ends, but not theirs: with a shell between, the reaper
-# lives on and ends the task with all that it started. Both streams go into one.
+# Ray kills the children of an actor, but not their children: with a shell in between, the reaper
+# survives and ends the task with its descendants. The shell also merges both output streams.
 _APART = ("/bin/sh", "-c", 'exec 2>&1; "$@"; exit $?', "sh")
 _CALL = f"import sys; from {__name__} import main; sys.exit(main(int(sys.argv[1])))"
 
 
 class JobOptions(TypedDict, total=False):
-    """What all engines take.
+    """The options that all engines accept.
 
     Args:
-        args: of the function or script.
-        chief: whether there is a chief beside servers and workers.
-        max_restarts: how many times what failed is started again: a job of workers as a whole, one
-            with servers task by task.
-        environ: variables to set in every task. Those of the calling program that begin with
-            ``NDISTRIBUTE_`` go along.
-        timeout: seconds after which everything is stopped.
+        args: arguments of the function or script.
+        chief: whether the job has a chief.
+        max_restarts: how many times to restart after a failure: all tasks of a job of workers, the
+            failed task of a job with servers.
+        environ: variables to set in every task, in addition to those of the calling program that
+            start with ``NDISTRIBUTE_``.
+        timeout: seconds after which the job is stopped.
     """
 
     args: Sequence[Any]
@@ -58,45 +58,45 @@ class JobOptions(TypedDict, total=False):
 
 
 class PlacedTask:
-    """Start one task of a job on this machine, whose address it can find, and follow it."""
+    """Starts one task of a job on this machine, and reports its output and its end."""
 
     def __init__(self, find_host: Callable[[], str]) -> None:
         host = find_host()
         self._host = f"[{host}]" if ":" in host else host
-        # Kept as long as the task is placed: nobody takes the port between two starts.
+        # Kept open between restarts, so that no other process takes the port.
         self._port = listen(f"{self._host}:0")
 
     def address(self) -> str:
-        """Return where the task listens; who connects early waits for it."""
+        """Return the address of the task; early connections wait for the task."""
         return f"{self._host}:{self._port.getsockname()[1]}"
 
     def start(self, work: bytes | list[str], environ: Mapping[str, str], grace: float) -> None:
-        """Start a script with arguments, or a pickle for `main`; also again after its end."""
+        """Start a script with arguments, or a pickled call for `main`; may be called again."""
         self._told = False
-        # It holds the call, and in its place what it came to.
+        # Contains the call, and later the result.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
         command = work
         if isinstance(work, bytes):
             self._file.write(work)
             self._file.seek(0)
             command = ["-c", _CALL, str(self._file.fileno())]
-        # What this process can import, the task can.
+        # The task can import what this process can.
         environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environ}
         argv = [sys.executable, *command]
         start = Start("", argv, environ, listener=self._port, saving=grace)
         process = Process(os.environ, start, _APART, [self._file.fileno()])
-        # The engine may drop this object without a call: the task ends then as well.
+        # The engine may drop this object, which must end the task.
         self._process, self._close = process, weakref.finalize(self, process.close)
 
     def follow(self, end: bool) -> tuple[bytes, int | None, bytes]:
-        """Return what the task wrote, its exit code or None, and the pickle that `main` left."""
+        """Return new output of the task, its exit code or None, and the pickled result."""
         process, output = self._process, self._process.outputs[0][0]
         if end and not self._told:
-            self._told = True  # Told twice, it would not wait for the grace.
+            self._told = True  # A second request would skip the grace period.
             process.ask_to_end()
         ready = select.select([output, process.done], [], [], _FOLLOW_SECONDS)[0]
         chunk = os.read(output, _CHUNK_BYTES) if output in ready else b""
-        # Without a chunk it may have closed its output, and go on.
+        # It may have closed its output and still run.
         if chunk or not ready or not select.select([process.done], [], [], _FOLLOW_SECONDS)[0]:
             return chunk, None, b""
         code = process.code()
@@ -107,7 +107,7 @@ class PlacedTask:
 
 
 def tasks_of(num_workers: int, num_ps: int, options: JobOptions) -> list[tuple[str, int]]:
-    """Return the type and index of each task; servers first, for all others need them."""
+    """Return the type and index of each task, servers first, because the others need them."""
     if num_workers < 1 or num_ps < 0:
         raise ValueError(f"A job has at least one worker; got {num_workers=} and {num_ps=}.")
     counts = {"ps": num_ps, "chief": int(options.get("chief", False)), "worker": num_workers}
@@ -119,10 +119,10 @@ def run_job(
     tasks: Sequence[tuple[str, int]],
     options: JobOptions,
     place: Callable[[], contextlib.AbstractContextManager[Sequence[Any]]],  # Of `PlacedTask`s.
-    call: Callable[..., Any],  # Calls a method of one, by its handle and name, from any thread.
+    call: Callable[..., Any],  # Calls a method of a handle by name, from any thread.
     dumps: Callable[[Any], bytes],
 ) -> list[Any]:
-    """Run a job to its end, and return what the chief and the workers returned."""
+    """Run a job to its end, and return the results of the chief and the workers."""
     work: bytes | list[str]
     if callable(fn_or_script):
         work = dumps((fn_or_script, tuple(options.get("args", ())), dumps))
@@ -158,7 +158,7 @@ def run_job(
 
 
 class _InProgram(Writer):
-    """Shows output where the program that called shows its own, such as in a notebook."""
+    """Writes to the standard output of the calling program, for example a notebook."""
 
     def __init__(self) -> None:
         self.error = None
@@ -169,7 +169,7 @@ class _InProgram(Writer):
 
 
 class _Placed(Process):
-    """A task as its supervisor knows it; a thread calls what the engine has placed."""
+    """The supervisor's view of a task; a thread calls the `PlacedTask` of the engine."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class _Placed(Process):
         self.result = b""
         self._code: int | None = None
         self._asked = threading.Event()
-        # The thread closes its ends of them when the task has ended.
+        # The thread closes its ends when the task has ended.
         self._output, self._end = socket.socketpair(), socket.socketpair()
         self.outputs = [(self._output[0].fileno(), start.label, "stderr")]
         self.done = self._end[0].fileno()
@@ -212,15 +212,15 @@ class _Placed(Process):
             while self._code is None:
                 chunk, self._code, self.result = self._call("follow", self._asked.is_set())
                 self._output[1].sendall(chunk)
-        except Exception as error:  # The engine's process or the machine there is gone.
+        except Exception as error:  # The engine's process or its machine is lost.
             self._code, self.lost = 1, error
         finally:
             self._output[1].close()
             self._end[1].close()
 
     def loaded(self) -> Any:
-        """Return what a function returned or raised; None if the task left nothing."""
-        # It comes through the engine, from a process that was started by way of it.
+        """Return the result or the exception of the function, or None if there is none."""
+        # The engine delivers it from a process that it has started.
         return pickle.loads(self.result) if self.result else None  # noqa: S301
 
 
@@ -239,7 +239,7 @@ def _failure(task: _Placed, said: list[bytes]) -> Exception:
 
 
 def main(fd: int) -> int:
-    """Call the function that an open file holds, and leave a pickle of its result there."""
+    """Call the function that an open file contains, and write its pickled result to the file."""
     with open(fd, "r+b") as file:
         function, args, dumps = pickle.load(file)  # noqa: S301 (written by `PlacedTask`)
         file.seek(0)

@@ -1,4 +1,4 @@
-"""Starts the tasks of a job on a Ray cluster: an actor of a placement group for each of them."""
+"""Starts the tasks of a job on a Ray cluster, with one actor of a placement group per task."""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ def run(
     placement_timeout: float = 300.0,
     **options: Unpack[JobOptions],
 ) -> list[Any]:
-    """Run a function or a script in every task of a cluster on Ray, and wait for the end.
+    """Run a function or a script in every task of a job on a Ray cluster, and wait for the end.
 
-    Each task is a process of its own with `TF_CONFIG` and the job's secret in its environment. What
-    the tasks write appears here, marked ``[worker:1]``. When one fails, all are ended; so are they
-    on Ctrl-C, and when this program is gone.
+    Each task is a process with `TF_CONFIG` and the job's secret in its environment. The output of
+    the tasks appears in this program, with ``[worker:1]`` in front. If a task fails, all tasks end;
+    they also end on Ctrl-C, and when this program ends.
 
     Args:
-        fn_or_script: called in each task; or the path of a script that each task runs.
-        num_workers: how many workers.
-        num_ps: how many parameter servers; they run the same function or script.
-        resources: what Ray reserves for each worker and the chief, for example
-            ``{"CPU": 4, "GPU": 1}``; a server gets the CPUs alone. One CPU by default.
+        fn_or_script: a function that each task calls, or the path of a script that it runs.
+        num_workers: the number of workers.
+        num_ps: the number of parameter servers, which run the same function or script.
+        resources: the resources that Ray reserves for each worker and the chief, for example
+            ``{"CPU": 4, "GPU": 1}``; servers get the CPUs only. Default: one CPU.
         placement: the strategy of Ray's placement group, for example ``"SPREAD"``.
-        placement_timeout: how many seconds to wait for the resources.
-        options: ``args`` of the function or script, ``chief``, ``max_restarts``, ``environ`` and
-            ``timeout``, see `JobOptions`.
+        placement_timeout: seconds to wait for the resources.
+        options: ``args``, ``chief``, ``max_restarts``, ``environ`` and ``timeout``; see
+            `JobOptions`.
 
     Returns:
-        What the function returned in the chief and the workers, in the order of their ranks; None
-        for each that ran a script.
+        The results of the function in the chief and the workers, in rank order; None for scripts.
 
     Raises:
         MissingDependencyError: Ray is not installed.
         WorkerLostError: a script failed, or a task was killed; the message names it.
-        TimeoutError: the job took too long, or Ray has not the resources.
-        Exception: what the function raised first, with a note that names the task.
+        TimeoutError: the job took too long, or Ray does not have the resources.
+        Exception: the first exception of the function, with a note that names the task.
     """
     try:
         import ray

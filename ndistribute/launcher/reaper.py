@@ -1,9 +1,9 @@
-"""Runs one process of a job, and ends it with all that it started when the launcher wants it.
+"""Runs one process of a job, and ends it with all its descendants when the launcher asks.
 
-This file is run as a script around each process: on this machine, on other hosts, around mpiexec.
-Its standard input comes from the launcher: a byte asks for the end, and the end of the file says
-that the launcher is gone, however it went, also by SIGKILL. It starts without the package and its
-NumPy, and runs on its own at the end of ssh: it imports the standard library alone.
+This script runs each process of a job: on this machine, on other hosts, and around mpiexec. Its
+standard input comes from the launcher: a byte asks it to end the process, and the end of the file
+means that the launcher has ended, even by SIGKILL. It imports only the standard library, because it
+also runs at the other end of ssh, and starts faster without the package.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-# How long a process has between SIGTERM and SIGKILL, and what is left of it when it has ended.
+# Seconds between SIGTERM and SIGKILL for a process, and for descendants that outlive it.
 GRACE_SECONDS = 3.0
 _LEFT_BEHIND_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# How the files in /dev/shm begin that MPICH and Open MPI leave when they are killed.
+# Prefixes of the files in /dev/shm that MPICH and Open MPI leave when they are killed.
 _MPI_SEGMENTS = ("mpich_shm_", "sm_segment.", "vader_segment.")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command until it ends, or is to end; return its exit code.
+    """Run a command until it ends or is ended; return its exit code.
 
-    In front of it come the seconds of its grace; before them ``mpi``, to remove what MPI leaves.
+    `arguments` are ``mpi`` (optional: remove the shared memory that MPI leaves), the seconds between
+    SIGTERM and SIGKILL, and the command.
     """
-    # What ends the launcher must not end this before it has done its part. A function, since what
-    # is ignored would be ignored by the process as well.
+    # Signals that end the launcher must not end this process. They get a handler, because the
+    # started process would inherit ignored signals.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     mpi = arguments[0] == "mpi"
     grace, *command = arguments[mpi:]
     prctl = ctypes.CDLL(None).prctl
-    # What loses its parent, as daemons do, becomes a child of this process.
+    # Orphaned descendants, such as daemons, become children of this process.
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     task = subprocess.Popen(
         command,
@@ -61,11 +62,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _end_descendants(task: int, grace: float, asked: bool) -> None:
-    """End all that this process started: SIGTERM, after a grace SIGKILL."""
+    """End all descendants of this process: SIGTERM, and after `grace` seconds SIGKILL."""
     deadline = time.monotonic() + grace
     signum: int = signal.SIGTERM
     killed = 0
-    # One that forks while it is being killed leaves a child, which the next round finds.
+    # The next round finds children of processes that fork while they are killed.
     while killed < 20:
         with _descendants() as fds:
             if not fds:
@@ -79,7 +80,7 @@ def _end_descendants(task: int, grace: float, asked: bool) -> None:
             for fd in [*fds, *([0] if asked else [])]:
                 poll.register(fd, select.POLLIN)
             ready = [fd for fd, _ in poll.poll(max(0.0, left) * 1000)]
-        if 0 in ready:  # The launcher has hung up as well: it does not want to wait for that long.
+        if 0 in ready:  # The launcher closed the input: do not wait any longer.
             asked, deadline = False, 0.0
         if select.select([task], [], [], 0)[0]:
             deadline = min(deadline, time.monotonic() + _LEFT_BEHIND_SECONDS)
@@ -88,7 +89,7 @@ def _end_descendants(task: int, grace: float, asked: bool) -> None:
 
 @contextlib.contextmanager
 def _descendants() -> Iterator[list[int]]:
-    """Give open pidfds of the live processes that this one started, or that they started."""
+    """Yield open pidfds of all live descendants of this process."""
     parents = {int(name): _parent(name) for name in os.listdir("/proc") if name.isdigit()}
     family = [os.getpid()]
     for pid in family:
@@ -99,7 +100,7 @@ def _descendants() -> Iterator[list[int]]:
             with contextlib.suppress(OSError):
                 fd = os.pidfd_open(pid)
                 opened.callback(os.close, fd)
-                # Once the descriptor holds the process, its number can not be another's.
+                # The open descriptor keeps the number from being reused.
                 if _parent(str(pid)) in family:
                     fds.append(fd)
         yield fds
@@ -114,7 +115,7 @@ def _parent(pid: str) -> int:
 
 
 def _remove_segments(since: float) -> None:
-    """Remove this user's new shared memory of MPI's that no process has mapped: it was killed."""
+    """Remove new MPI segments of this user that no process maps, since their owner was killed."""
     paths = []
     for entry in os.scandir("/dev/shm"):
         with contextlib.suppress(FileNotFoundError):
