@@ -1,8 +1,8 @@
-"""How float32 values become 16 bits for the wire, and float32 again.
+"""Conversion of float32 values to 16 bits for the wire, and back.
 
-Half the bytes travel; what is added stays float32. Both forms round to the nearest value, ties to
-even, and keep infinities and NaN. float16 has the finer steps, bfloat16 the whole range of
-float32; above 65504 a float16 is infinite.
+It halves the bytes that are sent; sums are still computed in float32. Both formats round to
+nearest, ties to even, and keep infinities and NaN. float16 is more precise; bfloat16 has the range of
+float32, while values above 65504 are infinite in float16.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ndistribute.device import Array
 
 __all__ = ["compress", "compressed_dtype", "decompress"]
 
-# NumPy has no bfloat16: its bits travel as integers.
+# NumPy has no bfloat16: its bits are sent as integers.
 _ON_THE_WIRE = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 
 
 def compressed_dtype(wire_dtype: str | None, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return in which dtype arrays travel that are combined in another, None if in that one.
+    """Return the dtype in which arrays of `dtype` are sent, or None if they are sent unchanged.
 
     Only float32 is compressed.
 
@@ -32,14 +32,14 @@ def compressed_dtype(wire_dtype: str | None, dtype: np.dtype[Any]) -> np.dtype[A
 
 
 def compress(values: Array, out: Array) -> Array:
-    """Round float32 values into an array of a `compressed_dtype`, and return that."""
+    """Round float32 values into `out`, an array of a `compressed_dtype`, and return it."""
     if out.dtype == np.float16:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             out[...] = values
         return out
     bits = values.view(np.uint32)
-    # Adding just below half of the last kept place, and one more where that place is odd, carries
-    # into the kept half exactly when rounding to nearest, ties to even, goes up.
+    # Add just under half a unit of the last kept bit, plus that bit: the sum carries into the upper
+    # half exactly if rounding to nearest, ties to even, rounds up.
     rounded = (bits >> 16) & 1
     rounded += 0x7FFF
     rounded += bits
@@ -52,7 +52,7 @@ def compress(values: Array, out: Array) -> Array:
 
 
 def decompress(wire: Array, out: Array) -> Array:
-    """Write the values of a compressed array into one of float32, and return that."""
+    """Convert a compressed array to float32 in `out`, and return it."""
     if wire.dtype == np.float16:
         out[...] = wire
         return out

@@ -1,7 +1,7 @@
-"""What a process says about a collective call before it sends a byte of it.
+"""The header that describes a collective call, by which processes compare their calls.
 
-A header travels with the first message of every call, or lies beside the data in shared memory:
-enough for the others to see that they are doing the same, and to say so when they are not.
+A header is sent with the first message of every call, or lies beside the data in shared memory. If
+two headers differ, both processes raise an error that describes both calls.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ndistribute.errors import CollectiveMismatchError
 
 __all__ = ["HEADER_BYTES", "compare", "encode"]
 
-# Magic and generation; step, number within the step, number since the start of the generation; a
-# digest of the call, and what it is in words. Two cache lines.
+# Magic, generation, step, number within the step, number within the generation, a digest of the
+# call, and its description. Two cache lines.
 _HEADER = struct.Struct("<2sHIII8s104s")
 _MAGIC = b"ND"
 HEADER_BYTES = _HEADER.size
@@ -27,11 +27,11 @@ def encode(call: Call, count: int, step: int = 0, generation: int = 0) -> bytes:
     """Return the header of a call.
 
     Args:
-        call: what the process is doing.
-        count: how many calls it has made on this wire, this one included.
-        step: in which step the process is, or 0 outside steps. A call that was left out in one
-            step must not be made up for by the same call in the next.
-        generation: how often the group was made whole again; a call that failed may leave messages.
+        call: the call.
+        count: the number of calls on this wire so far, including this one.
+        step: the number of the step, or 0 outside steps, so that a call skipped in one step cannot
+            match the same call of the next step.
+        generation: how often the group was rebuilt, so that messages of failed calls cannot match.
     """
     place = step & 0xFFFFFFFF, call.sequence, count & 0xFFFFFFFF
     said = _said(call.kind, call.op, call.signature, call.purpose)
@@ -42,7 +42,7 @@ def compare(mine: bytes, theirs: bytes, my_rank: int, their_rank: int) -> None:
     """Check that two processes make the same call.
 
     Raises:
-        CollectiveMismatchError: they do not; it says what each of them does.
+        CollectiveMismatchError: the calls differ; the message describes both.
 
     >>> two, three = (Call(1, "broadcast", f"root={root}") for root in (2, 3))
     >>> compare(encode(two, 1), encode(two, 1), 0, 1)
@@ -57,7 +57,7 @@ worker 0 called broadcast(root=2). Every replica must make the same calls in the
     *_, their_step, their_sequence, their_number, _, their_words = _HEADER.unpack(theirs)
     own, other = (text.rstrip(b"\0").decode("ascii", "replace") for text in (words, their_words))
     kind = own.partition("(")[0]
-    if theirs[:4] != mine[:4]:  # Other bytes, or what a failed call has left.
+    if theirs[:4] != mine[:4]:  # Other data, or the message of a failed call.
         raise CollectiveMismatchError(
             f"{kind} #{sequence}: worker {their_rank} sent no collective's header to worker "
             f"{my_rank}, which called {own}. Do both run the same version of ndistribute?",
@@ -76,14 +76,14 @@ worker 0 called broadcast(root=2). Every replica must make the same calls in the
             f" as its call {their_sequence} ({their_number} since the start, expected {number})"
         )
     what = f"worker {their_rank} called {other}{difference}, worker {my_rank} called {own}."
-    # What comes before the first comma is kind and op.
+    # The part before the first comma is kind and op.
     alike = in_place and own.partition(",")[0] == other.partition(",")[0]
     raise mismatch(kind, sequence, their_rank, what, alike=alike)
 
 
 @functools.lru_cache(maxsize=1024)
 def _said(kind: str, op: str | None, signature: Signature, purpose: str) -> tuple[bytes, bytes]:
-    """Return a digest that tells calls apart, and words that tell people what differs."""
+    """Return a digest of a call for comparison, and a description for error messages."""
     shapes = [(dtype.str, repr(dtype), shape) for dtype, shape in signature]
     digest = hashlib.blake2b(repr((kind, op, shapes, purpose)).encode(), digest_size=8).digest()
     parts = [op] if op else []

@@ -1,8 +1,7 @@
-"""Backends of two levels: the members of a group meet inside it, and the groups meet outside.
+"""Backends of two levels: first the members of each group reduce, then the groups.
 
-Replicas of a process are such a group, whose members see one memory; the processes of a host are
-another, and the outside of the one may be the whole of the other. One member speaks for its group,
-so one message of each group travels.
+The replicas of a process are such a group, in one memory; the processes of a host are another.
+Levels can be nested. One member communicates for its group, so each group sends its data once.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ __all__ = ["TwoLevelBackend", "host_groups", "join_replicas"]
 
 _Sums = Callable[[tuple[LeafKey, ...]], list[Array]]
 
-# A total and what it updates stay in a core's second-level cache.
+# A sum and the variable that it updates fit into a core's second-level cache.
 BLOCK_BYTES = 256 * 1024
-# Smaller sums are not worth the two meetings of a reduction in place.
+# For smaller sums, the two meetings of a reduction in place cost more than copying.
 SHARED_BYTES = 256 * 1024
 MOST_KEPT = 4
 
 
 def join_replicas(local: Sequence[ThreadBackend], workers: Workers) -> list[Backend]:
-    """Return backends between the replicas of this process and those of all others.
+    """Return the backends of this process's replicas in the group of all processes' replicas.
 
     Args:
-        local: how the replicas of this process meet.
+        local: the backends among the replicas of this process.
         workers: the processes.
     """
-    if workers.single_cpus:  # All processes find the same, for they must make the same calls.
+    if workers.single_cpus:  # The same in all processes, because they must make the same calls.
         return [_Single(local[0], workers.backend)]
     ends = np.cumsum(workers.replica_counts).tolist()
     groups = [
@@ -67,9 +66,9 @@ def host_groups(hosts: Sequence[str]) -> list[list[int]]:
 
 
 class _Single:
-    """Let replicas meet as their processes do, where each process has one, on a CPU.
+    """The backend if each process has one CPU replica: the methods of the processes' backend.
 
-    The methods are those of the processes' backend, so a call has no way to go between.
+    The methods are bound directly, so a call passes through no other function.
     """
 
     def __init__(self, threads: ThreadBackend, processes: ProcessBackend) -> None:
@@ -85,12 +84,12 @@ class _Single:
 
 
 def _sums(allocate: Callable[..., Array | None] | None = None) -> Any:
-    """Return a function that returns arrays to add up in, for the next call of these sizes too.
+    """Return a function that returns arrays for sums, cached by their sizes and dtypes.
 
-    Large ones lie where the other processes of the host see them, if `allocate` has room for them.
+    Large arrays are in shared memory of the host if `allocate` has room.
     """
 
-    @functools.lru_cache(maxsize=MOST_KEPT)  # Those of a step, not all that ever were.
+    @functools.lru_cache(maxsize=MOST_KEPT)  # Those of a step.
     def sums(leaves: tuple[LeafKey, ...]) -> list[Array]:
         large = sum(dtype.itemsize * size for dtype, size in leaves) >= SHARED_BYTES
         made = []
@@ -103,14 +102,15 @@ def _sums(allocate: Callable[..., Array | None] | None = None) -> Any:
 
 
 class TwoLevelBackend:
-    """Move data between one member of a group and the members of all groups.
+    """The backend of one member of a group, over the members of all groups.
 
     Args:
-        inside: how the members of this group meet: threads, or processes.
-        outside: how the groups meet; None on a process that does not speak for its group.
+        inside: the backend among the members of this group: threads, or processes.
+        outside: the backend among the groups; None on a process that does not communicate for its
+            group.
         groups: the ranks of each group's members.
-        rank: which of them this is.
-        sums: returns arrays in which threads add up, the same to all of them.
+        rank: the rank of this member.
+        sums: returns arrays for sums, the same ones to all threads.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class TwoLevelBackend:
         self.rank = rank
         self.size = sum(map(len, groups))
         self.device, self.owner, self.owners = inside.device, inside.owner, inside.owners
-        self.merge, self.abort = inside.merge, inside.abort  # The processes do not meet for those.
+        self.merge, self.abort = inside.merge, inside.abort  # These involve no other process.
         self._inside = inside
         self._outside = outside
         self._order = [member for group in groups for member in group]
@@ -140,7 +140,7 @@ class TwoLevelBackend:
         op: ReduceOp,
         timeout: float,
     ) -> None:
-        """Reduce in each group, then over groups, and copy the total."""
+        """Reduce in each group, then over the groups, and copy the result."""
         totals, _ = self._reduce(call, inputs, op, lambda: None, timeout)
         for total, output in zip(totals, outputs, strict=True):
             narrow = total.astype(result_dtype(op, output.dtype), copy=False)
@@ -155,10 +155,10 @@ class TwoLevelBackend:
         update: Update,
         timeout: float,
     ) -> Any:
-        """Reduce in each group, then over groups, and update what this replica owns."""
+        """Reduce in each group, then over the groups, and update the part of this replica."""
         try:
             totals, prepared = self._reduce(call, inputs, op, prepare, timeout)
-            # Members with memories of their own read the same total, and each may change it.
+            # Owners in several memories read the same total, and `update` may change it.
             read_by_others = self._one_memory and self.owners < self._inside.size
             with span("update", call.title):
                 for leaf, part in owned_blocks(totals, self.owners, self.owner, BLOCK_BYTES):
@@ -168,12 +168,12 @@ class TwoLevelBackend:
             self._inside.merge(call, None, lambda _: None, timeout)
             return prepared
         except BaseException as error:
-            if self._outside is not None:  # The other processes may have the totals, and update.
+            if self._outside is not None:  # The other processes may already update.
                 self._outside.abort(error)
             raise
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
-        """Join the rows of each group, then those of all groups, in the order of ranks."""
+        """Concatenate the rows of each group, then those of all groups, in rank order."""
         own = [to_host(rows) for rows in inputs]
         if not self._one_memory:
             return self._gather_apart(call, own, timeout)
@@ -187,7 +187,7 @@ class TwoLevelBackend:
         return [copy_to(rows if alone else rows.copy(), self.device) for rows in joined]
 
     def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
-        """Add up the bytes of the root and zeros of all others, which also lets all meet."""
+        """Broadcast as a sum of the root's bytes and zeros, in which all members take part."""
         own = [np.array(to_host(buffer)).view(np.uint8) for buffer in buffers]
         for flat in own if self.rank != root else ():
             flat[...] = 0
@@ -196,12 +196,12 @@ class TwoLevelBackend:
             write_to(buffer, copy_to(total.view(buffer.dtype), self.device))
 
     def reset(self) -> None:
-        """Forget every call, after a failure; only where the members are processes."""
+        """Reset all levels after a failure; only if the members are processes."""
         for level in self._levels:
             level.reset()
 
     def close(self) -> None:
-        """Give back what the levels hold; only where the members are processes."""
+        """Close all levels; only if the members are processes."""
         for level in self._levels:
             level.close()
 
@@ -213,7 +213,7 @@ class TwoLevelBackend:
         prepare: Callable[[], Any],
         timeout: float,
     ) -> tuple[list[Array], Any]:
-        """Return the totals over all groups, which stay until the next call, and `prepare`'s."""
+        """Return the totals, valid until the next call, and the result of `prepare`."""
         inner = ReduceOp.SUM if op is ReduceOp.MEAN else op
         own = [to_host(array) for array in inputs]
         leaves = tuple([(accumulation_dtype(op, array.dtype), array.size) for array in own])
@@ -240,16 +240,16 @@ class TwoLevelBackend:
         prepared = self._inside.merge(call, None, meet, timeout)
         if not self._one_memory:
             self._inside.broadcast(call, sums, 0, timeout)
-            prepared = prepare()  # Now that all is there, so that a failure before changes nothing.
+            prepared = prepare()  # Last, so that an earlier failure changes nothing.
         return sums, prepared
 
     def _gather_apart(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
-        """Join rows where only one process of a group gets those of the other groups."""
+        """Gather rows if only one process of each group communicates with other groups."""
         lengths = np.array([[len(rows) for rows in inputs]], np.int64)
         joined = self._inside.all_gather(call, [*inputs, lengths], timeout)
         if self._outside is not None:
             joined = self._outside.all_gather(call, joined, timeout)
-        else:  # Its group gets all rows from the one that has met the other groups.
+        else:  # The communicating process has all rows.
             joined = [rows[:0] for rows in joined]
         *joined, lengths = self._inside.all_gather(call, joined, timeout)
         if self._order == sorted(self._order):

@@ -1,9 +1,9 @@
-"""The transport over MPI, and what a group needs of MPI to come together and to end.
+"""The transport over MPI, and how a group starts and ends MPI.
 
-Nothing blocks inside MPI: every operation is begun and then polled, so that each wait has a
-deadline and learns at once that another process failed. MPI's own reductions are not used: they
-have no fixed order of sums, compare no calls and can not be given up when a rank fails. mpi4py is
-imported here and nowhere else, when MPI is first asked for.
+No call blocks inside MPI: operations are started and then polled, so each wait has a deadline and
+detects failures of other processes at once. MPI's own reductions are not used, because they add in
+no fixed order, do not compare calls, and cannot be cancelled when a rank fails. Only this file
+imports mpi4py, when MPI is first used.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ndistribute.errors import CollectiveTimeoutError, DistributeError, MissingD
 __all__ = ["MpiTransport", "exchange_over_mpi"]
 
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 1e-3
-# A message that was never received waits for ever. After so many failures its tag comes again, and
-# what has it is refused, for its header names another generation.
+# A message that was never received stays in MPI. After this many failures its tag is used again;
+# the header of the old message then names another generation and is refused.
 _GENERATIONS = 4096
 _START_SECONDS = 300.0
 _LEAVE_SECONDS = 5.0  # after a failure
-_PATIENT_SECONDS = 24 * 3600.0  # Others may work on, and end the job if one of them fails.
-_FINALIZE_SECONDS = 30.0  # when all others have come to it
+_PATIENT_SECONDS = 24 * 3600.0  # Others may still work, and end the job if one of them fails.
+_FINALIZE_SECONDS = 30.0  # when all processes have reached it
 
 
 class MpiTransport(PollingTransport):
-    """Carry messages over MPI.
+    """Moves messages over MPI.
 
     Args:
-        peers: the processes of the group, with the ranks that they have in `COMM_WORLD`.
+        peers: the control plane of the group, whose ranks are those of `COMM_WORLD`.
 
     Raises:
         MissingDependencyError: mpi4py or an MPI library is not installed.
@@ -53,7 +53,7 @@ class MpiTransport(PollingTransport):
     # Measured with 2 processes on 2 cores and MPICH, 16 and 64 MiB: 2.4 and 7.4 ms in blocks of
     # 512 KiB, 1.8 and 6.9 ms of 1 MiB; its own Allreduce: 2.7 and 29 ms.
     block_bytes = 1024 * 1024
-    spin_seconds = 2e-3  # MPI wakes nobody.
+    spin_seconds = 2e-3  # MPI wakes no sleeping process.
 
     def __init__(self, peers: ControlPlane) -> None:
         super().__init__(peers)
@@ -69,10 +69,10 @@ class MpiTransport(PollingTransport):
         self._error = _mpi().Exception
         self._pending: list[_Transfer] = []
 
-    # Memory is noted before MPI is told of it: an interrupt in between loses the request alone.
+    # A transfer is recorded before MPI gets its memory: an interrupt then loses only a request.
 
     def isend(self, peer: int, *arrays: Array) -> Handle:
-        """Begin to send arrays, which stay unchanged until the handle is done."""
+        """Start to send arrays, which must not change until the handle is done."""
         for array in arrays:
             data = array.view(np.uint8)
             transfer = _Transfer(peer, data)
@@ -81,7 +81,7 @@ class MpiTransport(PollingTransport):
         return transfer
 
     def irecv(self, peer: int, array: Array, then: Callable[[], None] | None = None) -> Handle:
-        """Begin to receive into an array."""
+        """Start to receive into an array."""
         data = array.view(np.uint8)
         transfer = _Transfer(peer, data, True, then)
         self._pending.append(transfer)
@@ -89,8 +89,8 @@ class MpiTransport(PollingTransport):
         return transfer
 
     def close(self) -> None:
-        """Forget every message: what still comes of failed calls finds nobody who has its tag."""
-        if _mpi().Is_finalized():  # At exit, it lets go of everything by itself.
+        """Drop all messages; later messages of failed calls match no tag."""
+        if _mpi().Is_finalized():  # At exit, MPI has released everything.
             return
         orphans = _world().orphans
         orphans += self._pending
@@ -110,19 +110,19 @@ class MpiTransport(PollingTransport):
         return len(self._pending) < before
 
     def _test_all(self) -> None:
-        """Take what is here: another call's message may be too long, and its header says so."""
+        """Complete what has arrived: a header may explain a message that is too long."""
         for transfer in self._pending:
             with contextlib.suppress(self._error):
                 transfer.test()
 
     def _sleep(self, idle: float) -> None:
-        # In proportion, so that waking late never adds much to the wait.
+        # In proportion to the wait, so that waking late adds little.
         time.sleep(min(max(_SHORTEST_SLEEP, idle / 20), _LONGEST_SLEEP))
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A message on its way, and the memory that MPI uses until it is done."""
+    """A pending message, and the memory that MPI uses until it is done."""
 
     peer: int
     data: Array
@@ -132,7 +132,7 @@ class _Transfer:
     done: bool = False
 
     def test(self) -> bool:
-        """Ask MPI whether it is done."""
+        """Return True if the message is done."""
         if not self.done and self.request.Test():
             self.done = True
             if self.then is not None:
@@ -140,8 +140,8 @@ class _Transfer:
         return self.done
 
     def is_given_up(self) -> bool:
-        """Take back what MPI lets one take back, and return True if it lets go of the memory."""
-        if self.request is None:  # It was lost, and MPI may have been told.
+        """Cancel the message if MPI can; return True if MPI no longer uses its memory."""
+        if self.request is None:  # Interrupted: MPI may have the memory.
             return False
         try:
             if self.receives and self.request:
@@ -152,11 +152,11 @@ class _Transfer:
 
 
 def exchange_over_mpi(blob: bytes) -> list[bytes]:
-    """Return what every process passed, in rank order. Every process must call it.
+    """Return the values of all processes in rank order; every process must call this.
 
     Raises:
         MissingDependencyError: mpi4py or an MPI library is not installed.
-        CollectiveTimeoutError: not all processes came in time.
+        CollectiveTimeoutError: not all processes called it in time.
     """
     here = _world()
     here.exchanges += 1
@@ -169,7 +169,7 @@ def exchange_over_mpi(blob: bytes) -> list[bytes]:
 
 
 class _World:
-    """Be this process in MPI, with a communicator of its own, apart from those of the program."""
+    """This process in MPI, with a communicator that the program does not use."""
 
     def __init__(self) -> None:
         self.comm, request = _mpi().COMM_WORLD.Idup()
@@ -178,11 +178,11 @@ class _World:
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.exchanges = 0
         self.orphans: list[_Transfer] = []  # MPI may still use their memory.
-        # How many exchanges there had been when a group was first seen: its number.
+        # The number of a group: how many exchanges there were before it.
         self.groups: weakref.WeakKeyDictionary[ControlPlane, int] = weakref.WeakKeyDictionary()
 
     def tag_of(self, peers: ControlPlane) -> int:
-        """Return a tag for a group's generation, which messages of the last ones do not have."""
+        """Return a tag for a group's generation, distinct from those of earlier generations."""
         number = self.groups.setdefault(peers, self.exchanges)
         tag = number * _GENERATIONS + peers.generation % _GENERATIONS
         return int(tag % (self.comm.Get_attr(_mpi().TAG_UB) + 1))
@@ -190,7 +190,7 @@ class _World:
 
 @functools.cache
 def _world() -> _World:
-    """Return this process's place in MPI; the first call waits for all other processes."""
+    """Return this process in MPI; the first call waits for all processes."""
     return _World()
 
 
@@ -206,7 +206,7 @@ def _mpi() -> Any:
         raise missing from error
     ours = "mpi4py.MPI" not in sys.modules
     if ours:
-        # Finalising waits for all other processes, so it is done here, where that has a deadline.
+        # Finalize waits for all processes; `_leave` calls it with a deadline.
         mpi4py.rc.finalize = False
         mpi4py.rc.thread_level = "serialized"
     try:
@@ -219,7 +219,7 @@ def _mpi() -> Any:
 
 
 def _finish(request: Any, seconds: float = _START_SECONDS) -> None:
-    """Poll an operation until it is done."""
+    """Poll an operation until it is done, or raise after a deadline."""
     deadline = time.monotonic() + seconds
     pause = _SHORTEST_SLEEP
     while not request.Test():
@@ -234,10 +234,10 @@ def _finish(request: Any, seconds: float = _START_SECONDS) -> None:
 
 
 def _leave(library: Any) -> None:
-    """End MPI when all processes are about to; alone where others do not come after a failure.
+    """Finalize MPI together with all processes, or not at all if others do not come after a failure.
 
-    Without the others MPI would wait for ever. A process that ends without it makes `mpiexec` end
-    the others as well, which is right after a failure, but only then.
+    Finalize would wait forever for missing processes. If a process ends without it, `mpiexec` ends
+    the other processes too, which is right after a failure only.
     """
     comm = library.COMM_WORLD
     failed = hasattr(sys, "last_value")
@@ -251,7 +251,7 @@ def _leave(library: Any) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    # Nothing in Python runs while MPI waits: for a process that was stopped or lost on its way out.
+    # Python code does not run while MPI waits, perhaps for a process that was stopped here.
     faulthandler.dump_traceback_later(_FINALIZE_SECONDS, exit=True, file=2)
     library.Finalize()
     faulthandler.cancel_dump_traceback_later()

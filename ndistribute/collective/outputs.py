@@ -1,7 +1,7 @@
-"""The arrays that a replica gets its results in, used again once nobody holds them.
+"""Arrays for the results of collectives, reused when nobody holds them.
 
-Fresh memory costs a page fault for every four kilobytes, which for large arrays is more than the
-reduction itself. An array's reference count says whether the caller still has it, or a view of it.
+New memory costs a page fault per 4 KiB, which for large arrays takes longer than the reduction. The
+reference count of an array tells whether the caller still holds it, or a view of it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ndistribute.ownership import ArrayOwner
 
 __all__ = ["Outputs"]
 
-# Below this the allocator keeps memory by itself.
+# The allocator reuses the memory of smaller arrays.
 SMALL_BYTES = 128 * 1024
-# Shapes that a step reduces in turn; what was not asked for this long is given back.
+# The most sizes, and the most arrays per size, that are kept.
 MOST_KEPT = 8
 
 
 class Outputs:
-    """Hand out arrays for results."""
+    """Provides arrays for results."""
 
     def __init__(self) -> None:
         self._kept = functools.lru_cache(maxsize=MOST_KEPT)(_nothing_yet)
 
     def like(self, inputs: Sequence[Array]) -> list[Array]:
-        """Return arrays of these sizes and dtypes, whose values are whatever was there."""
+        """Return uninitialised arrays of the same sizes and dtypes."""
         made = []
         for array in inputs:
             if type(array) is not np.ndarray:

@@ -1,7 +1,7 @@
-"""How transports wait: they poll, so each wait has a deadline and learns at once of any failure.
+"""Waiting for messages by polling, with a deadline and a check for failures.
 
-MPI and sockets move messages in ways of their own, but a process waits for them alike. Waiting in
-the system and being woken costs about 30 us on each side, so a rank first looks again and again.
+MPI and sockets move messages differently, but a process waits for them in the same way. Sleeping in
+the kernel and waking up costs about 30 us on each side, so a rank first spins for a while.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ndistribute.errors import WorkerLostError
 __all__ = ["CHECK_SECONDS", "PollingTransport"]
 
 CHECK_SECONDS = 0.05
-# A process that fails ends its connections; what failed comes over another one, maybe later.
+# The reason why a connection closed may arrive a little later through the control plane.
 _GRACE_SECONDS = 0.5
 
 
 class PollingTransport(abc.ABC):
-    """Wait for messages that a subclass moves.
+    """The base of transports: waits for messages, which a subclass moves.
 
     Args:
-        peers: the processes of the group.
+        peers: the control plane of the group.
     """
 
     spin_seconds: float
-    """How long a rank looks again and again before it sleeps."""
+    """How long a rank spins before it sleeps."""
 
     _patience: WaitMonitor
 
@@ -39,11 +39,11 @@ class PollingTransport(abc.ABC):
         self._peers = peers
 
     def begin(self, patience: WaitMonitor) -> None:
-        """Start a call."""
+        """Start a call, whose waits `patience` ends."""
         self._patience = patience
 
     def wait(self, handle: Handle) -> None:
-        """Wait until a message is done, and push all others on meanwhile."""
+        """Wait until a message is done; keep moving all other messages."""
         self._wait(lambda: handle.done)
 
     def end(self) -> None:
@@ -52,15 +52,15 @@ class PollingTransport(abc.ABC):
 
     @abc.abstractmethod
     def _advance(self) -> bool:
-        """Move what can be moved, and return True if anything could."""
+        """Move all messages as far as possible; return True if any moved."""
 
     @abc.abstractmethod
     def _sleep(self, idle: float) -> None:
-        """Let a moment pass, in which something may come; nothing has for some seconds."""
+        """Sleep briefly; nothing has moved for `idle` seconds."""
 
     @abc.abstractmethod
     def _waiting(self) -> Sequence[Any]:
-        """Return what is on its way: to or from which `peer`, and whether this one `receives`."""
+        """Return pending messages, each with its `peer` and whether it `receives`."""
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         moved_at = time.monotonic()
@@ -74,7 +74,7 @@ class PollingTransport(abc.ABC):
             if moved:
                 moved_at = now
             elif now - moved_at < self.spin_seconds:
-                os.sched_yield()  # The peer may be waiting for this very core.
+                os.sched_yield()  # The peer may need this core.
             else:
                 self._sleep(now - moved_at)
 
@@ -82,7 +82,7 @@ class PollingTransport(abc.ABC):
         self._patience.check(self._missing)
 
     def _missing(self) -> list[int]:
-        """Return the ranks that owe this one something, or else do not take what it sends."""
+        """Return the ranks from which messages are missing, or else those that do not receive."""
         waiting = self._waiting()
         owing = {one.peer for one in waiting if one.receives}
         return sorted(owing or {one.peer for one in waiting})
@@ -90,7 +90,7 @@ class PollingTransport(abc.ABC):
     def _lost(
         self, reason: str, rank: int | None = None, look: Callable[[], None] = lambda: None
     ) -> WorkerLostError:
-        """Return the error for a message that can not be moved, unless the group knows a better."""
+        """Return an error for a failed message, unless the control plane raises a better one."""
         until = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < until:
             self._check()

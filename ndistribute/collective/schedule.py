@@ -1,21 +1,20 @@
-"""Collective algorithms as programs: who sends which range to whom, when, and what comes of it.
+"""Schedules of collective algorithms: which rank sends which range to which rank, and when.
 
-A plan is a pure function of how many ranks there are (`size`), whose plan it is (`rank`) and how
-many elements the buffer has (`length`), so it is tested without a thread or a socket. Any size and
-length will do: what would be a message without elements is left out at both ends.
+A schedule is a pure function of the number of ranks (`size`), the rank, and the number of elements
+(`length`), so tests need no threads or sockets. Any size and length is allowed; messages without
+elements are left out at both ends.
 
 =============================  ==================  ===========================================
-plan                           steps of a rank     elements that a rank sends
+schedule                       steps of a rank     elements that a rank sends
 =============================  ==================  ===========================================
 ring_all_reduce                2(n - 1)            2(n-1)/n * length: the least possible
 ring_all_gather                n - 1               all but the next rank's chunk
 recursive_doubling_all_reduce  floor(log2 n) (+2)  length in each step that sends
 =============================  ==================  ===========================================
 
-The steps of one or more buffers become moves, which know what they wait for, so that several
-messages are on their way at once: a send waits for what it passes on, a receive for the send that
-still reads its place. Plans name a range more than once only as the same range, whole: they reduce
-and pass on the blocks in which they received.
+The steps of all buffers become moves, which record their dependencies, so that several messages are
+in flight: a send waits for the data that it forwards, a receive for the send that still reads its
+place. Ranges in a schedule are equal or disjoint: blocks are reduced and forwarded as received.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = [
 
 
 class Action(enum.Enum):
-    """Say what becomes of received elements. The side is fixed, because rounding depends on it."""
+    """How received elements are combined; the side is fixed, because rounding depends on it."""
 
     COPY = "mine = received"
     REDUCE_LEFT = "mine = received + mine"
@@ -52,21 +51,22 @@ class Action(enum.Enum):
 
 
 class Message(NamedTuple):
-    """Name the elements ``[start, stop)`` of the buffer that go to, or come from, a peer."""
+    """The elements ``[start, stop)`` of a buffer that are sent to, or received from, a peer."""
 
     peer: int
     start: int
     stop: int
 
     def of(self, buffer: Array) -> Array:
-        """Return the view of a buffer that this message carries."""
+        """Return the view of the buffer that this message transfers."""
         return buffer[self.start : self.stop]
 
 
 class Step(NamedTuple):
-    """Send and receive at the same time; the next step begins when both are done.
+    """A send and a receive at the same time; the next step starts when both are done.
 
-    The two ranges are disjoint, or equal and then reduced: nothing overwrites what is being sent.
+    The two ranges are disjoint, or equal and then reduced, so no receive overwrites data that is
+    being sent.
     """
 
     send: Message | None = None
@@ -75,16 +75,16 @@ class Step(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Be one step of a program, for buffer number `bucket`, with what its messages wait for."""
+    """One step of a schedule for buffer number `bucket`, with its dependencies."""
 
     bucket: int
     send: Message | None
     receive: Message | None
     action: Action
-    after: int  # So many moves must have received before it sends; 0: it sends the contribution.
-    blocked_by: int  # The move whose send reads the received range last, or -1.
-    adds_own: bool  # Whether what arrives is combined with what this rank contributes.
-    total: bool  # Whether that makes the total of all ranks.
+    after: int  # The number of moves that must have received before this sends.
+    blocked_by: int  # The last move whose send reads the received range, or -1.
+    adds_own: bool  # Whether received data is combined with this rank's contribution.
+    total: bool  # Whether the result is the total of all ranks.
 
 
 def plan_reduce(
@@ -94,16 +94,16 @@ def plan_reduce(
     small_bytes: int,
     block_bytes: int,
 ) -> list[Move]:
-    """Plan the all-reduce of several buffers.
+    """Return the moves of an all-reduce of several buffers.
 
     Args:
-        size: how many ranks there are.
-        rank: whose plan it is.
-        buckets: of each the length, the bytes of an element, and whether only a ring will do: where
-            what one rank sends is not what it adds itself, two that exchange would get different
-            totals.
-        small_bytes: up to here a buffer goes whole, in the fewest steps; above, round the ring.
-        block_bytes: the most bytes of one message.
+        size: the number of ranks.
+        rank: the rank whose moves these are.
+        buckets: per buffer its length, the bytes of an element, and whether it must use the ring.
+            It must if values are compressed: two ranks that exchange compressed values would get
+            different totals.
+        small_bytes: buffers up to this size use the fewest steps, larger ones the ring.
+        block_bytes: the most bytes of a message.
 
     >>> [move.after for move in plan_reduce(2, 0, [(6, 4, False)], small_bytes=0, block_bytes=8)]
     [0, 0, 1, 2]
@@ -121,10 +121,10 @@ def plan_reduce(
 def plan_gather(
     rank: int, buckets: Iterable[tuple[Iterable[int], int]], block_bytes: int
 ) -> list[Move]:
-    """Plan how every rank gets every chunk of several buffers.
+    """Return the moves of an all-gather of several buffers.
 
-    Of each it is given how long the chunks of the ranks are, and the bytes of an element. Where all
-    but one rank have nothing, that is a broadcast.
+    `buckets` has per buffer the lengths of all ranks' chunks, and the bytes of an element. If only
+    one rank has elements, this is a broadcast.
     """
     programs = []
     for lengths, itemsize in buckets:
@@ -134,10 +134,10 @@ def plan_gather(
 
 
 def segmented(steps: Sequence[Step], block: int) -> list[Step]:
-    """Cut every message of a plan into blocks, with the same result, bit for bit.
+    """Split all messages of a schedule into blocks, with bit-identical results.
 
-    What arrives is then combined while it is in the cache, and the runner's scratch space is one
-    block instead of a chunk. `block` counts elements and must be the same on all ranks.
+    Then received data is combined while it is in the cache, and the runner needs scratch memory for
+    a block instead of a chunk. `block` is in elements, and must be the same on all ranks.
 
     >>> [step.send for step in segmented([Step(send=Message(1, 0, 5))], block=3)]
     [Message(peer=1, start=0, stop=3), Message(peer=1, start=3, stop=5)]
@@ -155,12 +155,12 @@ def segmented(steps: Sequence[Step], block: int) -> list[Step]:
 
 
 def ring_all_reduce(size: int, rank: int, length: int) -> list[Step]:
-    """Plan the all-reduce that moves the fewest bytes: a reduce-scatter, then an all-gather.
+    """Return the all-reduce that sends the fewest bytes: a reduce-scatter, then an all-gather.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-    Journal of Parallel and Distributed Computing 69(2), 2009. Each element is totalled once and
-    then copied, so all ranks hold the same bits. The order is fixed, but begins at another rank in
-    each chunk: that of chunk c is ``(((x[c+1] + x[c+2]) + ... + x[n-1]) + x[0]) + ... + x[c]``.
+    Journal of Parallel and Distributed Computing 69(2), 2009. Each element is summed once and
+    then copied, so all ranks hold the same bits. The order is fixed, but starts at another rank in
+    each chunk: the sum of chunk c is ``(((x[c+1] + x[c+2]) + ... + x[n-1]) + x[0]) + ... + x[c]``.
 
     >>> [(step.receive, step.action.name) for step in ring_all_reduce(2, 0, length=5)]
     [(Message(peer=1, start=0, stop=3), 'REDUCE_LEFT'), (Message(peer=1, start=3, stop=5), 'COPY')]
@@ -170,21 +170,21 @@ def ring_all_reduce(size: int, rank: int, length: int) -> list[Step]:
 
 
 def ring_all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
-    """Plan how every rank gets all chunks, where rank r has chunk r in its place in the buffer.
+    """Return the all-gather in which rank r contributes chunk r, in its place in the buffer.
 
-    `cuts` say where the chunks, which may be uneven, begin, and where the last one ends.
+    `cuts` are the starts of the chunks, which may have different lengths, and the end of the last.
     """
     return _ring(rank, cuts, rank, Action.COPY)
 
 
 def recursive_doubling_all_reduce(size: int, rank: int, length: int) -> list[Step]:
-    """Plan the all-reduce with the fewest steps, for buffers so small that latency rules.
+    """Return the all-reduce with the fewest steps, for small buffers, where latency dominates.
 
     Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
     International Journal of High Performance Computing Applications 19(1), 2005, section 4.
-    Where n is no power of two, the first ranks fold in pairs: the odd one stands for both, in 2
-    more steps, and the even one has only those 2. Both partners of an exchange put the lower ranks'
-    total on the left: operands stand in rank order, and all ranks compute the same bits.
+    If n is not a power of two, the first ranks form pairs: the odd rank acts for both, with 2 more
+    steps, and the even rank has only these 2. Both partners of an exchange put the sum of the lower
+    ranks on the left, so operands are in rank order, and all ranks compute the same bits.
 
     >>> [step.send.peer for step in recursive_doubling_all_reduce(size=8, rank=5, length=4)]
     [4, 7, 1]
@@ -208,7 +208,7 @@ def recursive_doubling_all_reduce(size: int, rank: int, length: int) -> list[Ste
 
 
 def chunk_cuts(length: int, chunks: int) -> tuple[int, ...]:
-    """Return where balanced chunks begin and the last one ends; the first may be longer by one.
+    """Return the starts of balanced chunks and the end of the last; the first are longer by one.
 
     >>> chunk_cuts(length=8, chunks=3)
     (0, 3, 6, 8)
@@ -218,7 +218,7 @@ def chunk_cuts(length: int, chunks: int) -> tuple[int, ...]:
 
 
 def _ring(rank: int, cuts: Sequence[int], first: int, action: Action) -> list[Step]:
-    """Pass chunks on to the next rank: `first` in the first step, then always what came last."""
+    """Send chunk `first` to the next rank, and then in each step the chunk that was received."""
     size = len(cuts) - 1
     steps = []
     for turn in range(size - 1):
@@ -234,7 +234,7 @@ def _ring(rank: int, cuts: Sequence[int], first: int, action: Action) -> list[St
 
 
 def _moves(programs: Iterable[Sequence[Step]]) -> list[Move]:
-    """Add to the steps of each buffer what they wait for, and join them to one program."""
+    """Return the steps of all buffers as one sequence of moves with dependencies."""
     moves: list[Move] = []
     for bucket, steps in enumerate(programs):
         numbered = list(enumerate(steps, start=len(moves)))
@@ -250,7 +250,7 @@ def _moves(programs: Iterable[Sequence[Step]]) -> list[Move]:
                 place = receive[1:]
                 blocked_by = sent.get(place, -1)
                 adds_own = place not in received
-                # What was reduced here and does not come once more is the total.
+                # A reduced range that is not received again is the total.
                 total = action is not Action.COPY and last[place] == index
                 received[place] = index
             moves.append(Move(bucket, send, receive, action, after, blocked_by, adds_own, total))

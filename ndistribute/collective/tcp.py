@@ -1,8 +1,8 @@
-"""The transport over sockets, for processes that were started without MPI.
+"""The transport over sockets, for processes that were not started by MPI.
 
-Each pair of processes has one connection. Nothing blocks: while a rank waits for one message, all
-others go on, in both directions, so messages may be larger than what the system buffers. Arrays are
-sent from where they are, and received where they belong.
+Each pair of processes has one connection. No call blocks: while a rank waits for one message, all
+others keep moving in both directions, so messages may exceed the kernel's buffers. Arrays are sent
+and received without copies.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MOST_PARTS = 16
 
 
 class TcpTransport(PollingTransport):
-    """Carry messages over the data connections of a group.
+    """Moves messages over the data connections of a group.
 
     Args:
-        peers: the processes of the group, and the connections to them.
+        peers: the control plane of the group, which opens the connections.
     """
 
     # Measured with 2 processes on 2 cores, 4 and 16 MiB: 2.1 and 8.9 ms in blocks of 128 KiB, 1.2
@@ -46,7 +46,7 @@ class TcpTransport(PollingTransport):
         self._directions: dict[tuple[int, bool], _Direction] = {}
 
     def isend(self, peer: int, *arrays: Array) -> Handle:
-        """Begin to send arrays, which stay unchanged until the handle is done."""
+        """Start to send arrays, which must not change until the handle is done."""
         direction = self._direction(peer, receives=False)
         for array in arrays:
             transfer = _Transfer(memoryview(array.view(np.uint8)))
@@ -55,13 +55,13 @@ class TcpTransport(PollingTransport):
         return transfer
 
     def irecv(self, peer: int, array: Array, then: Callable[[], None] | None = None) -> Handle:
-        """Begin to receive into an array."""
+        """Start to receive into an array."""
         transfer = _Transfer(memoryview(array.view(np.uint8)), then)
         self._direction(peer, receives=True).queue.append(transfer)
         return transfer
 
     def close(self) -> None:
-        """Forget the connections, which belong to the group."""
+        """Drop the connections, which the group owns."""
         self._directions.clear()
 
     def _direction(self, peer: int, receives: bool) -> _Direction:
@@ -72,7 +72,7 @@ class TcpTransport(PollingTransport):
         return direction
 
     def _check_for(self, peer: int) -> None:
-        """Check a wait for a connection; the others go on, or that process might wait for them."""
+        """Check the wait for a connection; keep the others moving, since `peer` may wait for them."""
         self._advance()
         self._patience.check(lambda: [peer])
 
@@ -106,7 +106,7 @@ class TcpTransport(PollingTransport):
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A message on its way: what of it is still to be moved."""
+    """A pending message: the part that has not moved yet."""
 
     rest: memoryview
     then: Callable[[], None] | None = None
@@ -114,7 +114,7 @@ class _Transfer:
 
 
 class _Direction:
-    """One direction of a connection, with the messages that wait for it, in order."""
+    """One direction of a connection, with its pending messages in order."""
 
     def __init__(self, sock: socket.socket, peer: int, receives: bool) -> None:
         self.sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
@@ -122,7 +122,7 @@ class _Direction:
         self.queue: deque[_Transfer] = deque()
 
     def move(self) -> bool:
-        """Move what the system takes, or has, and return True if that was anything."""
+        """Send or receive as much as possible now; return True if anything moved."""
         queue, moved = self.queue, False
         while queue:
             parts = [transfer.rest for transfer in itertools.islice(queue, _MOST_PARTS)]

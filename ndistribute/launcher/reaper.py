@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-# Seconds between SIGTERM and SIGKILL for a process, and for descendants that outlive it.
+# Seconds between SIGTERM and SIGKILL: of a process, and of descendants that outlive it.
 GRACE_SECONDS = 3.0
 _LEFT_BEHIND_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
