@@ -1,8 +1,7 @@
-"""Where every leaf of a gradient tree lies in the communication buffers, and who reduces what.
+"""The places of arrays (leaves) in buckets, and the ranges that each replica reduces.
 
-One message per leaf would cost a latency each, so leaves of one dtype share buckets. Everything
-here is arithmetic on sizes: no array is touched, and equal arguments give equal answers, so a
-caller may keep them for as long as its shapes stay the same.
+A message per leaf would cost a latency each, so leaves of one dtype share buckets. These are pure
+functions of sizes, so callers may cache their results while shapes stay the same.
 """
 
 from __future__ import annotations
@@ -20,31 +19,29 @@ from ndistribute.transport.shared_memory import ALIGNMENT, padded
 
 __all__ = ["LeafKey", "Piece", "blocks", "cut", "owned_ranges", "pack"]
 
-LeafKey = tuple[np.dtype[Any], int]  # The dtype of a leaf, and its number of elements.
+LeafKey = tuple[np.dtype[Any], int]  # Its dtype and its number of elements.
 
-# Where a leaf may be cut between owners: 16 elements of float32 are a cache line.
+# Cuts between owners are at multiples of this: 16 float32 are a cache line.
 OWNED_ALIGNMENT = 16
 
 
 def pack(
     leaves: Sequence[LeafKey], bucket_bytes: int
 ) -> list[tuple[np.dtype[Any], dict[int, slice]]]:
-    """Give every leaf that is not empty a place in a bucket of its dtype.
+    """Return the place of every non-empty leaf in a bucket of its dtype.
 
-    The last leaf is placed first, because a backward pass yields the last layer's gradient first:
-    bucket 0 is full, and can travel, while earlier layers are still computing. The idea is that of
-    Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020,
-    section 3.2.3. A leaf is never cut. One that is larger than `bucket_bytes` fills a bucket alone.
+    The last leaf comes first, in the order of a backward pass: Li et al., "PyTorch Distributed:
+    Experiences on Accelerating Data Parallel Training", 2020, section 3.2.3. A leaf is never split;
+    one that is larger than `bucket_bytes` has a bucket of its own.
 
     Args:
         leaves: dtype and size of each leaf.
-        bucket_bytes: how large a bucket may grow; 0 gives every leaf its own.
+        bucket_bytes: the most bytes of a bucket; 0 gives every leaf its own bucket.
 
     Returns:
-        The dtype of each bucket, in the order in which they fill, and the places of its leaves by
-        their numbers, in rising order. They start at multiples of 64 bytes. Nobody reads what lies
-        between them, but reductions run over it, so a buffer must start as zeros, or stray bits
-        would raise floating-point warnings.
+        Per bucket, in the order in which they fill, its dtype and the places of its leaves by their
+        indices, in ascending order. Places start at multiples of 64 bytes. Reductions also process
+        the gaps between them, so a buffer must start as zeros to avoid floating-point warnings.
 
     >>> f4 = np.dtype(np.float32)
     >>> for _, places in pack([(f4, 100), (f4, 20), (f4, 0), (f4, 3)], bucket_bytes=256):
@@ -53,7 +50,7 @@ def pack(
     {0: slice(0, 100, None)}
     """
     buckets: list[tuple[np.dtype[Any], dict[int, slice]]] = []
-    filling: dict[np.dtype[Any], tuple[dict[int, slice], int]] = {}  # The newest, and its length.
+    filling: dict[np.dtype[Any], tuple[dict[int, slice], int]] = {}  # The newest bucket, and its length.
     for leaf in reversed(range(len(leaves))):
         dtype, size = leaves[leaf]
         if size == 0:
@@ -70,7 +67,7 @@ def pack(
 
 
 class Piece(NamedTuple):
-    """Say where a range of a leaf lies in a chunk."""
+    """The place of a range of a leaf in a chunk."""
 
     leaf: int
     dtype: np.dtype[Any]
@@ -85,15 +82,14 @@ class Piece(NamedTuple):
 
 
 def cut(leaves: Sequence[LeafKey], limit: int) -> list[list[Piece]]:
-    """Lay leaves end to end and cut them into chunks of limited size.
+    """Concatenate leaves and cut them into chunks of limited size.
 
     Args:
-        leaves: dtype and number of elements of each; empty ones take no part.
-        limit: how many bytes a chunk may take, a multiple of 64.
+        leaves: dtype and number of elements of each leaf; empty leaves are skipped.
+        limit: the most bytes of a chunk, a multiple of 64.
 
     Returns:
-        The chunks, none of them empty but where there is nothing to move at all. There is at least
-        one.
+        The chunks; if all leaves are empty, one empty chunk.
 
     >>> f4 = np.dtype(np.float32)
     >>> for chunk in cut(((f4, 20), (f4, 40)), limit=128):
@@ -108,7 +104,7 @@ def cut(leaves: Sequence[LeafKey], limit: int) -> list[list[Piece]]:
         start = 0
         while start < size:
             room = (limit - used) // dtype.itemsize
-            # A small leaf is not worth being moved in two parts.
+            # Do not split small leaves.
             if room < min(size - start, limit // 2 // dtype.itemsize):
                 chunks.append([])
                 used = 0
@@ -122,19 +118,19 @@ def cut(leaves: Sequence[LeafKey], limit: int) -> list[list[Piece]]:
 
 @functools.lru_cache(maxsize=256)
 def owned_ranges(sizes: tuple[int, ...], owners: int, owner: int) -> list[tuple[int, int, int]]:
-    """Cut flat leaves, laid end to end, into balanced parts and return the part of one owner.
+    """Cut concatenated flat leaves into balanced parts, and return the part of one owner.
 
-    A cut falls between two leaves, or at a multiple of `OWNED_ALIGNMENT` inside one, so that two
-    owners never write to one cache line. For that it moves by at most half of it.
+    A cut is between two leaves, or at a multiple of `OWNED_ALIGNMENT` inside one, so two owners
+    never write to one cache line. For that, it moves by at most half of the alignment.
 
     Args:
         sizes: the number of elements of each leaf.
         owners: the number of parts.
-        owner: which part.
+        owner: the index of the part.
 
     Returns:
-        Ranges ``(leaf, start, stop)`` in rising order, none of them empty; not to be changed. Over
-        all owners they cover every element exactly once.
+        Non-empty ranges ``(leaf, start, stop)`` in ascending order, which the caller must not
+        change. The ranges of all owners together contain every element exactly once.
 
     >>> owned_ranges((40, 8, 60), owners=2, owner=0)
     [(0, 0, 40), (1, 0, 8)]
@@ -152,9 +148,9 @@ def owned_ranges(sizes: tuple[int, ...], owners: int, owner: int) -> list[tuple[
 
 
 def _owned_start(starts: list[int], owners: int, owner: int) -> int:
-    """Return where a part begins: the permitted place nearest to the even cut.
+    """Return the start of a part: the allowed place that is nearest to the even cut.
 
-    Rounding is monotone in the even cut, so parts can not overlap, whatever the alignment is.
+    The rounding is monotone in the even cut, so parts cannot overlap.
     """
     even = starts[-1] * owner // owners
     leaf = bisect.bisect_right(starts, even) - 1
@@ -166,7 +162,7 @@ def _owned_start(starts: list[int], owners: int, owner: int) -> int:
 
 
 def blocks(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
-    """Return a range in adjacent pieces ``(start, stop)``, each of at most `block` elements.
+    """Return adjacent pieces ``(start, stop)`` of a range, each of at most `block` elements.
 
     >>> list(blocks(3, 10, 4))
     [(3, 7), (7, 10)]

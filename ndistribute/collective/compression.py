@@ -1,8 +1,8 @@
 """Conversion of float32 values to 16 bits for the wire, and back.
 
 It halves the bytes that are sent; sums are still computed in float32. Both formats round to
-nearest, ties to even, and keep infinities and NaN. float16 is more precise; bfloat16 has the range of
-float32, while values above 65504 are infinite in float16.
+nearest, ties to even, and keep infinities and NaN. float16 is more precise; bfloat16 has the range
+of float32, while values above 65504 are infinite in float16.
 """
 
 from __future__ import annotations

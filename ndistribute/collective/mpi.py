@@ -234,7 +234,7 @@ def _finish(request: Any, seconds: float = _START_SECONDS) -> None:
 
 
 def _leave(library: Any) -> None:
-    """Finalize MPI together with all processes, or not at all if others do not come after a failure.
+    """Finalize MPI together with all processes; give up if others are missing after a failure.
 
     Finalize would wait forever for missing processes. If a process ends without it, `mpiexec` ends
     the other processes too, which is right after a failure only.

@@ -1,9 +1,8 @@
-"""The backend for processes that share no memory: plans, carried out over a transport.
+"""The backend for processes without shared memory: executes schedules over a transport.
 
-Small arrays are packed into buckets, large ones travel from where they are. What is large goes
-round a ring, which moves the fewest bytes; what is small goes in the fewest steps. While one block
-is combined, the next ones travel. The calls of all ranks are compared on the way, for a header goes
-in front of the first message to each.
+Small arrays are packed into buckets, large ones are sent without a copy. Large buffers use a ring,
+which sends the fewest bytes; small ones use the fewest steps. While one block is combined, the next
+ones are in flight. A header precedes the first message to each rank, so ranks compare their calls.
 """
 
 from __future__ import annotations
@@ -28,70 +27,69 @@ __all__ = ["Handle", "RingBackend", "Transport"]
 
 T = TypeVar("T")
 
-# How many messages each way may be begun and not finished: one that is combined, one that arrives,
-# and two that keep the transport busy meanwhile.
+# The most unfinished messages in each direction: one that is combined, one that arrives, and two
+# that keep the transport busy.
 WINDOW = 4
-# An array that is larger than a pack goes in several messages, but none is cut below this: each
-# costs 20 us, in which as many bytes would have gone twenty times.
+# Larger arrays than a pack are split into messages of at least this size. A message costs 20 us, in
+# which twenty times as many bytes could be sent.
 LEAST_BYTES = 4 * 1024
-# Arrays of up to this size share a bucket: copying costs about 0.1 ms a MiB, a message 20 us.
+# Smaller arrays share a bucket: copying costs about 0.1 ms per MiB, a message 20 us.
 BUCKET_BYTES = 4 * 1024 * 1024
-# Up to here a buffer goes whole. Between two ranks that costs no more bytes than a ring and saves a
-# step: 63 us against 96 us for 256 KiB. Among more it costs more bytes with each step.
+# Smaller buffers are sent whole. Between two ranks that sends as many bytes as a ring in one step
+# less: 63 instead of 96 us for 256 KiB. Between more ranks, each step sends more bytes.
 SMALL_BYTES_OF_TWO = 256 * 1024
 SMALL_BYTES = 64 * 1024
 
-_PACKINGS = 16  # of the arrays of the last calls
-_Space = dict[tuple[np.dtype[Any], int], Array]  # What messages are received into.
+_PACKINGS = 16  # The most cached packings.
+_Space = dict[tuple[np.dtype[Any], int], Array]  # Receive buffers.
 
 
 class Handle(Protocol):
-    """Stand for a message on its way."""
+    """A pending message."""
 
     @property
     def done(self) -> bool:
-        """Return whether it has arrived, or has left."""
+        """Return True if the message has been received or sent."""
 
 
 class Transport(Protocol):
-    """Move flat arrays between processes; messages from one to another keep their order."""
+    """Moves flat arrays between processes; messages between two processes stay in order."""
 
     block_bytes: int
-    """How large messages should be: cut smaller, they cost more; larger, they leave the cache."""
+    """The best size of messages: smaller ones cost more, larger ones exceed the cache."""
 
     def begin(self, patience: WaitMonitor) -> None:
-        """Start a call, with what ends waits that take too long."""
+        """Start a call, whose waits `patience` ends."""
 
     def isend(self, peer: int, *arrays: Array) -> Handle:
-        """Begin to send arrays, which stay unchanged until the handle, that of the last, is done.
+        """Start to send each array as a message; return the handle of the last one.
 
-        Each is a message of its own.
+        The arrays must not change until the handle is done.
         """
 
     def irecv(self, peer: int, array: Array, then: Callable[[], None] | None = None) -> Handle:
-        """Begin to receive into an array; `then` is called once the message has come."""
+        """Start to receive into an array; call `then` when the message has arrived."""
 
     def wait(self, handle: Handle) -> None:
-        """Wait until a message is done, and push all others on meanwhile."""
+        """Wait until a message is done; keep moving all other messages."""
 
     def end(self) -> None:
         """Wait until all messages of the call are done."""
 
     def close(self) -> None:
-        """Forget every message, and give back what the transport holds."""
+        """Drop all messages, and free the transport's resources."""
 
 
 class RingBackend:
-    """Move data between one process and the others of a group.
+    """The backend of one process in a group of processes.
 
     Args:
-        peers: the processes.
-        connect: returns what carries the messages; called again after a failure, when that of
-            before is closed.
-        ranks: which of the processes take part, in order, this one among them; None means all.
-        bytes_per_pack: the most bytes of a bucket and of a message; 0 leaves it to the transport.
-        wire_dtype: ``"float16"`` or ``"bfloat16"`` halves what float32 sums cost on the wire, at
-            the price of rounding each partial sum; None sends what is added.
+        peers: the control plane.
+        connect: returns a transport; called again after a failure, when the old one is closed.
+        ranks: the participating ranks in order, including this one; None: all.
+        bytes_per_pack: the most bytes of a bucket and of a message; 0: the transport's choice.
+        wire_dtype: ``"float16"`` or ``"bfloat16"`` sends float32 sums in half the bytes, and rounds
+            each partial sum; None sends them unchanged.
     """
 
     def __init__(
@@ -133,7 +131,7 @@ class RingBackend:
         op: ReduceOp,
         timeout: float,
     ) -> None:
-        """Reduce bucket by bucket; one is packed while the one before travels."""
+        """Reduce bucket by bucket; pack one while the one before is in flight."""
         with self._begin(call, timeout) as runner:
             self._reduce(runner, inputs, outputs, op)
 
@@ -146,17 +144,17 @@ class RingBackend:
         update: Update,
         timeout: float,
     ) -> Any:
-        """Reduce everything, then update all of it: this process owns its copies alone."""
+        """Reduce everything, then update all of it, because this process owns all of its copies."""
         with self._begin(call, timeout) as runner:
             layout, buckets = self._reduce(runner, inputs, [None] * len(inputs), op)
-            totals = list(inputs)  # In no bucket are those without elements.
+            totals = list(inputs)  # Arrays without elements are in no bucket.
             for packed, bucket in zip(layout, buckets, strict=True):
                 for leaf, place in packed.places.items():
                     totals[leaf] = bucket.target[place]
             return update_in_blocks(call, inputs, totals, prepare, update)
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
-        """Tell each other how many rows there are, then pass them round the ring."""
+        """Exchange the numbers of rows, then send the rows around the ring."""
         with self._begin(call, timeout) as runner:
             counts = np.zeros((self.size, len(inputs)), np.int64)
             counts[self.rank] = [len(array) for array in inputs]
@@ -173,7 +171,7 @@ class RingBackend:
         return joined
 
     def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
-        """Pass the root's bytes round the ring; small ones are added to the zeros of all others."""
+        """Send the root's bytes around the ring; add small buffers to zeros of the other ranks."""
         with self._begin(call, timeout) as runner:
             flats = [array.view(np.uint8) for array in buffers]
             small = [flat for flat in flats if flat.size <= self._small_bytes]
@@ -186,21 +184,21 @@ class RingBackend:
                 self._gather(runner, large, [[flat.size * n for n in of_root] for flat in large])
 
     def abort(self, cause: BaseException) -> None:
-        """Release every process that waits, now or later, with the reason."""
+        """Make all waits of all processes raise, now and later."""
         self._peers.abort(cause)
 
     def reset(self) -> None:
-        """Start over after a failure; every process does it before the next call."""
+        """Start anew after a failure; all processes call this before the next call."""
         self._transport.close()
         self._start()
 
     def close(self) -> None:
-        """Give the buffers and the transport back."""
+        """Free the buffers and close the transport."""
         self._packing.cache_clear()
         self._transport.close()
 
     def _start(self) -> None:
-        """Make what no failure may be left in."""
+        """Create the state that must be new after a failure."""
         self.count = 0
         self._transport = self._connect()
         self._space: _Space = {}
@@ -221,7 +219,7 @@ class RingBackend:
         outputs: Sequence[Array | None],
         op: ReduceOp,
     ) -> tuple[list[Packed], list[Bucket]]:
-        """Reduce inputs into outputs; where there is None, the total is left in its bucket."""
+        """Reduce inputs into outputs; for an output None, leave the total in its bucket."""
         layout, moves = self._packing(tuple([(array.dtype, array.size) for array in inputs]))
         buckets = []
         for places, alone, codec, make_buffer in layout:
@@ -237,15 +235,15 @@ class RingBackend:
         return layout, buckets
 
     def _make_packing(self, leaves: tuple[LeafKey, ...]) -> tuple[list[Packed], list[Move]]:
-        """Return which arrays share a bucket, and this rank's program."""
-        # Sums decide: a mean of integers has become one of floats above.
+        """Return which arrays share a bucket, and the moves of this rank."""
+        # As for sums: means of integers have become means of floats above.
         wide = [(accumulation_dtype(ReduceOp.SUM, dtype), size) for dtype, size in leaves]
         layout, lengths = [], []
         for dtype, places in pack(wide, self._bucket_bytes):
             leaf, last = next(reversed(places.items()))
             alone = leaf if len(places) == 1 and leaves[leaf][0] == dtype else None
             codec = compressed_dtype(self._wire_dtype, dtype)
-            # Zeros, for what lies between arrays is reduced.
+            # Zeros, because the gaps between arrays are reduced as well.
             make_buffer = functools.cache(functools.partial(np.zeros, last.stop, dtype))
             layout.append(Packed(places, alone, codec, make_buffer))
             itemsize = dtype.itemsize if codec is None else codec.itemsize
@@ -254,47 +252,47 @@ class RingBackend:
         return layout, plan_reduce(self.size, self.rank, lengths, *sizes)
 
     def _gather(self, runner: Runner, flats: list[Array], lengths: list[list[int]]) -> None:
-        """Pass what each rank has of each array, so many elements, round the ring."""
+        """Send the chunks of all ranks around the ring; `lengths` has their elements per array."""
         chunks = [(each, flat.itemsize) for each, flat in zip(lengths, flats, strict=True)]
         moves = plan_gather(self.rank, chunks, self._block_bytes)
         runner.run(moves, [Bucket(flat, flat) for flat in flats])
 
 
 class Packed(NamedTuple):
-    """Say which arrays share a bucket; kept, so that a training step allocates nothing."""
+    """The arrays that share a bucket; cached, so a training step allocates nothing."""
 
     places: dict[int, slice]
-    alone: int | None  # The array that travels from where it is, for there is no other.
+    alone: int | None  # The only array, which is sent without a copy.
     codec: np.dtype[Any] | None
-    make_buffer: Callable[[], Array]  # Returns the same one each time.
+    make_buffer: Callable[[], Array]  # Returns the same buffer each time.
 
 
 class Bucket(NamedTuple):
-    """Be one buffer of a call."""
+    """One buffer of a call."""
 
-    source: Array  # What this rank contributes, flat; not changed unless it is also the target.
-    target: Array  # Where the total goes, of the same length and dtype.
-    codec: np.dtype[Any] | None = None  # What elements are compressed to on the wire.
-    # Which arrays come from and go to which place of it, unless they are source and target.
+    source: Array  # This rank's contribution, flat.
+    target: Array  # The total, of the same length and dtype.
+    codec: np.dtype[Any] | None = None  # The dtype on the wire, if compressed.
+    # Arrays to copy into the source and out of the target, with their places.
     parts: Sequence[tuple[slice, Array, Array | None]] = ()
 
     def fill(self) -> None:
-        """Copy what is reduced into the source."""
+        """Copy the inputs into the source."""
         for place, array, _ in self.parts:
             self.source[place] = array
 
     def drain(self) -> None:
-        """Copy the totals out of the target."""
+        """Copy the totals from the target into the outputs."""
         for place, _, output in self.parts:
             if output is not None:
                 output[...] = self.target[place]
 
 
 class Runner:
-    """Carry out the moves of one call, with several messages on their way at once.
+    """Executes the moves of one call, with several messages in flight.
 
-    What a rank contributes may lie elsewhere than the total: a large array is then neither copied
-    into a buffer nor out of one. Of whatever ends a call in its ``with`` block all others hear.
+    The contribution and the total of a large array may be in different arrays, so nothing is copied
+    into a buffer or out of one. An exception in the ``with`` block aborts the call on all ranks.
     """
 
     def __init__(
@@ -322,9 +320,9 @@ class Runner:
     def run(
         self, moves: Sequence[Move], buckets: Sequence[Bucket], op: ReduceOp = ReduceOp.SUM
     ) -> None:
-        """Go through moves in order, always some ahead with what may begin.
+        """Execute the moves in order, and start messages of later moves early.
 
-        Without moves, this rank meets the others all the same.
+        Without moves, the ranks still compare their calls.
         """
         self._moves, self._buckets, self._op = moves, buckets, op
         self._combine = getattr(np, op.ufunc)
@@ -354,17 +352,17 @@ class Runner:
                     bucket.drain()
         if not moves:
             self._meet()
-            for bucket in buckets:  # Of one rank alone.
+            for bucket in buckets:  # There is only one rank.
                 bucket.fill()
                 bucket.target[...] = bucket.source
                 bucket.drain()
 
     def _meet(self) -> None:
-        """Return when all ranks are known to make this call, where no data would tell.
+        """Wait until all ranks have made this call, if no data is exchanged.
 
-        In round k a rank hears from the one 2**k before it, which had heard from the 2**k ranks
-        before itself: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization",
-        International Journal of Parallel Programming 17(1), 1988.
+        In round k, a rank receives from the rank 2**k before it, which had received from the 2**k
+        ranks before itself: Hensgen, Finkel and Manber, "Two algorithms for barrier
+        synchronization", International Journal of Parallel Programming 17(1), 1988.
         """
         reach = 1
         while reach < len(self._ranks):
@@ -373,10 +371,10 @@ class Runner:
         self._end()
 
     def _meet_at(self, reach: int) -> Handle:
-        """Tell the rank that comes so far after this one of the call, and hear of that before.
+        """Exchange headers with the ranks at a distance of `reach`: send ahead, receive from
+        behind.
 
-        If all do so for the next one, also where they exchange no data, all ranks are compared with
-        each other, whatever plan each of them follows.
+        If all ranks do so with distance 1, all calls are compared, whatever each rank's schedule.
         """
         size = len(self._ranks)
         after = (self._rank + reach) % size
@@ -385,26 +383,26 @@ class Runner:
         return self._expect((self._rank - reach) % size)
 
     def _post(self, peer: int, *arrays: Array) -> Handle:
-        """Begin to send to a peer, the header of the call in front of the first message."""
+        """Start to send to a peer; the header of the call precedes the first message."""
         if peer not in self._greeted:
             self._greeted.add(peer)
             arrays = np.frombuffer(self._header, np.uint8), *arrays
         return self._transport.isend(self._ranks[peer], *arrays)
 
     def _expect(self, peer: int) -> Handle:
-        """Receive a peer's header of the call, once, and compare it."""
+        """Start to receive and compare a peer's header, once per call."""
         handle = self._expected.get(peer)
         if handle is None:
             mine, theirs = self._header, np.empty(HEADER_BYTES, np.uint8)
             here, there = self._ranks[self._rank], self._ranks[peer]
-            # It does not know `self`, or in a circle the arrays of a call would outlive it.
+            # It does not refer to `self`: a reference cycle would keep the arrays of the call.
             handle = self._expected[peer] = self._transport.irecv(
                 there, theirs, lambda: compare(mine, theirs.tobytes(), here, there)
             )
         return handle
 
     def _ask(self, index: int, now: int) -> bool:
-        """Begin the receive of a move, if its place is free."""
+        """Start the receive of a move, if its place is free."""
         move = self._moves[index]
         receive = move.receive
         if receive is None:
@@ -422,7 +420,7 @@ class Runner:
         return True
 
     def _send(self, index: int, now: int) -> bool:
-        """Begin the send of a move, if what it passes on has come."""
+        """Start the send of a move, if the data that it forwards has arrived."""
         move = self._moves[index]
         send = move.send
         if send is None:
@@ -434,14 +432,14 @@ class Runner:
         if bucket.codec is not None:
             values = compress(values, np.empty(values.size, bucket.codec))
         handle = self._post(send.peer, values)
-        if bucket.codec is None:  # Else nobody asks for it, and it would hold its block.
+        if bucket.codec is None:  # Otherwise nobody needs the handle, and it would keep its block.
             self._sends[index] = handle
         return True
 
     def _take(self, index: int, move: Move, message: Message) -> None:
-        """Wait for what a move receives, and make of it what the plan says."""
+        """Wait for the message of a move, and combine or copy it."""
         handle, received = self._receives.pop(index)
-        # Of another call's message nothing is made.
+        # The header comes first: data of another call is never used.
         self._await(handle, self._expected[message.peer])
         bucket = self._buckets[move.bucket]
         target = message.of(bucket.target)
@@ -460,11 +458,11 @@ class Runner:
             if move.total:
                 finish(self._op, target, len(self._ranks))
         if move.total and bucket.codec is not None:
-            # All others get the total compressed; its owner must hold the same bits.
+            # The others get the compressed total; the owner must hold the same bits.
             decompress(compress(target, np.empty(target.size, bucket.codec)), target)
 
     def _is_free(self, move: Move, *, wait: bool) -> bool:
-        """Return True if nothing that is still being sent lies where a message goes."""
+        """Return True if no unfinished send reads the place of a received message."""
         if move.blocked_by < 0:
             return True
         bucket = self._buckets[move.bucket]
@@ -483,12 +481,12 @@ class Runner:
                     self._transport.wait(handle)
 
     def _end(self) -> None:
-        """Wait until everything that was begun has left and come."""
+        """Wait until all messages of the call are done."""
         with span("wait", self._title):
             self._transport.end()
 
     def _slot(self, dtype: np.dtype[Any], number: int, length: int) -> Array:
-        """Return space for a message, until the next one of that dtype and number."""
+        """Return a receive buffer, valid until the next one of that dtype and number."""
         space = self._space.get((dtype, number))
         if space is None or space.size < length:
             space = self._space[dtype, number] = np.empty(length, dtype)

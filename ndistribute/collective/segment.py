@@ -1,8 +1,8 @@
-"""The memory that the processes of one host share: for each a page of counters, and a bucket.
+"""The shared memory of the processes of one host: a page of counters and a bucket for each.
 
-It is one anonymous file, which all of them map. It has no name that could be left behind, and the
-system frees it with the last process that maps it, however that process ends. A bucket is as large
-as the host's memory allows but takes memory only where it was used, so nothing is ever mapped anew.
+All processes map one anonymous file. It has no name, so nothing has to be deleted: the kernel frees
+it when the last process has ended, however it ends. A bucket may grow as large as the host's
+memory, and uses memory only where it was written, so it is never mapped again.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ if TYPE_CHECKING:
 
 __all__ = ["Segment"]
 
-# In the page of each process: how far it has come; and what it says about its calls, in turn.
-_PAGE = 64 * 1024  # Of memory, on any processor.
+# The page of each process: its counter, and the headers of its last two calls.
+_PAGE = 64 * 1024  # A multiple of all page sizes.
 _COUNTER, _HEADERS = 0, 128
-_NONCE_BYTES = 16  # They stand where the first header will.
+_NONCE_BYTES = 16  # At the place of the first header.
 _START_SECONDS = 60.0
 
-# About 40 ns each in CPython: a while in which a process that does the same work will come.
+# Spins of about 40 ns each: the time in which a process with equal work arrives.
 _LOOKS = 1000
-# Until then a process that waits stays on its core but lets others have it; a sleep, even of no
-# length, costs 60 to 100 us, which is what a small call in a small step would feel.
+# Until then, a waiting process yields its core but does not sleep: even the shortest sleep costs 60
+# to 100 us, which is much for a small call.
 _YIELD_SECONDS = 300e-6
 _SLEEPS = (50e-6, 1e-3)
 _CHECK_SECONDS = 1e-3
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the module mmap does not name.
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, missing in the module mmap.
 
 
 class Segment:
-    """Meet the other processes of this host, and see what they have put in their buckets.
+    """The shared memory and the barrier of the processes of this host.
 
-    All processes make the same calls, and in each of them `begin`, `arrive` and `wait` equally
-    often. What a process has written before it arrives, the others see once they have waited.
+    All processes make the same calls, and in each call `begin`, `arrive` and `wait` equally often.
+    After `wait`, a process sees all data that the others wrote before they called `arrive`.
 
     Args:
-        peers: all processes; each of them must make this at the same time, on whichever host.
-        ranks: those that share this host, this one among them.
-        head: how many bytes at the start of a bucket `allocate` leaves alone.
+        peers: the control plane; all processes of all hosts create their segment together.
+        ranks: the ranks on this host, including this one.
+        head: the bytes at the start of a bucket that `allocate` does not use.
 
     Attributes:
-        rank: this process's place in `ranks`.
+        rank: the index of this process in `ranks`.
 
     Raises:
-        DistributeError: the memory can not be made, or not be reached.
+        DistributeError: the memory cannot be created or mapped.
     """
 
     def __init__(self, peers: ControlPlane, ranks: Sequence[int], head: int) -> None:
@@ -81,7 +81,7 @@ class Segment:
         whole: Array = np.frombuffer(self._memory, np.uint8)
         self._buckets = whole[size * _PAGE :].reshape(size, -1)
         self._head, self._free = head, self._buckets.shape[1]
-        self._slots: dict[int, list[ArrayOwner]] = {}  # What `allocate` has made, by length.
+        self._slots: dict[int, list[ArrayOwner]] = {}  # The arrays of `allocate`, by length.
         self._start = _address(self._buckets[self.rank])
         pages = [memoryview(self._memory)[rank * _PAGE :][:_PAGE] for rank in range(size)]
         self._counters = [page[_COUNTER : _COUNTER + 8].cast("Q") for page in pages]
@@ -91,31 +91,31 @@ class Segment:
         ]
         self._arrived = self._calls = 0
         self._header: bytes | None = None
-        # With fewer cores than processes, whoever looks takes the core from whom it waits for.
+        # With fewer cores than processes, spinning would take the core of another process.
         self._looks = _LOOKS if size <= len(os.sched_getaffinity(0)) else 0
         self._fence = _make_fence()
         not_for_forks.add(self)
         self.view = functools.lru_cache(maxsize=4096)(self._view)
 
     def begin(self, call: Call) -> None:
-        """Start a call, if the group is whole: the next `wait` compares it with the others'."""
+        """Start a call, or raise if the group is broken; the next `wait` compares the calls."""
         self._peers.check()
         self._calls += 1
         self._header = encode(call, self._calls, self._peers.where.position)
         self._headers[self._calls & 1][self.rank][:] = self._header
 
     def arrive(self) -> None:
-        """Tell the others that this process has come here, and show what it has written."""
+        """Increment the counter, which makes the written data visible to the others."""
         self._arrived += 1
         if self._fence:
             self._fence()
         self._counters[self.rank][0] = self._arrived
 
     def wait(self, call: Call, timeout: float) -> None:
-        """Wait until all others have come to where this process has arrived.
+        """Wait until the counters of all processes have reached the counter of this one.
 
         Raises:
-            CollectiveMismatchError: another process makes another call.
+            CollectiveMismatchError: another process makes a different call.
         """
         looks, arrived = self._looks, self._arrived
         for counter in self._counters:
@@ -128,7 +128,7 @@ class Segment:
             self._fence()
         if self._header is not None:
             for rank, header in enumerate(self._headers[self._calls & 1]):
-                theirs = header.tobytes()  # A view compares one element after the other.
+                theirs = header.tobytes()  # Comparing views is slower.
                 if theirs != self._header:
                     compare(self._header, theirs, self._ranks[self.rank], self._ranks[rank])
             self._header = None
@@ -148,24 +148,24 @@ class Segment:
             if now - start < _YIELD_SECONDS:
                 os.sched_yield()
             else:
-                # In proportion, so that waking late never adds much to the wait.
+                # In proportion to the wait, so that waking late adds little.
                 shortest, longest = _SLEEPS
                 time.sleep(min(max(shortest, (now - start) / 20), longest))
 
     def _view(self, rank: int, start: int, dtype: np.dtype[Any], size: int) -> Array:
-        """Return an array in the bucket of one process."""
+        """Return an array in the bucket of a process."""
         if dtype.hasobject:
             raise TypeError("Python objects can not be shared between processes.")
         return self._buckets[rank, start : start + size * dtype.itemsize].view(dtype)
 
     def allocate(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
-        """Return an array in this process's own bucket, or None if nothing is left of that.
+        """Return an array in this process's bucket, or None if the bucket is full.
 
-        Its memory is used again once nobody holds the array, or a view of it.
+        The memory is reused when nobody holds the array or a view of it.
         """
         used = math.prod(shape) * dtype.itemsize
         nbytes = padded(max(used, 1))
-        # They are kept for ever, so they have few lengths: four to the double.
+        # Slots are never freed, so there are few lengths: four per power of two.
         nbytes += -nbytes % max(ALIGNMENT, 1 << (nbytes.bit_length() - 3))
         slots = self._slots.setdefault(nbytes, [])
         slot = next((slot for slot in slots if not slot.is_shared()), None)
@@ -173,7 +173,7 @@ class Segment:
             start = self._free - nbytes
             if start < self._head or not COUNTS_TELL or not self._populate(start):
                 return None
-            # A view of memory, and not of another array, which would be what views of it hold.
+            # A view of memory, not of an array, because views of views refer to the first array.
             memory = self._buckets[self.rank, start : self._free].data
             slot = ArrayOwner(np.frombuffer(memory, np.uint8))
             slots.append(slot)
@@ -181,33 +181,33 @@ class Segment:
         return slot.array[:used].view(dtype).reshape(shape)
 
     def _populate(self, start: int) -> bool:
-        """Take the memory from there on now: where it is lacking later, the system would kill."""
+        """Allocate the pages now, because a lack of memory later would kill the process."""
         first, stop = start // _PAGE * _PAGE, -(-self._free // _PAGE) * _PAGE
         base = self.size * _PAGE + self.rank * self._buckets.shape[1]
         try:
             self._memory.madvise(_POPULATE_WRITE, base + first, stop - first)
         except OSError as error:
-            return error.errno == errno.EINVAL  # Linux before 5.14 does not know it.
+            return error.errno == errno.EINVAL  # Linux before 5.14 lacks it.
         return True
 
     def place_of(self, array: Array) -> int | None:
-        """Return where an array of `allocate` begins in the bucket; None for any other."""
+        """Return the offset of an array of `allocate` in the bucket, or None for other arrays."""
         place = _address(array) - self._start
         return place if 0 <= place < self._buckets.shape[1] else None
 
     def reset(self) -> None:
-        """Start over; run by every process when none of them is inside a call."""
+        """Start anew; all processes call this while none of them is in a call."""
         self._arrived = self._calls = 0
         self._header = None
         self._counters[self.rank][0] = 0
 
     def let_go(self) -> None:
-        """Lend no memory any more: a fork would lend what its parent lends."""
+        """Allocate no more arrays, because a fork would use the memory of its parent."""
         self._free = 0
         self._slots.clear()
 
     def close(self) -> None:
-        """Give the memory back, as soon as nobody looks at it any more."""
+        """Unmap the memory when nobody refers to it any more."""
         self.let_go()
         self.view.cache_clear()
         self._memory = None
@@ -216,10 +216,10 @@ class Segment:
 
 
 def _shared_memory(peers: ControlPlane, ranks: Sequence[int], head: int) -> mmap.mmap:
-    """Map the file of this host, which the first of its processes makes.
+    """Map the file of this host, which its first process creates.
 
     Raises:
-        DistributeError: that is not possible.
+        DistributeError: the file cannot be created or mapped.
     """
     room, made = _room(), -1
     card: dict[str, Any] = {"room": room}
@@ -239,7 +239,7 @@ def _shared_memory(peers: ControlPlane, ranks: Sequence[int], head: int) -> mmap
                 "and `ulimit -f` allow."
             )
         memory = _map(cards[0], len(ranks) * (_PAGE + bucket), ranks[0], peers.rank)
-        peers.exchange("mapped", b"", _START_SECONDS)  # Until then the descriptor is needed.
+        peers.exchange("mapped", b"", _START_SECONDS)  # The descriptor must stay open until here.
         return memory
     except BaseException as error:
         peers.abort(error)
@@ -260,7 +260,7 @@ def _make(nbytes: int) -> int:
 
 
 def _room() -> int:
-    """Return how much memory all buckets of this host may be allowed to take together."""
+    """Return the most bytes that all buckets of this host may use together."""
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
         limit = resource.getrlimit(kind)[0]
@@ -270,7 +270,7 @@ def _room() -> int:
 
 
 def _map(card: dict[str, Any], length: int, owner: int, reader: int) -> mmap.mmap:
-    """Map the file that a process has made, by way of its descriptor."""
+    """Map the file of another process through its descriptor."""
     path = f"/proc/{card['pid']}/fd/{card['fd']}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -297,14 +297,14 @@ def _address(array: Array) -> int:
 
 
 def _make_fence() -> Callable[[], None] | None:
-    """Return what keeps a counter from overtaking the data it stands for, where that is needed."""
+    """Return a memory fence between data and counter, or None if the processor needs none."""
     if platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}:
-        return None  # They show stores to others in the order in which they were made.
+        return None  # Other processors see stores in order.
     lock = threading.Lock()
     lock.acquire(blocking=False)
 
     def fence() -> None:
-        # Neither loads nor stores pass a release that is followed by an acquire.
+        # No load or store passes a release that is followed by an acquire.
         lock.release()
         lock.acquire(blocking=False)
 

@@ -1,8 +1,8 @@
-"""The backend for processes of one host: each writes into its bucket, and all see all buckets.
+"""The backend for processes of one host: each writes its bucket, and all read all buckets.
 
-What a process contributes is written once, into its own bucket. When all have come, each reads what
-it needs where it lies: two processes add everything themselves; of more, each adds its own slice,
-in place. Sums are taken in the order of the ranks, so all processes find the same bits.
+A process writes its contribution once, into its own bucket. When all have arrived, each process
+reads the other buckets: two processes each add everything; with more, each adds its own slice in
+place. Sums are in rank order, so all processes compute the same bits.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ __all__ = ["SharedMemoryBackend"]
 
 T = TypeVar("T")
 
-# Data that the caller has elsewhere streams through two windows of the bucket, in turn, which fit a
-# core's second-level cache: 3.7 ms for 16 MiB, where copying it as a whole took 5.1. Whoever has
-# come to a step has read what it needs of the step before, so one meeting in each step is enough.
+# Other arrays of the caller are streamed through two alternating windows of the bucket, which fit
+# into a core's second-level cache: 3.7 ms for 16 MiB, where a whole copy took 5.1. A process that
+# has arrived at a step has read the step before, so one meeting per step is enough.
 WINDOW_BYTES = 1024 * 1024
-# Behind them lie copies that stay there for the whole of a call: an update with 4 MiB that lie
-# elsewhere takes 1.2 ms with them, and 1.5 through the windows.
+# Behind the windows is room for copies that last for a whole call: an update of 4 MiB takes 1.2 ms
+# with such a copy, and 1.5 through the windows.
 _WHOLE = 2 * WINDOW_BYTES
 WHOLE_BYTES = 4 * 1024 * 1024
 
-# Up to here every process adds everything, however many there are: it saves a meeting. Measured
-# with 2 processes: 2.8 us for 4 KiB against 6.9 us in slices, 8.4 against 10 for 64 KiB.
+# Up to this size, every process adds everything, which saves a meeting. Measured with 2 processes:
+# 2.8 us for 4 KiB instead of 6.9 us in slices, 8.4 instead of 10 us for 64 KiB.
 SMALL_BYTES = 64 * 1024
 
-# The blocks of two processes, a sum and what it updates fit a core's second-level cache.
+# Two blocks, their sum and the updated range fit into a core's second-level cache.
 BLOCK_BYTES = 256 * 1024
 
-# A leaf, which part of it, and where that lies in everyone's bucket.
+# A leaf, a part of it, and that part in every process's bucket.
 _Piece = tuple[int, slice, list[Array]]
 _key = operator.attrgetter("dtype", "size")  # Of a leaf.
 
 
 class SharedMemoryBackend:
-    """Move data between a process and the others of its host.
+    """The backend of a process among the processes of its host.
 
     `rank` and `size` count the processes of this host.
 
     Args:
-        peers: all processes; each of them must make its backend at the same time.
-        ranks: those that share this host, this one among them; None means all.
+        peers: the control plane; all processes create their backends together.
+        ranks: the ranks on this host, including this one; None: all.
 
     Raises:
-        DistributeError: the memory can not be made, or not be reached.
+        DistributeError: the memory cannot be created or mapped.
     """
 
     def __init__(self, peers: ControlPlane, *, ranks: Sequence[int] | None = None) -> None:
@@ -71,16 +71,16 @@ class SharedMemoryBackend:
         self.rank = self._segment.rank
         self.size = len(here)
         self.device = Device("cpu:0")
-        self.owner, self.owners = 0, 1  # A process has its variables to itself.
+        self.owner, self.owners = 0, 1  # A process owns all of its variables.
         self._peers = peers
         self._chunks = functools.lru_cache(maxsize=128)(self._cut)
-        # Fresh memory costs a page fault for every four kilobytes.
+        # New memory costs a page fault per 4 KiB.
         self._totals = functools.lru_cache(1)(lambda keys: [np.empty(n, t) for t, n in keys])
-        # `reduce_update` reads what was allocated where it is, and `all_reduce` reduces it in place
-        # where all processes have such arrays for inputs and outputs.
+        # `reduce_update` reads arrays of `allocate` without a copy, and `all_reduce` reduces them
+        # in place if they are inputs and outputs in all processes.
         self.allocate = self._segment.allocate
         self._window = 0
-        self._failed = False  # The others may still read what is lent here.
+        self._failed = False  # The others may still read arrays of `allocate`.
 
     def merge(
         self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
@@ -96,7 +96,7 @@ class SharedMemoryBackend:
         op: ReduceOp,
         timeout: float,
     ) -> None:
-        """Reduce chunk by chunk; in place what all processes have in arrays of `allocate`."""
+        """Reduce chunk by chunk; reduce arrays of `allocate` in place."""
         try:
             if all(map(operator.is_, inputs, outputs)) and _nbytes(inputs) > SMALL_BYTES:
                 everyone, _ = self._show_whole(call, inputs, timeout, copy=False)
@@ -119,7 +119,7 @@ class SharedMemoryBackend:
                             outputs[leaf][part] = everyone[self.rank]
                             continue
                         terms = everyone
-                        if self.size == 2:  # Nobody else reads there: half the time for 1 MiB.
+                        if self.size == 2:  # Not from shared memory: half the time for 1 MiB.
                             own = inputs[leaf][part]
                             terms = [own, everyone[1]] if self.rank == 0 else [everyone[0], own]
                         reduce_arrays(op, terms, out=outputs[leaf][part])
@@ -136,10 +136,10 @@ class SharedMemoryBackend:
         update: Update,
         timeout: float,
     ) -> Any:
-        """Update with sums; two processes compute them where they are used.
+        """Reduce and update; two processes add each block where they update it.
 
-        All that is needed of the others is there before the first update, so that a failure of
-        theirs changes everything or nothing.
+        All data of the others is there before the first update, so a failure of another process
+        changes everything or nothing.
         """
         try:
             if self.size > 2 or _nbytes(inputs) <= SMALL_BYTES:
@@ -163,11 +163,11 @@ class SharedMemoryBackend:
                             total = reduce_arrays(op, parts, out=scratch[: stop - start])
                         update(prepared, leaf, start, stop, total)
             if len(rest) < len(inputs):
-                # What fails from here on does not undo the update: a recovery has to know of it.
+                # A failure from here on does not undo the update; recovery must know that.
                 where = self._peers.where
                 where.finished = where.exchanged = call.sequence
                 self._segment.arrive()
-                if lends:  # The caller may write there at once.
+                if lends:  # The caller may write to its arrays at once.
                     self._segment.wait(call, timeout)
             return prepared
         except BaseException as error:
@@ -175,7 +175,7 @@ class SharedMemoryBackend:
             raise
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
-        """Join everyone's rows, when all know how many there are."""
+        """Exchange the numbers of rows, then concatenate the rows of all processes."""
         try:
             self._segment.begin(call)
             lengths_of_all = self._exchange(call, [len(rows) for rows in inputs], timeout)
@@ -194,11 +194,11 @@ class SharedMemoryBackend:
                 with span("reduce", call.title):
                     for leaf, part, everyone in chunk:
                         shown = list(everyone)
-                        shown[self.rank] = own[leaf][part]  # Nobody else reads there.
+                        shown[self.rank] = own[leaf][part]  # Not from shared memory, which is slower.
                         for place, theirs in zip(places[leaf], shown, strict=True):
                             target = place[part]
                             target[...] = theirs[: target.size]
-            if whole:  # They have read what an update may write to next.
+            if whole:  # The next update may write there.
                 self._segment.arrive()
             return joined
         except BaseException as error:
@@ -221,34 +221,34 @@ class SharedMemoryBackend:
             raise
 
     def gradient_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
-        """Return an array of `allocate` where that spares a copy, else None."""
+        """Return an array of `allocate` if that saves a copy, else None."""
         if self.size > 2 or self._failed or math.prod(shape) * dtype.itemsize < SMALL_BYTES:
             return None
         return self.allocate(dtype, shape)
 
     def abort(self, cause: BaseException) -> None:
-        """Tell all processes, so that none waits for this one."""
+        """Make all waits of all processes raise."""
         self._failed = True
         self._peers.abort(cause)
 
     def reset(self) -> None:
-        """Forget every call; run by every process when none of them is inside one."""
+        """Start anew; all processes call this while none of them is in a call."""
         self._segment.reset()
         self._window = 0
         self._failed = False
 
     def close(self) -> None:
-        """Give the memory back; the backend can not be used any more."""
+        """Release the memory; the backend cannot be used any more."""
         self._chunks.cache_clear()
         self._segment.close()
 
     def _cut(
         self, leaves: tuple[LeafKey, ...], window: int, whole: bool = False
     ) -> list[list[_Piece]]:
-        """Return in which chunks leaves go through the windows, after the one used last."""
+        """Return the chunks of leaves and their places, starting after the last used window."""
         chunks = []
         for chunk in cut(leaves, WHOLE_BYTES if whole else WINDOW_BYTES):
-            window = 2 if whole else 1 - window  # Behind the windows is the place for whole ones.
+            window = 2 if whole else 1 - window  # Whole chunks are behind the windows.
             pieces = []
             for leaf, dtype, start, stop, offset in chunk:
                 place = window * WINDOW_BYTES + offset, dtype, stop - start
@@ -260,8 +260,8 @@ class SharedMemoryBackend:
     def _show(
         self, call: Call, title: str, chunk: list[_Piece], leaves: Sequence[Array], timeout: float
     ) -> None:
-        """Show a chunk of leaves, or nothing; return once all have done so."""
-        self._window = 1 - self._window  # Nobody reads there any more.
+        """Write a chunk of leaves, or nothing, into the bucket; wait until all have done so."""
+        self._window = 1 - self._window  # Nobody reads that window any more.
         with span("pack", title):
             if leaves:
                 for leaf, part, everyone in chunk:
@@ -273,14 +273,16 @@ class SharedMemoryBackend:
     def _show_whole(
         self, call: Call, arrays: Sequence[Array], timeout: float, *, copy: bool = True
     ) -> tuple[list[list[Array]], bool]:
-        """Show flat arrays to the others, which may read them until this process arrives again.
+        """Make flat arrays readable to the others until this process arrives again.
 
-        What does not lie in the bucket is copied there, if `copy` is true and there is room. Return
-        for each array those of all processes, none where not all show it; and whether the others
-        read where the caller may write.
+        Arrays outside the bucket are copied into it if `copy` is True and there is room.
+
+        Returns:
+            Per array, the arrays of all processes, or none unless all have it in their buckets; and
+            whether the others read arrays to which the caller may write.
         """
         segment, free, end = self._segment, _WHOLE, _WHOLE + WHOLE_BYTES
-        segment.wait(call, timeout)  # Until nobody reads what was there before.
+        segment.wait(call, timeout)  # Until nobody reads the earlier data.
         segment.begin(call)
         own = []
         with span("pack", call.title):
@@ -296,14 +298,14 @@ class SharedMemoryBackend:
             if min(places) >= 0:
                 key = array.dtype, array.size
                 shown = [segment.view(rank, place, *key) for rank, place in enumerate(places)]
-                shown[self.rank] = array  # Nobody else reads there: half the time for 1 MiB.
+                shown[self.rank] = array  # Not from shared memory: half the time for 1 MiB.
             everyone.append(shown)
         return everyone, max(own, default=0) >= end
 
     def _sum(
         self, call: Call, inputs: Sequence[Array], op: ReduceOp, timeout: float
     ) -> list[Array]:
-        """Return what inputs reduce to; the next call overwrites it."""
+        """Return the reduced inputs, in arrays that the next call overwrites."""
         totals = self._totals(tuple(map(_key, inputs)))
         self.all_reduce(call, inputs, totals, op, timeout)
         return totals

@@ -72,7 +72,7 @@ class TcpTransport(PollingTransport):
         return direction
 
     def _check_for(self, peer: int) -> None:
-        """Check the wait for a connection; keep the others moving, since `peer` may wait for them."""
+        """Check the wait for a connection; keep others moving, since `peer` may need them."""
         self._advance()
         self._patience.check(lambda: [peer])
 

@@ -1,8 +1,8 @@
 """The backend for replicas that are threads of one process.
 
-All replicas see each other's arrays, so nothing is packed and nothing is sent: each replica owns a
-slice of the data, adds everyone's part of it in replica order, and writes the sum where it is
-needed. Small values are reduced whole by whoever comes last, which saves the second meeting.
+Replicas can read each other's arrays, so nothing is packed or sent. Each replica owns a slice: it
+adds that slice of all arrays in replica order, and writes the sum to its destinations. The last
+replica to arrive reduces small arrays alone, which saves the second meeting.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ __all__ = ["ThreadBackend", "owned_blocks"]
 
 T = TypeVar("T")
 
-# Below this many bytes the last to arrive reduces alone. Measured on 2 cores with 2 replicas: the
-# second meeting costs 100 to 150 us, in which one core reduces about this much.
+# Up to this size, the last replica to arrive reduces alone. Measured on 2 cores with 2 replicas:
+# the second meeting costs 100 to 150 us, in which one core reduces about as many bytes.
 SMALL_BYTES = 1024 * 1024
 
-# Larger than the processor's cache alone would ask for: each block is a NumPy call, which gives up
-# the interpreter lock and has to win it back from the other replicas. Measured with 32 MiB and 2
-# replicas: 33 ms with blocks of 64 KiB, 17 ms with 128 KiB, 10 ms from 512 KiB on.
+# Larger than the cache requires, because each block is a NumPy call, which releases the interpreter
+# lock and must acquire it again. Measured with 32 MiB and 2 replicas: 33 ms with blocks of 64 KiB,
+# 17 ms with 128 KiB, 10 ms from 512 KiB on.
 BLOCK_BYTES = 512 * 1024
 
 
 class ThreadBackend:
-    """Move data between one replica and the other threads of its process.
+    """The backend of one replica among the threads of its process.
 
     Args:
-        rendezvous: where the replicas meet; shared by all of them.
+        rendezvous: the rendezvous of all replicas.
         streams: the device and stream of each replica.
-        rank: which replica this is.
-        owner: this replica's place among those that update the same memory.
-        owners: how many replicas update that memory.
+        rank: the index of this replica.
+        owner: its index among the replicas that update the same memory.
+        owners: the number of replicas that update that memory.
         one_device: whether one replica reduces alone, whatever the size.
     """
 
@@ -65,7 +65,7 @@ class ThreadBackend:
         self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
     ) -> T:
         """Run `combine` once, on the thread of the last replica to arrive."""
-        if self._gpus:  # The others read on their own streams what was computed on this one.
+        if self._gpus:  # Other streams read what this one has computed.
             self._stream.synchronize()
         meeting = self._rendezvous.join(self.rank, call, value, timeout)
         if meeting.last == self.rank:
@@ -83,7 +83,7 @@ class ThreadBackend:
         op: ReduceOp,
         timeout: float,
     ) -> None:
-        """Reduce by slice owners, or by the last to arrive where that is faster."""
+        """Reduce by slice owners, or by the last replica to arrive if that is faster."""
         if self._gpus:
             self._stream.synchronize()
         meeting = self._rendezvous.join(self.rank, call, (inputs, outputs), timeout)
@@ -99,9 +99,9 @@ class ThreadBackend:
             self._meet_again(call, timeout)
 
     def reduce_parts(self, op: ReduceOp, everyone: Sequence[Any], *, whole: bool = False) -> None:
-        """Reduce this replica's slice of leaves, or whole ones, for all replicas.
+        """Reduce this replica's slice of the leaves, or whole leaves, for all replicas.
 
-        `everyone` has the inputs and outputs of each; the outputs of all may be the same arrays.
+        `everyone` has the inputs and outputs of each replica; replicas may share outputs.
         """
         arrays, own = everyone[self.rank]
         leaves = enumerate([slice(None)] * len(arrays))
@@ -129,7 +129,7 @@ class ThreadBackend:
         update: Update,
         timeout: float,
     ) -> Any:
-        """Reduce each owned range block by block, updating while it is in the cache."""
+        """Reduce the owned ranges block by block, and update each block while it is in the cache."""
 
         def combine(everyone: Sequence[Any]) -> tuple[Sequence[Any], Any]:
             return everyone, prepare()
@@ -139,7 +139,7 @@ class ThreadBackend:
         for leaf, part in owned_blocks(inputs, self.owners, self.owner):
             terms = [self._here(arrays[leaf][part]) for arrays in everyone]
             key = terms[0].dtype, terms[0].size
-            if key not in scratch:  # The next block may use it again.
+            if key not in scratch:  # Reused by the next block.
                 scratch[key] = array_namespace(terms[0]).empty(terms[0].size, terms[0].dtype)
             total = reduce_arrays(op, terms, out=scratch[key])
             update(prepared, leaf, part.start, part.stop, total)
@@ -147,7 +147,7 @@ class ThreadBackend:
         return prepared
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
-        """Join everyone's rows; each replica copies for itself."""
+        """Concatenate the rows of all replicas; each replica makes its own copy."""
         everyone = self.merge(call, inputs, list, timeout)
         joined = [
             array_namespace(own).concatenate([self._here(arrays[leaf]) for arrays in everyone])
@@ -165,22 +165,22 @@ class ThreadBackend:
         self._meet_again(call, timeout)
 
     def abort(self, cause: BaseException) -> None:
-        """Release every replica of this process."""
+        """Make all waits of this process's replicas raise."""
         self._rendezvous.abort(cause)
 
     def _meet_again(self, call: Call, timeout: float) -> None:
-        """Wait until nobody reads this replica's arrays any more."""
+        """Wait until no replica reads the arrays of another."""
         self.merge(call, None, lambda _: None, timeout)
 
     def _here(self, array: Array) -> Array:
-        """Return an array in the memory of this replica's device; on a CPU it is there already."""
+        """Return the array in the memory of this replica's device, copied if necessary."""
         return copy_to(array, self.device) if self._gpus else array
 
 
 def owned_blocks(
     arrays: Sequence[Array], owners: int, owner: int, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, slice]]:
-    """Yield an owner's part of flat arrays in blocks that fit the cache; a GPU takes it whole.
+    """Yield an owner's part of flat arrays in blocks that fit the cache; on GPUs in one block.
 
     >>> import numpy as np
     >>> list(owned_blocks([np.zeros(3), np.zeros(40)], owners=2, owner=0, block_bytes=80))

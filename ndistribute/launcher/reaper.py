@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-# Seconds between SIGTERM and SIGKILL: of a process, and of descendants that outlive it.
+# Seconds from SIGTERM to SIGKILL: for a process, and for descendants that outlive it.
 GRACE_SECONDS = 3.0
 _LEFT_BEHIND_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -30,8 +30,8 @@ _MPI_SEGMENTS = ("mpich_shm_", "sm_segment.", "vader_segment.")
 def main(arguments: Sequence[str]) -> int:
     """Run a command until it ends or is ended; return its exit code.
 
-    `arguments` are ``mpi`` (optional: remove the shared memory that MPI leaves), the seconds between
-    SIGTERM and SIGKILL, and the command.
+    `arguments` are ``mpi`` (optional: remove the shared memory that MPI leaves), the seconds
+    between SIGTERM and SIGKILL, and the command.
     """
     # Signals that end the launcher must not end this process. They get a handler, because the
     # started process would inherit ignored signals.
