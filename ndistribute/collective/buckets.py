@@ -50,7 +50,7 @@ def pack(
     {0: slice(0, 100, None)}
     """
     buckets: list[tuple[np.dtype[Any], dict[int, slice]]] = []
-    filling: dict[np.dtype[Any], tuple[dict[int, slice], int]] = {}  # The newest bucket, and its length.
+    filling: dict[np.dtype[Any], tuple[dict[int, slice], int]] = {}  # With its length.
     for leaf in reversed(range(len(leaves))):
         dtype, size = leaves[leaf]
         if size == 0:

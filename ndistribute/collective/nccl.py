@@ -1,10 +1,10 @@
-"""Replicas on distinct GPUs, of one process or of several, meet through NVIDIA's NCCL, by CuPy.
+"""The backend for replicas on distinct GPUs, of one or several processes: NCCL through CuPy.
 
-The replicas of a process meet on the host, and the last to arrive launches for all of them: either
-every GPU of the process gets its kernel or none does. Other processes may still make another call
-or none, and NCCL would wait for them in its kernels. So processes compare their calls on the host
-while the GPUs work, wait until the GPUs are done, and what fails on one ends the kernels on all.
-What NCCL is asked to do is computed first, as plain data; that part needs neither GPU nor CuPy.
+The replicas of a process meet on the host, and the last to arrive launches the kernels of all of
+them: all GPUs of the process get their kernels, or none does. Other processes may make a different
+call or none, and NCCL's kernels would wait for them. So the processes compare their calls on the
+host while the GPUs work, and wait for the GPUs; a failure on one process aborts the kernels on all.
+The arguments of NCCL calls are computed first as plain data, which needs neither a GPU nor CuPy.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _log = logging.getLogger("ndistribute")
 
 _POLL_SECONDS = (10e-6, 200e-6)  # the first pause and the longest: short waits end promptly
 _CONNECT_SECONDS = 120.0  # for the GPUs of one process, when a strategy is made
-_END_SECONDS = 2.0  # NCCL may wait for other processes to end theirs too, and one may be gone.
+_END_SECONDS = 2.0  # NCCL may wait for other processes, which may be lost.
 
 
 def make_nccl_backends(
     rendezvous: Rendezvous, streams: Sequence[Stream], workers: Workers | None = None
 ) -> list[NcclBackend]:
-    """Join the replicas of this process, and those of all others, in one NCCL group.
+    """Return the backends of this process's replicas in one NCCL group with all other replicas.
 
     Args:
-        rendezvous: where the replicas of this process meet.
-        streams: the device and stream of each; all GPUs, of other processes too, are distinct.
-        workers: the processes, whose GPUs are connected at their first collective; None if alone.
+        rendezvous: the rendezvous of this process's replicas.
+        streams: the device and stream of each replica; the GPUs of all processes are distinct.
+        workers: the processes, whose GPUs connect at the first collective; None: one process.
 
     Raises:
         MissingDependencyError: CuPy or NCCL is not installed.
@@ -66,20 +66,20 @@ def make_nccl_backends(
     return [NcclBackend(group, index) for index in range(len(streams))]
 
 
-# What NCCL sees in the place of NumPy's dtypes; integers wrap alike in wider ones.
+# NCCL's types for NumPy's dtypes; integers wrap in the same way in wider types.
 _ELEMENTS = {name: name for name in "int8 uint8 int32 uint32 int64 uint64 float32 float64".split()}
 _ELEMENTS |= {"bool": "uint8", "int16": "int32", "uint16": "uint32"}
 _ELEMENTS |= {"complex64": "float32", "complex128": "float64"}
-# What NumPy means by the sum and the product of booleans is `or` and `and`.
+# NumPy's sum and product of booleans are `or` and `and`.
 _OF_BOOLEANS = {"SUM": "MAX", "PROD": "MIN"}
 _REFUSED = {"f": ("MIN", "MAX"), "c": ("MIN", "MAX", "PROD")}
 
-# A communicator's method and its arguments but for the stream; a constant stands there by name.
+# A method of a communicator and its arguments without the stream; constants are names.
 Launch = tuple[str, *tuple[int | str, ...]]
 
 
 class Wire(NamedTuple):
-    """How NCCL reduces an array: cast to `dtype`, seen as `words` `elements` for each item."""
+    """How NCCL reduces an array: cast to `dtype`, as `words` values of type `elements` per item."""
 
     dtype: np.dtype[Any]
     elements: str
@@ -88,10 +88,10 @@ class Wire(NamedTuple):
 
 
 def reduction_wire(op: ReduceOp, dtype: Any) -> Wire | None:
-    """Choose the type and the operation with which NCCL computes what NumPy would.
+    """Return the type and the operation with which NCCL computes the same as NumPy.
 
-    None means that each replica must gather and reduce by itself. NCCL has no products and extremes
-    of complex numbers, and its extremes of floats drop a NaN, which those of NumPy keep.
+    None means that each replica must gather and reduce by itself: NCCL has no products, minima and
+    maxima of complex numbers, and its minima and maxima of floats ignore NaN, unlike NumPy's.
 
     >>> reduction_wire(ReduceOp.SUM, np.float16)
     Wire(dtype=dtype('float32'), elements='NCCL_FLOAT32', words=1, op='NCCL_SUM')
@@ -112,9 +112,10 @@ def reduction_wire(op: ReduceOp, dtype: Any) -> Wire | None:
 
 
 def gather_launches(nbytes: Sequence[int], rank: int, source: int, target: int) -> list[Launch]:
-    """Plan one rank's part of an all-gather: in one operation, or a broadcast each where ragged.
+    """Return one rank's launches of an all-gather; with unequal sizes, a broadcast per rank.
 
-    What each rank contributes, in bytes, lies at its own `source`, and arrives at its `target`.
+    `nbytes` are the contributions of all ranks; this rank's data is at `source`, the result at
+    `target`.
 
     >>> gather_launches([8, 0, 4], rank=2, source=500, target=100)
     [('broadcast', 100, 100, 8, 'NCCL_UINT8', 0), ('broadcast', 500, 108, 4, 'NCCL_UINT8', 2)]
@@ -134,9 +135,9 @@ def gather_launches(nbytes: Sequence[int], rank: int, source: int, target: int) 
 def _stage(
     op: ReduceOp, source: Array, output: Array, size: int
 ) -> tuple[list[Launch], Callable[[], None]]:
-    """Return what to launch for a reduction over `size` replicas, and what then completes it.
+    """Return the launches of a reduction over `size` replicas, and a function that completes it.
 
-    All memory is taken here, so that no replica can fail between the meeting and the launch.
+    All memory is allocated here, so no replica can fail between the meeting and the launch.
     """
     wire = reduction_wire(op, source.dtype)
     if wire is None:
@@ -148,7 +149,7 @@ def _stage(
     count = cast.size * wire.words
     launch = "allReduce", _address(cast), _address(total), count, wire.elements, wire.op
 
-    def complete(kept: Array = cast) -> None:  # Until then: a launch holds only an address.
+    def complete(kept: Array = cast) -> None:  # Keeps `cast` alive: a launch has only its address.
         finish(op, total, size)
         if total is not output:
             output[...] = total
@@ -161,16 +162,16 @@ def _address(array: Array) -> int:
 
 
 class NcclBackend:
-    """Move data between one replica's GPU and those of the others.
+    """The backend of one replica on a GPU.
 
-    The order in which floats are summed is NCCL's: all replicas hold the same bits, but not those
-    that summing in replica order would give.
+    NCCL chooses the order of sums: all replicas hold the same bits, but not those of a sum in
+    replica order.
     """
 
     def __init__(self, group: _Group, index: int) -> None:
         self.rank = group.first + index
         self.size = group.size
-        self.owner, self.owners = 0, 1  # Each GPU has a memory of its own.
+        self.owner, self.owners = 0, 1  # Each GPU has its own memory.
         self._group = group
         self._index = index
         self._stream = group.streams[index]
@@ -181,11 +182,11 @@ class NcclBackend:
     def merge(
         self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
     ) -> T:
-        """Run `combine` once, when the GPUs have finished what the replicas had enqueued."""
+        """Run `combine` once, after the GPUs have finished the work of all replicas."""
 
         def settled(values: Sequence[Any]) -> T:
             combined = combine(values)
-            settle(self._group.streams)  # The others may use it at once, on their own streams.
+            settle(self._group.streams)  # Other streams may use the result at once.
             return combined
 
         self._group.drain([self._index], call, timeout)
@@ -200,7 +201,7 @@ class NcclBackend:
         timeout: float,
         prepare: Callable[[], Any] | None = None,
     ) -> Any:
-        """Reduce all leaves in one launch; return what `prepare` does, which then runs once."""
+        """Reduce all leaves in one launch; then run `prepare` once, and return its result."""
         launch = functools.partial(self._group.launch, call, timeout=timeout, prepare=prepare)
         with self._stream.use():
             with span("pack", call.title):
@@ -221,7 +222,7 @@ class NcclBackend:
         update: Update,
         timeout: float,
     ) -> Any:
-        """Reduce, and let each replica update all of the copy that its GPU holds."""
+        """Reduce; each replica updates the whole copy on its GPU."""
         with self._stream.use():
             totals = [array_namespace(source).empty_like(source) for source in inputs]
             prepared = self.all_reduce(call, inputs, totals, op, timeout, prepare)
@@ -232,7 +233,7 @@ class NcclBackend:
         return prepared
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
-        """Join everyone's rows; the last to arrive knows how many, and allocates for all."""
+        """Concatenate the rows of all replicas; the last to arrive allocates memory for all."""
         gather = functools.partial(self._group.gather, call, timeout=timeout)
         return self._exchange(call, inputs, gather, timeout)[self._index]
 
@@ -248,11 +249,11 @@ class NcclBackend:
 
 
 class _Group:
-    """What the replicas of one process share: where they meet, their streams, and NCCL.
+    """The state that the replicas of one process share: rendezvous, streams and communicators.
 
-    Alone, a launch returns when it stands in the replicas' streams, and what they compute next
-    waits for it on the GPU. With other processes it returns when the GPUs have done it, and all
-    processes have made the same call. After each recovery of those the GPUs are connected anew.
+    With one process, a launch returns when it is enqueued in the replicas' streams. With several,
+    it returns when the GPUs are done and all processes have made the same call. After each recovery
+    of the processes the GPUs connect anew.
     """
 
     def __init__(
@@ -279,21 +280,21 @@ class _Group:
     ) -> Any:
         """Enqueue each replica's launches in its stream, all of them or none.
 
-        `prepare` is run when all is reduced, so that a failure leaves the variables as they were.
-        `compared` says that all processes are known to make this call.
+        `prepare` runs after the reduction, so that a failure changes no variable. `compared` is
+        True if the calls of all processes have been compared.
         """
         deadline = time.monotonic() + timeout
         with self._guarded():
             if not self._is_connected:
-                # Who makes another call, or none, is not to be waited for inside NCCL.
+                # NCCL must not wait for a process that makes a different call.
                 if not compared:
                     self._compare(call, deadline)
                 self.connect(call, deadline)
                 compared = True
             if any(everyone):
                 self._comms.enqueue(everyone)
-            # Should the calls differ, the kernels wait or mix up data until they are aborted, but
-            # nobody has seen what they wrote, and the replicas' inputs are as they were.
+            # If the calls differ, the kernels wait or mix up data until they are aborted; nobody
+            # has used their results, and the inputs are unchanged.
             if not compared:
                 self._compare(call, deadline)
             if self._peers is not None or prepare is not None:
@@ -308,13 +309,13 @@ class _Group:
     def gather(
         self, call: Call, everyone: Sequence[Sequence[Array]], timeout: float
     ) -> list[list[Array]]:
-        """Allocate and launch an all-gather of matrices; return what each replica gets."""
+        """Allocate and launch an all-gather of matrices; return the results of each replica."""
         deadline = time.monotonic() + timeout
         joined: list[list[Array]] = [[] for _ in everyone]
         launches: list[list[Launch]] = [[] for _ in everyone]
         with self._guarded():
             counts = np.array([[len(rows) for rows in own] for own in everyone], np.int64)
-            if self._host is not None:  # This compares the calls, too.
+            if self._host is not None:  # This also compares the calls.
                 (counts,) = self._host.all_gather(call, [counts], _left(deadline))
             for index, matrices in enumerate(everyone):
                 for own, rows in zip(matrices, counts.T.tolist(), strict=True):
@@ -329,7 +330,7 @@ class _Group:
         return joined
 
     def drain(self, indices: Sequence[int], call: Call, timeout: float) -> None:
-        """Wait until replicas' GPUs have done what stands in their streams."""
+        """Wait until these replicas' streams are done."""
         with self._guarded():
             check = self._watch(call, time.monotonic() + timeout)
             for index in indices:
@@ -341,9 +342,9 @@ class _Group:
                     pause = min(2 * pause, longest)
 
     def abort(self, cause: BaseException) -> None:
-        """Release the replicas of this process, the other processes, and the GPUs of both."""
+        """Make the waits of all replicas and processes raise, and abort their kernels."""
         self.rendezvous.abort(cause)
-        if self._peers is not None:  # Else what is on the GPUs ends by itself.
+        if self._peers is not None:  # Otherwise the kernels end by themselves.
             self._disconnect(cause)
 
     def close(self) -> None:
@@ -351,40 +352,40 @@ class _Group:
         self._end()
 
     def connect(self, call: Call, deadline: float) -> None:
-        """Connect the GPUs with those of the other processes, each of which does so now."""
-        self._comms.end("abort")  # Those of an earlier generation, which others may have aborted.
+        """Connect the GPUs of all processes; all processes call this together."""
+        self._comms.end("abort")  # Communicators of an earlier generation.
         self._end()
         peers, check = self._peers, self._watch(call, deadline)
         unique_id = b"" if peers is not None and peers.rank else _make_unique_id()
         if peers is not None:
             self._generation = peers.generation
-            # A generation's own meeting: an exchange that failed half-way leaves nothing behind.
+            # A key per generation, because an earlier exchange may have failed halfway.
             key = f"nccl {peers.generation}"
             unique_id = peers.exchange(key, unique_id, _left(deadline))[0]
         comms = _Communicators(unique_id, self.streams, self.first, self.size)
-        # Also at exit, while CUDA still works; communicators must not outlive it.
+        # Also at exit, while CUDA still works.
         self._end = weakref.finalize(self, _end_orderly, comms, peers)
         self._comms = comms
         comms.connect(check)
 
     @property
     def _is_connected(self) -> bool:
-        """Return True if the GPUs are connected; all processes find the same."""
+        """Return True if the GPUs are connected, which is the same in all processes."""
         current = self._peers is None or self._generation == self._peers.generation
         return current and bool(self._comms.open)
 
     def _compare(self, call: Call, deadline: float) -> None:
-        """Meet the other processes; what they say of their calls is compared on the way."""
+        """Compare the calls of all processes in a reduction on the host."""
         if self._host is not None:
             nothing = np.zeros(1, np.int8)
             self._host.all_reduce(call, [nothing], [nothing.copy()], ReduceOp.SUM, _left(deadline))
 
     def _watch(self, call: Call, deadline: float) -> Callable[[], None]:
-        """Return a function that raises if a process failed or the time is up."""
+        """Return a function that raises if a process failed or the deadline has passed."""
         left = _left(deadline)
         if self._peers is not None:
             patience = self._peers.patience(call, left)
-            return lambda: patience.check(tuple)  # No rank is missing: all have launched the same.
+            return lambda: patience.check(tuple)  # No rank is missing: all have launched.
 
         def check() -> None:
             if time.monotonic() > deadline:
@@ -399,7 +400,7 @@ class _Group:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """End a call on all processes, and the kernels on all GPUs, when it fails on one."""
+        """If the call fails, abort it on all processes and GPUs."""
         try:
             if self._peers is not None:
                 self._peers.check()
@@ -409,33 +410,32 @@ class _Group:
             raise
 
     def _disconnect(self, cause: BaseException) -> None:
-        """Give the communicators up; the next launch makes new ones."""
+        """Abort the communicators; the next launch connects anew."""
         if self._peers is not None:
-            # First, and also where others are in an earlier call: NCCL may abort on one process
-            # only when all abort.
+            # First, and also for processes in an earlier call: NCCL may need all to abort.
             self._peers.abort(cause, after=BEFORE_ALL)
         self._comms.end("abort")
 
 
 class _Communicators(threading.Thread):
-    """Connect this process's GPUs with all others, keep the communicators, and end them.
+    """A thread that connects this process's GPUs with all others, and ends the communicators.
 
-    NCCL waits for the other processes when it connects and when it ends, and cannot be told to give
-    up. So both happen on this thread; who needs them waits with a deadline, and what is connected
-    too late is ended again. The thread stays, for at exit the interpreter starts none any more.
+    NCCL waits for the other processes when it connects and when it ends, without a deadline. So
+    both happen on this thread, and callers wait with a deadline; a late connection is ended again.
+    The thread lives as long as the communicators, because no thread can start at exit.
     """
 
     def __init__(self, unique_id: bytes, streams: Sequence[Stream], first: int, size: int) -> None:
         super().__init__(name="ndistribute-nccl", daemon=True)
-        self.open: Sequence[Any] = ()  # One for each stream, from the connection to the end.
+        self.open: Sequence[Any] = ()  # One per stream while connected.
         self._group = unique_id, streams, first, size
         self._error: BaseException | None = None
-        self._mutex = threading.Lock()  # Held while NCCL uses what is open, so that none ends it.
+        self._mutex = threading.Lock()  # Held while NCCL uses `open`.
         self._is_connected = threading.Event()
-        self._endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # The first one counts.
+        self._endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # The first counts.
 
     def connect(self, check: Callable[[], None]) -> None:
-        """Wait for the connection, unless `check` raises."""
+        """Wait until the GPUs are connected, or `check` raises."""
         self.start()
         try:
             while not self._is_connected.wait(timeout=0.005):
@@ -452,7 +452,7 @@ class _Communicators(threading.Thread):
             ) from self._error
 
     def enqueue(self, everyone: Sequence[Sequence[Launch]]) -> None:
-        """Enqueue launches for each GPU in its stream, as one NCCL group."""
+        """Enqueue the launches of all GPUs in their streams, as one NCCL group."""
         library = nccl_module()
         with self._mutex, _failures_named():
             if not self.open:
@@ -467,20 +467,20 @@ class _Communicators(threading.Thread):
                 library.groupEnd()
 
     def check(self, index: int) -> None:
-        """Raise what NCCL has found wrong with a GPU's communicator, unless it was ended."""
+        """Raise the asynchronous error of a GPU's communicator, if any."""
         with self._mutex, _failures_named():
             for comm in self.open[index : index + 1]:
                 comm.check_async_error()
 
     def end(self, how: str) -> None:
-        """Destroy or abort the communicators; go on without them if NCCL takes too long."""
-        # Who hangs in NCCL while it holds the mutex is released by the abort.
+        """Destroy or abort the communicators; stop waiting if NCCL takes too long."""
+        # The abort releases a thread that hangs in NCCL with the mutex.
         held = self._mutex.acquire(timeout=_END_SECONDS)
         self.open = ()
         self._endings.put(how)
         if held:
             self._mutex.release()
-        # Garbage is collected on any thread, also on this one.
+        # A finalizer may call this on the thread itself.
         if self._is_connected.is_set() and threading.current_thread() is not self:
             self.join(timeout=_END_SECONDS)
             if self.is_alive():
@@ -490,7 +490,7 @@ class _Communicators(threading.Thread):
         unique_id, streams, first, size = self._group
         comms: list[Any] = []
         try:
-            nccl_module().groupStart()  # Each waits for all others, so they cannot come singly.
+            nccl_module().groupStart()  # A group, because each one waits for all others.
             try:
                 for rank, stream in enumerate(streams, first):
                     with stream.use():
@@ -510,19 +510,19 @@ class _Communicators(threading.Thread):
 
 
 def _end_orderly(comms: _Communicators, peers: ControlPlane | None) -> None:
-    # NCCL destroys on one process only when all do; a broken group's others may have aborted.
+    # Destroying needs all processes; those of a broken group may have aborted.
     comms.end("destroy" if peers is None or peers.cause is None else "abort")
 
 
 def _make_unique_id() -> bytes:
-    """Return what one process tells all others, so that they can connect."""
+    """Return the unique id with which all processes connect."""
     with _failures_named():
         # CuPy 14 returns bytes; CuPy 13 a tuple of C's chars, which may be negative.
         return bytes(char % 256 for char in nccl_module().get_unique_id())
 
 
 def _make_communicator(size: int, unique_id: bytes, rank: int) -> Any:
-    """Make a communicator on the current device, with what this CuPy takes for a unique id."""
+    """Return a communicator on the current device, for any version of CuPy."""
     chars = struct.unpack(f"{len(unique_id)}b", unique_id)
     for given in (unique_id, chars, tuple(unique_id)):  # CuPy 14; CuPy 13 on x86 and on Arm
         with contextlib.suppress(TypeError, OverflowError):
@@ -532,8 +532,8 @@ def _make_communicator(size: int, unique_id: bytes, rank: int) -> Any:
 
 @contextlib.contextmanager
 def _failures_named() -> Iterator[None]:
-    """Raise what NCCL reports as a `WorkerLostError`."""
-    # CuPy has no name for the newer errors of NCCL, and fails to look their number up.
+    """Raise errors of NCCL as `WorkerLostError`."""
+    # CuPy raises KeyError for newer error numbers of NCCL.
     try:
         yield
     except (nccl_module().NcclError, KeyError) as error:
@@ -541,5 +541,5 @@ def _failures_named() -> Iterator[None]:
 
 
 def _left(deadline: float) -> float:
-    """Return the seconds that are left, in tenths, for they stand in messages."""
+    """Return the seconds until the deadline, rounded up to tenths for messages."""
     return max(0.0, math.ceil(10 * (deadline - time.monotonic())) / 10)

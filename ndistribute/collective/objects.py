@@ -1,9 +1,8 @@
-"""Python values that the processes of a job tell each other outside of the arrays that they train.
+"""Exchange of Python values between the processes of a job, without pickle.
 
-A value becomes a record of names, numbers and bytes. What is read of another process's makes plain
-values, arrays and the containers that hold them, and nothing else: a class of the user's is one
-that this process has itself, a named tuple or a dataclass with those very fields. Nothing is
-unpickled or imported.
+A value is encoded as a record of names, numbers and bytes. Decoding creates only plain values,
+arrays and containers of them; a class of the user must exist in this process as a named tuple or
+dataclass with the same fields. Decoding imports nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PLAIN = (str, int, float, type(None))  # bool is an int.
 
 
 class ProcessGroup(Protocol):
-    """How the processes of a job meet, outside any replica: a `Communicator` of them will do."""
+    """The processes of a job; a `Communicator` has this interface."""
 
     rank: int
 
@@ -34,13 +33,13 @@ class ProcessGroup(Protocol):
 
 
 class PlainSpec(Record, frozen=True):
-    """A plain value, as JSON: numbers may be as long as Python's."""
+    """A plain value as JSON, whose integers have any length."""
 
     text: str
 
 
 class ArraySpec(Record, frozen=True):
-    """An array, or a NumPy number, which is one without axes; the dtype as a literal of Python."""
+    """An array, or a NumPy scalar as an array without axes; the dtype is a Python literal."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,9 +50,9 @@ class NestSpec(Record, frozen=True):
     """A container.
 
     Args:
-        kind: ``"tuple"``, ``"list"``, ``"dict"``, or the module and the name of a class.
-        keys: of a dict, or the names of the class's fields.
-        items: what it holds.
+        kind: ``"tuple"``, ``"list"``, ``"dict"``, or the module and name of a class.
+        keys: the keys of a dict, or the field names of the class.
+        items: the contents.
     """
 
     kind: str
@@ -62,7 +61,7 @@ class NestSpec(Record, frozen=True):
 
 
 class ErrorSpec(Record, frozen=True):
-    """An error that every process raises."""
+    """An error that all processes raise."""
 
     kind: str
     text: str
@@ -73,22 +72,22 @@ _decoder: Decoder[Spec] = Decoder(Spec)
 
 
 def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
-    """Return the values that all processes passed, in the order of their ranks.
+    """Return the values of all processes in rank order; all processes must call this.
 
     Args:
-        group: the processes, all of which call this.
+        group: the processes.
         value: plain values and arrays in tuples, lists, dicts, named tuples and dataclasses; or a
-            ValueError or TypeError that all processes shall raise.
+            ValueError or TypeError that all processes should raise.
 
     Raises:
-        ValueError: on all processes, where one passed what others could not make, or an error.
-        TypeError: likewise, where an array holds objects.
+        ValueError: on all processes, if one passed a value that others cannot create, or an error.
+        TypeError: on all processes, if an array contains objects.
     """
     try:
         if isinstance(value, Exception):
             raise value
         told = pack(value)
-    except Exception as error:  # Whatever it is, the others wait to be told.
+    except Exception as error:  # Any error, because the others wait.
         told = encode(ErrorSpec(type(error).__name__, str(error)))[0]
     own = np.frombuffer(told, np.uint8)
     sizes, joined = group.all_gather((np.array([own.size]), own), axis=0)
@@ -97,11 +96,11 @@ def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
 
 
 def pack(value: Any) -> bytes:
-    """Return the bytes that another process makes the same value of.
+    """Return a value as bytes.
 
     Raises:
-        ValueError: another process could not make it.
-        TypeError: an array holds objects.
+        ValueError: another process could not create the value.
+        TypeError: an array contains objects.
 
     >>> unpack(pack({"x": np.ones(2, np.float32), "y": (1, None)}))
     {'x': array([1., 1.], dtype=float32), 'y': (1, None)}
@@ -110,13 +109,13 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes, teller: str = "") -> Any:
-    """Return the value that was packed; its arrays can not be written to.
+    """Return the value of bytes from `pack`; its arrays are read-only.
 
     Raises:
-        MalformedError: the bytes are no such value, or name a class that is not known here. The
-            message begins with the teller.
-        ValueError: they are an error that all processes shall raise.
-        TypeError: likewise.
+        MalformedError: the bytes are invalid, or name a class that is unknown here. The message
+            starts with `teller`.
+        ValueError: the value is an error of this type, which all processes should raise.
+        TypeError: the same.
     """
     try:
         spec = _decoder.decode(data)
@@ -156,7 +155,7 @@ def _spec_of(value: Any) -> PlainSpec | ArraySpec | NestSpec:
             "numbers or arrays of numbers."
         )
     data = b"" if array.dtype.hasobject else array.tobytes()
-    # A package's own dtype, such as bfloat16, is known by its name alone.
+    # Dtypes of other packages, such as bfloat16, are known by name only.
     own = array.dtype.isbuiltin == 2
     dtype = array.dtype.name if own else np.lib.format.dtype_to_descr(array.dtype)
     return ArraySpec(repr(dtype), array.shape, data)
@@ -187,11 +186,11 @@ def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
 
 
 def _class_named(name: str, fields: tuple[Any, ...]) -> Any:
-    """Return a named tuple's class or a dataclass, None if this process has no such one."""
+    """Return this process's named tuple or dataclass with these fields, or None."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, "__dict__", {}).get(part)  # No code of a module is run for it.
+        found = getattr(found, "__dict__", {}).get(part)  # Runs no code of the module.
     known = isinstance(found, type) and fields and _fields_of(found) == fields
     return found if known else None
 

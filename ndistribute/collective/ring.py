@@ -371,8 +371,7 @@ class Runner:
         self._end()
 
     def _meet_at(self, reach: int) -> Handle:
-        """Exchange headers with the ranks at a distance of `reach`: send ahead, receive from
-        behind.
+        """Send the header to the rank at distance `reach` ahead; expect one from behind.
 
         If all ranks do so with distance 1, all calls are compared, whatever each rank's schedule.
         """

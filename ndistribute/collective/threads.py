@@ -129,7 +129,7 @@ class ThreadBackend:
         update: Update,
         timeout: float,
     ) -> Any:
-        """Reduce the owned ranges block by block, and update each block while it is in the cache."""
+        """Reduce the owned ranges in blocks, and update each block while it is in the cache."""
 
         def combine(everyone: Sequence[Any]) -> tuple[Sequence[Any], Any]:
             return everyone, prepare()
