@@ -67,6 +67,7 @@ class ProcessInfo:
     listener: socket.socket  # with this socket.
     credentials: Credentials
     entrance: socket.socket | None = None  # Where rank 0 lets the others join, if not there.
+    addresses: Sequence[str] = ()  # Of all processes, where they are known beforehand.
     host: str = field(default_factory=host_identity)  # The same where memory is.
     group: int = field(default_factory=lambda: next(_groups))  # The same on all processes.
 
@@ -104,10 +105,11 @@ def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
     """Describe a process of a cluster whose addresses are known, as from `TF_CONFIG`."""
     # The port comes last: nothing is left open where a setting is wrong.
     credentials, _ = credentials_of(addresses), silence_seconds()
-    listener = listen(addresses[rank], os.environ)
+    listener = _listener_of_this_process(addresses[rank]) or listen(addresses[rank], os.environ)
     # By the name that the others know, but by the port that it is, which may have been any.
     own = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
-    return ProcessInfo(rank, len(addresses), addresses[0], own, listener, credentials)
+    size, first = len(addresses), addresses[0]
+    return ProcessInfo(rank, size, first, own, listener, credentials, addresses=addresses)
 
 
 def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> ProcessInfo:
@@ -138,6 +140,17 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
         on_error.pop_all()
     own = address_of(*listener.getsockname()[:2])
     return ProcessInfo(rank, size, first, own, listener, credentials, entrance)
+
+
+def _listener_of_this_process(address: str) -> socket.socket | None:
+    """Return the socket of an earlier group of this process that is open still, a copy of it.
+
+    Who comes for the other group is sent away by both, and tries again.
+    """
+    for data in list(not_for_forks):
+        if isinstance(data, DataConnections) and (copy := data.listener_at(address)) is not None:
+            return copy
+    return None
 
 
 def outward_address(names: Sequence[str]) -> str:
@@ -218,6 +231,11 @@ class DataConnections:
             with self._changed:
                 self._changed.wait_for(lambda: rank in self._sockets, pause)
         return sock
+
+    def listener_at(self, address: str) -> socket.socket | None:
+        """Return a copy of the socket that listens, if it does so at this address."""
+        listens = self._info.address == address and self._info.listener.fileno() >= 0
+        return self._info.listener.dup() if listens else None
 
     def renew(self, generation: int) -> None:
         """Close all connections: those of the next generation are made anew."""
