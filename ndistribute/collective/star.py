@@ -34,6 +34,7 @@ from ndistribute.transport.connection import (
 )
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen_unix
+from ndistribute.transport.waiting import WaitReport
 
 JOIN = "join"
 """The kind of the first exchange, in which every process says who it is."""
@@ -302,6 +303,7 @@ class Star:
         info, reason = self._info, "there was no time to try"
         hello = Hello(f"worker {info.rank}", "control", "worker 0", details=info.details())
         deadline, pause = time.monotonic() + timeout, threading.Event()
+        report = WaitReport(f"worker {info.rank}")
         while time.monotonic() < deadline:
             connection = None
             try:
@@ -315,6 +317,7 @@ class Star:
                 if isinstance(error, AuthenticationError) or not isinstance(error, OSError):
                     raise
                 reason = f"{error}".rstrip(".")
+                report.tell(f"worker 0 at {info.first} ({reason})")
             pause.wait(timeout=_RETRY_SECONDS)
         raise CollectiveTimeoutError(
             f"worker {info.rank} waited {timeout:g} s for worker 0 at {info.first} to start: "
