@@ -292,6 +292,9 @@ class Star:
             sock.close()  # It tries again, and finds the group that it looks for.
 
     def _welcome(self, rank: int, connection: Connection) -> None:
+        if self._double_of(connection.peer):  # They came at once, before either was known.
+            connection.close()  # It tries again, and is told.
+            return
         stale = self._links.get(rank)
         if stale is not None:  # Before what the new one brings.
             self._drop(rank, stale, "the process connected again.")
