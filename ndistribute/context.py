@@ -8,6 +8,7 @@ strategies, communicators and tapes is said by protocols, so everything above ma
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,10 @@ class StrategyLike(Protocol):
     """What a frame needs of a strategy, and what users of the current one call."""
 
     is_default: bool
+    serial: int
 
+    @property
+    def is_running(self) -> bool: ...
     @property
     def replica_contexts(self) -> tuple[ReplicaContext, ...]: ...
     @property
@@ -95,6 +99,7 @@ class _State(threading.local):
 
     default: ClassVar[StrategyLike]
     seed: ClassVar = np.random.SeedSequence()
+    several: ClassVar[weakref.WeakSet[StrategyLike]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.frames = [Frame(None, None)]
@@ -228,7 +233,11 @@ class ReplicaContext:
     def _frame(self, method: str) -> Frame:
         """Return the thread's frame, having checked that it is this replica's own."""
         frame = _thread.frames[-1]
-        if frame.replica is self or (frame.replica is None and get_replica_context() is self):
+        if frame.replica is self:
+            return frame
+        if frame.replica is None and get_replica_context() is self:
+            if method != "rng":  # Which is of use wherever data is made.
+                refuse_beside_a_step(method)
             return frame
         raise RuntimeError(
             f"{method} of the context of replica {self.replica_id_in_sync_group} was used outside "
@@ -278,6 +287,43 @@ def chosen(strategy: StrategyLike | None) -> StrategyLike | None:
 def register_default_strategy(strategy: StrategyLike) -> None:
     """Say which strategy is current outside any scope."""
     _State.default = strategy
+
+
+def register_several(strategy: StrategyLike) -> None:
+    """Know a strategy of several replicas, in whose steps other threads are no replica."""
+    _State.several.add(strategy)
+
+
+def several() -> list[Any]:
+    """Return the strategies of several replicas that this process has."""
+    return list(_State.several)
+
+
+def refuse_beside_a_step(what: str, used: StrategyLike | None = None) -> None:
+    """Refuse what would act as one replica on a thread that is in none while a step runs.
+
+    Args:
+        what: is done.
+        used: the strategy whose steps count; None: all that have several replicas.
+
+    Raises:
+        RuntimeError: such a step runs; it may have started this thread.
+    """
+    for strategy in several():
+        if strategy.is_running and used in (None, strategy):
+            raise RuntimeError(
+                f"{what} was called on thread {threading.current_thread().name!r}, which is no "
+                f"replica, while {strategy!r} runs a step. If the step started this thread: let it "
+                "compute, and call this in the function that strategy.run executes."
+            )
+
+
+def told_apart(strategy: StrategyLike, current: StrategyLike) -> str:
+    """Return how messages name a strategy beside another one, which may look the same."""
+    if repr(strategy) != repr(current):
+        return f"{strategy!r}"
+    when = "an earlier" if strategy.serial < current.serial else "a later"
+    return f"{when} strategy {strategy!r}"
 
 
 def get_strategy() -> StrategyLike:

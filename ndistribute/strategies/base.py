@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +43,7 @@ __all__ = ["Strategy", "ValueContext"]
 
 # How long `run` waits for another thread's `run` of the same strategy.
 TURN_SECONDS = 600.0
+_serials = itertools.count()
 
 S = TypeVar("S", bound="Strategy")
 T = TypeVar("T")
@@ -95,12 +98,17 @@ class Strategy:
         self._devices = tuple(devices)
         self._resolver = cluster_resolver
         self._workers = workers
-        self._closed = False
+        self.serial = next(_serials)
+        """How many strategies this process made before."""
+        self._process = os.getpid()
+        self._refusal = ""  # Why it runs no steps any more.
         self._turn = threading.RLock()  # Knows its owner, and refuses to be released by others.
         self._user: int | None = None  # The thread that runs a step or closes.
         self._generators: dict[int, Any] = {}
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
+        if self.num_replicas_in_sync > 1:
+            context.register_several(self)
 
     # What a strategy may override.
 
@@ -153,7 +161,7 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """Return who is in the job: None where this process works alone."""
+        """Return who is in the job; None for a strategy that is of one process by its kind."""
         return self._resolver
 
     @property
@@ -164,6 +172,11 @@ class Strategy:
         """
         me = self._resolver
         return me is None or me.task_type == "evaluator" or me.is_chief
+
+    @property
+    def is_running(self) -> bool:
+        """Return True while a step runs."""
+        return self._user is not None
 
     @property
     def replica_contexts(self) -> tuple[ReplicaContext, ...]:
@@ -326,15 +339,20 @@ class Strategy:
     def close(self) -> None:
         """End the replica threads; variables stay readable, `run` does not work any more.
 
+        It says good-bye to servers and workers. A process that was forked from the one which made
+        the strategy closes nothing.
+
         Raises:
             RuntimeError: called inside a replica or a merge_call of this strategy.
         """
+        if os.getpid() != self._process:
+            return
         frame = current_frame()
         if frame.strategy is self and (frame.replica is not None or frame.merging):
             raise RuntimeError(f"close of {self!r} was called inside a step that it runs.")
 
         def end() -> None:
-            self._closed = True
+            self._refusal = "was closed: make a new strategy to run steps."
             self._pool.close()
 
         try:
@@ -376,8 +394,8 @@ class Strategy:
         self._pool = ReplicaPool(group, self._contexts, repr(self))
 
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
-        if self._closed:
-            raise RuntimeError(f"{self!r} was closed: make a new strategy to run steps.")
+        if self._refusal:
+            raise RuntimeError(f"{self!r} {self._refusal}")
         if self._pool.abandoned:  # Nothing could be made in its place at once.
             self._build()
         pool = self._pool
@@ -389,6 +407,15 @@ class Strategy:
                     self._build()
                 finally:
                     pool.close()
+
+    def _let_go(self) -> None:
+        """Refuse steps in a forked child, where the other replicas do not exist."""
+        self._turn, self._user = threading.RLock(), None  # Who held it may not exist either.
+        self._refusal = (
+            f"was made by process {self._process}, of which this one is a fork without its replica "
+            "threads and connections: make a strategy here, or start processes by "
+            "multiprocessing's method 'spawn'."
+        )
 
     def _exclusively(self, use: Callable[[], T]) -> T:
         """Call a function that uses the replicas, while no other one does.
@@ -431,7 +458,16 @@ class Strategy:
             )
         if frame.strategy is not None and frame.strategy is not self:
             raise RuntimeError(
-                f"Mixing different strategies: {method} of {self!r} was called in the scope of "
+                f"Mixing different strategies: {method} of "
+                f"{context.told_apart(self, frame.strategy)} was called in the scope of "
                 f"{frame.strategy!r}. Leave that scope first."
             )
         return frame
+
+
+def _refuse_in_fork() -> None:
+    for strategy in context.several():
+        strategy._let_go()
+
+
+os.register_at_fork(after_in_child=_refuse_in_fork)
