@@ -40,9 +40,8 @@ class StrategyLike(Protocol):
 
     is_default: bool
     serial: int
+    running_on: int | None
 
-    @property
-    def is_running(self) -> bool: ...
     @property
     def replica_contexts(self) -> tuple[ReplicaContext, ...]: ...
     @property
@@ -310,7 +309,7 @@ def refuse_beside_a_step(what: str, used: StrategyLike | None = None) -> None:
         RuntimeError: such a step runs; it may have started this thread.
     """
     for strategy in several():
-        if strategy.is_running and used in (None, strategy):
+        if strategy.running_on is not None and used in (None, strategy):
             raise RuntimeError(
                 f"{what} was called on thread {threading.current_thread().name!r}, which is no "
                 f"replica, while {strategy!r} runs a step. If the step started this thread: let it "

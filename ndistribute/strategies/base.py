@@ -103,7 +103,8 @@ class Strategy:
         self._process = os.getpid()
         self._refusal = ""  # Why it runs no steps any more.
         self._turn = threading.RLock()  # Knows its owner, and refuses to be released by others.
-        self._user: int | None = None  # The thread that runs a step or closes.
+        self.running_on: int | None = None
+        """The thread that runs a step or closes, if one does."""
         self._generators: dict[int, Any] = {}
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
@@ -172,11 +173,6 @@ class Strategy:
         """
         me = self._resolver
         return me is None or me.task_type == "evaluator" or me.is_chief
-
-    @property
-    def is_running(self) -> bool:
-        """Return True while a step runs."""
-        return self._user is not None
 
     @property
     def replica_contexts(self) -> tuple[ReplicaContext, ...]:
@@ -358,7 +354,7 @@ class Strategy:
         try:
             self._exclusively(end)
         finally:
-            if self._user != threading.get_ident():  # Else a step of this thread goes on.
+            if self.running_on != threading.get_ident():  # Else a step of this thread goes on.
                 self._on_close()
 
     experimental_distribute_dataset = _alias("distribute_dataset")
@@ -410,7 +406,7 @@ class Strategy:
 
     def _let_go(self) -> None:
         """Refuse steps in a forked child, where the other replicas do not exist."""
-        self._turn, self._user = threading.RLock(), None  # Who held it may not exist either.
+        self._turn, self.running_on = threading.RLock(), None  # Who held it may not exist either.
         self._refusal = (
             f"was made by process {self._process}, of which this one is a fork without its replica "
             "threads and connections: make a strategy here, or start processes by "
@@ -424,7 +420,7 @@ class Strategy:
             RuntimeError: another thread uses them too long; or this one does, and was interrupted.
         """
         me = threading.get_ident()
-        if self._user == me:
+        if self.running_on == me:
             raise RuntimeError(
                 f"{self!r} was used in the middle of a step by the thread that runs it, as signal "
                 "handlers are: let the handler set a flag or raise, and go on outside of run."
@@ -434,11 +430,11 @@ class Strategy:
                 raise RuntimeError(
                     f"another thread has been running a step of {self!r} for {TURN_SECONDS:g} s."
                 )
-            self._user = me
+            self.running_on = me
             return use()
         finally:
-            if self._user == me:
-                self._user = None
+            if self.running_on == me:
+                self.running_on = None
             try:  # noqa: SIM105 - a call before the release would let an interrupt in.
                 self._turn.release()
             except RuntimeError:

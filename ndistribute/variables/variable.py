@@ -226,7 +226,7 @@ class Variable(ArrayLike):
         frame = context.current_frame()
         current = frame.strategy
         if current is None:
-            if what == "update":
+            if what == "update" and self._strategy.running_on is not None:
                 context.refuse_beside_a_step("apply_gradients", self._strategy)
             return None
         if current is self._strategy:
