@@ -342,14 +342,14 @@ class ControlPlane:
                     raise  # Another process has given up.
                 # Rank 0 is to say who else is.
                 late = self._missing((star.JOIN, 0, BEFORE_ALL)) or [0]
+                missing = self._described(late)
                 if until < deadline:
-                    report.tell(self._described(late) + self._star.refusal)
+                    report.tell(missing)
                     continue
-                who = f"worker{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
                 raise CollectiveTimeoutError(
-                    f"worker {self.rank} waited {timeout:g} s for {who} to start, and to join at "
-                    f"{info.first}.{self._star.refusal} Were all {self.size} "
-                    "processes started, with the same secret, and is that address reachable?",
+                    f"worker {self.rank} waited {timeout:g} s for {missing}.{self._star.refusal} "
+                    f"Were all {self.size} processes started, with the same secret, and is worker "
+                    f"0 reachable from there at {info.first}?",
                     rank=error.rank,
                     op="start",
                 ) from error
