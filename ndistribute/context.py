@@ -98,13 +98,15 @@ class _State(threading.local):
 
     default: ClassVar[StrategyLike]
     seed: ClassVar = np.random.SeedSequence()
-    several: ClassVar[weakref.WeakSet[StrategyLike]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.frames = [Frame(None, None)]
 
 
 _thread = _State()
+
+strategies_of_several: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of several replicas: in their steps other threads are no replica."""
 
 
 class ReplicaContext:
@@ -288,27 +290,9 @@ def register_default_strategy(strategy: StrategyLike) -> None:
     _State.default = strategy
 
 
-def register_several(strategy: StrategyLike) -> None:
-    """Know a strategy of several replicas, in whose steps other threads are no replica."""
-    _State.several.add(strategy)
-
-
-def several() -> list[Any]:
-    """Return the strategies of several replicas that this process has."""
-    return list(_State.several)
-
-
 def refuse_beside_a_step(what: str, used: StrategyLike | None = None) -> None:
-    """Refuse what would act as one replica on a thread that is in none while a step runs.
-
-    Args:
-        what: is done.
-        used: the strategy whose steps count; None: all that have several replicas.
-
-    Raises:
-        RuntimeError: such a step runs; it may have started this thread.
-    """
-    for strategy in several():
+    """Raise RuntimeError while a step of a strategy, or of any, runs: this thread is no replica."""
+    for strategy in list(strategies_of_several):
         if strategy.running_on is not None and used in (None, strategy):
             raise RuntimeError(
                 f"{what} was called on thread {threading.current_thread().name!r}, which is no "

@@ -105,7 +105,7 @@ def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
     """Describe a process of a cluster whose addresses are known, as from `TF_CONFIG`."""
     # The port comes last: nothing is left open where a setting is wrong.
     credentials, _ = credentials_of(addresses), silence_seconds()
-    listener = _listener_of_this_process(addresses[rank]) or listen(addresses[rank], os.environ)
+    listener = _listener_at(addresses[rank])
     # By the name that the others know, but by the port that it is, which may have been any.
     own = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
     size, first = len(addresses), addresses[0]
@@ -142,15 +142,12 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
     return ProcessInfo(rank, size, first, own, listener, credentials, entrance)
 
 
-def _listener_of_this_process(address: str) -> socket.socket | None:
-    """Return the socket of an earlier group of this process that is open still, a copy of it.
-
-    Who comes for the other group is sent away by both, and tries again.
-    """
+def _listener_at(address: str) -> socket.socket:
+    """Return a socket that listens at an address, a copy where a group of this process has one."""
     for data in list(not_for_forks):
-        if isinstance(data, DataConnections) and (copy := data.listener_at(address)) is not None:
-            return copy
-    return None
+        if isinstance(data, DataConnections) and data.listens_at(address):
+            return data.info.listener.dup()  # Who gets to the other group there tries again.
+    return listen(address, os.environ)
 
 
 def outward_address(names: Sequence[str]) -> str:
@@ -187,7 +184,7 @@ class DataConnections:
     """
 
     def __init__(self, info: ProcessInfo) -> None:
-        self._info = info
+        self.info = info
         self._generation = 0
         self._listener: Listener | None = None
         self._sockets: dict[int, socket.socket] = {}
@@ -203,7 +200,7 @@ class DataConnections:
             started: names this start of the group, the same on all processes.
         """
         self._addresses, self._started = addresses, started
-        info, own = self._info, Hello(name=f"worker {self._info.rank}")
+        info, own = self.info, Hello(name=f"worker {self.info.rank}")
         self._listener = Listener(
             [info.listener], info.credentials, own, self._admit, check=self._refusal_of
         )
@@ -221,21 +218,20 @@ class DataConnections:
         while (sock := self._sockets.get(rank)) is None:
             check()
             try:
-                if rank < self._info.rank:
+                if rank < self.info.rank:
                     self._keep(rank, self._connect(rank))
             except AuthenticationError:
                 raise
             except OSError:
                 pass  # It is not that far, and one tries again.
-            pause = _RETRY_SECONDS if rank < self._info.rank else _CHECK_SECONDS
+            pause = _RETRY_SECONDS if rank < self.info.rank else _CHECK_SECONDS
             with self._changed:
                 self._changed.wait_for(lambda: rank in self._sockets, pause)
         return sock
 
-    def listener_at(self, address: str) -> socket.socket | None:
-        """Return a copy of the socket that listens, if it does so at this address."""
-        listens = self._info.address == address and self._info.listener.fileno() >= 0
-        return self._info.listener.dup() if listens else None
+    def listens_at(self, address: str) -> bool:
+        """Return True until `close` if the others come to this address."""
+        return self.info.address == address and self.info.listener.fileno() >= 0
 
     def renew(self, generation: int) -> None:
         """Close all connections: those of the next generation are made anew."""
@@ -247,7 +243,7 @@ class DataConnections:
         """Take no more connections, and close those that there are."""
         if self._listener is not None:
             self._listener.close()
-        self._info.listener.close()
+        self.info.listener.close()
         with self._changed:
             self.let_go()
 
@@ -262,10 +258,10 @@ class DataConnections:
         deadline = time.monotonic() + _ATTEMPT_SECONDS
         address = split_address(self._addresses[rank])
         sock = socket.create_connection(address, timeout=_ATTEMPT_SECONDS)
-        details = self._info.details(started=self._started, generation=self._generation)
-        name, audience = f"worker {self._info.rank}", f"worker {rank}"
+        details = self.info.details(started=self._started, generation=self._generation)
+        name, audience = f"worker {self.info.rank}", f"worker {rank}"
         hello = Hello(name=name, purpose="data", audience=audience, details=details)
-        sock, _ = authenticate(sock, self._info.credentials, hello, deadline=deadline)
+        sock, _ = authenticate(sock, self.info.credentials, hello, deadline=deadline)
         try:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             if sock.recv(1) != _WELCOME:
@@ -299,8 +295,8 @@ class DataConnections:
                 socket.socket.shutdown(stale, socket.SHUT_RDWR)
 
     def _refusal_of(self, hello: Hello) -> str:
-        reason = self._info.refusal_of(hello, joined=True)
-        ours = hello.details.get("group") == self._info.group
+        reason = self.info.refusal_of(hello, joined=True)
+        ours = hello.details.get("group") == self.info.group
         if not reason and ours and hello.details.get("started") != self._started:
             return (
                 "it met another worker 0 than this process: two jobs use the same addresses; give "

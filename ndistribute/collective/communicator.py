@@ -251,18 +251,14 @@ class Communicator:
 
 
 class _Guard:
-    """Yield the call that was numbered last; note that it is over, or what led to its failure.
-
-    Attributes:
-        met: the last call of the step that is over, of those in which all replicas meet.
-    """
+    """Yield the call that was numbered last; note that it is over, or what led to its failure."""
 
     def __init__(self, rank: int, where: StepTracker | None) -> None:
         self.history: deque[Call] = deque(maxlen=8)
         self.is_part, self.meets = False, True
-        self.met = 0
-        self._where = where
+        self.met = 0  # The last call that is over, of those in which all replicas meet.
         self._rank = rank
+        self._where = where
 
     def __enter__(self) -> Call:
         return self.history[-1]

@@ -328,7 +328,6 @@ class _Link:
             problem: Exception = ConnectionLostError("the coordinator is closing.")
             try:
                 connection = connector()
-                report = WaitReport("the coordinator")
                 self.arrive(connection)
                 while not self._queue.closing.is_set():
                     self.finish(connection.receive()[1])
@@ -337,7 +336,8 @@ class _Link:
                 problem = error
                 if connection is None:
                     report.tell(f"{self.name} ({problem})")
-                if connection is not None:
+                else:
+                    report = WaitReport("the coordinator")
                     # A new error, for it is kept, and the frames of this one hold the connection.
                     problem = ConnectionLostError(str(error))
                     connection.abort(str(error))

@@ -98,18 +98,16 @@ class Strategy:
         self._devices = tuple(devices)
         self._resolver = cluster_resolver
         self._workers = workers
-        self.serial = next(_serials)
-        """How many strategies this process made before."""
+        self.serial = next(_serials)  # Those of strategies that were made later are higher.
         self._process = os.getpid()
         self._refusal = ""  # Why it runs no steps any more.
         self._turn = threading.RLock()  # Knows its owner, and refuses to be released by others.
-        self.running_on: int | None = None
-        """The thread that runs a step or closes, if one does."""
+        self.running_on: int | None = None  # The thread that runs a step or closes.
         self._generators: dict[int, Any] = {}
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
         if self.num_replicas_in_sync > 1:
-            context.register_several(self)
+            context.strategies_of_several.add(self)
 
     # What a strategy may override.
 
@@ -335,8 +333,7 @@ class Strategy:
     def close(self) -> None:
         """End the replica threads; variables stay readable, `run` does not work any more.
 
-        It says good-bye to servers and workers. A process that was forked from the one which made
-        the strategy closes nothing.
+        It says good-bye to servers and workers. A forked child closes nothing.
 
         Raises:
             RuntimeError: called inside a replica or a merge_call of this strategy.
@@ -462,7 +459,7 @@ class Strategy:
 
 
 def _refuse_in_fork() -> None:
-    for strategy in context.several():
+    for strategy in list(context.strategies_of_several):
         strategy._let_go()
 
 

@@ -15,23 +15,18 @@ from ndistribute.errors import DistributeError
 from ndistribute.transport.address import split_address
 
 FIRST_SECONDS = 5.0
-SHOWN = 3
-"""How many of those that are missing are named."""
+SHOWN = 3  # Of those that are missing.
 _LOOK_SECONDS = 1.0
 _log = logging.getLogger("ndistribute")
 
 
 class WaitReport:
-    """Log who is waited for: first after 5 s, and again each time the wait has doubled.
-
-    Attributes:
-        due: when the next report is, by the monotonic clock.
-    """
+    """Log who is waited for: first after 5 s, and again each time the wait has doubled."""
 
     def __init__(self, waiter: str, begun: float | None = None) -> None:
         self._waiter = waiter
         self._begun = time.monotonic() if begun is None else begun
-        self.due = self._begun + FIRST_SECONDS
+        self.due = self._begun + FIRST_SECONDS  # When the next one is, by the monotonic clock.
 
     def tell(self, missing: str) -> None:
         """Log who is missing, with the address and the reason, if a report is due."""
