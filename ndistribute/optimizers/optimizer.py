@@ -200,7 +200,8 @@ class Optimizer:
             else:
                 self._update_owned(variables, gradients, replica, summed)
         except BaseException:  # An interrupt, say: the other processes go on and update.
-            if guard is not None:
+            # Where the sum and the update are one call, it says itself whether it is over.
+            if guard is not None and (self._clipping or IndexedSlices in map(type, gradients)):
                 guard.take_back(met)
             raise
 

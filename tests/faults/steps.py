@@ -464,7 +464,7 @@ def interrupted_after_its_sum(rank: int, size: int, who: int, before: str) -> li
     """
     with strategy().scope():
         table = nd.Variable(np.zeros((4, 2)), aggregation="sum")
-        optimizer = nd.optimizers.SGD(1.0)
+        optimizer = nd.optimizers.SGD(1.0, clipvalue=1.0 if before == "update_block" else None)
         optimizer.build([table])
     rows = nd.IndexedSlices(np.ones((1, 2)), np.array([1]), (4, 2))
 
@@ -478,6 +478,8 @@ def interrupted_after_its_sum(rank: int, size: int, who: int, before: str) -> li
             sys.setprofile(interrupt)
         if before == "update_rows":
             optimizer.apply_gradients([(rows, table)])
+        elif before == "update_block":
+            optimizer.apply_gradients([(np.ones((4, 2)), table)])
         else:
             table.assign_add(np.ones((4, 2)))
 

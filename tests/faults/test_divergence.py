@@ -51,7 +51,7 @@ def test_a_failure_in_the_first_step_after_a_recovery_is_one_of_that_step(wire: 
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("before", ["apply_once", "update_rows"])
+@pytest.mark.parametrize("before", ["apply_once", "update_rows", "update_block"])
 def test_an_interrupt_between_a_sum_and_its_application_is_an_error_on_all(
     replicas: int, before: str
 ) -> None:
