@@ -27,6 +27,7 @@ from ndistribute.transport.failure_detector import not_for_forks, silence_second
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
 from ndistribute.transport.secret import Credentials, credentials_of, tls_files
+from ndistribute.transport.waiting import why_unreached
 
 _ATTEMPT_SECONDS = 5.0
 _CHECK_SECONDS = 0.01
@@ -170,10 +171,14 @@ def outward_address(names: Sequence[str]) -> str:
 
 def _own_address_towards(address: str) -> str:
     """Return the address of this host at which replies from another address come in."""
-    found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
-    with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-        probe.connect(found[0][4])  # Sends nothing: it asks the system for the way.
-        return str(probe.getsockname()[0])
+    try:
+        found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
+        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect(found[0][4])  # Sends nothing: it asks the system for the way.
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        why = why_unreached(address, error)
+        raise OSError(f"there is no way from here to {address}: {why}.") from error
 
 
 class DataConnections:
