@@ -8,6 +8,7 @@ strategies, communicators and tapes is said by protocols, so everything above ma
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class StrategyLike(Protocol):
     """What a frame needs of a strategy, and what users of the current one call."""
 
     is_default: bool
+    serial: int
+    running_on: int | None
 
     @property
     def replica_contexts(self) -> tuple[ReplicaContext, ...]: ...
@@ -101,6 +104,9 @@ class _State(threading.local):
 
 
 _thread = _State()
+
+strategies_of_several: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of several replicas: in their steps other threads are no replica."""
 
 
 class ReplicaContext:
@@ -228,7 +234,11 @@ class ReplicaContext:
     def _frame(self, method: str) -> Frame:
         """Return the thread's frame, having checked that it is this replica's own."""
         frame = _thread.frames[-1]
-        if frame.replica is self or (frame.replica is None and get_replica_context() is self):
+        if frame.replica is self:
+            return frame
+        if frame.replica is None and get_replica_context() is self:
+            if method != "rng":  # Which is of use wherever data is made.
+                refuse_beside_a_step(method)
             return frame
         raise RuntimeError(
             f"{method} of the context of replica {self.replica_id_in_sync_group} was used outside "
@@ -278,6 +288,25 @@ def chosen(strategy: StrategyLike | None) -> StrategyLike | None:
 def register_default_strategy(strategy: StrategyLike) -> None:
     """Say which strategy is current outside any scope."""
     _State.default = strategy
+
+
+def refuse_beside_a_step(what: str, used: StrategyLike | None = None) -> None:
+    """Raise RuntimeError while a step of a strategy, or of any, runs: this thread is no replica."""
+    for strategy in list(strategies_of_several):
+        if strategy.running_on is not None and used in (None, strategy):
+            raise RuntimeError(
+                f"{what} was called on thread {threading.current_thread().name!r}, which is no "
+                f"replica, while {strategy!r} runs a step. If the step started this thread: let it "
+                "compute, and call this in the function that strategy.run executes."
+            )
+
+
+def told_apart(strategy: StrategyLike, current: StrategyLike) -> str:
+    """Return how messages name a strategy beside another one, which may look the same."""
+    if repr(strategy) != repr(current):
+        return f"{strategy!r}"
+    when = "an earlier" if strategy.serial < current.serial else "a later"
+    return f"{when} strategy {strategy!r}"
 
 
 def get_strategy() -> StrategyLike:

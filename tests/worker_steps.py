@@ -12,6 +12,7 @@ import numpy as np
 import ndistribute as nd
 from ndistribute.cluster import ClusterSpec, SimpleClusterResolver, resolve
 from tests.kinds import LARGE, context, parts, rank, replica_ids
+from tests.processes import LISTEN
 from tests.worker_kinds import TIMEOUT_SECONDS, join
 
 Counts = tuple[int, ...]
@@ -306,4 +307,20 @@ def one_after_the_other(worker: int, size: int) -> list[float]:
                 v = nd.Variable(turn + worker, aggregation="sum", dtype="f8")
             strategy.run(lambda v=v: v.assign_add(1.0))
         seen.append(float(v))  # It stays readable when its strategy is closed.
+    return seen
+
+
+def two_at_a_time(worker: int, size: int) -> list[float]:
+    """Make strategies while others are open, at an address that no launcher keeps open."""
+    os.close(int(os.environ.pop(LISTEN)))
+    seen = []
+    strategy = nd.MultiWorkerMirroredStrategy(communication_options=OPTIONS)
+    for how in ("auto", "ring"):
+        options = nd.CommunicationOptions(implementation=how, timeout_seconds=30)
+        again = nd.MultiWorkerMirroredStrategy(communication_options=options)
+        for one in (strategy, again, strategy):
+            seen += one.run(lambda: context().all_reduce("sum", worker + 1.0)).values
+        strategy.close()
+        strategy = again  # As a notebook's cell does that runs again.
+    strategy.close()
     return seen

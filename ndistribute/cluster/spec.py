@@ -19,7 +19,7 @@ class ClusterSpec:
 
     Raises:
         TypeError: the description has another form.
-        ValueError: a task's index is negative.
+        ValueError: a task's index is negative, or two tasks have the same address.
 
     >>> cluster = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": {1: "c:2222"}})
     >>> cluster.jobs, cluster.num_tasks("worker"), cluster.task_address("ps", 1)
@@ -41,6 +41,7 @@ class ClusterSpec:
                 "`cluster` must be a dictionary mapping one or more job names to lists of network "
                 f"addresses, or a `ClusterSpec`; got {cluster!r}."
             )
+        _check_distinct(self._jobs)
 
     @property
     def jobs(self) -> list[str]:
@@ -144,6 +145,21 @@ def _tasks(job: Any, tasks: Any) -> dict[int, str]:
         if index < 0:
             raise ValueError(f"All task keys must be 0 or more; job {job!r} has {index}.")
     return {index: _text(address, "task addresses") for index, address in pairs.items()}
+
+
+def _check_distinct(jobs: Mapping[str, Mapping[int, str]]) -> None:
+    """Refuse two tasks at one address; it may be unknown, or have port 0, for any free one."""
+    tasks: dict[str, str] = {}
+    for job, addresses in jobs.items():
+        for index, address in addresses.items():
+            host, _, port = address.removeprefix("grpc://").lower().rpartition(":")
+            place = f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+            other = tasks.setdefault(place, f"{job}:{index}")
+            if other != f"{job}:{index}" and address and port != "0":
+                raise ValueError(
+                    f"{other} and {job}:{index} have the same address {address!r}, and only one "
+                    "process can listen there: give each task a host or a port of its own."
+                )
 
 
 def _text(value: Any, what: str) -> str:

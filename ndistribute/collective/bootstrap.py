@@ -27,6 +27,7 @@ from ndistribute.transport.failure_detector import not_for_forks, silence_second
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
 from ndistribute.transport.secret import Credentials, credentials_of, tls_files
+from ndistribute.transport.waiting import why_unreached
 
 _ATTEMPT_SECONDS = 5.0
 _CHECK_SECONDS = 0.01
@@ -67,6 +68,7 @@ class ProcessInfo:
     listener: socket.socket  # with this socket.
     credentials: Credentials
     entrance: socket.socket | None = None  # Where rank 0 lets the others join, if not there.
+    addresses: Sequence[str] = ()  # Of all processes, where they are known beforehand.
     host: str = field(default_factory=host_identity)  # The same where memory is.
     group: int = field(default_factory=lambda: next(_groups))  # The same on all processes.
 
@@ -104,10 +106,11 @@ def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
     """Describe a process of a cluster whose addresses are known, as from `TF_CONFIG`."""
     # The port comes last: nothing is left open where a setting is wrong.
     credentials, _ = credentials_of(addresses), silence_seconds()
-    listener = listen(addresses[rank], os.environ)
+    listener = _listener_at(addresses[rank])
     # By the name that the others know, but by the port that it is, which may have been any.
     own = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
-    return ProcessInfo(rank, len(addresses), addresses[0], own, listener, credentials)
+    size, first = len(addresses), addresses[0]
+    return ProcessInfo(rank, size, first, own, listener, credentials, addresses=addresses)
 
 
 def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> ProcessInfo:
@@ -140,6 +143,14 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
     return ProcessInfo(rank, size, first, own, listener, credentials, entrance)
 
 
+def _listener_at(address: str) -> socket.socket:
+    """Return a socket that listens at an address, a copy where a group of this process has one."""
+    for data in list(not_for_forks):
+        if isinstance(data, DataConnections) and data.listens_at(address):
+            return data.info.listener.dup()  # Who gets to the other group there tries again.
+    return listen(address, os.environ)
+
+
 def outward_address(names: Sequence[str]) -> str:
     """Return the address by which the hosts of these names, its own among them, reach this one."""
     own = socket.gethostname()
@@ -160,10 +171,14 @@ def outward_address(names: Sequence[str]) -> str:
 
 def _own_address_towards(address: str) -> str:
     """Return the address of this host at which replies from another address come in."""
-    found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
-    with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-        probe.connect(found[0][4])  # Sends nothing: it asks the system for the way.
-        return str(probe.getsockname()[0])
+    try:
+        found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
+        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect(found[0][4])  # Sends nothing: it asks the system for the way.
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        why = why_unreached(address, error)
+        raise OSError(f"there is no way from here to {address}: {why}.") from error
 
 
 class DataConnections:
@@ -174,7 +189,7 @@ class DataConnections:
     """
 
     def __init__(self, info: ProcessInfo) -> None:
-        self._info = info
+        self.info = info
         self._generation = 0
         self._listener: Listener | None = None
         self._sockets: dict[int, socket.socket] = {}
@@ -190,7 +205,7 @@ class DataConnections:
             started: names this start of the group, the same on all processes.
         """
         self._addresses, self._started = addresses, started
-        info, own = self._info, Hello(name=f"worker {self._info.rank}")
+        info, own = self.info, Hello(name=f"worker {self.info.rank}")
         self._listener = Listener(
             [info.listener], info.credentials, own, self._admit, check=self._refusal_of
         )
@@ -208,16 +223,20 @@ class DataConnections:
         while (sock := self._sockets.get(rank)) is None:
             check()
             try:
-                if rank < self._info.rank:
+                if rank < self.info.rank:
                     self._keep(rank, self._connect(rank))
             except AuthenticationError:
                 raise
             except OSError:
                 pass  # It is not that far, and one tries again.
-            pause = _RETRY_SECONDS if rank < self._info.rank else _CHECK_SECONDS
+            pause = _RETRY_SECONDS if rank < self.info.rank else _CHECK_SECONDS
             with self._changed:
                 self._changed.wait_for(lambda: rank in self._sockets, pause)
         return sock
+
+    def listens_at(self, address: str) -> bool:
+        """Return True until `close` if the others come to this address."""
+        return self.info.address == address and self.info.listener.fileno() >= 0
 
     def renew(self, generation: int) -> None:
         """Close all connections: those of the next generation are made anew."""
@@ -229,7 +248,7 @@ class DataConnections:
         """Take no more connections, and close those that there are."""
         if self._listener is not None:
             self._listener.close()
-        self._info.listener.close()
+        self.info.listener.close()
         with self._changed:
             self.let_go()
 
@@ -244,10 +263,10 @@ class DataConnections:
         deadline = time.monotonic() + _ATTEMPT_SECONDS
         address = split_address(self._addresses[rank])
         sock = socket.create_connection(address, timeout=_ATTEMPT_SECONDS)
-        details = self._info.details(started=self._started, generation=self._generation)
-        name, audience = f"worker {self._info.rank}", f"worker {rank}"
+        details = self.info.details(started=self._started, generation=self._generation)
+        name, audience = f"worker {self.info.rank}", f"worker {rank}"
         hello = Hello(name=name, purpose="data", audience=audience, details=details)
-        sock, _ = authenticate(sock, self._info.credentials, hello, deadline=deadline)
+        sock, _ = authenticate(sock, self.info.credentials, hello, deadline=deadline)
         try:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             if sock.recv(1) != _WELCOME:
@@ -281,8 +300,8 @@ class DataConnections:
                 socket.socket.shutdown(stale, socket.SHUT_RDWR)
 
     def _refusal_of(self, hello: Hello) -> str:
-        reason = self._info.refusal_of(hello, joined=True)
-        ours = hello.details.get("group") == self._info.group
+        reason = self.info.refusal_of(hello, joined=True)
+        ours = hello.details.get("group") == self.info.group
         if not reason and ours and hello.details.get("started") != self._started:
             return (
                 "it met another worker 0 than this process: two jobs use the same addresses; give "

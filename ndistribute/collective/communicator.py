@@ -48,6 +48,7 @@ class Communicator:
         calls_made: how many calls this replica made in the current step.
         purpose: what the next calls are for, compared between replicas like all else.
         part_of: the call that the next ones are parts of.
+        guard: knows which calls of the step are over.
         gradient_memory: if not None, called with a dtype and a shape it returns an array that
             `reduce_update` need not copy, or None.
 
@@ -77,12 +78,12 @@ class Communicator:
         self._outputs = Outputs()
         self.gradient_memory: GradientMemory | None = getattr(backend, "gradient_memory", None)
         self._on_gpu = backend.device.kind == "gpu"
-        self._guard = _Guard(backend.rank, where)
+        self.guard = _Guard(backend.rank, where)
 
     def begin(self) -> None:
         """Start a step: calls are numbered from 1 again."""
-        self.calls_made = 0
-        self._guard.history.clear()
+        self.calls_made = self.guard.met = 0
+        self.guard.history.clear()
 
     def all_reduce(self, op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Reduce a nest over all replicas; see `ReplicaContext.all_reduce`."""
@@ -241,7 +242,7 @@ class Communicator:
         """
         if self.part_of is None:
             self.calls_made += 1
-        guard = self._guard
+        guard = self.guard
         guard.is_part, guard.meets = self.part_of is not None, meets
         guard.history.append(
             Call(self.part_of or self.calls_made, kind, op, signature, self.purpose)
@@ -255,6 +256,7 @@ class _Guard:
     def __init__(self, rank: int, where: StepTracker | None) -> None:
         self.history: deque[Call] = deque(maxlen=8)
         self.is_part, self.meets = False, True
+        self.met = 0  # The last call that is over, of those in which all replicas meet.
         self._rank = rank
         self._where = where
 
@@ -268,7 +270,15 @@ class _Guard:
         if error is None and self._where is not None and not self.is_part:
             self._where.finished = self.history[-1].sequence
             if self.meets:
-                self._where.exchanged = self._where.finished
+                self.met = self._where.exchanged = self._where.finished
+
+    def take_back(self, met: int) -> None:
+        """Count no call after one as over in this process: what it was for has failed here.
+
+        The other processes may have done that; so all find the difference when they recover.
+        """
+        if self._where is not None and self.met > met:
+            self._where.exchanged = met
 
 
 def _rows_first(array: Array, axis: int) -> Array:

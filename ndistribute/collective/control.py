@@ -28,6 +28,7 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
+from ndistribute.transport.waiting import SHOWN, WaitReport, shortened, why_absent
 
 # A process that comes later than this is asked whether it comes at all; rank 0 has to answer all.
 _ASK_SECONDS = 0.2
@@ -330,24 +331,41 @@ class ControlPlane:
         """Tell the others who this process is, and learn who they are."""
         info = self._info
         own = json.dumps(info.details(started=secrets.token_hex(8))).encode()
-        try:
-            told = self._meet(star.JOIN, own, left)
-        except CollectiveTimeoutError as error:
-            if self.cause is not None:
-                raise  # Another process has given up.
-            late = self._missing((star.JOIN, 0, BEFORE_ALL)) or [0]  # Who is to say who else is.
-            who = f"worker{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
-            raise CollectiveTimeoutError(
-                f"worker {self.rank} waited {timeout:g} s for {who} to start, and to join at "
-                f"{info.first}.{self._star.refusal} Were all {self.size} "
-                "processes started, with the same secret, and is that address reachable?",
-                rank=error.rank,
-                op="start",
-            ) from error
+        deadline, report = time.monotonic() + left, WaitReport(f"worker {self.rank}")
+        told: list[bytes] = []
+        while not told:
+            try:
+                until = min(deadline, report.due)
+                told = self._meet(star.JOIN, own, until - time.monotonic())
+            except CollectiveTimeoutError as error:
+                if self.cause is not None:
+                    raise  # Another process has given up.
+                # Rank 0 is to say who else is.
+                late = self._missing((star.JOIN, 0, BEFORE_ALL)) or [0]
+                missing = self._described(late)
+                if until < deadline:
+                    report.tell(missing)
+                    continue
+                raise CollectiveTimeoutError(
+                    f"worker {self.rank} waited {timeout:g} s for {missing}.{self._star.refusal} "
+                    f"Were all {self.size} processes started, with the same secret, and is worker "
+                    f"0 reachable from there at {info.first}?",
+                    rank=error.rank,
+                    op="start",
+                ) from error
         self._members = [json.loads(text) for text in told]
         self._star.stop_accepting()
         addresses = [member["address"] for member in self._members]
         self._data.open(addresses, self._members[0]["started"])  # As rank 0 names this start.
+
+    def _described(self, late: Sequence[int]) -> str:
+        """Return who has not joined, and what is found at their addresses."""
+        names, known = [f"worker {rank}" for rank in late], self._info.addresses
+        if not known:  # As under MPI and torchrun.
+            return f"{shortened(names)} to join at {self._info.first}"
+        for place, rank in enumerate(late[:SHOWN]):  # To look may take a second for each.
+            names[place] += f" at {known[rank]} ({why_absent(known[rank])})"
+        return shortened(names)
 
     def _part(self) -> None:
         failure = getattr(sys, "last_value", None)

@@ -34,6 +34,7 @@ from ndistribute.transport.connection import (
 )
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen_unix
+from ndistribute.transport.waiting import WaitReport
 
 JOIN = "join"
 """The kind of the first exchange, in which every process says who it is."""
@@ -291,6 +292,9 @@ class Star:
             sock.close()  # It tries again, and finds the group that it looks for.
 
     def _welcome(self, rank: int, connection: Connection) -> None:
+        if self._double_of(connection.peer):  # They came at once, before either was known.
+            connection.close()  # It tries again, and is told.
+            return
         stale = self._links.get(rank)
         if stale is not None:  # Before what the new one brings.
             self._drop(rank, stale, "the process connected again.")
@@ -302,6 +306,7 @@ class Star:
         info, reason = self._info, "there was no time to try"
         hello = Hello(f"worker {info.rank}", "control", "worker 0", details=info.details())
         deadline, pause = time.monotonic() + timeout, threading.Event()
+        report = WaitReport(f"worker {info.rank}")
         while time.monotonic() < deadline:
             connection = None
             try:
@@ -315,6 +320,7 @@ class Star:
                 if isinstance(error, AuthenticationError) or not isinstance(error, OSError):
                     raise
                 reason = f"{error}".rstrip(".")
+                report.tell(f"worker 0 at {info.first} ({reason})")
             pause.wait(timeout=_RETRY_SECONDS)
         raise CollectiveTimeoutError(
             f"worker {info.rank} waited {timeout:g} s for worker 0 at {info.first} to start: "

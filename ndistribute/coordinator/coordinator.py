@@ -12,10 +12,10 @@ import collections
 import contextlib
 import functools
 import logging
+import math
 import os
 import secrets
 import threading
-import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +32,10 @@ from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.handshake import Hello
 from ndistribute.transport.secret import credentials_of
+from ndistribute.transport.waiting import WaitReport
 
 _TIMEOUT_SECONDS = 60.0
 _PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # Before reconnecting, by consecutive failures.
-_CONNECT_SECONDS = 5.0
 _END_SECONDS = 6.0
 _LONG_SECONDS = 0.02  # Longer closures are not sent in advance.
 _MOST_DEPTH = 8
@@ -327,7 +327,7 @@ class _Link:
                     del self._known[next(iter(self._known))]
 
     def _serve(self, connector: Connector) -> None:
-        failures = 0
+        failures, report = 0, WaitReport("the coordinator")
         while not self._queue.closing.is_set():
             connection: Connection | None = None
             problem: Exception = ConnectionLostError("the coordinator is closing.")
@@ -339,7 +339,10 @@ class _Link:
                     failures = 0
             except Exception as error:
                 problem = error
-                if connection is not None:
+                if connection is None:
+                    report.tell(f"{self.name} ({problem})")
+                else:
+                    report = WaitReport("the coordinator")
                     # A new error, because the frames of this one refer to the connection.
                     problem = ConnectionLostError(str(error))
                     connection.abort(str(error))
@@ -398,14 +401,12 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
     name = f"{me}#{secrets.token_hex(6)}"
 
     def connector(index: int) -> Connection:
-        return connect(
-            cluster.task_address("worker", index),
-            credentials,
-            Hello(name=name, purpose="coordinator", audience=f"worker:{index}"),
-            _outcomes,
-            deadline=time.monotonic() + _CONNECT_SECONDS,
-            sealed=True,
-        )
+        address = cluster.task_address("worker", index)
+        hello = Hello(name=name, purpose="coordinator", audience=f"worker:{index}")
+        try:
+            return connect(address, credentials, hello, _outcomes, deadline=math.inf, sealed=True)
+        except ConnectionLostError as error:
+            raise ConnectionLostError(f"{address}: {error}") from error
 
     indices = cluster.task_indices("worker")
     return {f"worker:{index}": functools.partial(connector, index) for index in indices}

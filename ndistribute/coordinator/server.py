@@ -27,6 +27,7 @@ from ndistribute.transport.address import split_address
 from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.rpc import Peer, RpcServer, Service
 from ndistribute.transport.secret import credentials_of
+from ndistribute.transport.waiting import WaitReport, shortened
 
 _GRACE_SECONDS = 2.0  # A task may close one strategy and open another.
 CUT_SECONDS = 3.0
@@ -86,6 +87,11 @@ class ExitPolicy:
             task[client] = died
             self._last_departure = now
 
+    @property
+    def missing(self) -> list[str]:
+        """Return the tasks that matter and have not come yet."""
+        return [name for name, task in self._tasks.items() if not task]
+
     def outlook(self) -> Outlook | None:
         """Return when the work ends if nothing changes; None while a client is connected."""
         tasks = self._tasks
@@ -95,7 +101,7 @@ class ExitPolicy:
         if not tasks or any(None in task.values() for task in tasks.values()):
             return None
         died = [name for name, task in tasks.items() if task and list(task.values())[-1]]
-        missing = [name for name, task in tasks.items() if not task]
+        missing = self.missing
         if len(missing) == len(tasks):
             lost = f"{', '.join(tasks)} did not come within {self._start_seconds:g} s of the start"
             return Outlook(self._started + self._start_seconds, lost)
@@ -117,8 +123,9 @@ class _Membership:
     sealed: bool
     handle: Callable[..., Any]
 
-    def __init__(self, policy: ExitPolicy) -> None:
+    def __init__(self, name: str, policy: ExitPolicy) -> None:
         self.policy = policy
+        self._report = WaitReport(name)
         self.released = False
         self._changed = threading.Condition()
         self._peers: dict[str, Peer] = {}
@@ -159,7 +166,13 @@ class _Membership:
                 ends = math.inf if outlook is None else outlook.at
                 if min(ends, deadline) <= now:
                     return outlook if ends <= now else None
-                self._changed.wait(min(ends - now, deadline - now, threading.TIMEOUT_MAX))
+                look = math.inf
+                # After a restart, who is missing may have left before.
+                if not self.policy.resumed and (missing := self.policy.missing):
+                    self._report.tell(f"a connection from {shortened(missing)}")
+                    look = self._report.due
+                wake = min(ends, deadline, look, now + threading.TIMEOUT_MAX)
+                self._changed.wait(wake - now)
         return None
 
 
@@ -225,7 +238,7 @@ class Server:
             start_seconds=seconds_of(environ, "NDISTRIBUTE_START_SECONDS", _START_SECONDS),
             return_seconds=seconds_of(environ, "NDISTRIBUTE_RETURN_SECONDS", _RETURN_SECONDS),
         )
-        self._membership = _Membership(policy)
+        self._membership = _Membership(self.name, policy)
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._rpc: RpcServer | None = None

@@ -180,22 +180,30 @@ class Optimizer:
         gradients, variables = _checked(grads_and_vars)
         replica, summed = self._build(variables), skip_gradients_aggregation
         on_servers = isinstance(variables[0], ServedVariable)
-        if not on_servers:
-            gradients = [self._summable(gradient) for gradient in gradients]
-        if replica is not None and not summed and (on_servers or self._clipping):
-            # A norm is known only when the whole sum is.
-            gradients, summed = replica.all_reduce("sum", gradients), True
-        if replica is None or summed:
-            gradients = self._clipping.apply(gradients)
-        if on_servers:
-            self._push(variables, gradients, replica)
-        elif replica is None:
-            opened, rate = self._open(variables)
-            for copies, gradient in zip(opened, gradients, strict=True):
-                for arrays in copies:
-                    self._update_copy(arrays, gradient, rate)
-        else:
-            self._update_owned(variables, gradients, replica, summed)
+        guard = None if replica is None else replica.communicator.guard
+        met = 0 if guard is None else guard.met
+        try:
+            if not on_servers:
+                gradients = [self._summable(gradient) for gradient in gradients]
+            if replica is not None and not summed and (on_servers or self._clipping):
+                # A norm is known only when the whole sum is.
+                gradients, summed = replica.all_reduce("sum", gradients), True
+            if replica is None or summed:
+                gradients = self._clipping.apply(gradients)
+            if on_servers:
+                self._push(variables, gradients, replica)
+            elif replica is None:
+                opened, rate = self._open(variables)
+                for copies, gradient in zip(opened, gradients, strict=True):
+                    for arrays in copies:
+                        self._update_copy(arrays, gradient, rate)
+            else:
+                self._update_owned(variables, gradients, replica, summed)
+        except BaseException:  # An interrupt, say: the other processes go on and update.
+            # Where the sum and the update are one call, it says itself whether it is over.
+            if guard is not None and (self._clipping or IndexedSlices in map(type, gradients)):
+                guard.take_back(met)
+            raise
 
     def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
         """Compute the gradients of a loss and update variables by them.

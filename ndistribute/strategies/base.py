@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +43,7 @@ __all__ = ["Strategy", "ValueContext"]
 
 # How long `run` waits for another thread's `run` of the same strategy.
 TURN_SECONDS = 600.0
+_serials = itertools.count()
 
 S = TypeVar("S", bound="Strategy")
 T = TypeVar("T")
@@ -95,12 +98,16 @@ class Strategy:
         self._devices = tuple(devices)
         self._resolver = cluster_resolver
         self._workers = workers
-        self._closed = False
+        self.serial = next(_serials)  # Those of strategies that were made later are higher.
+        self._process = os.getpid()
+        self._refusal = ""  # Why it runs no steps any more.
         self._turn = threading.RLock()  # Knows its owner, and refuses to be released by others.
-        self._user: int | None = None  # The thread that runs a step or closes.
+        self.running_on: int | None = None  # The thread that runs a step or closes.
         self._generators: dict[int, Any] = {}
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
+        if self.num_replicas_in_sync > 1:
+            context.strategies_of_several.add(self)
 
     # What a strategy may override.
 
@@ -153,7 +160,7 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """Return who is in the job: None where this process works alone."""
+        """Return who is in the job; None for a strategy that is of one process by its kind."""
         return self._resolver
 
     @property
@@ -326,21 +333,25 @@ class Strategy:
     def close(self) -> None:
         """End the replica threads; variables stay readable, `run` does not work any more.
 
+        It says good-bye to servers and workers. A forked child closes nothing.
+
         Raises:
             RuntimeError: called inside a replica or a merge_call of this strategy.
         """
+        if os.getpid() != self._process:
+            return
         frame = current_frame()
         if frame.strategy is self and (frame.replica is not None or frame.merging):
             raise RuntimeError(f"close of {self!r} was called inside a step that it runs.")
 
         def end() -> None:
-            self._closed = True
+            self._refusal = "was closed: make a new strategy to run steps."
             self._pool.close()
 
         try:
             self._exclusively(end)
         finally:
-            if self._user != threading.get_ident():  # Else a step of this thread goes on.
+            if self.running_on != threading.get_ident():  # Else a step of this thread goes on.
                 self._on_close()
 
     experimental_distribute_dataset = _alias("distribute_dataset")
@@ -376,8 +387,8 @@ class Strategy:
         self._pool = ReplicaPool(group, self._contexts, repr(self))
 
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
-        if self._closed:
-            raise RuntimeError(f"{self!r} was closed: make a new strategy to run steps.")
+        if self._refusal:
+            raise RuntimeError(f"{self!r} {self._refusal}")
         if self._pool.abandoned:  # Nothing could be made in its place at once.
             self._build()
         pool = self._pool
@@ -390,6 +401,15 @@ class Strategy:
                 finally:
                     pool.close()
 
+    def _let_go(self) -> None:
+        """Refuse steps in a forked child, where the other replicas do not exist."""
+        self._turn, self.running_on = threading.RLock(), None  # Who held it may not exist either.
+        self._refusal = (
+            f"was made by process {self._process}, of which this one is a fork without its replica "
+            "threads and connections: make a strategy here, or start processes by "
+            "multiprocessing's method 'spawn'."
+        )
+
     def _exclusively(self, use: Callable[[], T]) -> T:
         """Call a function that uses the replicas, while no other one does.
 
@@ -397,7 +417,7 @@ class Strategy:
             RuntimeError: another thread uses them too long; or this one does, and was interrupted.
         """
         me = threading.get_ident()
-        if self._user == me:
+        if self.running_on == me:
             raise RuntimeError(
                 f"{self!r} was used in the middle of a step by the thread that runs it, as signal "
                 "handlers are: let the handler set a flag or raise, and go on outside of run."
@@ -407,11 +427,11 @@ class Strategy:
                 raise RuntimeError(
                     f"another thread has been running a step of {self!r} for {TURN_SECONDS:g} s."
                 )
-            self._user = me
+            self.running_on = me
             return use()
         finally:
-            if self._user == me:
-                self._user = None
+            if self.running_on == me:
+                self.running_on = None
             try:  # noqa: SIM105 - a call before the release would let an interrupt in.
                 self._turn.release()
             except RuntimeError:
@@ -431,7 +451,16 @@ class Strategy:
             )
         if frame.strategy is not None and frame.strategy is not self:
             raise RuntimeError(
-                f"Mixing different strategies: {method} of {self!r} was called in the scope of "
+                f"Mixing different strategies: {method} of "
+                f"{context.told_apart(self, frame.strategy)} was called in the scope of "
                 f"{frame.strategy!r}. Leave that scope first."
             )
         return frame
+
+
+def _refuse_in_fork() -> None:
+    for strategy in list(context.strategies_of_several):
+        strategy._let_go()
+
+
+os.register_at_fork(after_in_child=_refuse_in_fork)

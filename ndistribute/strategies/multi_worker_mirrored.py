@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from ndistribute.cluster import ClusterResolver, resolve
+from ndistribute.cluster import ClusterResolver, ClusterSpec, resolve
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.select import join_workers
 from ndistribute.collective.workers import Workers
@@ -44,7 +44,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         devices: Sequence[str | Device] | None = None,
     ) -> None:
-        resolver = resolve() if cluster_resolver is None else cluster_resolver
+        resolver = cluster_resolver or resolve() or ClusterResolver(ClusterSpec({}))
         own = resolve_devices(devices)
         workers = _join(resolver, own, communication_options or CommunicationOptions())
         if workers is not None:
@@ -63,10 +63,10 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 def _join(
-    resolver: ClusterResolver | None, devices: Sequence[Device], options: CommunicationOptions
+    resolver: ClusterResolver, devices: Sequence[Device], options: CommunicationOptions
 ) -> Workers | None:
     """Meet the other workers, if there are any for this process to meet."""
-    if resolver is None or resolver.task_type == "evaluator" or resolver.num_workers < 2:
+    if resolver.task_type == "evaluator" or resolver.num_workers < 2:
         return None
     rank = resolver.worker_index
     if rank is None:

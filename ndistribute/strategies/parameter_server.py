@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ndistribute import tree
-from ndistribute.cluster import ClusterResolver, resolve
+from ndistribute.cluster import ClusterResolver, ClusterSpec, resolve
 from ndistribute.cluster.resolvers import current_task
 from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.remote_value import keep_until_run
@@ -59,8 +59,8 @@ class _Role:
     coordinated: bool = False  # Whether a chief sends functions to the workers.
 
     @classmethod
-    def of(cls, resolver: ClusterResolver | None) -> _Role:
-        if resolver is None or not resolver.cluster_spec():
+    def of(cls, resolver: ClusterResolver) -> _Role:
+        if not resolver.cluster_spec():
             return cls()
         cluster, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id or 0
         if job == "ps":
@@ -182,10 +182,9 @@ class ParameterServerStrategy(Strategy):
         restore: bool = False,
         _sent: tuple[str, str] | None = None,
     ) -> None:
-        resolver = resolve() if cluster_resolver is None else cluster_resolver
+        resolver = cluster_resolver or resolve() or ClusterResolver(ClusterSpec({}))
         self._role = _Role.of(resolver)
-        self._cluster = None if resolver is None else resolver.cluster_spec() or None
-        self._process = os.getpid()
+        self._cluster = resolver.cluster_spec() or None
         self.timeout_seconds = 600.0 if timeout_seconds is None else float(timeout_seconds)
         """For how long it waits for servers, and its coordinator for workers."""
         if self.timeout_seconds <= 0:
@@ -413,15 +412,6 @@ class ParameterServerStrategy(Strategy):
         """Feed this worker's replicas from a dataset of per-replica batches; see `Strategy`."""
         own = InputContext(*self._role.share, self.num_replicas_in_sync)
         return super().distribute_datasets_from_function(lambda _: dataset_fn(own), options)
-
-    def close(self) -> None:
-        """End the replica threads and say good-bye to the servers.
-
-        What was read last from a variable stays readable. A process that was forked from this one
-        closes nothing.
-        """
-        if os.getpid() == self._process:  # Else all of it, with the threads, is the parent's.
-            super().close()
 
     def _on_close(self) -> None:
         try:

@@ -36,8 +36,9 @@ from ndistribute.transport.failure_detector import FORKED, detector, not_for_for
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.secret import Credentials
 from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
+from ndistribute.transport.waiting import why_unreached
 
-HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_SECONDS = 5.0
 BODY_LIMIT_BYTES = 16 << 30
 CONTROL_LIMIT_BYTES = 1 << 30
 _MOST_BUFFERS = 1 << 20
@@ -102,7 +103,7 @@ def connect(
     except OSError as error:
         if isinstance(error, AuthenticationError | ConnectionLostError):
             raise
-        raise ConnectionLostError(f"{error}") from error
+        raise ConnectionLostError(why_unreached(address, error)) from error
 
 
 def _unix_socket(address: str, deadline: float) -> socket.socket | None:

@@ -26,9 +26,9 @@ from ndistribute.transport.failure_detector import FORKED, detector, silence_sec
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen, listen_unix
 from ndistribute.transport.secret import Credentials
+from ndistribute.transport.waiting import WaitReport
 
 _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds between attempts to connect; the last one repeats.
-_SILENT_SECONDS = 5.0  # After this wait for a server, log a warning.
 _RESTORE_SECONDS = 10.0
 _MOST_CONNECTIONS = 4096
 _log = logging.getLogger("ndistribute")
@@ -50,7 +50,7 @@ class Call:
         self.connection: Connection
         self._number = 0
         self._problem: Exception | None = None  # The reason to send the request again.
-        self._told = False
+        self._report: WaitReport | None = None  # Set once the request must be sent again.
         self._try(self._send)
 
     def result(self, until: float = float("inf")) -> Any:
@@ -108,9 +108,8 @@ class Call:
         """Send the request again after the connection was lost."""
         client, why, now = self._client, f"{self._problem}".rstrip("."), time.monotonic()
         waited, left = now - self._begun, self.deadline - now
-        if waited > _SILENT_SECONDS and not self._told:
-            self._told = True
-            _log.warning("%s waits for %s: %s.", client.name, client.title, why)
+        self._report = self._report or WaitReport(client.name.partition("#")[0], self._begun)
+        self._report.tell(f"{client.title} ({why})")
         if left > 0 and not client._closing.wait(timeout=min(pause, left)):
             self._try(self._send)
             return

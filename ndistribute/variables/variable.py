@@ -226,6 +226,8 @@ class Variable(ArrayLike):
         frame = context.current_frame()
         current = frame.strategy
         if current is None:
+            if what == "update" and self._strategy.running_on is not None:
+                context.refuse_beside_a_step("apply_gradients", self._strategy)
             return None
         if current is self._strategy:
             alone = frame.replica is not None and frame.replica.num_replicas_in_sync == 1
@@ -234,8 +236,9 @@ class Variable(ArrayLike):
         if plain and (what == "read" or frame.replica is None):
             return None
         raise RuntimeError(
-            f"{what} of variable {self.name!r} of {self._strategy!r} under {current!r}: create the "
-            "variable inside the scope of the strategy that uses it."
+            f"{what} of variable {self.name!r}, made by "
+            f"{context.told_apart(self._strategy, current)}, under {current!r}: create variables "
+            "and optimizers inside the scope of the strategy that uses them."
         )
 
     def _write(self, write: Write) -> None:
@@ -256,11 +259,6 @@ class Variable(ArrayLike):
 
     def _write_together(self, write: Write, communicator: Any) -> None:
         """Carry out what the writes of all replicas make, once in each process."""
-        communicator.purpose = f"{write.how} to {self.name!r}"
-        try:
-            combined = write.aggregated(self.aggregation, communicator)
-        finally:
-            communicator.purpose = ""
 
         def apply_once(writes: Sequence[tuple[Variable, Write]]) -> None:
             written, whole = writes[0]
@@ -276,7 +274,17 @@ class Variable(ArrayLike):
                     )
             written._apply(whole)
 
-        communicator.merge(write.how, (self, combined), apply_once)
+        met = communicator.guard.met
+        try:
+            communicator.purpose = f"{write.how} to {self.name!r}"
+            try:
+                combined = write.aggregated(self.aggregation, communicator)
+            finally:
+                communicator.purpose = ""
+            communicator.merge(write.how, (self, combined), apply_once)
+        except BaseException:  # An interrupt, say: the other processes go on and apply it.
+            communicator.guard.take_back(met)
+            raise
 
     def _checked_write(self: V, how: str, value: Any) -> V:
         array = self._cast(how, value)

@@ -51,7 +51,9 @@ def test_the_chief_comes_first_and_servers_have_no_rank(job, index, rank):
     st.fixed_dictionaries(
         {
             "worker": st.lists(
-                st.from_regex(r"[a-z]{1,5}:[1-9][0-9]{0,3}", fullmatch=True), min_size=1
+                st.from_regex(r"[a-z]{1,5}:[1-9][0-9]{0,3}", fullmatch=True),
+                min_size=1,
+                unique=True,
             )
         }
     ),

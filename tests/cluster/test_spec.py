@@ -10,7 +10,17 @@ from ndistribute.cluster import ClusterSpec
 
 ADDRESS = st.from_regex(r"[a-z]{1,8}:[1-9][0-9]{0,3}", fullmatch=True)
 TASKS = st.lists(ADDRESS) | st.dictionaries(st.integers(0, 50), ADDRESS)
-CLUSTERS = st.dictionaries(st.sampled_from(["chief", "worker", "ps", "evaluator"]), TASKS)
+JOBS = st.sampled_from(["chief", "worker", "ps", "evaluator"])
+
+
+def are_distinct(description):
+    addresses = []
+    for tasks in description.values():
+        addresses += tasks.values() if isinstance(tasks, dict) else tasks
+    return len(set(addresses)) == len(addresses)
+
+
+CLUSTERS = st.dictionaries(JOBS, TASKS).filter(are_distinct)
 
 
 @given(CLUSTERS)
@@ -42,6 +52,24 @@ def test_dense_tasks_are_a_list_and_sparse_ones_a_dictionary():
 
 def test_bytes_are_text():
     assert ClusterSpec({b"worker": [b"a:1"]}) == ClusterSpec({"worker": ["a:1"]})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "others"),
+    [
+        ({"worker": ["a:1", "b:1", "a:1"]}, "worker:0 and worker:2"),
+        ({"chief": ["a:1"], "worker": {3: "grpc://A:1"}}, "chief:0 and worker:3"),
+        ({"ps": ["localhost:1"], "worker": ["127.0.0.1:1"]}, "ps:0 and worker:0"),
+    ],
+)
+def test_two_tasks_of_one_address_are_refused_with_what_to_do(cluster, others):
+    with pytest.raises(ValueError, match=f"{others} have the same address .* port of its own"):
+        ClusterSpec(cluster)
+
+
+def test_addresses_that_are_not_known_yet_may_be_equal():
+    cluster = ClusterSpec({"worker": ["a:1", "", ""], "ps": ["localhost:0", "localhost:0"]})
+    assert cluster.num_tasks("worker") == 3
 
 
 def test_a_change_of_what_described_it_does_not_change_it():

@@ -12,6 +12,7 @@ from ndistribute.collective.bootstrap import (
     DataConnections,
     ProcessInfo,
     info_from_addresses,
+    info_from_rank_0,
     outward_address,
 )
 from ndistribute.transport.address import address_of
@@ -35,6 +36,12 @@ def test_a_host_that_nobody_reaches_is_told_so(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     with pytest.raises(OSError, match="add it to /etc/hosts"):
         outward_address(["elsewhere"])
+
+
+def test_a_rank_0_of_an_unknown_name_is_named(monkeypatch):
+    monkeypatch.setenv("NDISTRIBUTE_SECRET", "the secret of this test")
+    with pytest.raises(OSError, match="the name 'no-such-host"):
+        info_from_rank_0("no-such-host.invalid:1", 1, 2)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "soon"])

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -32,7 +33,7 @@ from ndistribute.collective.star import (
     describe_error,
     restore_error,
 )
-from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
+from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 from ndistribute.transport.address import address_of
 from ndistribute.transport.codec import Decoder, encode
 from ndistribute.transport.secret import Credentials
@@ -192,7 +193,7 @@ class Member:
             pass
 
 
-Start = Callable[[int], Member]
+Start = Callable[..., Member]
 
 
 @pytest.fixture
@@ -203,12 +204,11 @@ def start() -> Iterator[Start]:
     credentials = Credentials(b"the secret of this test", "a job", None)
     members: list[Member] = []
 
-    def member(rank: int) -> Member:
-        info = ProcessInfo(
-            rank, 2, addresses[0], addresses[rank], listeners[rank], credentials, group=1
-        )
-        members.append(Member(info))
-        return members[-1]
+    def member(rank: int, host: str = "here") -> Member:
+        who = rank, 2, addresses[0], addresses[rank], listeners[rank], credentials
+        made = Member(ProcessInfo(*who, host=host, group=1))
+        members.append(made)
+        return made
 
     yield member
     for one in reversed(members):
@@ -229,6 +229,31 @@ def test_a_process_that_connects_again_is_heard_on_its_new_connection_alone(star
     all_of_them = {0: b"", 1: b"new"}
     for member in (first, new):
         member.hears(lambda _, message: getattr(message, "passed", None) == all_of_them)
+
+
+def test_of_two_processes_with_one_index_that_come_at_once_the_second_is_refused(
+    start: Start,
+) -> None:
+    """Both were let in, and the first was told that it was lost."""
+    first, goes_on = start(0), threading.Event()
+    first.star._order(0, goes_on.wait, DEADLINE)
+    with ThreadPoolExecutor() as pool:
+        comes = [pool.submit(start, 1, host) for host in ("red", "blue")]
+        deadline = time.monotonic() + DEADLINE
+        while first.star._orders.qsize() < 2 and time.monotonic() < deadline:
+            goes_on.wait(0.001)
+        goes_on.set()
+        errors = [come.exception(DEADLINE) for come in comes]
+    (refused,) = [error for error in errors if error is not None]
+    assert isinstance(refused, AuthenticationError)
+    assert "two processes are worker 1, pid " in str(refused)
+    (member,) = [come.result() for come in comes if come.exception() is None]
+    for rank, one in enumerate((first, member)):
+        one.star.post(joining(rank))
+    while (heard := member.heard.get(timeout=DEADLINE)[1]) and len(
+        getattr(heard, "passed", ())
+    ) < 2:
+        assert not isinstance(heard, Lost)
 
 
 def joined(start: Start) -> list[Member]:

@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import ndistribute as nd
+from ndistribute.strategies import replicas
 
 DEADLINE = 40.0
 SMALL, LARGE = 100, 300_000
@@ -453,3 +454,75 @@ def updated_alone(rank: int, size: int, who: int) -> list[str]:
         except (ValueError, nd.DistributeError) as error:
             raised.append(type(error).__name__)
     return raised
+
+
+def interrupted_after_its_sum(rank: int, size: int, who: int, before: str) -> list[str]:
+    """Interrupt one process before it applies a sum, and return what was raised.
+
+    Args:
+        before: the function in which it is interrupted: others are through by then.
+    """
+    with strategy().scope():
+        table = nd.Variable(np.zeros((4, 2)), aggregation="sum")
+        optimizer = nd.optimizers.SGD(1.0, clipvalue=1.0 if before == "update_block" else None)
+        optimizer.build([table])
+    rows = nd.IndexedSlices(np.ones((1, 2)), np.array([1]), (4, 2))
+
+    def interrupt(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == before:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    def step(number: int) -> None:
+        if (rank, number) == (who, 1):
+            sys.setprofile(interrupt)
+        if before == "update_rows":
+            optimizer.apply_gradients([(rows, table)])
+        elif before == "update_block":
+            optimizer.apply_gradients([(np.ones((4, 2)), table)])
+        else:
+            table.assign_add(np.ones((4, 2)))
+
+    raised: list[str] = []
+    for number in range(5):
+        if "CollectiveMismatchError" in raised:
+            break
+        try:
+            strategy().run(step, args=(number,))
+        except (KeyboardInterrupt, nd.DistributeError) as error:
+            raised.append(type(error).__name__)
+    return raised
+
+
+def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:
+    """Give up a replica of one process, which goes on in a later step; return what came out."""
+    replicas.GRACE_SECONDS = 0.05
+    go_on, over = threading.Event(), threading.Event()
+
+    def failing() -> None:
+        here = context()
+        if here.replica_id_in_sync_group // 2 == who:
+            if here.local_replica_id == 0:
+                raise ArithmeticError("boom")
+            try:
+                go_on.wait(DEADLINE)
+                total()  # Of a step that is over.
+            finally:
+                over.set()
+        total()
+
+    def step(number: int) -> None:
+        total(2 * number)
+        if number == 1 and rank == who and context().local_replica_id == 0:
+            go_on.set()
+            over.wait(DEADLINE)
+        total(2 * number + 1, LARGE)
+        count.assign_add(1.0)
+
+    with strategy().scope():
+        count = nd.Variable(0.0, aggregation="sum")
+    with suppress(ArithmeticError, nd.WorkerLostError):
+        strategy().run(failing)
+    for number in range(4):
+        strategy().run(step, args=(number,))
+    return [float(count)]

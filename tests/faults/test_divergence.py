@@ -48,3 +48,24 @@ def test_a_failure_in_the_first_step_after_a_recovery_is_one_of_that_step(wire: 
             for _, told in outcomes:
                 assert [text.split()[0] for text in told] == ["2", "3", "4"], f"{outcomes}"
                 assert all(text.split()[0] == text.split()[-1] for text in told), f"{outcomes}"
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("before", ["apply_once", "update_rows", "update_block"])
+def test_an_interrupt_between_a_sum_and_its_application_is_an_error_on_all(
+    replicas: int, before: str
+) -> None:
+    """The variables differed from then on, and nobody was told."""
+    with Ranks(2, environ={"FAULTS_REPLICAS": str(replicas)}) as job:
+        for who in range(2):
+            outcomes = job.run(steps.interrupted_after_its_sum, who, before)
+            raised = [outcome.result() for outcome in outcomes]
+            assert "KeyboardInterrupt" in raised[who]
+            assert all(told.count("CollectiveMismatchError") == 1 for told in raised), raised
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_replica_that_was_given_up_breaks_no_later_step_of_the_workers(who: int) -> None:
+    with Ranks(2, environ={"FAULTS_REPLICAS": "2"}) as job:
+        for outcome in job.run(steps.outlived_by_a_replica, who):
+            assert outcome.result() == [16.0]

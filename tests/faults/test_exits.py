@@ -103,7 +103,8 @@ def test_a_fork_that_ends_takes_nothing_with_it_and_can_not_run_steps(tmp_path: 
     with job(tmp_path, body) as started:
         for index, ended in enumerate(started.ended()):
             assert ended.code == 0, ended.output
-            assert f"this process was forked from worker {index}" in ended.output
+            assert f"of worker {index} of 2 was made by process" in ended.output
+            assert "of which this one is a fork" in ended.output
             assert ended.output.rstrip().endswith("True")
 
 

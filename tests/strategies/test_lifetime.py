@@ -24,6 +24,7 @@ from tests.kinds import (
     rank,
     works,
 )
+from tests.transport.ends import forked
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -132,6 +133,105 @@ def test_after_closing_run_is_refused_and_variables_stay(several):
     assert float(v) == 2 + several.num_replicas_in_sync
     assert several.reduce("sum", 1.0) == several.num_replicas_in_sync
     assert not pool_threads()
+
+
+@one_process("workers have a test of their own")
+def test_run_in_a_forked_child_raises_and_closing_there_closes_nothing(several):
+    assert works(several)  # With its threads, which a fork has not.
+
+    def child():
+        with pytest.raises(RuntimeError, match="of which this one is a fork") as caught:
+            several.run(lambda: None)
+        several.close()
+        return str(caught.value)
+
+    assert "make a strategy here" in forked(child)
+    assert works(several)
+
+
+def test_run_raises_in_a_child_that_was_forked_while_another_thread_runs_a_step():
+    begun, over = threading.Event(), threading.Event()
+
+    def step():
+        begun.set()
+        assert over.wait(DEADLINE)
+
+    with mirrored(2) as strategy, in_thread(lambda: strategy.run(step)) as running:
+        assert begun.wait(DEADLINE)
+        assert "of which this one is a fork" in forked(lambda: strategy.run(lambda: None))
+        over.set()
+        running.result(DEADLINE)
+
+
+def test_a_forked_child_runs_on_one_replica_and_makes_strategies_of_its_own():
+    def child():
+        own = mirrored(2)
+        return works(one), works(own)
+
+    with closing(nd.OneDeviceStrategy("cpu:0")) as one, closing(mirrored(3)) as other:
+        assert works(other)
+        assert forked(child) == (True, True)
+
+
+def test_a_strategy_is_told_from_an_earlier_one_that_looks_the_same():
+    with closing(mirrored(2)) as first, closing(mirrored(2)) as again:
+        with first.scope():
+            w = nd.Variable([1.0, 1.0])
+            optimizer = nd.optimizers.SGD(1.0)
+        first.run(lambda: optimizer.apply_gradients([([1.0, 1.0], w)]))
+        by_earlier = r"made by an earlier strategy MirroredStrategy\(.*\), under Mirrored"
+        with pytest.raises(RuntimeError, match=f"variable 'Variable', {by_earlier}"):
+            again.run(lambda: w + 1)
+        with again.scope():
+            w = nd.Variable([1.0, 1.0])
+            with pytest.raises(RuntimeError, match="run of an earlier strategy"):
+                first.run(lambda: None)
+        with pytest.raises(RuntimeError, match=f"{by_earlier}.*: create variables and optimizers"):
+            again.run(lambda: optimizer.apply_gradients([([1.0, 1.0], w)]))
+        with pytest.raises(RuntimeError, match="made by a later strategy"):
+            first.run(lambda: w + 1)
+
+
+def _draw():
+    return context().rng.random()
+
+
+CALLS = {
+    "all_reduce": lambda: context().all_reduce("sum", 1.0),
+    "all_gather": lambda: context().all_gather([1.0], axis=0),
+    "merge_call": lambda: context().merge_call(lambda _: None),
+}
+
+
+@pytest.mark.parametrize("name", [*CALLS, "apply_gradients"])
+def test_a_thread_that_a_step_starts_is_no_replica(several, name):
+    with several.scope():
+        w = nd.Variable([1.0, 1.0])
+        optimizer = nd.optimizers.SGD(1.0)
+    call = CALLS.get(name, lambda: optimizer.apply_gradients([([1.0, 1.0], w)]))
+
+    def step():
+        with (
+            in_thread(call) as answer,
+            pytest.raises(RuntimeError, match=f"{name} was called on thread .*which is no rep"),
+        ):
+            answer.result(DEADLINE)
+        with in_thread(_draw) as drawn:
+            return drawn.result(DEADLINE)
+
+    several.run(step)
+    assert w.numpy().tolist() == [1.0, 1.0]
+
+
+def test_while_no_step_of_several_replicas_runs_each_thread_is_a_replica_of_its_own():
+    def step():
+        with in_thread(meet) as answer:
+            return answer.result(DEADLINE)
+
+    with closing(mirrored(2)), closing(nd.OneDeviceStrategy("cpu:0")) as one:
+        assert one.run(step).values == (1.0,)
+        with in_thread(meet) as answer:
+            assert answer.result(DEADLINE) == 1.0
 
 
 def test_a_strategy_of_one_replica_closes_too():

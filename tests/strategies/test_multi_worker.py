@@ -182,3 +182,9 @@ def test_workers_with_different_options_are_told_so(name: str, values: list[Any]
         texts = {outcome.result() for outcome in workers.run(unlike, name, values)}
     (text,) = texts
     assert f"{values[1]!r}" in text
+
+
+def test_two_strategies_over_one_tf_config_work_at_a_time():
+    with Ranks(3) as ranks:
+        for outcome in ranks.run(worker_steps.two_at_a_time):
+            assert outcome.result() == [6.0] * 6

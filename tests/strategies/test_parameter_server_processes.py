@@ -210,7 +210,7 @@ def test_a_worker_drops_strategies_that_the_chief_has_dropped(job: Job) -> None:
     def strategies() -> int:
         gc.collect()
         kind = nd.ParameterServerStrategy
-        return sum(isinstance(one, kind) and not one._closed for one in gc.get_objects())
+        return sum(isinstance(one, kind) and not one._refusal for one in gc.get_objects())
 
     def add(variable: nd.Variable) -> float:
         return float(variable.assign_add(1.0))

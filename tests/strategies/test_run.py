@@ -219,4 +219,17 @@ def test_a_strategy_shows_its_devices(strategy):
 
 @one_process("several processes have one")
 def test_a_strategy_of_one_process_has_no_cluster(strategy):
-    assert strategy.cluster_resolver is None
+    resolver = strategy.cluster_resolver
+    assert resolver is None or not resolver.cluster_spec()
+
+
+@pytest.mark.parametrize("kind", [nd.MultiWorkerMirroredStrategy, nd.ParameterServerStrategy])
+def test_a_strategy_of_clusters_has_a_resolver_also_where_it_is_alone(kind, monkeypatch):
+    for name in ("TF_CONFIG", "PMI_RANK", "RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    with kind() as strategy:
+        resolver = strategy.cluster_resolver
+        assert (resolver.task_type, resolver.task_id, resolver.num_workers) == (None, None, 1)
+        assert resolver.is_chief
+        assert strategy.is_chief
+        assert resolver.master() == ""

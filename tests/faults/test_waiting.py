@@ -1,0 +1,135 @@
+"""What a process that waits for others writes: who is missing, at which address, and why."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ndistribute as nd
+from tests.faults.jobs import config, job
+
+FIRST = 0.1
+IDENTITY = {"NDISTRIBUTE_JOB_ID": "waiting", "NDISTRIBUTE_START_SECONDS": "1"}
+BODY = f"""
+    import ndistribute as nd
+    from ndistribute.transport import waiting
+    waiting.FIRST_SECONDS = {FIRST}
+    options = nd.CommunicationOptions(timeout_seconds=1)
+    nd.MultiWorkerMirroredStrategy(communication_options=options)
+"""
+SERVERS = f"""
+    import ndistribute as nd
+    from ndistribute.transport import waiting
+    waiting.FIRST_SECONDS = {FIRST}
+    me = nd.TFConfigClusterResolver()
+    if me.task_type == "chief":
+        strategy = nd.ParameterServerStrategy(timeout_seconds=1)
+        with strategy, nd.ClusterCoordinator(strategy, timeout_seconds=1) as coordinator:
+            coordinator.schedule(lambda: None)
+            coordinator.join()
+    else:
+        nd.Server(me.cluster_spec(), me.task_type, me.task_id).join()
+"""
+
+
+@pytest.fixture
+def free() -> Iterator[str]:
+    """Return an address where nothing listens, and nothing else will."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.fixture
+def mute() -> Iterator[str]:
+    """Return an address at which another program listens, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def said(folder: Path, addresses: list[str], rank: int) -> str:
+    """Return what one worker of a cluster writes that nobody else joins."""
+    environ = {"TF_CONFIG": config(addresses, rank), "NDISTRIBUTE_LISTEN_FD": ""}
+    with job(folder, BODY, [environ]) as started:
+        (ended,) = started.ended()
+    assert ended.code == 1
+    assert "CollectiveTimeoutError" in ended.output
+    return ended.output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_not_started_is_named_with_its_address(
+    tmp_path: Path, free: str, rank: int
+) -> None:
+    addresses = [free, free]
+    addresses[rank] = "127.0.0.1:0"
+    output = said(tmp_path, addresses, rank)
+    assert f"for worker {1 - rank} at {free} (nothing listens there: Connection ref" in output
+
+
+def test_reports_come_at_growing_intervals(tmp_path: Path, free: str) -> None:
+    output = said(tmp_path, [free, "127.0.0.1:0"], 1)
+    assert 1 <= output.count("worker 1 has waited") <= 6, output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_nobody_knows_is_named(tmp_path: Path, rank: int) -> None:
+    addresses = ["no-such-host.invalid:1234"] * 2
+    addresses[rank] = "127.0.0.1:0"
+    output = said(tmp_path, addresses, rank)
+    assert "at no-such-host.invalid:1234 (the name 'no-such-host.invalid' is not found" in output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_program_at_the_address_is_told(tmp_path: Path, mute: str, rank: int) -> None:
+    addresses = [mute, mute]
+    addresses[rank] = "127.0.0.1:0"
+    output = said(tmp_path, addresses, rank)
+    why = [
+        "(something listens there, but has not joined: it is still st",
+        "It may have stopped, or",
+    ]
+    assert f"worker {rank} has waited" in output
+    assert why[rank] in output
+
+
+def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path: Path) -> None:
+    addresses = ["127.0.0.1:0", *(f"127.0.0.1:{port}" for port in range(1, 9))]
+    output = said(tmp_path, addresses, 0)
+    assert (
+        "worker 3 at 127.0.0.1:3 (nothing listens there: Connection refused) and 5 more" in output
+    )
+
+
+def task_said(folder: Path, cluster: dict[str, list[str]], job_name: str) -> str:
+    """Return what the only task of a job writes."""
+    me = {"cluster": cluster, "task": {"type": job_name, "index": 0}}
+    environ = {"TF_CONFIG": json.dumps(me), "NDISTRIBUTE_LISTEN_FD": "", **IDENTITY}
+    with job(folder, SERVERS, [environ]) as started:
+        (ended,) = started.ended()
+    assert "WorkerLostError" in ended.output, ended.output
+    return ended.output
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path, free: str) -> None:
+    output = task_said(tmp_path, {"chief": ["127.0.0.1:0"], "ps": [free]}, "chief")
+    assert f"chief:0 has waited 0 s for ps:0 at {free} (nothing listens there" in output
+
+
+def test_a_worker_that_a_coordinator_misses_is_named(tmp_path: Path, free: str) -> None:
+    cluster = {"chief": ["127.0.0.1:0"], "ps": ["127.0.0.1:0"], "worker": [free]}
+    environ = {"NDISTRIBUTE_SECRET": "the secret of this test", **IDENTITY}
+    with nd.Server(cluster, "ps", 0, environ=environ) as server:
+        output = task_said(tmp_path, {**cluster, "ps": [server.target]}, "chief")
+    assert f"coordinator has waited 0 s for worker:0 ({free}: nothing listens there" in output
+
+
+@pytest.mark.parametrize("who", ["ps", "worker"])
+def test_who_serves_a_chief_that_does_not_come_says_so(tmp_path: Path, who: str) -> None:
+    cluster = {"chief": ["127.0.0.1:0"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0"]}
+    output = task_said(tmp_path, cluster, who)
+    assert f"{who}:0 has waited 0 s for a connection from chief:0." in output
