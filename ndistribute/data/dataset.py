@@ -11,7 +11,7 @@ from typing import Any
 
 from ndistribute import tree
 from ndistribute.data import files, selections, sources, transformations
-from ndistribute.data.arguments import at_least, index_below
+from ndistribute.data.arguments import at_least, function, index_below, integer
 from ndistribute.data.elements import Element
 from ndistribute.data.options import InputOptions
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, Node, Pass, run
@@ -108,7 +108,9 @@ class Dataset:
         >>> [batch.tolist() for batch in Dataset.range(9).batch(4)]
         [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
         """
-        return cls(sources.numbers(range(*args)))
+        return cls(
+            sources.numbers(range(*(integer(each, "range: each argument") for each in args)))
+        )
 
     @classmethod
     def zip(cls, datasets: Any) -> Dataset:
@@ -136,7 +138,8 @@ class Dataset:
         """
         if num_parallel_calls is not None and num_parallel_calls != transformations.AUTOTUNE:
             num_parallel_calls = at_least(1, num_parallel_calls, "map: num_parallel_calls")
-        return self._then(transformations.mapped(self._node, fn, num_parallel_calls))
+        call = function(fn, "map: fn")
+        return self._then(transformations.mapped(self._node, call, num_parallel_calls))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Keep the elements for which ``predicate(element)`` is true.
@@ -144,7 +147,8 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(5).filter(lambda x: x % 2)]
         [1, 3]
         """
-        return self._then(transformations.filtered(self._node, predicate))
+        keep = function(predicate, "filter: predicate")
+        return self._then(transformations.filtered(self._node, keep))
 
     def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
         """Join each `n` successive elements along a new leading axis.

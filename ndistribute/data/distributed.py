@@ -44,6 +44,7 @@ def distribute(
     """
     if isinstance(dataset, DistributedDataset):
         raise ValueError("distribute_dataset got a dataset that is distributed already.")
+    _check_options(options, "distribute_dataset")
     node = as_dataset(dataset).node
     if node.batched is False:
         raise ValueError(f"distribute_dataset got an unbatched dataset. {BATCH_IT}")
@@ -73,6 +74,12 @@ def distribute_from_function(
     >>> [[piece.tolist() for piece in step.values] for step in dataset]
     [[[0], [1]], [[2], []]]
     """
+    _check_options(options, "distribute_datasets_from_function")
+    if not callable(fn):
+        raise TypeError(
+            f"distribute_datasets_from_function needs a function, got {fn!r}. Pass one that takes "
+            "an InputContext and returns a dataset, or call distribute_dataset."
+        )
     context = InputContext(place.num_workers, place.worker_index, place.num_replicas)
     node = as_dataset(fn(context)).node
     return DistributedDataset(node, place, Sharding.FUNCTION, options or _options_of(node))
@@ -109,6 +116,11 @@ class DistributedDataset:
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._node, self._place, self._sharding, self._depth)
+
+
+def _check_options(options: Any, what: str) -> None:
+    if options is not None and not isinstance(options, InputOptions):
+        raise TypeError(f"{what}: options must be InputOptions(...) or None, got {options!r}.")
 
 
 def _options_of(node: Node) -> InputOptions:

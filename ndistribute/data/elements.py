@@ -21,6 +21,7 @@ __all__ = [
     "as_batch",
     "as_element",
     "call_with",
+    "is_frame",
     "leading_length",
     "read_only",
     "stack",
@@ -114,6 +115,11 @@ def unstack(batch: Element, length: int) -> Iterator[Element]:
         yield tree.unflatten(batch, [leaf[row] for leaf in leaves])
 
 
+def is_frame(value: Any) -> bool:
+    """Return True for a table with named columns, such as a DataFrame of pandas or polars."""
+    return hasattr(value, "columns") and hasattr(value, "to_numpy")
+
+
 def leading_length(leaves: Sequence[Leaf], what: str, remedy: str) -> int:
     """Return the number of rows of a batch.
 
@@ -158,6 +164,11 @@ def _convert(value: Any, nests: Callable[[list[Any]], bool]) -> Element:
         raise ValueError(
             "a dataset's element has a leaf that is None; a leaf must be an array or a number. "
             "Check that the function given to map or from_generator returns its result."
+        )
+    if is_frame(value):
+        raise ValueError(
+            f"a {type(value).__name__} is a table, not an array. Give dict(frame) for one array a "
+            "column, or frame.to_numpy() for one array of all of them."
         )
     try:
         return _leaf(as_array(value))

@@ -10,7 +10,6 @@ import dataclasses
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
@@ -66,8 +65,11 @@ def find_files(paths: Any) -> tuple[str, ...]:
     >>> find_files(["b.npy", "a.npy"])
     ('b.npy', 'a.npy')
     """
-    several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found = [path for item in several for path in _matches(os.fspath(item))]
+    several = [paths] if isinstance(paths, str | os.PathLike) else paths
+    try:
+        found = [path for item in several for path in _matches(os.fspath(item))]
+    except TypeError:
+        raise TypeError(f"from_files needs paths or patterns, got {paths!r}.") from None
     if not found:
         raise ValueError("from_files needs at least one path, or a pattern such as 'train-*.npy'.")
     return tuple(found)
@@ -155,20 +157,45 @@ def _read_npz(path: str) -> dict[str, npt.NDArray[Any]]:
 
 def _read_csv(path: str) -> npt.NDArray[np.float64]:
     """Read numbers separated by commas; a first line that holds none is a header."""
-    with open(path, encoding="utf-8") as lines:
-        header = not _numbers(next(lines, ""))
-        lines.seek(0)
-        rows = [line for line in islice(lines, int(header), None) if line.strip()]
+    with open(path, encoding="utf-8-sig") as lines:
+        first = next(lines, "")
+        header = not any(map(_is_number, first.split(",")))
+        rows = [line for line in ([] if header else [first]) + list(lines) if line.strip()]
     if not rows:
         return np.empty((0, 0))
-    return np.loadtxt(rows, delimiter=",", ndmin=2)
-
-
-def _numbers(line: str) -> bool:
     try:
-        return bool([float(cell) for cell in line.split(",")])
+        return np.loadtxt(rows, delimiter=",", ndmin=2)
+    except ValueError as error:
+        raise ValueError(_fault_of_csv(path, header) or f"{path}: {error}") from error
+
+
+def _fault_of_csv(path: str, header: bool) -> str | None:
+    """Return what is wrong with the first line that is no row of numbers, and where it is."""
+    with open(path, encoding="utf-8-sig") as lines:
+        width = 0
+        for number, line in enumerate(lines, 1):
+            cells = line.partition("#")[0].split(",")
+            if (header and number == 1) or not "".join(cells).strip():
+                continue
+            where = f"{path}, line {number}:"
+            for column, cell in enumerate(cells, 1):
+                if not _is_number(cell):
+                    return (
+                        f"{where} column {column} is {cell.strip()!r}, which is no number. Correct "
+                        "it, or pass reader=fn to from_files to read such files."
+                    )
+            width = width or len(cells)
+            if len(cells) != width:
+                return f"{where} {len(cells)} column(s), where the lines before it have {width}."
+    return None
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
     except ValueError:
         return False
+    return True
 
 
 _READERS: dict[str, Reader] = {".npy": _read_npy, ".npz": _read_npz, ".csv": _read_csv}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from ndistribute.data.arguments import at_least
+
 __all__ = ["AutoShardPolicy", "InputContext", "InputOptions"]
 
 
@@ -62,10 +64,8 @@ class InputOptions:
                 f"auto_shard_policy must be one of {names}, got {self.auto_shard_policy!r}."
             ) from None
         object.__setattr__(self, "auto_shard_policy", policy)
-        if self.prefetch is not None and self.prefetch < 0:
-            raise ValueError(
-                f"prefetch must be 0 or more steps, or None to choose by kind, got {self.prefetch}."
-            )
+        if self.prefetch is not None:
+            at_least(0, self.prefetch, "InputOptions: prefetch")
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class InputContext:
         >>> InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(64)
         32
         """
+        at_least(1, global_batch_size, "get_per_replica_batch_size: global_batch_size")
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
                 f"get_per_replica_batch_size: the global batch size {global_batch_size} is not a "

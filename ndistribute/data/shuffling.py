@@ -7,7 +7,6 @@ written down as a few numbers.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from itertools import islice
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ndistribute.context import current_seed
+from ndistribute.data.arguments import integer
 from ndistribute.data.elements import Element
 from ndistribute.data.pipeline import Node, Pass, Seeds, upstream
 from ndistribute.data.rows import Rows, SelectedRows, StreamedRows
@@ -99,7 +99,7 @@ def entropy_of(seed: int | None) -> int:
     7
     """
     if seed is not None:
-        return operator.index(seed) & (1 << 64) - 1
+        return integer(seed, "shuffle: seed") & (1 << 64) - 1
     # A grandchild: replicas draw from sequences of the form of its children.
     own = current_seed().spawn(1)[0].spawn(1)[0]
     return int(own.generate_state(1, np.uint64)[0])

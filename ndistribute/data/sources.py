@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.data.elements import Element, as_batch, as_element, leading_length, read_only
+from ndistribute.data.elements import (
+    Element,
+    as_batch,
+    as_element,
+    is_frame,
+    leading_length,
+    read_only,
+)
 from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, Node, Pass
 from ndistribute.data.rows import ArrayRows, RangeRows, Rows, elements_of
 
@@ -68,25 +75,36 @@ def foreign(batches: Any) -> Node:
     Raises:
         ValueError: it can be iterated once only, or is no collection of batches.
     """
+    kind = type(batches).__name__
+    if isinstance(batches, tuple):
+        raise ValueError(
+            f"a dataset is expected, got a tuple of {len(batches)}. For arrays whose rows belong "
+            "together write Dataset.from_tensor_slices((x, y)).batch(global_batch_size); batches "
+            "that are made already go in a list."
+        )
+    if is_frame(batches):
+        raise ValueError(
+            f"a dataset is expected, got a {kind}. For one array a column write "
+            "Dataset.from_tensor_slices(dict(frame)).batch(global_batch_size)."
+        )
     if isinstance(batches, np.ndarray | Mapping | str | bytes):
         raise ValueError(
-            f"a dataset is expected, got {type(batches).__name__}. Make one of it with "
-            "Dataset.from_tensor_slices(...).batch(...)."
+            f"a dataset is expected, got {kind}. Make one of it with "
+            "Dataset.from_tensor_slices(...).batch(global_batch_size)."
         )
     if not hasattr(batches, "__iter__"):
         raise ValueError(
-            "a dataset is expected, or something to iterate over again and again, got "
-            f"{type(batches).__name__}."
+            f"a dataset is expected, or something to iterate over again and again, got {kind}."
         )
     if hasattr(batches, "__next__"):
         raise ValueError(
-            f"a dataset is expected, got {type(batches).__name__}, which can be iterated only "
-            "once. Give the function that makes it to Dataset.from_generator."
+            f"a dataset is expected, got {kind}, which can be iterated only once. Give the "
+            "function that makes it to Dataset.from_generator."
         )
     return Node(
         elements=lambda current, start: map(as_batch, islice(batches, start, None)),
         cardinality=_length(batches),
-        runs_user_code=not isinstance(batches, list | tuple),
+        runs_user_code=not isinstance(batches, list),
     )
 
 

@@ -18,8 +18,10 @@ from ndistribute.data import (
     UNKNOWN_CARDINALITY,
     Dataset,
     InputOptions,
+    as_dataset,
 )
 from ndistribute.data.pipeline import Pass
+from tests.data.workers import cpus, distribute
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -305,11 +307,48 @@ def test_parallel_map_keeps_the_order():
         (lambda d: d.concatenate(iter([1])), "only once"),
         (lambda d: d.concatenate(np.zeros(3)), "from_tensor_slices"),
         (lambda d: Dataset.zip(()), "at least one dataset"),
+        (lambda d: d.concatenate((np.zeros(3), np.zeros(3))), r"slices\(\(x, y\)\)\.batch\("),
+        (lambda d: d.batch("8"), "batch: n must be an integer, got '8'"),
+        (lambda d: d.batch(2.0), "batch: n must be an integer, got 2.0"),
+        (lambda d: d.shuffle("a"), "shuffle: buffer_size must be an integer, got 'a'"),
+        (lambda d: d.shuffle(3, seed="a"), "shuffle: seed must be an integer, got 'a'"),
+        (lambda d: d.take(None), "take: count must be an integer, got None"),
+        (lambda d: d.repeat(1.5), "repeat: count must be an integer, got 1.5"),
+        (lambda d: d.map(3), "map: fn must be a function, got 3"),
+        (lambda d: d.filter(None), "filter: predicate must be a function, got None"),
+        (lambda d: Dataset.range(1.5), "range: each argument must be an integer, got 1.5"),
+        (lambda d: Dataset.from_files(3), "paths or patterns, got 3"),
     ],
 )
 def test_a_wrong_argument_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call(Dataset.range(4))
+
+
+class Frame:
+    """Has of a DataFrame what marks it as one; iterating gives the names of its columns."""
+
+    columns = ("x", "y")
+
+    def __iter__(self):
+        return iter(self.columns)
+
+    def to_numpy(self):
+        return np.zeros((3, 2))
+
+
+@pytest.mark.parametrize("make", [Dataset.from_tensor_slices, Dataset.from_tensors, as_dataset])
+def test_a_table_is_refused_with_what_to_write(make):
+    with pytest.raises(ValueError, match=r"dict\(frame\)"):
+        make(Frame())
+
+
+def test_the_columns_of_a_dataframe_are_a_dataset():
+    frame = pytest.importorskip("pandas").DataFrame({"x": [1, 2], "y": [3.0, 4.0]})
+    (batch,) = Dataset.from_tensor_slices(dict(frame)).batch(2)
+    assert (batch["x"].tolist(), batch["y"].tolist()) == ([1, 2], [3.0, 4.0])
+    with pytest.raises(ValueError, match=r"dict\(frame\)"):
+        distribute(frame, cpus(1))
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,21 @@ def test_what_can_be_iterated_only_once_is_refused():
         distribute(distribute(Dataset.range(2).batch(1), cpus(1)), cpus(1))
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: distribute((np.zeros(4), np.zeros(4)), cpus(1)), "got a tuple of 2"),
+        (lambda: distribute({"x": np.zeros(4)}, cpus(1)), "got dict"),
+        (lambda: distribute(Dataset.range(4).batch(2), cpus(1), "file"), "InputOptions.* 'file'"),
+        (lambda: distribute_from_function(Dataset.range(4), cpus(1)), "needs a function"),
+        (lambda: distribute_from_function(list, cpus(1), 3), "InputOptions.* got 3"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_what_to_write(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
 def test_an_empty_dataset_yields_nothing():
     for empty in (Dataset.range(0).batch(4), Dataset.from_generator(lambda: iter(())), []):
         assert pieces(distribute(empty, cpus(2))) == []

@@ -41,6 +41,26 @@ def test_a_csv_file_without_rows_has_no_elements(tmp_path, content):
     assert list(Dataset.from_files(tmp_path / "a.csv")) == []
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("x,y\n1,2\n\n3,4;5\n", r"a\.csv, line 4: column 2 is '4;5', which is no number"),
+        ("1,2\n3,\n", r"a\.csv, line 2: column 2 is ''"),
+        ("1,\n3,4\n", r"a\.csv, line 1: column 2 is ''"),
+        ("1,2\n3,4\n5\n", r"a\.csv, line 3: 1 column\(s\), where the lines before it have 2"),
+    ],
+)
+def test_an_error_in_a_csv_file_names_the_file_and_the_line(tmp_path, content, message):
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        list(Dataset.from_files(tmp_path / "a.csv"))
+
+
+def test_a_mark_of_the_byte_order_is_no_header(tmp_path):
+    (tmp_path / "a.csv").write_text("1,2\n3,4\n", encoding="utf-8-sig")
+    assert [row.tolist() for row in Dataset.from_files(tmp_path / "a.csv")] == [[1, 2], [3, 4]]
+
+
 def test_a_reader_may_yield_elements_one_by_one(tmp_path):
     for name, text in (("a.txt", "1 2\n3 4\n"), ("b.txt", "5 6\n")):
         (tmp_path / name).write_text(text)

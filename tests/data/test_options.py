@@ -18,7 +18,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones():
 
 
 def test_prefetch_is_not_negative():
-    with pytest.raises(ValueError, match="prefetch must be 0 or more"):
+    with pytest.raises(ValueError, match="InputOptions: prefetch must be at least 0, got -1"):
         InputOptions(prefetch=-1)
 
 
