@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ndistribute import tree
-from ndistribute.data import files, selections, sources, transformations
-from ndistribute.data.arguments import at_least, function, index_below, integer
+from ndistribute.data import sources, transformations
 from ndistribute.data.elements import Element
-from ndistribute.data.options import InputOptions
-from ndistribute.data.pipeline import INFINITE_CARDINALITY, Node, Pass, run
-from ndistribute.data.shuffling import entropy_of, shuffled
+from ndistribute.data.options import InputOptions, at_least, function, index_below, integer
+from ndistribute.data.pipeline import INFINITE_CARDINALITY, Epoch, Node, describe, run
 
 __all__ = ["Dataset", "as_dataset"]
 
@@ -99,7 +97,7 @@ class Dataset:
         >>> Dataset.from_files("day.log", reader=lambda path: iter([1, 2])).batch(2).cardinality()
         -2
         """
-        return cls(files.files(paths, reader))
+        return cls(sources.files(paths, reader))
 
     @classmethod
     def range(cls, *args: int) -> Dataset:
@@ -123,7 +121,7 @@ class Dataset:
         if not parts:
             raise ValueError("zip needs at least one dataset, for example zip((images, labels)).")
         like = tree.unflatten(datasets, range(len(parts)))
-        return cls(selections.zipped(like, tuple(as_dataset(part)._node for part in parts)))
+        return cls(transformations.zipped(like, tuple(as_dataset(part)._node for part in parts)))
 
     def map(self, fn: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
         """Replace each element by ``fn(element)``, or ``fn(*element)`` if it is a tuple.
@@ -189,7 +187,7 @@ class Dataset:
         """
         size = at_least(1, buffer_size, "shuffle: buffer_size")
         reshuffles = bool(reshuffle_each_iteration)
-        return self._then(shuffled(self._node, size, entropy_of(seed), reshuffles))
+        return self._then(transformations.shuffled(self._node, size, seed, reshuffles))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Go through the elements `count` times, or without end if that is None or -1.
@@ -198,7 +196,7 @@ class Dataset:
         [0, 1, 0, 1]
         """
         times = None if count is None else at_least(-1, count, "repeat: count")
-        return self._then(selections.repeated(self._node, None if times == -1 else times))
+        return self._then(transformations.repeated(self._node, None if times == -1 else times))
 
     def take(self, count: int) -> Dataset:
         """Keep the first `count` elements; all of them if that is -1.
@@ -207,7 +205,11 @@ class Dataset:
         [0, 1]
         """
         times = at_least(-1, count, "take: count")
-        return self if times == -1 else self._then(selections.sliced(self._node, stop=times))
+        return (
+            self
+            if times == -1
+            else self._then(transformations.sliced(self._node, f"take({times})", stop=times))
+        )
 
     def skip(self, count: int) -> Dataset:
         """Leave out the first `count` elements; all of them if that is -1.
@@ -216,7 +218,11 @@ class Dataset:
         [3, 4]
         """
         start = at_least(-1, count, "skip: count")
-        return self.take(0) if start == -1 else self._then(selections.sliced(self._node, start))
+        return (
+            self.take(0)
+            if start == -1
+            else self._then(transformations.sliced(self._node, f"skip({start})", start))
+        )
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Keep every `num_shards`-th element, from number `index` on.
@@ -226,7 +232,8 @@ class Dataset:
         """
         shards = at_least(1, num_shards, "shard: num_shards")
         first = index_below(shards, index, "shard: index")
-        return self._then(selections.sliced(self._node, start=first, step=shards))
+        name = f"shard({shards}, {first})"
+        return self._then(transformations.sliced(self._node, name, first, step=shards))
 
     def concatenate(self, dataset: Any) -> Dataset:
         """Append the elements of another dataset.
@@ -234,7 +241,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(2).concatenate(Dataset.range(5, 7))]
         [0, 1, 5, 6]
         """
-        return self._then(selections.concatenated(self._node, as_dataset(dataset)._node))
+        return self._then(transformations.concatenated(self._node, as_dataset(dataset)._node))
 
     def cache(self) -> Dataset:
         """Keep the elements of the first whole iteration in memory, in the order that they had.
@@ -245,7 +252,7 @@ class Dataset:
         >>> len(calls)
         2
         """
-        return self._then(selections.cached(self._node))
+        return self._then(transformations.cached(self._node))
 
     def prefetch(self, n: int) -> Dataset:
         """Let a background thread make up to `n` elements ahead; `AUTOTUNE` chooses.
@@ -267,15 +274,23 @@ class Dataset:
         >>> Dataset.range(9).batch(4).cardinality(), Dataset.range(9).repeat().cardinality()
         (3, -1)
         """
-        return self._node.cardinality
+        return self._node.spec.cardinality
 
     @property
     def node(self) -> Node:
         """Return the pipeline, for the layers that run it."""
         return self._node
 
+    def __repr__(self) -> str:
+        """Return the calls that made it, and what is known of its elements.
+
+        >>> Dataset.range(9).shuffle(9, seed=1).batch(4)
+        <Dataset range(0, 9).shuffle(9, seed=1).batch(4): 3 batches of 4, int64[None]>
+        """
+        return f"<Dataset {describe(self._node)}: {self._node.spec}>"
+
     def __iter__(self) -> Iterator[Element]:
-        return run(self._node, Pass.begin(self._node))
+        return run(self._node, Epoch.begin(self._node))
 
     def __len__(self) -> int:
         known = self.cardinality()
@@ -301,4 +316,4 @@ def as_dataset(source: Any) -> Dataset:
     >>> as_dataset([np.arange(2), np.arange(1)]).cardinality()
     2
     """
-    return source if isinstance(source, Dataset) else Dataset(sources.foreign(source))
+    return source if isinstance(source, Dataset) else Dataset(sources.iterable(source))

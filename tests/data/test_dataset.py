@@ -20,7 +20,7 @@ from ndistribute.data import (
     InputOptions,
     as_dataset,
 )
-from ndistribute.data.pipeline import Pass
+from ndistribute.data.pipeline import Epoch
 from tests.data.workers import cpus, distribute
 
 Point = collections.namedtuple("Point", "x y")
@@ -101,7 +101,7 @@ def test_a_pipeline_does_what_it_does_to_a_list(source, length, steps, size, dro
         tuple(map(list, zip(*b, strict=True))) for b in whole
     ]
     for start in range(len(expected) + 2):
-        begun = dataset.node.iterate(Pass.begin(dataset.node), start)
+        begun = dataset.node.iterate(Epoch.begin(dataset.node), start)
         assert listed(begun) == expected[start:]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.data.sharding import balanced_slices, replica_slices
+from ndistribute.data.steps import balanced_slices, replica_slices
 
 lengths = st.integers(0, 200)
 parts = st.integers(1, 9)
