@@ -10,7 +10,7 @@ workers come in the same order whatever is prepared ahead.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,20 +21,11 @@ from ndistribute.data.pipeline import Epoch, Node, upstream
 from ndistribute.data.steps import COMPLETE_IT, Position, Progress
 from ndistribute.errors import DistributeError
 
-__all__ = [
-    "Outcome",
-    "Report",
-    "agree",
-    "begin",
-    "check_alike",
-    "choose_sharding",
-    "share_template",
-]
-
 # In the place of a shard's number, a row that says how its worker fares.
 _WORKER = -1
 
-_OVER, _STEP, _FAILED = range(3)
+# How a worker fares: it has a step; it has none; nor did it ever; its input raised.
+STEP, OVER, EMPTY, FAILED = range(4)
 
 _SEPARATELY = (
     "Build the same dataset on every worker; to give each its own, use "
@@ -45,13 +36,7 @@ _SEPARATELY = (
 def choose_sharding(
     node: Node, policy: AutoShardPolicy, num_workers: int, can_agree: bool
 ) -> Sharding:
-    """Return how the workers divide a pipeline.
-
-    Args:
-        node: its last step.
-        policy: what the user asked for.
-        num_workers: workers of the job.
-        can_agree: whether the workers can tell each other when their files end.
+    """Return how the workers divide a pipeline; by files only if they `can_agree` when those end.
 
     Raises:
         ValueError: sharding by file was asked for and can not be done.
@@ -64,11 +49,6 @@ def choose_sharding(
     if policy is AutoShardPolicy.FILE and hindrance is not None:
         raise ValueError(f"AutoShardPolicy.FILE {hindrance}")
     return Sharding.FILE if hindrance is None else Sharding.DATA
-
-
-def number_of_files(node: Node) -> int:
-    """Return how many files a pipeline reads."""
-    return sum(len(step.files or ()) for step in upstream(node))
 
 
 def _hindrance(node: Node, num_workers: int, can_agree: bool) -> str | None:
@@ -111,11 +91,12 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
     """
     epoch = Epoch.begin(node)
     seeds = list(epoch.seeds.values())
-    files = number_of_files(node)
+    steps = upstream(node)
+    files = sum(len(step.files or ()) for step in steps)
     shards = 1 if sharding is Sharding.DATA else topology.num_workers
     of_workers = [seeds] * topology.num_workers
     if topology.workers is not None:
-        lengths = [step.spec.cardinality for step in upstream(node) if not step.inputs]
+        lengths = [step.spec.cardinality for step in steps if not step.inputs]
         note = {
             "auto_shard_policy": sharding.value,
             "number of files": files,
@@ -134,16 +115,8 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
     return epoch, Progress(sharding, files, of_workers[:shards], [Position()] * shards)
 
 
-def check_alike(notes: Sequence[Mapping[str, Any]], remedy: str) -> None:
-    """Raise an error if workers do not have the same.
-
-    Args:
-        notes: of each worker, what it has.
-        remedy: what to do instead.
-
-    Raises:
-        ValueError: they differ.
-    """
+def check_alike(notes: Sequence[dict[str, Any]], remedy: str) -> None:
+    """Raise a ValueError with a remedy if what workers say of themselves differs."""
     for key, first in notes[0].items():
         for worker, note in enumerate(notes):
             if note.get(key) != first:
@@ -153,57 +126,31 @@ def check_alike(notes: Sequence[Mapping[str, Any]], remedy: str) -> None:
                 )
 
 
-class Report(NamedTuple):
-    """What a worker knows after it has tried to make its next step.
+def agree(
+    workers: ProcessGroup, fares: int, reached: Mapping[int, Position]
+) -> tuple[set[int], Mapping[int, Position]]:
+    """Tell all workers how this one fares and which positions its step reaches.
 
-    Args:
-        reached: the positions of the shards that the step touches; None where there is no step.
-        needs_template: whether it could not say what an empty step looks like.
-        failed: whether its input raised.
-    """
+    One collective of 40 bytes for each worker and its shards.
 
-    reached: Mapping[int, Position] | None
-    needs_template: bool
-    failed: bool = False
-
-
-class Outcome(NamedTuple):
-    """What all workers know then.
-
-    Args:
-        over: whether no worker has a step any more.
-        needs_template: whether a worker needs to be told what a step looks like.
-        reached: the positions of all shards that the joint step touches.
-    """
-
-    over: bool
-    needs_template: bool
-    reached: Mapping[int, Position]
-
-
-def agree(workers: ProcessGroup, report: Report) -> Outcome:
-    """Exchange the reports of all workers: one collective of 48 bytes for each and its shards.
+    Returns:
+        How the workers fare, and the positions that all of them reach.
 
     Raises:
         DistributeError: the input of another worker failed.
     """
-    fares = _FAILED if report.failed else _OVER if report.reached is None else _STEP
-    rows = [(_WORKER, fares, int(report.needs_template), workers.rank, 0)]
-    rows += [(shard, *position) for shard, position in (report.reached or {}).items()]
+    rows = [(_WORKER, fares, workers.rank, 0, 0)]
+    rows += [(shard, *position) for shard, position in reached.items()]
     told = workers.all_gather(np.array(rows, np.int64), axis=0).tolist()
-    by_worker = [row[1:4] for row in told if row[0] == _WORKER]
-    failed = [rank for fared, _, rank in by_worker if fared == _FAILED and rank != workers.rank]
-    if failed and not report.failed:
+    by_worker = [row[1:3] for row in told if row[0] == _WORKER]
+    failed = [rank for fared, rank in by_worker if fared == FAILED]
+    if failed and fares != FAILED:
         raise DistributeError(
             f"the input of worker {failed[0]} failed, so this step can not be made: its own error "
             f"says why. Worker {workers.rank} has nothing to mend; iterate again on all workers."
         )
-    over = not any(fared == _STEP for fared, *_ in by_worker)
-    return Outcome(
-        over,
-        not over and any(needs for _, needs, _ in by_worker),
-        {shard: Position(*position) for shard, *position in told if shard != _WORKER},
-    )
+    joint = {shard: Position(*position) for shard, *position in told if shard != _WORKER}
+    return {fared for fared, _ in by_worker}, joint
 
 
 def share_template(workers: ProcessGroup, template: Element | None) -> Element:

@@ -15,8 +15,6 @@ from ndistribute.data.elements import Element
 from ndistribute.data.options import InputOptions, at_least, function, index_below, integer
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, Epoch, Node, describe, run
 
-__all__ = ["Dataset", "as_dataset"]
-
 
 class Dataset:
     """Describe a sequence of elements, each a nest of NumPy arrays.

@@ -20,24 +20,6 @@ import numpy.typing as npt
 from ndistribute import tree
 from ndistribute.device import as_array
 
-__all__ = [
-    "Chunk",
-    "Element",
-    "Rows",
-    "as_batch",
-    "as_element",
-    "batch_of",
-    "call_with",
-    "drop",
-    "is_frame",
-    "join",
-    "leading_length",
-    "pick",
-    "read_only",
-    "stack",
-    "unstack",
-]
-
 Element = Any
 Leaf = Any
 IntArray = npt.NDArray[np.int64]

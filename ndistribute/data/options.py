@@ -15,18 +15,6 @@ from typing import Any
 from ndistribute.collective.objects import ProcessGroup
 from ndistribute.device import Device
 
-__all__ = [
-    "AutoShardPolicy",
-    "InputContext",
-    "InputOptions",
-    "Sharding",
-    "Topology",
-    "at_least",
-    "function",
-    "index_below",
-    "integer",
-]
-
 
 class AutoShardPolicy(enum.Enum):
     """Say how several workers share one dataset.

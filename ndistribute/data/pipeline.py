@@ -17,21 +17,6 @@ from ndistribute.data.elements import Chunk, Element
 from ndistribute.data.options import InputOptions
 from ndistribute.data.prefetch import OpenThreads
 
-__all__ = [
-    "INFINITE_CARDINALITY",
-    "UNKNOWN_CARDINALITY",
-    "ArraySpec",
-    "ElementSpec",
-    "Epoch",
-    "Node",
-    "SeedCounter",
-    "ShuffleSeed",
-    "describe",
-    "run",
-    "seeds_of",
-    "upstream",
-]
-
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
 
@@ -76,15 +61,14 @@ class Epoch:
         path: which repetition of which `repeat` a node is in, outermost first.
         shard: number and count of the parts that the files are dealt into; this epoch reads one.
         threads: those that end when the epoch ends.
-        states: where the pipeline is a loader with a `state_dict`, its states by the number of
-            batches that it has given; None for all others.
+        loaded: of a loader that has loaded a state, how many batches are before that.
     """
 
     seeds: Mapping[SeedCounter, ShuffleSeed]
     path: tuple[int, ...] = ()
     shard: tuple[int, int] = (0, 1)
     threads: OpenThreads = field(default_factory=OpenThreads)
-    states: dict[int, Any] | None = None
+    loaded: int = 0
 
     @classmethod
     def begin(cls, node: Node) -> Epoch:

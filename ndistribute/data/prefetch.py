@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["Ahead", "OpenThreads"]
-
 T = TypeVar("T")
 
 # A wait is woken by what it waits for; this only bounds how late a lost partner is noticed.

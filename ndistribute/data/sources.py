@@ -33,8 +33,6 @@ from ndistribute.data.elements import (
 )
 from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, ArraySpec, ElementSpec, Epoch, Node
 
-__all__ = ["files", "generated", "iterable", "numbers", "single", "slices"]
-
 Reader = Callable[[str], Any]
 
 _WILDCARDS = frozenset("*?[")
@@ -97,40 +95,26 @@ def iterable(batches: Any) -> Node:
     Raises:
         ValueError: it can be iterated once only, or is no collection of batches.
     """
+    write = "Dataset.from_tensor_slices({}).batch(global_batch_size)"
+    together = f"For arrays whose rows belong together write {write.format('(x, y)')}"
+    refused = (
+        (isinstance(batches, tuple), f"{together}; batches that are made already go in a list."),
+        (is_frame(batches), f"For one array a column write {write.format('dict(frame)')}."),
+        (isinstance(batches, np.ndarray | Mapping | str | bytes), f"Write {write.format('...')}."),
+        (not hasattr(batches, "__iter__"), "Something to iterate over again and again will do."),
+        (
+            hasattr(batches, "__next__"),
+            "That can be iterated only once: give the function that makes it to "
+            "Dataset.from_generator.",
+        ),
+    )
     kind = type(batches).__name__
-    slices_of = "Dataset.from_tensor_slices({}).batch(global_batch_size)"
-    if isinstance(batches, tuple):
-        raise ValueError(
-            f"a dataset is expected, got a tuple of {len(batches)}. For arrays whose rows belong "
-            f"together write {slices_of.format('(x, y)')}; batches that are made already go in a "
-            "list."
-        )
-    if is_frame(batches):
-        raise ValueError(
-            f"a dataset is expected, got a {kind}. For one array a column write "
-            f"{slices_of.format('dict(frame)')}."
-        )
-    if isinstance(batches, np.ndarray | Mapping | str | bytes):
-        write = slices_of.format("...")
-        raise ValueError(f"a dataset is expected, got {kind}. Make one of it with {write}.")
-    if not hasattr(batches, "__iter__"):
-        raise ValueError(
-            f"a dataset is expected, or something to iterate over again and again, got {kind}."
-        )
-    if hasattr(batches, "__next__"):
-        raise ValueError(
-            f"a dataset is expected, got {kind}, which can be iterated only once. Give the "
-            "function that makes it to Dataset.from_generator."
-        )
+    for wrong, remedy in refused:
+        if wrong:
+            raise ValueError(f"a dataset is expected, got {kind}. {remedy}")
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        if epoch.states is None:
-            yield from zip(map(as_batch, islice(batches, start, None)))
-        else:
-            # The loader itself has been brought to number `start`, see `load_state_dict`.
-            for number, batch in enumerate(batches, start + 1):
-                epoch.states[number] = batches.state_dict()
-                yield (as_batch(batch),)
+        return zip(map(as_batch, islice(batches, start - epoch.loaded, None)))
 
     return Node(
         name=kind,
@@ -139,6 +123,11 @@ def iterable(batches: Any) -> Node:
         loader=batches,
         runs_user_code=not isinstance(batches, Sequence),
     )
+
+
+def has_state(loader: Any) -> bool:
+    """Return True if a loader can say where it is, and go on from there."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def files(paths: Any, reader: Reader | None = None) -> Node:
@@ -188,7 +177,7 @@ def _like(columns: Element, axis: int) -> Any:
 def _spec_of(leaf: Any) -> Any:
     """Return the spec that a leaf of a signature stands for; None is any shape."""
     if isinstance(leaf, type | np.dtype | str):
-        return ArraySpec(np.dtype(leaf), (...,))
+        return ArraySpec(np.dtype(leaf), (None,))
     return ArraySpec(np.dtype(leaf.dtype), leaf.shape)
 
 

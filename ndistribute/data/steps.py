@@ -24,20 +24,6 @@ from ndistribute.data.pipeline import Epoch, Node, ShuffleSeed, upstream
 from ndistribute.device import Device, copy_to, to_host
 from ndistribute.values import PerReplica
 
-__all__ = [
-    "BATCH_IT",
-    "COMPLETE_IT",
-    "Position",
-    "Progress",
-    "Step",
-    "balanced_slices",
-    "count_steps",
-    "empty_step",
-    "replica_slices",
-    "steps_of",
-    "template_of",
-]
-
 BATCH_IT = (
     "Elements are batches of the global batch size, cut over the replicas: call "
     "dataset.batch(global_batch_size) before distribute_dataset."
@@ -240,7 +226,7 @@ def _digest(so_far: int, leaf: Any) -> int:
     array = to_host(leaf)
     if array.dtype.hasobject:
         return zlib.crc32(repr(array.tolist()).encode(), so_far)
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), so_far)
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, so_far)
 
 
 def _deal(

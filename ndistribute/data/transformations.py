@@ -42,24 +42,6 @@ from ndistribute.data.pipeline import (
 )
 from ndistribute.data.prefetch import Ahead
 
-__all__ = [
-    "AUTOTUNE",
-    "batched",
-    "cached",
-    "concatenated",
-    "entropy_of",
-    "filtered",
-    "mapped",
-    "prefetched",
-    "repeated",
-    "shuffled",
-    "sliced",
-    "through_buffer",
-    "unbatched",
-    "with_options",
-    "zipped",
-]
-
 AUTOTUNE = -1
 
 # What AUTOTUNE stands for in prefetch: one element in use, one ready.

@@ -303,7 +303,7 @@ def test_parallel_map_keeps_the_order():
         (lambda d: d.prefetch(-2), "prefetch: n must be at least -1"),
         (lambda d: d.map(abs, 0), "num_parallel_calls must be at least 1"),
         (lambda d: d.with_options(None), "needs an InputOptions"),
-        (lambda d: d.concatenate(3), "to iterate over again and again, got int"),
+        (lambda d: d.concatenate(3), "got int. Something to iterate over again"),
         (lambda d: d.concatenate(iter([1])), "only once"),
         (lambda d: d.concatenate(np.zeros(3)), "from_tensor_slices"),
         (lambda d: Dataset.zip(()), "at least one dataset"),

@@ -156,7 +156,7 @@ def test_what_can_be_iterated_only_once_is_refused():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: distribute((np.zeros(4), np.zeros(4)), cpus(1)), "got a tuple of 2"),
+        (lambda: distribute((np.zeros(4), np.zeros(4)), cpus(1)), "got tuple. For arrays"),
         (lambda: distribute({"x": np.zeros(4)}, cpus(1)), "got dict"),
         (lambda: distribute(Dataset.range(4).batch(2), cpus(1), "file"), "InputOptions.* 'file'"),
         (lambda: distribute_from_function(Dataset.range(4), cpus(1)), "needs a function"),

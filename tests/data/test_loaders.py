@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from ndistribute.data import Dataset, InputOptions
+from ndistribute.data import Dataset, InputOptions, as_dataset
 from tests.data.workers import (
     cpus,
     distribute,
@@ -71,17 +71,29 @@ def test_a_loader_resumes_by_its_own_state(make, prefetch, taken, epochs):
     assert pieces_of(after) == pieces_of(before)
 
 
-def test_a_batch_that_was_cut_is_gone_on_with_in_its_middle():
+def test_the_state_of_a_loader_is_taken_between_its_batches():
     """Without sharding a worker's replica takes a third of each batch at a step."""
 
     def iterator():
-        return iter(distribute(Stateful(), cpus(1), InputOptions("off", 2), 3, 1))
+        return iter(distribute(Stateful(), cpus(1), InputOptions("off"), 3, 1))
 
     interrupted, resumed = iterator(), iterator()
-    for _ in range(5):
+    next(interrupted)
+    with pytest.raises(ValueError, match="Take the state after 3 pieces"):
+        interrupted.state_dict()
+    for _ in range(2):
         next(interrupted)
     resumed.load_state_dict(interrupted.state_dict())
     assert pieces_of(resumed) == pieces_of(interrupted)
+
+
+def test_the_state_of_a_loader_that_is_over_leaves_nothing():
+    over, after = iter(distribute(Stateful(), cpus(1))), distribute(Stateful(), cpus(1))
+    list(over)
+    resumed = iter(after)
+    resumed.load_state_dict(over.state_dict())
+    assert list(resumed) == []
+    assert len(list(after)) == 6
 
 
 @pytest.mark.parametrize(
@@ -99,6 +111,11 @@ def test_a_loader_that_can_not_be_resumed_says_so(build):
     for call in (iterator.state_dict, lambda: iterator.load_state_dict({})):
         with pytest.raises(ValueError, match=r"nobody can tell.*Dataset\.from_generator"):
             call()
+
+
+def test_a_part_of_a_loader_is_taken_by_position():
+    everything = [batch.tolist() for batch in Stateful()]
+    assert [batch.tolist() for batch in as_dataset(Stateful()).skip(2).take(3)] == everything[2:5]
 
 
 def test_the_state_of_a_loader_is_loaded_by_a_loader_alone():
