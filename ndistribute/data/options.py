@@ -68,7 +68,7 @@ class InputOptions:
             ) from None
         object.__setattr__(self, "auto_shard_policy", policy)
         if self.prefetch is not None:
-            at_least(0, self.prefetch, "InputOptions: prefetch")
+            integer(self.prefetch, "InputOptions: prefetch", 0)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class InputContext:
         >>> InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(64)
         32
         """
-        at_least(1, global_batch_size, "get_per_replica_batch_size: global_batch_size")
+        integer(global_batch_size, "get_per_replica_batch_size: global_batch_size", 1)
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
                 f"get_per_replica_batch_size: the global batch size {global_batch_size} is not a "
@@ -147,7 +147,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         counts = self.replica_counts
-        index = index_below(len(counts), self.worker_index, "worker_index")
+        index = integer(self.worker_index, "worker_index", below=len(counts))
         if counts[index] != len(self.devices) or min(counts) < 1:
             raise ValueError(
                 f"replica_counts is {counts} for {len(counts)} worker(s), of which this one, "
@@ -166,56 +166,29 @@ class Topology:
         return sum(self.replica_counts)
 
 
-def integer(value: Any, what: str) -> int:
-    """Return an integer as Python's.
-
-    Raises:
-        TypeError: it is none.
-    """
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} must be an integer, got {value!r}.") from None
-
-
-def at_least(lowest: int, value: Any, what: str) -> int:
-    """Return an integer that is not below a bound.
+def integer(value: Any, what: str, lowest: int | None = None, below: int | None = None) -> int:
+    """Return an integer within bounds.
 
     Raises:
         TypeError: the value is no integer.
-        ValueError: it is below the bound.
+        ValueError: it is out of bounds.
 
-    >>> at_least(1, 3, "batch: n")
+    >>> integer(3, "batch: n", 1)
     3
     """
-    number = integer(value, what)
-    if number < lowest:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} must be an integer, got {value!r}.") from None
+    if below is not None and not 0 <= number < below:
+        raise ValueError(f"{what} must be 0 to {below - 1}, got {number}.")
+    if lowest is not None and number < lowest:
         raise ValueError(f"{what} must be at least {lowest}, got {number}.")
     return number
 
 
-def index_below(count: int, value: Any, what: str) -> int:
-    """Return an integer that numbers one of `count` things.
-
-    Raises:
-        TypeError: the value is no integer.
-        ValueError: it is negative or too high.
-
-    >>> index_below(2, 1, "shard: index")
-    1
-    """
-    number = integer(value, what)
-    if not 0 <= number < count:
-        raise ValueError(f"{what} must be 0 to {count - 1}, got {number}.")
-    return number
-
-
 def function(value: Any, what: str) -> Callable[..., Any]:
-    """Return what can be called.
-
-    Raises:
-        TypeError: the value can not be called.
-    """
+    """Return what can be called, or raise a TypeError."""
     if not callable(value):
         raise TypeError(f"{what} must be a function, got {value!r}.")
     return value  # type: ignore[no-any-return]

@@ -98,14 +98,22 @@ class Epoch:
 
 
 class ArraySpec:
-    """The dtype and the shape of a leaf; a length of None varies."""
+    """The dtype and the shape of a leaf; a length of None varies, and so does a shape of None."""
 
-    def __init__(self, dtype: Any, shape: Sequence[int | None]) -> None:
+    def __init__(self, dtype: Any, shape: Sequence[int | None] | None) -> None:
         self.dtype = dtype
-        self.shape = tuple(shape)
+        self.shape = shape
+
+    def led_by(self, length: int | None) -> ArraySpec:
+        """Return the spec of a batch of such leaves."""
+        return ArraySpec(self.dtype, None if self.shape is None else (length, *self.shape))
+
+    def row(self) -> ArraySpec:
+        """Return the spec of an element of such a batch."""
+        return ArraySpec(self.dtype, None if self.shape is None else self.shape[1:])
 
     def __repr__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        return f"{self.dtype}{'' if self.shape is None else list(self.shape)}"
 
 
 @dataclass(frozen=True)

@@ -174,10 +174,10 @@ def _like(columns: Element, axis: int) -> Any:
     return tree.map_leaves(lambda leaf: ArraySpec(leaf.dtype, leaf.shape[axis:]), columns)
 
 
-def _spec_of(leaf: Any) -> Any:
-    """Return the spec that a leaf of a signature stands for; None is any shape."""
+def _spec_of(leaf: Any) -> ArraySpec:
+    """Return what a leaf of a signature says; a dtype alone is of any shape."""
     if isinstance(leaf, type | np.dtype | str):
-        return ArraySpec(np.dtype(leaf), (None,))
+        return ArraySpec(np.dtype(leaf), None)
     return ArraySpec(np.dtype(leaf.dtype), leaf.shape)
 
 

@@ -128,40 +128,41 @@ class Progress:
         )
 
     def fit(self, own: Progress) -> Progress:
-        """Return this progress as an iterator takes it over.
-
-        Args:
-            own: the iterator's, at the begin of an epoch.
+        """Return this progress as an iterator takes it over whose `own` has just begun.
 
         Raises:
             ValueError: it is of another pipeline, or divided in a way that can not be gone on with.
         """
-        if self.files != own.files:
-            raise ValueError(
-                f"load_state_dict: the state is of a pipeline of {self.files} file(s), this one "
-                f"reads {own.files}. Give it the same files in the same order."
-            )
         by_worker = {Sharding.OFF, Sharding.FUNCTION}
-        if self.sharding is not own.sharding and by_worker & {self.sharding, own.sharding}:
-            raise ValueError(
-                f"load_state_dict: the state is of input that workers share by "
-                f"{self.sharding.name}, this one by {own.sharding.name}. Distribute the dataset as "
-                "it was when the state was saved."
-            )
         saved, now = len(self.positions), len(own.positions)
-        if self.sharding is Sharding.FUNCTION and saved != now:
-            raise ValueError(
-                f"load_state_dict: the state is of {saved} worker(s), each with the dataset that "
-                f"its function made, and there are {now} now. What they have left can not be dealt "
-                f"anew: go on with {saved}, or use distribute_dataset."
-            )
         fitted = self._for_workers(now) if self.sharding is Sharding.OFF else self
         have, want = ([len(seeds) for seeds in each.seeds] for each in (fitted, own))
-        if have != want[:1] * len(have) and have != want:
-            raise ValueError(
-                f"load_state_dict: the state is of a pipeline with {have[0]} shuffle(s), this one "
-                f"has {want[0]}. Build the pipeline as it was when the state was saved."
-            )
+        refused = (
+            (
+                self.files != own.files,
+                f"a pipeline of {self.files} file(s), this one reads {own.files}. Give it the same "
+                "files in the same order.",
+            ),
+            (
+                self.sharding is not own.sharding and by_worker & {self.sharding, own.sharding},
+                f"input that workers share by {self.sharding.name}, this one by "
+                f"{own.sharding.name}. Distribute the dataset as it was when the state was saved.",
+            ),
+            (
+                self.sharding is Sharding.FUNCTION and saved != now,
+                f"{saved} worker(s), each with the dataset that its function made, and there are "
+                f"{now} now. What they have left can not be dealt anew: go on with {saved}, or use "
+                "distribute_dataset.",
+            ),
+            (
+                have != want[:1] * len(have) and have != want,
+                f"a pipeline with {have[0]} shuffle(s), this one has {want[0]}. Build the pipeline "
+                "as it was when the state was saved.",
+            ),
+        )
+        for wrong, what in refused:
+            if wrong:
+                raise ValueError(f"load_state_dict: the state is of {what}")
         return fitted
 
     def _for_workers(self, count: int) -> Progress:
@@ -189,14 +190,7 @@ def steps_of(
     sharding: Sharding,
     epochs: Mapping[int, tuple[Epoch, Position]],
 ) -> Iterator[Step]:
-    """Yield the steps of this worker over some shards, one after another.
-
-    Args:
-        node: the pipeline.
-        topology: where the steps go.
-        sharding: what the shards are.
-        epochs: by the number of the shard, its epoch and the position to begin at.
-    """
+    """Yield the steps of this worker over shards, each with its epoch and where to begin in it."""
     if sharding is Sharding.DATA:
         return _cut(node, topology, epochs)
     return _deal(topology.devices, _dealt(node, topology, sharding, epochs))
@@ -289,12 +283,7 @@ def _pieces(
 
 
 def empty_step(like: Element, devices: Sequence[Device]) -> Any:
-    """Return the step of a worker that has run out.
-
-    Args:
-        like: a batch of no rows, on the host.
-        devices: of this worker's replicas.
-    """
+    """Return the step of a worker that has run out, of batches that have no rows."""
     return tree.map_leaves(
         lambda leaf: PerReplica([copy_to(leaf, device) for device in devices]), like
     )

@@ -29,7 +29,7 @@ from ndistribute.data.elements import (
     pick,
     read_only,
 )
-from ndistribute.data.options import InputOptions, integer
+from ndistribute.data.options import integer
 from ndistribute.data.pipeline import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
@@ -67,7 +67,7 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
         epoch.threads.add(ahead.buffer)
         return zip(ahead)
 
-    name = f"map({getattr(fn, '__name__', type(fn).__name__)})"
+    name = f"map({name_of(fn)})"
     # A function may well load a batch for a number.
     spec = ElementSpec(child.spec.cardinality, batched=child.spec.batched or None)
     return child.then(name, chunks, spec=spec, runs_user_code=True)
@@ -80,7 +80,7 @@ def filtered(child: Node, predicate: Callable[..., Any]) -> Node:
         kept = filter(lambda element: call_with(predicate, element), child.iterate(epoch))
         return drop(zip(kept), start)
 
-    name = f"filter({getattr(predicate, '__name__', type(predicate).__name__)})"
+    name = f"filter({name_of(predicate)})"
     spec = replace(child.spec, cardinality=UNKNOWN_CARDINALITY)
     return child.then(name, chunks, spec=spec, runs_user_code=True)
 
@@ -108,7 +108,7 @@ def batched(child: Node, size: int, drop_remainder: bool) -> Node:
     if known >= 0:
         known = known // size if drop_remainder else -(-known // size)
     rows = size if drop_remainder else None
-    like = _like(child, lambda leaf: ArraySpec(leaf.dtype, (rows, *leaf.shape)))
+    like = _like(child, lambda leaf: leaf.led_by(rows))
     name = f"batch({size}, drop_remainder=True)" if drop_remainder else f"batch({size})"
     return child.then(name, chunks, spec=ElementSpec(known, True, size, like))
 
@@ -123,7 +123,7 @@ def unbatched(child: Node) -> Node:
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         return drop(map(rows, child.iterate(epoch)), start)
 
-    like = _like(child, lambda leaf: ArraySpec(leaf.dtype, leaf.shape[1:]))
+    like = _like(child, ArraySpec.row)
     return child.then("unbatch()", chunks, spec=ElementSpec(batched=False, like=like))
 
 
@@ -138,16 +138,11 @@ def prefetched(child: Node, depth: int) -> Node:
         if depth == 0 or not waits:
             return child.chunks(epoch, start)
         source = child.iterate(epoch, start)
-        ahead = Ahead(source, _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth)
+        ahead: Ahead[Element] = Ahead(source, _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth)
         epoch.threads.add(ahead.buffer)
         return zip(ahead)
 
     return child.then(f"prefetch({depth})", chunks)
-
-
-def with_options(child: Node, options: InputOptions) -> Node:
-    """Return the elements, having said how they are distributed."""
-    return child.then("with_options(...)", child.chunks, options=options)
 
 
 def sliced(child: Node, name: str, start: int = 0, stop: int | None = None, step: int = 1) -> Node:
@@ -208,12 +203,7 @@ def repeated(child: Node, times: int | None) -> Node:
 
 
 def zipped(like: Any, parts: tuple[Node, ...]) -> Node:
-    """Return elements side by side, until the shortest dataset ends.
-
-    Args:
-        like: a nest whose leaves stand for the datasets.
-        parts: the datasets, in the order of `tree.flatten`.
-    """
+    """Return elements side by side in a nest like that of the datasets, until one ends."""
 
     def beside(chunks: Sequence[Chunk]) -> Chunk:
         if all(isinstance(chunk, Rows) for chunk in chunks):
@@ -300,7 +290,7 @@ def shuffled(child: Node, buffer_size: int, seed: int | None, reshuffles: bool) 
     within it. Nothing random is kept between two epochs, so a position in mid-epoch can be written
     down as a few numbers.
     """
-    seeds = SeedCounter(entropy_of(seed))
+    seeds = SeedCounter(_entropy_of(seed))
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         own = epoch.seeds[seeds]
@@ -312,12 +302,8 @@ def shuffled(child: Node, buffer_size: int, seed: int | None, reshuffles: bool) 
     return child.then(name, chunks, seeds=seeds)
 
 
-def entropy_of(seed: int | None) -> int:
-    """Return what decides a shuffle's orders; without a seed, the next number from `set_seed`'s.
-
-    >>> entropy_of(7)
-    7
-    """
+def _entropy_of(seed: int | None) -> int:
+    """Return what decides a shuffle's orders; without a seed, the next number from `set_seed`'s."""
     if seed is not None:
         return integer(seed, "shuffle: seed") & (1 << 64) - 1
     # A grandchild: replicas draw from sequences of the form of its children.
@@ -360,7 +346,7 @@ def through_buffer(
     yield pick(buffer, rng.permutation(len(buffer)))
 
 
-def _exchanged(buffer: Rows, entering: Chunk, rng: np.random.Generator) -> tuple[Chunk, Chunk]:
+def _exchanged(buffer: Chunk, entering: Chunk, rng: np.random.Generator) -> tuple[Chunk, Chunk]:
     """Return what goes out while elements enter a buffer of rows, and the buffer after that.
 
     What goes out is what last went into the drawn slot, and that is the previous draw of the same
@@ -383,6 +369,11 @@ def _exchanged(buffer: Rows, entering: Chunk, rng: np.random.Generator) -> tuple
 def _endless_picks(rng: np.random.Generator, buffer_size: int) -> Iterator[int]:
     while True:
         yield from rng.integers(buffer_size, size=1024).tolist()
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Return what a repr calls a function of the user's."""
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _common(parts: tuple[Node, ...]) -> bool | None:
