@@ -315,11 +315,7 @@ class DistributedIterator(Iterator[Any]):
         progress, topology = self._progress, self._topology
         epochs = {shard: (self._part(shard), progress.positions[shard]) for shard in self._shards}
         source = steps_of(self._node, topology, progress.sharding, epochs)
-        if self._depth == 0:
-            return source
-        ahead: Ahead[Step] = Ahead(source, self._depth)
-        self._epoch.threads.add(ahead.buffer)
-        return ahead
+        return Ahead(source, self._depth, self._epoch.threads) if self._depth else source
 
     def _part(self, shard: int) -> Epoch:
         if self._progress.sharding is not Sharding.FILE:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ndistribute.data.elements import Chunk, Element
 from ndistribute.data.options import InputOptions
-from ndistribute.data.prefetch import OpenThreads
+from ndistribute.data.prefetch import Threads
 
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
@@ -67,7 +67,7 @@ class Epoch:
     seeds: Mapping[SeedCounter, ShuffleSeed]
     path: tuple[int, ...] = ()
     shard: tuple[int, int] = (0, 1)
-    threads: OpenThreads = field(default_factory=OpenThreads)
+    threads: Threads = field(default_factory=Threads)
     loaded: int = 0
 
     @classmethod

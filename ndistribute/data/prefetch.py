@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -23,12 +23,32 @@ _CHECK_SECONDS = 1.0
 _EXIT_SECONDS = 5.0
 
 
+class Threads:
+    """What all threads of an epoch wait on, so that one call ends them.
+
+    An exception's traceback keeps the generators of a pipeline alive, so dropping references alone
+    would not end their threads.
+    """
+
+    def __init__(self) -> None:
+        # Re-entrant, as a garbage collection may close a buffer on the very thread that holds this.
+        self.changed = threading.Condition(threading.RLock())
+        self.closed = False
+
+    def close(self) -> None:
+        """Tell all threads to end, without waiting for them."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
 class Ahead(Iterator[T], Generic[T]):
     """Iterate over a source whose elements background threads make ahead, in order.
 
     Args:
         source: only the threads touch it from now on, one at a time; they close it at the end.
         depth: how many finished elements wait at most.
+        epoch: with which the threads end.
         fn: what is made of each element, on several threads at once; None leaves them as they are.
         threads: how many.
 
@@ -42,16 +62,17 @@ class Ahead(Iterator[T], Generic[T]):
         self,
         source: Iterator[Any],
         depth: int,
+        epoch: Threads | None = None,
         fn: Callable[[Any], T] | None = None,
         threads: int = 1,
     ) -> None:
-        self.buffer = Buffer(depth)
+        self._buffer = Buffer(depth, epoch or Threads())
         shared = Source(source)
         # Daemons: the interpreter waits for all others before it lets us tell them to end.
         self._threads = [
             threading.Thread(
                 target=_work,
-                args=(shared, fn, self.buffer),
+                args=(shared, fn, self._buffer),
                 name="ndistribute-prefetch" if fn is None else "ndistribute-map",
                 daemon=True,
             )
@@ -59,10 +80,10 @@ class Ahead(Iterator[T], Generic[T]):
         ]
         for thread in self._threads:
             thread.start()
-        weakref.finalize(self, _end, self.buffer, self._threads)
+        weakref.finalize(self, _end, self._buffer, self._threads)
 
     def __next__(self) -> T:
-        value, error = self.buffer.get(self._threads)
+        value, error = self._buffer.get(self._threads)
         if error is None:
             return value  # type: ignore[no-any-return]
         self.close()
@@ -73,43 +94,7 @@ class Ahead(Iterator[T], Generic[T]):
 
     def close(self) -> None:
         """Tell the threads to end; they do so as soon as the element at hand is made."""
-        self.buffer.close()
-
-
-class Closable(Protocol):
-    """What has threads."""
-
-    def close(self) -> object:
-        """Tell the threads to end, without waiting for them."""
-
-
-class OpenThreads:
-    """Remember what has threads, weakly, and close all of it at once.
-
-    An exception's traceback keeps the generators of a pipeline alive, so dropping references alone
-    would not end their threads.
-    """
-
-    def __init__(self) -> None:
-        self._open: weakref.WeakSet[Closable] = weakref.WeakSet()
-        self._lock = threading.RLock()
-        self._closed = False
-
-    def add(self, closable: Closable) -> None:
-        """Remember it; close it at once if this is closed, as a prefetching thread may be late."""
-        with self._lock:
-            self._open.add(closable)
-            closed = self._closed
-        if closed:
-            closable.close()
-
-    def close(self) -> None:
-        """Close everything that is still alive."""
-        with self._lock:
-            self._closed = True
-            remaining = list(self._open)
-        for closable in remaining:
-            closable.close()
+        self._buffer.close()
 
 
 class Buffer:
@@ -117,37 +102,43 @@ class Buffer:
 
     Args:
         depth: how many wait at most.
+        epoch: what ends this too.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, epoch: Threads) -> None:
         self._depth = depth
+        self._epoch = epoch
+        self._changed = epoch.changed
         self._made: dict[int, tuple[Any, BaseException | None]] = {}
         self._given = 0
-        # Re-entrant, as a garbage collection may close the buffer on the very thread that holds it.
-        self._changed = threading.Condition(threading.RLock())
-        self._closed = False
+        self._over = False
+
+    @property
+    def closed(self) -> bool:
+        """Return True if nothing goes in or out any more."""
+        return self._over or self._epoch.closed
 
     def put(self, number: int, value: Any, error: BaseException | None = None) -> bool:
         """Add an outcome once there is room; False if this is closed."""
         with self._changed:
-            while number >= self._given + self._depth and not self._closed:
+            while number >= self._given + self._depth and not self.closed:
                 self._changed.wait(_CHECK_SECONDS)
-            if not self._closed:
+            if not self.closed:
                 self._made[number] = (value, error)
                 self._changed.notify_all()
-            return not self._closed
+            return not self.closed
 
     def get(self, threads: list[threading.Thread]) -> tuple[Any, BaseException | None]:
         """Return the next outcome: a value, or the error that ends the iteration."""
         with self._changed:
-            while self._given not in self._made and not self._closed:
+            while self._given not in self._made and not self.closed:
                 woken = self._changed.wait(_CHECK_SECONDS)
                 if not woken and not any(thread.is_alive() for thread in threads):
                     return None, RuntimeError(
                         "the threads that prefetch are gone, as they are after a fork. Make a new "
                         "iterator in this process."
                     )
-            if self._closed:
+            if self.closed:
                 return None, StopIteration()
             self._given += 1
             self._changed.notify_all()
@@ -156,7 +147,7 @@ class Buffer:
     def close(self) -> None:
         """Wake both sides; nothing goes in or out any more."""
         with self._changed:
-            self._closed = True
+            self._over = True
             self._made.clear()
             self._changed.notify_all()
 

@@ -63,9 +63,7 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
         if num_parallel_calls is None:
             return zip(map(call, source))
         threads = num_parallel_calls if num_parallel_calls != AUTOTUNE else os.cpu_count() or 1
-        ahead = Ahead(source, threads, call, threads)
-        epoch.threads.add(ahead.buffer)
-        return zip(ahead)
+        return zip(Ahead(source, threads, epoch.threads, call, threads))
 
     name = f"map({name_of(fn)})"
     # A function may well load a batch for a number.
@@ -137,10 +135,8 @@ def prefetched(child: Node, depth: int) -> Node:
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         if depth == 0 or not waits:
             return child.chunks(epoch, start)
-        source = child.iterate(epoch, start)
-        ahead: Ahead[Element] = Ahead(source, _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth)
-        epoch.threads.add(ahead.buffer)
-        return zip(ahead)
+        elements = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
+        return zip(Ahead(child.iterate(epoch, start), elements, epoch.threads))
 
     return child.then(f"prefetch({depth})", chunks)
 
@@ -183,7 +179,7 @@ def repeated(child: Node, times: int | None) -> Node:
         for number in count(first) if times is None else range(first, times):
             empty = True
             for chunk in child.chunks(epoch.branch(number), start):
-                empty = False
+                empty = empty and not len(chunk)
                 yield chunk
             if empty and start == 0:
                 return  # An endless repetition of nothing would never return.

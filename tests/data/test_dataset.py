@@ -191,6 +191,8 @@ def test_cache_keeps_the_order_of_a_shuffle():
 def test_an_endless_repetition_of_nothing_ends():
     assert listed(Dataset.range(0).repeat()) == []
     assert listed(Dataset.from_generator(lambda: iter(())).repeat()) == []
+    assert listed(Dataset.from_generator(lambda: iter(())).shuffle(3).repeat()) == []
+    assert listed(Dataset.from_files("a", lambda path: np.zeros(0)).repeat()) == []
 
 
 @pytest.mark.parametrize(

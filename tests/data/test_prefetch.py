@@ -141,7 +141,7 @@ def test_a_map_fails_at_the_element_that_failed(calls):
 
 
 def test_an_error_of_the_source_comes_after_the_elements_before_it():
-    iterator = Ahead(Source(fails_at=2), 4, abs, threads=4)
+    iterator = Ahead(Source(fails_at=2), 4, fn=abs, threads=4)
     assert [next(iterator), next(iterator)] == [0, 1]
     with pytest.raises(ZeroDivisionError):
         next(iterator)
