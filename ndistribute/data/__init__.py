@@ -3,13 +3,12 @@
 from ndistribute.data.dataset import Dataset, as_dataset
 from ndistribute.data.distributed import (
     DistributedDataset,
+    DistributedIterator,
     distribute,
     distribute_from_function,
 )
-from ndistribute.data.iterator import DistributedIterator
-from ndistribute.data.options import AutoShardPolicy, InputContext, InputOptions
+from ndistribute.data.options import AutoShardPolicy, InputContext, InputOptions, Topology
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
-from ndistribute.data.places import Place
 from ndistribute.data.transformations import AUTOTUNE
 
 __all__ = [
@@ -22,7 +21,7 @@ __all__ = [
     "DistributedIterator",
     "InputContext",
     "InputOptions",
-    "Place",
+    "Topology",
     "as_dataset",
     "distribute",
     "distribute_from_function",

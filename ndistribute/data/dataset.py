@@ -10,14 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ndistribute import tree
-from ndistribute.data import files, selections, sources, transformations
-from ndistribute.data.arguments import at_least, index_below
+from ndistribute.data import sources
+from ndistribute.data import transformations as to
 from ndistribute.data.elements import Element
-from ndistribute.data.options import InputOptions
-from ndistribute.data.pipeline import INFINITE_CARDINALITY, Node, Pass, run
-from ndistribute.data.shuffling import entropy_of, shuffled
-
-__all__ = ["Dataset", "as_dataset"]
+from ndistribute.data.options import InputOptions, function, integer
+from ndistribute.data.pipeline import INFINITE_CARDINALITY, Epoch, Node, describe, run
 
 
 class Dataset:
@@ -99,7 +96,7 @@ class Dataset:
         >>> Dataset.from_files("day.log", reader=lambda path: iter([1, 2])).batch(2).cardinality()
         -2
         """
-        return cls(files.files(paths, reader))
+        return cls(sources.files(paths, reader))
 
     @classmethod
     def range(cls, *args: int) -> Dataset:
@@ -108,7 +105,8 @@ class Dataset:
         >>> [batch.tolist() for batch in Dataset.range(9).batch(4)]
         [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
         """
-        return cls(sources.numbers(range(*args)))
+        bounds = (integer(each, "range: each argument") for each in args)
+        return cls(sources.numbers(range(*bounds)))
 
     @classmethod
     def zip(cls, datasets: Any) -> Dataset:
@@ -121,7 +119,7 @@ class Dataset:
         if not parts:
             raise ValueError("zip needs at least one dataset, for example zip((images, labels)).")
         like = tree.unflatten(datasets, range(len(parts)))
-        return cls(selections.zipped(like, tuple(as_dataset(part)._node for part in parts)))
+        return cls(to.zipped(like, tuple(as_dataset(part)._node for part in parts)))
 
     def map(self, fn: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
         """Replace each element by ``fn(element)``, or ``fn(*element)`` if it is a tuple.
@@ -134,9 +132,10 @@ class Dataset:
         >>> [int(y) for y in Dataset.range(3).map(lambda x: 2 * x)]
         [0, 2, 4]
         """
-        if num_parallel_calls is not None and num_parallel_calls != transformations.AUTOTUNE:
-            num_parallel_calls = at_least(1, num_parallel_calls, "map: num_parallel_calls")
-        return self._then(transformations.mapped(self._node, fn, num_parallel_calls))
+        if num_parallel_calls is not None and num_parallel_calls != to.AUTOTUNE:
+            num_parallel_calls = integer(num_parallel_calls, "map: num_parallel_calls", 1)
+        call = function(fn, "map: fn")
+        return Dataset(to.mapped(self._node, call, num_parallel_calls))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Keep the elements for which ``predicate(element)`` is true.
@@ -144,7 +143,8 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(5).filter(lambda x: x % 2)]
         [1, 3]
         """
-        return self._then(transformations.filtered(self._node, predicate))
+        keep = function(predicate, "filter: predicate")
+        return Dataset(to.filtered(self._node, keep))
 
     def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
         """Join each `n` successive elements along a new leading axis.
@@ -156,8 +156,8 @@ class Dataset:
         >>> list(Dataset.range(3).batch(2))
         [array([0, 1]), array([2])]
         """
-        size = at_least(1, n, "batch: n")
-        return self._then(transformations.batched(self._node, size, bool(drop_remainder)))
+        size = integer(n, "batch: n", 1)
+        return Dataset(to.batched(self._node, size, bool(drop_remainder)))
 
     def unbatch(self) -> Dataset:
         """Take batches apart again.
@@ -165,7 +165,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(3).batch(2).unbatch()]
         [0, 1, 2]
         """
-        return self._then(transformations.unbatched(self._node))
+        return Dataset(to.unbatched(self._node))
 
     def shuffle(
         self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True
@@ -183,9 +183,9 @@ class Dataset:
         >>> sorted(int(x) for x in dataset)
         [0, 1, 2, 3]
         """
-        size = at_least(1, buffer_size, "shuffle: buffer_size")
+        size = integer(buffer_size, "shuffle: buffer_size", 1)
         reshuffles = bool(reshuffle_each_iteration)
-        return self._then(shuffled(self._node, size, entropy_of(seed), reshuffles))
+        return Dataset(to.shuffled(self._node, size, seed, reshuffles))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Go through the elements `count` times, or without end if that is None or -1.
@@ -193,8 +193,8 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(2).repeat(2)]
         [0, 1, 0, 1]
         """
-        times = None if count is None else at_least(-1, count, "repeat: count")
-        return self._then(selections.repeated(self._node, None if times == -1 else times))
+        times = -1 if count is None else integer(count, "repeat: count", -1)
+        return Dataset(to.repeated(self._node, None if times == -1 else times))
 
     def take(self, count: int) -> Dataset:
         """Keep the first `count` elements; all of them if that is -1.
@@ -202,8 +202,8 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(5).take(2)]
         [0, 1]
         """
-        times = at_least(-1, count, "take: count")
-        return self if times == -1 else self._then(selections.sliced(self._node, stop=times))
+        times = integer(count, "take: count", -1)
+        return self if times == -1 else Dataset(to.sliced(self._node, f"take({times})", stop=times))
 
     def skip(self, count: int) -> Dataset:
         """Leave out the first `count` elements; all of them if that is -1.
@@ -211,8 +211,10 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(5).skip(3)]
         [3, 4]
         """
-        start = at_least(-1, count, "skip: count")
-        return self.take(0) if start == -1 else self._then(selections.sliced(self._node, start))
+        start = integer(count, "skip: count", -1)
+        return (
+            self.take(0) if start == -1 else Dataset(to.sliced(self._node, f"skip({start})", start))
+        )
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Keep every `num_shards`-th element, from number `index` on.
@@ -220,9 +222,10 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(5).shard(2, 1)]
         [1, 3]
         """
-        shards = at_least(1, num_shards, "shard: num_shards")
-        first = index_below(shards, index, "shard: index")
-        return self._then(selections.sliced(self._node, start=first, step=shards))
+        shards = integer(num_shards, "shard: num_shards", 1)
+        first = integer(index, "shard: index", below=shards)
+        name = f"shard({shards}, {first})"
+        return Dataset(to.sliced(self._node, name, first, step=shards))
 
     def concatenate(self, dataset: Any) -> Dataset:
         """Append the elements of another dataset.
@@ -230,7 +233,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(2).concatenate(Dataset.range(5, 7))]
         [0, 1, 5, 6]
         """
-        return self._then(selections.concatenated(self._node, as_dataset(dataset)._node))
+        return Dataset(to.concatenated(self._node, as_dataset(dataset)._node))
 
     def cache(self) -> Dataset:
         """Keep the elements of the first whole iteration in memory, in the order that they had.
@@ -241,7 +244,7 @@ class Dataset:
         >>> len(calls)
         2
         """
-        return self._then(selections.cached(self._node))
+        return Dataset(to.cached(self._node))
 
     def prefetch(self, n: int) -> Dataset:
         """Let a background thread make up to `n` elements ahead; `AUTOTUNE` chooses.
@@ -249,13 +252,13 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x).prefetch(2)]
         [0, 1, 4]
         """
-        return self._then(transformations.prefetched(self._node, at_least(-1, n, "prefetch: n")))
+        return Dataset(to.prefetched(self._node, integer(n, "prefetch: n", -1)))
 
     def with_options(self, options: InputOptions) -> Dataset:
         """Say how this dataset is distributed, where `distribute_dataset` is not told otherwise."""
         if not isinstance(options, InputOptions):
             raise ValueError(f"with_options needs an InputOptions, got {options!r}.")
-        return self._then(transformations.with_options(self._node, options))
+        return Dataset(self._node.then("with_options(...)", self._node.chunks, options=options))
 
     def cardinality(self) -> int:
         """Return the number of elements, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`.
@@ -263,15 +266,23 @@ class Dataset:
         >>> Dataset.range(9).batch(4).cardinality(), Dataset.range(9).repeat().cardinality()
         (3, -1)
         """
-        return self._node.cardinality
+        return self._node.spec.cardinality
 
     @property
     def node(self) -> Node:
         """Return the pipeline, for the layers that run it."""
         return self._node
 
+    def __repr__(self) -> str:
+        """Return the calls that made it, and what is known of its elements.
+
+        >>> Dataset.range(9).shuffle(9, seed=1).batch(4)
+        <Dataset range(0, 9).shuffle(9, seed=1).batch(4): 3 batches of 4, int64[None]>
+        """
+        return f"<Dataset {describe(self._node)}: {self._node.spec}>"
+
     def __iter__(self) -> Iterator[Element]:
-        return run(self._node, Pass.begin(self._node))
+        return run(self._node, Epoch.begin(self._node))
 
     def __len__(self) -> int:
         known = self.cardinality()
@@ -282,9 +293,6 @@ class Dataset:
 
     def __bool__(self) -> bool:
         return True
-
-    def _then(self, node: Node) -> Dataset:
-        return Dataset(node)
 
 
 def as_dataset(source: Any) -> Dataset:
@@ -297,4 +305,4 @@ def as_dataset(source: Any) -> Dataset:
     >>> as_dataset([np.arange(2), np.arange(1)]).cardinality()
     2
     """
-    return source if isinstance(source, Dataset) else Dataset(sources.foreign(source))
+    return source if isinstance(source, Dataset) else Dataset(sources.iterable(source))

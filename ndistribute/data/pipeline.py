@@ -1,8 +1,8 @@
-"""The inner face of a dataset: a chain of nodes, and one pass over it.
+"""The inner face of a dataset: a chain of nodes, and one epoch over it.
 
-A node is a value that says how to make elements; what belongs to one iteration is in its `Pass`.
+A node is a value that says how to make elements; what belongs to one iteration is in its `Epoch`.
 Every node can begin at any element, which is at once how `skip` works and how an interrupted epoch
-is resumed: a pass is what its shuffles drew and a position, and nothing else.
+is resumed: an epoch is the seeds of its shuffles and a position, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,104 +10,134 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
-from ndistribute.data.elements import Element
+from ndistribute.data.elements import Chunk, Element
 from ndistribute.data.options import InputOptions
-from ndistribute.data.prefetch import OpenThreads
-from ndistribute.data.rows import Rows, elements_of
-
-__all__ = [
-    "INFINITE_CARDINALITY",
-    "UNKNOWN_CARDINALITY",
-    "Draw",
-    "Node",
-    "Pass",
-    "Seeds",
-    "run",
-    "seeds_of",
-    "upstream",
-]
+from ndistribute.data.prefetch import Threads
 
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
 
 
-class Draw(NamedTuple):
-    """What a shuffle drew for one pass: its order is a function of these numbers."""
+class ShuffleSeed(NamedTuple):
+    """What decides the order of a shuffle in one epoch."""
 
     entropy: int
     iteration: int
 
 
-class Seeds:
-    """Give each pass over a shuffle its draw.
+class SeedCounter:
+    """Give each epoch over a shuffle its seed.
 
     Args:
         entropy: decides the whole sequence of orders.
     """
 
     def __init__(self, entropy: int) -> None:
-        self._next = Draw(entropy, 0)
+        self._next = ShuffleSeed(entropy, 0)
         self._lock = threading.Lock()
 
-    def draw(self) -> Draw:
-        """Return the draw of the next pass."""
+    def draw(self) -> ShuffleSeed:
+        """Return the seed of the next epoch."""
         with self._lock:
-            drawn, self._next = self._next, Draw(self._next.entropy, self._next.iteration + 1)
+            drawn = self._next
+            self._next = drawn._replace(iteration=drawn.iteration + 1)
             return drawn
 
-    def resume(self, draw: Draw) -> None:
-        """Go on as if this draw had been the last."""
+    def resume(self, seed: ShuffleSeed) -> None:
+        """Go on as if this seed had been the last."""
         with self._lock:
-            self._next = Draw(draw.entropy, draw.iteration + 1)
+            self._next = seed._replace(iteration=seed.iteration + 1)
 
 
 @dataclass(frozen=True)
-class Pass:
+class Epoch:
     """One iteration over a pipeline.
 
     Args:
-        draws: the draw of each shuffle in it.
+        seeds: the seed of each shuffle in it.
         path: which repetition of which `repeat` a node is in, outermost first.
-        shard: number and count of the parts that the files are dealt into; this pass reads one.
-        threads: those that end when the pass ends.
+        shard: number and count of the parts that the files are dealt into; this epoch reads one.
+        threads: those that end when the epoch ends.
+        loaded: of a loader that has loaded a state, how many batches are before that.
     """
 
-    draws: Mapping[Seeds, Draw]
+    seeds: Mapping[SeedCounter, ShuffleSeed]
     path: tuple[int, ...] = ()
     shard: tuple[int, int] = (0, 1)
-    threads: OpenThreads = field(default_factory=OpenThreads)
+    threads: Threads = field(default_factory=Threads)
+    loaded: int = 0
 
     @classmethod
-    def begin(cls, node: Node) -> Pass:
-        """Begin the next pass over a pipeline."""
-        return cls({seeds: seeds.draw() for seeds in seeds_of(node)})
+    def begin(cls, node: Node) -> Epoch:
+        """Begin the next epoch over a pipeline."""
+        return cls({counter: counter.draw() for counter in seeds_of(node)})
 
     @classmethod
-    def resume(cls, node: Node, draws: Sequence[Draw]) -> Pass:
-        """Begin a pass whose draws are known; later ones follow on it."""
-        known = dict(zip(seeds_of(node), draws, strict=True))
-        for seeds, draw in known.items():
-            seeds.resume(draw)
+    def resume(cls, node: Node, seeds: Sequence[ShuffleSeed]) -> Epoch:
+        """Begin an epoch whose seeds are known; later ones follow on it."""
+        known = dict(zip(seeds_of(node), seeds, strict=True))
+        for counter, seed in known.items():
+            counter.resume(seed)
         return cls(known)
 
-    def branch(self, number: int) -> Pass:
-        """Return this pass as a node sees it that is passed several times."""
+    def branch(self, number: int) -> Epoch:
+        """Return this epoch as a node sees it that is iterated several times."""
         return replace(self, path=(*self.path, number))
 
-    def part(self, number: int, count: int) -> Pass:
-        """Return this pass as one that reads only every `count`-th file."""
+    def part(self, number: int, count: int) -> Epoch:
+        """Return this epoch as one that reads only every `count`-th file."""
         return replace(self, shard=(number, count))
 
-    def frozen(self) -> Pass:
-        """Return this pass as a node sees it that is the same in every pass."""
-        first = {seeds: Draw(draw.entropy, 0) for seeds, draw in self.draws.items()}
-        return replace(self, draws=first, path=())
+    def frozen(self) -> Epoch:
+        """Return this epoch as a node sees it that is the same in every epoch."""
+        first = {counter: seed._replace(iteration=0) for counter, seed in self.seeds.items()}
+        return replace(self, seeds=first, path=())
 
 
-def _no_rows(current: Pass) -> Rows:
-    raise NotImplementedError("the dataset is not vectorised: its elements have no positions.")
+class ArraySpec:
+    """The dtype and the shape of a leaf; a length of None varies, and so does a shape of None."""
+
+    def __init__(self, dtype: Any, shape: Sequence[int | None] | None) -> None:
+        self.dtype = dtype
+        self.shape = shape
+
+    def led_by(self, length: int | None) -> ArraySpec:
+        """Return the spec of a batch of such leaves."""
+        return ArraySpec(self.dtype, None if self.shape is None else (length, *self.shape))
+
+    def row(self) -> ArraySpec:
+        """Return the spec of an element of such a batch."""
+        return ArraySpec(self.dtype, None if self.shape is None else self.shape[1:])
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{'' if self.shape is None else list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class ElementSpec:
+    """What is known of a node's elements before they are made.
+
+    Args:
+        cardinality: how many there are, or one of the two constants.
+        batched: whether they are batches; None where only the user knows.
+        batch_size: elements of every batch but a short one; None where that is not known.
+        like: a nest of `ArraySpec`; None where that is not known.
+    """
+
+    cardinality: int = UNKNOWN_CARDINALITY
+    batched: bool | None = None
+    batch_size: int | None = None
+    like: Any = None
+
+    def __str__(self) -> str:
+        words = {INFINITE_CARDINALITY: "endless ", UNKNOWN_CARDINALITY: ""}
+        many = words.get(self.cardinality, f"{self.cardinality} ")
+        size = "" if self.batch_size is None else f" of {self.batch_size}"
+        kind = f"batches{size}" if self.batched else "elements"
+        return f"{many}{kind}, {'type unknown' if self.like is None else self.like}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -115,49 +145,45 @@ class Node:
     """One step of a pipeline, and those before it.
 
     Args:
-        elements: yields the elements of a pass from a given number on, one at a time.
+        name: the call that made it.
+        chunks: yields the elements of an epoch from a given number on, in chunks.
         inputs: the steps before this one.
-        cardinality: the number of elements, or one of the two constants.
-        batched: whether elements are batches; None where only the user knows.
-        batch_size: elements of every batch but a short one; None where that is not known.
-        template: a batch of no rows, which marks a dataset as vectorised; None for all others.
-        rows: of a vectorised dataset, returns the elements of a pass by position.
-        seeds: of a shuffle, where its draws come from.
-        streamed: whether `rows` must be taken in order.
-        runs_user_code: whether making an element calls a function of the user's.
+        spec: what its elements are.
+        seeds: of a shuffle, where its seeds come from.
         options: what `with_options` set.
-        files: of a source that reads files, their paths; None for all others.
+        files: of a source that reads files, their paths.
+        loader: of a source that iterates over an object of the user's, that object.
+        runs_user_code: whether making an element calls a function of the user's.
         positional: whether which elements it yields depends on how many come before them, so that
-            parts of the input can not be passed apart from each other.
+            parts of the input can not be read apart from each other.
     """
 
-    elements: Callable[[Pass, int], Iterator[Element]]
+    name: str
+    chunks: Callable[[Epoch, int], Iterator[Chunk]]
     inputs: tuple[Node, ...] = ()
-    cardinality: int = UNKNOWN_CARDINALITY
-    batched: bool | None = None
-    batch_size: int | None = None
-    template: Element | None = None
-    rows: Callable[[Pass], Rows] = _no_rows
-    seeds: Seeds | None = None
-    streamed: bool = False
-    runs_user_code: bool = False
+    spec: ElementSpec = ElementSpec()
+    seeds: SeedCounter | None = None
     options: InputOptions | None = None
     files: tuple[str, ...] | None = None
+    loader: Any = None
+    runs_user_code: bool = False
     positional: bool = False
 
-    def iterate(self, current: Pass, start: int = 0) -> Iterator[Element]:
-        """Yield the elements from number `start` on, by the fastest way there is."""
-        if self.template is not None:
-            return elements_of(self.rows(current), start)
-        return self.elements(current, start)
+    def then(self, name: str, chunks: Callable[[Epoch, int], Iterator[Chunk]], **own: Any) -> Node:
+        """Return the next step, whose elements are as these where it does not say otherwise."""
+        return Node(**{"name": name, "chunks": chunks, "inputs": (self,), "spec": self.spec, **own})
+
+    def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Element]:
+        """Yield the elements from number `start` on, one at a time."""
+        return chain.from_iterable(self.chunks(epoch, start))
 
 
-def run(node: Node, current: Pass) -> Iterator[Element]:
-    """Yield the elements of one pass, and end its threads however it ends."""
+def run(node: Node, epoch: Epoch) -> Iterator[Element]:
+    """Yield the elements of one epoch, and end its threads however it ends."""
     try:
-        yield from node.iterate(current)
+        yield from node.iterate(epoch)
     finally:
-        current.threads.close()
+        epoch.threads.close()
 
 
 def upstream(node: Node) -> list[Node]:
@@ -168,6 +194,16 @@ def upstream(node: Node) -> list[Node]:
     return [*found, node]
 
 
-def seeds_of(node: Node) -> list[Seeds]:
-    """Return the seeds of the shuffles of a pipeline, in a fixed order."""
+def seeds_of(node: Node) -> list[SeedCounter]:
+    """Return where the seeds of the shuffles of a pipeline come from, in a fixed order."""
     return [step.seeds for step in upstream(node) if step.seeds is not None]
+
+
+def describe(node: Node) -> str:
+    """Return the calls that made a pipeline."""
+    inputs = [describe(before) for before in node.inputs]
+    if node.name == "zip":
+        return f"zip({', '.join(inputs)})"
+    if len(inputs) == 2:
+        return f"{inputs[0]}.{node.name}({inputs[1]})"
+    return ".".join([*inputs, node.name])

@@ -1,8 +1,9 @@
-"""Work done ahead of the consumer: a thread that fills a bounded queue, and a map over threads.
+"""Work done ahead of the consumer: threads that take elements from a source and map them.
 
-The thread knows the queue and the source, never the consumer's iterator, so an iterator that is
-dropped half-way is collected and its thread ends. An error arrives at the element at which it
-happened. Either side can close a queue, and no thread outlives the interpreter.
+The threads know the source and a bounded buffer, never the consumer's iterator, so an iterator that
+is dropped half-way is collected and its threads end. Elements keep their order, and an error
+arrives at the element at which it happened. Either side can close, and no thread outlives the
+interpreter.
 """
 
 from __future__ import annotations
@@ -10,12 +11,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
-
-__all__ = ["BoundedQueue", "OpenThreads", "Prefetched", "Workers", "map_ahead"]
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -26,242 +23,182 @@ _CHECK_SECONDS = 1.0
 _EXIT_SECONDS = 5.0
 
 
-class Prefetched(Iterator[T], Generic[T]):
-    """Iterate over a source whose elements a background thread makes ahead.
-
-    Args:
-        source: only the thread touches it from now on, and closes it at the end.
-        depth: how many elements wait in the queue at most.
-
-    >>> list(Prefetched(iter("abc"), depth=2))
-    ['a', 'b', 'c']
-    """
-
-    def __init__(self, source: Iterator[T], depth: int) -> None:
-        self._queue = BoundedQueue(depth)
-        self._thread = _start("prefetch", _fill, source, self._queue)
-        weakref.finalize(self, _end, self._queue, [self._thread])
-
-    @property
-    def queue(self) -> BoundedQueue:
-        """Return what can be closed to end the thread."""
-        return self._queue
-
-    def __next__(self) -> T:
-        item = self._queue.get(self._thread)
-        if not isinstance(item, _End):
-            return item  # type: ignore[no-any-return]
-        self.close()
-        if item.error is None:
-            raise StopIteration
-        try:
-            raise item.error
-        finally:
-            del item  # It would hold, by way of the traceback, this frame and all that it holds.
-
-    def close(self) -> None:
-        """Tell the thread to end; it does so as soon as the element at hand is made."""
-        self._queue.close()
-
-
-class Workers:
-    """Threads that compute what is submitted, in that order.
-
-    A `ThreadPoolExecutor` would not do: to shut it down takes a lock that is not re-entrant, and a
-    garbage collection may do so on the thread that is just submitting.
-
-    Args:
-        count: how many threads, and how many tasks wait for them at most.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._tasks = BoundedQueue(count)
-        threads = [_start("map", _work, self._tasks) for _ in range(count)]
-        weakref.finalize(self, _end, self._tasks, threads)
-
-    def submit(self, fn: Callable[[Any], T], element: Any) -> Future[T]:
-        """Return the future result of ``fn(element)``."""
-        future: Future[T] = Future()
-        if not self._tasks.put((future, fn, element)):
-            future.cancel()
-        return future
-
-    def close(self) -> None:
-        """Cancel what has not begun; the threads end with what they are at."""
-        for future, *_ in self._tasks.close():
-            future.cancel()
-
-
-def map_ahead(
-    fn: Callable[[Any], T], source: Iterator[Any], workers: Workers, ahead: int
-) -> Iterator[T]:
-    """Yield ``fn(element)`` in order, computed by workers on at most `ahead` elements at a time.
-
-    >>> list(map_ahead(abs, iter([-1, -2, -3]), Workers(2), ahead=2))
-    [1, 2, 3]
-    """
-    pending: deque[Future[T]] = deque()
-    try:
-        for future in _submitted(fn, source, workers):
-            pending.append(future)
-            if len(pending) >= ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        workers.close()
-
-
-def _submitted(
-    fn: Callable[[Any], T], source: Iterator[Any], workers: Workers
-) -> Iterator[Future[T]]:
-    """Submit element after element; the source's own error takes its turn as the last of them."""
-    try:
-        for element in source:
-            yield workers.submit(fn, element)
-    except Exception as error:
-        failed: Future[T] = Future()
-        failed.set_exception(error)
-        yield failed
-
-
-class Closable(Protocol):
-    """What has threads."""
-
-    def close(self) -> object:
-        """Tell the threads to end, without waiting for them."""
-
-
-class OpenThreads:
-    """Remember what has threads, weakly, and close all of it at once.
+class Threads:
+    """What all threads of an epoch wait on, so that one call ends them.
 
     An exception's traceback keeps the generators of a pipeline alive, so dropping references alone
     would not end their threads.
     """
 
     def __init__(self) -> None:
-        self._open: weakref.WeakSet[Closable] = weakref.WeakSet()
-        self._lock = threading.RLock()
-        self._closed = False
-
-    def add(self, closable: Closable) -> None:
-        """Remember it; close it at once if this is closed, as a prefetching thread may be late."""
-        with self._lock:
-            self._open.add(closable)
-            closed = self._closed
-        if closed:
-            closable.close()
+        # Re-entrant, as a garbage collection may close a buffer on the very thread that holds this.
+        self.changed = threading.Condition(threading.RLock())
+        self.closed = False
 
     def close(self) -> None:
-        """Close everything that is still alive."""
-        with self._lock:
-            self._closed = True
-            remaining = list(self._open)
-        for closable in remaining:
-            closable.close()
+        """Tell all threads to end, without waiting for them."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
 
-class BoundedQueue:
-    """A bounded queue that either side can close.
+class Ahead(Iterator[T], Generic[T]):
+    """Iterate over a source whose elements background threads make ahead, in order.
 
     Args:
-        depth: how many items wait at most.
+        source: only the threads touch it from now on, one at a time; they close it at the end.
+        depth: how many finished elements wait at most.
+        epoch: with which the threads end.
+        fn: what is made of each element, on several threads at once; None leaves them as they are.
+        threads: how many.
+
+    >>> list(Ahead(iter("abc"), depth=2))
+    ['a', 'b', 'c']
+    >>> list(Ahead(iter([-1, -2, -3]), depth=2, fn=abs, threads=2))
+    [1, 2, 3]
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(
+        self,
+        source: Iterator[Any],
+        depth: int,
+        epoch: Threads | None = None,
+        fn: Callable[[Any], T] | None = None,
+        threads: int = 1,
+    ) -> None:
+        self._buffer = Buffer(depth, epoch or Threads())
+        shared = Source(source)
+        # Daemons: the interpreter waits for all others before it lets us tell them to end.
+        self._threads = [
+            threading.Thread(
+                target=_work,
+                args=(shared, fn, self._buffer),
+                name="ndistribute-prefetch" if fn is None else "ndistribute-map",
+                daemon=True,
+            )
+            for _ in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        weakref.finalize(self, _end, self._buffer, self._threads)
+
+    def __next__(self) -> T:
+        value, error = self._buffer.get(self._threads)
+        if error is None:
+            return value  # type: ignore[no-any-return]
+        self.close()
+        try:
+            raise error
+        finally:
+            del error  # It would hold, by way of the traceback, this frame and all that it holds.
+
+    def close(self) -> None:
+        """Tell the threads to end; they do so as soon as the element at hand is made."""
+        self._buffer.close()
+
+
+class Buffer:
+    """Outcomes by their number: threads put them as they are made, the consumer gets them in order.
+
+    Args:
+        depth: how many wait at most.
+        epoch: what ends this too.
+    """
+
+    def __init__(self, depth: int, epoch: Threads) -> None:
         self._depth = depth
-        self._items: deque[Any] = deque()
-        # Re-entrant, as a garbage collection may close the queue on the very thread that holds it.
-        self._changed = threading.Condition(threading.RLock())
-        self._closed = False
+        self._epoch = epoch
+        self._changed = epoch.changed
+        self._made: dict[int, tuple[Any, BaseException | None]] = {}
+        self._given = 0
+        self._over = False
 
-    def put(self, item: Any) -> bool:
-        """Add an item once there is room; False if the queue is closed."""
+    @property
+    def closed(self) -> bool:
+        """Return True if nothing goes in or out any more."""
+        return self._over or self._epoch.closed
+
+    def put(self, number: int, value: Any, error: BaseException | None = None) -> bool:
+        """Add an outcome once there is room; False if this is closed."""
         with self._changed:
-            while len(self._items) >= self._depth and not self._closed:
+            while number >= self._given + self._depth and not self.closed:
                 self._changed.wait(_CHECK_SECONDS)
-            if self._closed:
-                return False
-            self._items.append(item)
-            self._changed.notify_all()
-            return True
+            if not self.closed:
+                self._made[number] = (value, error)
+                self._changed.notify_all()
+            return not self.closed
 
-    def get(self, producer: threading.Thread | None = None) -> Any:
-        """Return the next item, or an end if there is none to come."""
+    def get(self, threads: list[threading.Thread]) -> tuple[Any, BaseException | None]:
+        """Return the next outcome: a value, or the error that ends the iteration."""
         with self._changed:
-            while not self._items and not self._closed:
+            while self._given not in self._made and not self.closed:
                 woken = self._changed.wait(_CHECK_SECONDS)
-                if not woken and producer is not None and not producer.is_alive():
-                    return _End(
-                        RuntimeError(
-                            "the thread that prefetches is gone, as it is after a fork. Make a new "
-                            "iterator in this process."
-                        )
+                if not woken and not any(thread.is_alive() for thread in threads):
+                    return None, RuntimeError(
+                        "the threads that prefetch are gone, as they are after a fork. Make a new "
+                        "iterator in this process."
                     )
-            if self._closed:
-                return _End(None)
-            item = self._items.popleft()
+            if self.closed:
+                return None, StopIteration()
+            self._given += 1
             self._changed.notify_all()
-            return item
+            return self._made.pop(self._given - 1)
 
-    def close(self) -> list[Any]:
-        """Wake both sides; nothing goes in or out any more.
-
-        Returns:
-            The items that nobody got.
-        """
+    def close(self) -> None:
+        """Wake both sides; nothing goes in or out any more."""
         with self._changed:
-            self._closed = True
-            dropped, self._items = list(self._items), deque()
+            self._over = True
+            self._made.clear()
             self._changed.notify_all()
-        return dropped
 
 
-class _End:
-    """The last item of a queue."""
+class Source:
+    """A source that several threads take from, one at a time."""
 
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        self._turn = threading.Lock()
+        self._number = -1
+        self._over = False
+
+    def take(self) -> tuple[int, Any, BaseException | None] | None:
+        """Return the next element or how the source ended, and its number; None after the end."""
+        with self._turn:
+            if self._over:
+                return None
+            self._number += 1
+            try:
+                return self._number, next(self._source), None
+            except BaseException as error:  # the consumer raises it
+                self._over = True
+                return self._number, None, error
+
+    def close(self) -> None:
+        """End the source, unless another thread has."""
+        with self._turn:
+            self._over = True
+            getattr(self._source, "close", bool)()
 
 
-def _start(name: str, work: Callable[..., None], *args: Any) -> threading.Thread:
-    # A daemon: the interpreter waits for all others before it lets us tell them to end.
-    thread = threading.Thread(target=work, args=args, name=f"ndistribute-{name}", daemon=True)
-    thread.start()
-    return thread
+def _work(source: Source, fn: Callable[[Any], Any] | None, buffer: Buffer) -> None:
+    while (taken := source.take()) is not None:
+        number, value, error = taken
+        if error is None and fn is not None:
+            try:
+                value = fn(value)
+            except BaseException as raised:  # the consumer raises it
+                error = raised
+        if not buffer.put(number, value, error):
+            break
+        del taken, value, error  # An idle thread keeps no data alive.
+    source.close()
 
 
-def _end(queue: BoundedQueue, threads: list[threading.Thread]) -> None:
+def _end(buffer: Buffer, threads: list[threading.Thread]) -> None:
     """Tell threads to end when their owner is dropped, and at the interpreter's exit."""
-    queue.close()
+    buffer.close()
     if not threading.main_thread().is_alive():
         # At exit a daemon is frozen where it stands, with the locks that it holds: wait for it.
         deadline = time.monotonic() + _EXIT_SECONDS
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _fill(source: Iterator[Any], queue: BoundedQueue) -> None:
-    try:
-        for item in source:
-            if not queue.put(item):
-                break
-        else:
-            queue.put(_End(None))
-    except BaseException as error:  # the consumer raises it
-        queue.put(_End(error))
-    finally:
-        close = getattr(source, "close", None)
-        if close is not None:
-            close()
-
-
-def _work(tasks: BoundedQueue) -> None:
-    while not isinstance(task := tasks.get(), _End):
-        future, fn, element = task
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(fn(element))
-            except BaseException as error:  # the consumer raises it
-                future.set_exception(error)
-        del task, future, fn, element  # An idle thread keeps no data alive.

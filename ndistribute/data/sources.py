@@ -1,30 +1,50 @@
-"""Where elements come from: arrays, numbers, a user's function, or any re-iterable of batches.
+"""Where elements come from: arrays, numbers, a user's function, files, or a loader of batches.
 
 Arrays are neither copied nor written: what a source hands out of them is a read-only view, so that
-a step which works in place fails at once instead of changing the next epoch.
+a step which works in place fails at once instead of changing the next epoch. Files are read one
+after another; which ones there are is settled when the dataset is made, in an order that all
+workers share, so that they can divide them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from itertools import islice
+import dataclasses
+import glob
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import chain, islice, repeat
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ndistribute import tree
-from ndistribute.data.elements import Element, as_batch, as_element, leading_length, read_only
-from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, Node, Pass
-from ndistribute.data.rows import ArrayRows, RangeRows, Rows, elements_of
+from ndistribute.data.elements import (
+    Chunk,
+    Element,
+    Rows,
+    as_batch,
+    as_element,
+    drop,
+    is_frame,
+    leading_length,
+    read_only,
+)
+from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, ArraySpec, ElementSpec, Epoch, Node
 
-__all__ = ["foreign", "generated", "numbers", "single", "slices"]
+Reader = Callable[[str], Any]
+
+_WILDCARDS = frozenset("*?[")
 
 
 def single(tensors: Any) -> Node:
     """Return one element: a nest of arrays as they are."""
     element = read_only(as_element(tensors))
     return Node(
-        elements=lambda current, start: islice(iter((element,)), start, None), cardinality=1
+        name="from_tensors",
+        chunks=lambda epoch, start: drop(iter(((element,),)), start),
+        spec=ElementSpec(1, like=_like(element, 0)),
     )
 
 
@@ -36,67 +56,110 @@ def slices(tensors: Any) -> Node:
         "from_tensor_slices",
         "Check the arrays, or use from_tensors for one element.",
     )
-    template = tree.map_leaves(lambda column: column[:0], columns)
-    return _of_rows(ArrayRows(columns, length), template)
+    return _of_rows("from_tensor_slices", Rows.of(columns, length), _like(columns, 1))
 
 
 def numbers(values: range) -> Node:
     """Return the numbers of a range."""
-    return _of_rows(RangeRows(values), np.empty(0, np.int64))
+    rows = Rows(0, [([values], range(len(values)))])
+    return _of_rows(repr(values), rows, ArraySpec(np.dtype(np.int64), ()))
+
+
+def _of_rows(name: str, rows: Rows, like: Any) -> Node:
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        return iter((rows[start:],))
+
+    return Node(name=name, chunks=chunks, spec=ElementSpec(len(rows), batched=False, like=like))
 
 
 def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
-    """Return what a user's function yields, which is called anew for each pass."""
+    """Return what a user's function yields, which is called anew for each epoch."""
     if not callable(make):
         raise ValueError(
             f"from_generator needs a function that returns an iterable, got {make!r}. Pass the "
             "generator function itself, not what it returns: each epoch calls it again."
         )
 
-    def elements(current: Pass, start: int) -> Iterator[Element]:
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         values = map(as_element, islice(make(), start, None))
-        if signature is None:
-            return values
-        return (_conform(value, signature) for value in values)
+        return zip(values if signature is None else map(_conform, values, repeat(signature)))
 
-    return Node(elements=elements, runs_user_code=True)
+    like = None if signature is None else tree.map_leaves(_spec_of, signature)
+    name = f"from_generator({getattr(make, '__name__', type(make).__name__)})"
+    return Node(name=name, chunks=chunks, spec=ElementSpec(like=like), runs_user_code=True)
 
 
-def foreign(batches: Any) -> Node:
+def iterable(batches: Any) -> Node:
     """Return the batches of a re-iterable, such as a list or another library's loader.
 
     Raises:
         ValueError: it can be iterated once only, or is no collection of batches.
     """
-    if isinstance(batches, np.ndarray | Mapping | str | bytes):
-        raise ValueError(
-            f"a dataset is expected, got {type(batches).__name__}. Make one of it with "
-            "Dataset.from_tensor_slices(...).batch(...)."
-        )
-    if not hasattr(batches, "__iter__"):
-        raise ValueError(
-            "a dataset is expected, or something to iterate over again and again, got "
-            f"{type(batches).__name__}."
-        )
-    if hasattr(batches, "__next__"):
-        raise ValueError(
-            f"a dataset is expected, got {type(batches).__name__}, which can be iterated only "
-            "once. Give the function that makes it to Dataset.from_generator."
-        )
+    write = "Dataset.from_tensor_slices({}).batch(global_batch_size)"
+    together = f"For arrays whose rows belong together write {write.format('(x, y)')}"
+    refused = (
+        (isinstance(batches, tuple), f"{together}; batches that are made already go in a list."),
+        (is_frame(batches), f"For one array a column write {write.format('dict(frame)')}."),
+        (isinstance(batches, np.ndarray | Mapping | str | bytes), f"Write {write.format('...')}."),
+        (not hasattr(batches, "__iter__"), "Something to iterate over again and again will do."),
+        (
+            hasattr(batches, "__next__"),
+            "That can be iterated only once: give the function that makes it to "
+            "Dataset.from_generator.",
+        ),
+    )
+    kind = type(batches).__name__
+    for wrong, remedy in refused:
+        if wrong:
+            raise ValueError(f"a dataset is expected, got {kind}. {remedy}")
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        return zip(map(as_batch, islice(batches, start - epoch.loaded, None)))
+
     return Node(
-        elements=lambda current, start: map(as_batch, islice(batches, start, None)),
-        cardinality=_length(batches),
-        runs_user_code=not isinstance(batches, list | tuple),
+        name=kind,
+        chunks=chunks,
+        spec=ElementSpec(_length(batches)),
+        loader=batches,
+        runs_user_code=not isinstance(batches, Sequence),
     )
 
 
-def _of_rows(rows: Rows, template: Element) -> Node:
+def has_state(loader: Any) -> bool:
+    """Return True if a loader can say where it is, and go on from there."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def files(paths: Any, reader: Reader | None = None) -> Node:
+    """Return what a reader makes of each file, one file after another.
+
+    Args:
+        paths: one or several; ``**`` in a pattern stands for any folders.
+        reader: None chooses by the extension of each file.
+
+    Raises:
+        ValueError: a pattern matches nothing, or there is no reader for an extension.
+    """
+    several = [paths] if isinstance(paths, str | os.PathLike) else paths
+    try:
+        found = tuple(path for item in several for path in _matches(os.fspath(item)))
+    except TypeError:
+        raise TypeError(f"from_files needs paths or patterns, got {paths!r}.") from None
+    if not found:
+        raise ValueError("from_files needs at least one path, or a pattern such as 'train-*.npy'.")
+    parts = [(path, _reader_for(path) if reader is None else reader) for path in found]
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        number, count = epoch.shard
+        read = (_read(path, by) for path, by in parts[number::count])
+        return drop(chain.from_iterable(read), start)
+
     return Node(
-        elements=lambda current, start: elements_of(rows, start),
-        cardinality=rows.length,
-        batched=False,
-        template=template,
-        rows=lambda current: rows,
+        name=f"from_files({len(found)} file(s))",
+        chunks=chunks,
+        spec=ElementSpec(batched=False),
+        files=found,
+        runs_user_code=True,
     )
 
 
@@ -105,6 +168,17 @@ def _length(batches: Any) -> int:
         return len(batches) if isinstance(batches, Sized) else UNKNOWN_CARDINALITY
     except TypeError:  # A loader over a stream has __len__ and refuses to answer.
         return UNKNOWN_CARDINALITY
+
+
+def _like(columns: Element, axis: int) -> Any:
+    return tree.map_leaves(lambda leaf: ArraySpec(leaf.dtype, leaf.shape[axis:]), columns)
+
+
+def _spec_of(leaf: Any) -> ArraySpec:
+    """Return what a leaf of a signature says; a dtype alone is of any shape."""
+    if isinstance(leaf, type | np.dtype | str):
+        return ArraySpec(np.dtype(leaf), None)
+    return ArraySpec(np.dtype(leaf.dtype), leaf.shape)
 
 
 def _conform(element: Element, signature: Any) -> Element:
@@ -129,3 +203,105 @@ def _conform_leaf(leaf: Any, spec: Any) -> Any:
             f"{shape}. Yield arrays of that shape, or put None for a length that varies."
         )
     return leaf.astype(spec.dtype, copy=False)
+
+
+def _matches(path: str) -> list[str]:
+    if _WILDCARDS.isdisjoint(path) or os.path.exists(path):
+        return [path]
+    found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    if not found:
+        raise ValueError(
+            f"from_files: no file matches {path!r}, seen from {os.getcwd()!r}. Every worker must "
+            "see all files under the same names."
+        )
+    return found
+
+
+def _reader_for(path: str) -> Reader:
+    extension = PurePath(path).suffix.lower()
+    if extension not in _READERS:
+        raise ValueError(
+            f"from_files knows no reader for {path!r}: it reads {', '.join(_READERS)}. Pass "
+            "reader=fn, where fn(path) returns arrays, whose rows are the elements, or an iterable."
+        )
+    return _READERS[extension]
+
+
+def _read(path: str, read: Reader) -> Iterator[Chunk]:
+    """Yield what a file holds: the rows of arrays at once, the elements of an iterable singly."""
+    content: Any = None
+    try:
+        content = read(path)
+        if _is_stream(content):
+            yield from zip(map(as_element, content))
+            return
+        columns = read_only(as_element(content))
+        remedy = "Let the reader return arrays of as many rows, or an iterable of elements."
+        yield Rows.of(columns, leading_length(tree.flatten(columns), "from_files", remedy))
+    except Exception as error:
+        error.add_note(f"while {path!r} was read")
+        raise
+    finally:
+        if _is_stream(content):
+            getattr(content, "close", bool)()
+
+
+def _is_stream(content: Any) -> bool:
+    nested = isinstance(content, np.ndarray | tuple | list | dict)
+    array_like = hasattr(content, "__array__") or dataclasses.is_dataclass(content)
+    return isinstance(content, Iterable) and not nested and not array_like
+
+
+def _read_npy(path: str) -> npt.NDArray[Any]:
+    return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+
+
+def _read_npz(path: str) -> dict[str, npt.NDArray[Any]]:
+    with np.load(path, allow_pickle=False) as archive:
+        return dict(archive)
+
+
+def _read_csv(path: str) -> npt.NDArray[np.float64]:
+    """Read numbers separated by commas; a first line that holds none is a header."""
+    with open(path, encoding="utf-8-sig") as lines:
+        first = next(lines, "")
+        header = not any(map(_is_number, first.split(",")))
+        rows = [line for line in ([] if header else [first]) + list(lines) if line.strip()]
+    if not rows:
+        return np.empty((0, 0))
+    try:
+        return np.loadtxt(rows, delimiter=",", ndmin=2)
+    except ValueError as error:
+        raise ValueError(_fault_of_csv(path, header) or f"{path}: {error}") from error
+
+
+def _fault_of_csv(path: str, header: bool) -> str | None:
+    """Return what is wrong with the first line that is no row of numbers, and where it is."""
+    with open(path, encoding="utf-8-sig") as lines:
+        width = 0
+        for number, line in enumerate(lines, 1):
+            cells = line.partition("#")[0].split(",")
+            if (header and number == 1) or not "".join(cells).strip():
+                continue
+            where = f"{path}, line {number}:"
+            for column, cell in enumerate(cells, 1):
+                if not _is_number(cell):
+                    return (
+                        f"{where} column {column} is {cell.strip()!r}, which is no number. Correct "
+                        "it, or pass reader=fn to from_files to read such files."
+                    )
+            width = width or len(cells)
+            if len(cells) != width:
+                return f"{where} {len(cells)} column(s), where the lines before it have {width}."
+    return None
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+_READERS: dict[str, Reader] = {".npy": _read_npy, ".npz": _read_npz, ".csv": _read_csv}

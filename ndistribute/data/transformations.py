@@ -1,109 +1,128 @@
-"""Transformations that compute: on single elements, or between elements and batches.
+"""What each method of a dataset does to the chunks of elements that come from the one before.
 
-A batch is where positions become data: over arrays it is gathered at once.
+Choosing and ordering never look at elements: rows of arrays stay positions until `batch` gathers
+them. Where a user's function runs, elements are made one at a time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
-from typing import Any
+from itertools import chain, count
+from typing import Any, cast
+
+import numpy as np
 
 from ndistribute import tree
+from ndistribute.context import current_seed
 from ndistribute.data.elements import (
+    Chunk,
     Element,
+    Rows,
     as_element,
+    batch_of,
     call_with,
+    drop,
+    join,
     leading_length,
-    stack,
-    unstack,
+    pick,
+    read_only,
 )
-from ndistribute.data.options import InputOptions
-from ndistribute.data.pipeline import Node, Pass
-from ndistribute.data.prefetch import Prefetched, Workers, map_ahead
-from ndistribute.data.rows import blocks_of
-
-__all__ = [
-    "AUTOTUNE",
-    "batched",
-    "filtered",
-    "mapped",
-    "prefetched",
-    "unbatched",
-    "with_options",
-]
+from ndistribute.data.options import integer
+from ndistribute.data.pipeline import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    ArraySpec,
+    ElementSpec,
+    Epoch,
+    Node,
+    SeedCounter,
+    upstream,
+)
+from ndistribute.data.prefetch import Ahead
 
 AUTOTUNE = -1
 
 # What AUTOTUNE stands for in prefetch: one element in use, one ready.
 _AUTOTUNED_DEPTH = 2
 
+# Positions drawn at once: long enough to spread NumPy's call overhead, short enough that the first
+# batch of an epoch waits for less than a millisecond.
+_DRAWN = 8192
 
-def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None = None) -> Node:
+
+def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) -> Node:
     """Return what a user's function makes of each element."""
 
     def call(element: Element) -> Element:
         return as_element(call_with(fn, element))
 
-    def elements(current: Pass, start: int) -> Iterator[Element]:
-        source = child.iterate(current, start)
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        source = child.iterate(epoch, start)
         if num_parallel_calls is None:
-            return map(call, source)
+            return zip(map(call, source))
         threads = num_parallel_calls if num_parallel_calls != AUTOTUNE else os.cpu_count() or 1
-        workers = Workers(threads)
-        current.threads.add(workers)
-        return map_ahead(call, source, workers, threads)
+        return zip(Ahead(source, threads, epoch.threads, call, threads))
 
-    return Node(
-        elements=elements,
-        inputs=(child,),
-        cardinality=child.cardinality,
-        # A function may well load a batch for a number.
-        batched=child.batched or None,
-        runs_user_code=True,
-    )
+    name = f"map({name_of(fn)})"
+    # A function may well load a batch for a number.
+    spec = ElementSpec(child.spec.cardinality, batched=child.spec.batched or None)
+    return child.then(name, chunks, spec=spec, runs_user_code=True)
 
 
 def filtered(child: Node, predicate: Callable[..., Any]) -> Node:
     """Return the elements for which a user's function is true."""
 
-    def elements(current: Pass, start: int) -> Iterator[Element]:
-        wanted = filter(lambda element: call_with(predicate, element), child.iterate(current))
-        return islice(wanted, start, None)
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        kept = filter(lambda element: call_with(predicate, element), child.iterate(epoch))
+        return drop(zip(kept), start)
 
-    return Node(elements=elements, inputs=(child,), batched=child.batched, runs_user_code=True)
+    name = f"filter({name_of(predicate)})"
+    spec = replace(child.spec, cardinality=UNKNOWN_CARDINALITY)
+    return child.then(name, chunks, spec=spec, runs_user_code=True)
 
 
 def batched(child: Node, size: int, drop_remainder: bool) -> Node:
     """Return batches of `size` successive elements, the last one perhaps shorter."""
 
-    def elements(current: Pass, start: int) -> Iterator[Element]:
-        if child.template is not None:
-            return blocks_of(child.rows(current), size, start * size, drop_remainder)
-        return _stacked(child.iterate(current, start * size), size, drop_remainder)
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        pieces: list[Chunk] = []
+        missing = size
+        for chunk in child.chunks(epoch, start * size):
+            at, length = 0, len(chunk)
+            while length - at >= missing:
+                pieces.append(chunk[at : at + missing])
+                at += missing
+                yield (batch_of(pieces),)
+                pieces, missing = [], size
+            if at < length:
+                pieces.append(chunk[at:] if at else chunk)
+                missing -= length - at
+        if missing < size and not drop_remainder:
+            yield (batch_of(pieces),)
 
-    known = child.cardinality
+    known = child.spec.cardinality
     if known >= 0:
         known = known // size if drop_remainder else -(-known // size)
-    return Node(
-        elements=elements, inputs=(child,), cardinality=known, batched=True, batch_size=size
-    )
+    rows = size if drop_remainder else None
+    like = _like(child, lambda leaf: leaf.led_by(rows))
+    name = f"batch({size}, drop_remainder=True)" if drop_remainder else f"batch({size})"
+    return child.then(name, chunks, spec=ElementSpec(known, True, size, like))
 
 
 def unbatched(child: Node) -> Node:
     """Return the elements of each batch."""
 
-    def rows(batch: Element) -> Iterator[Element]:
-        leaves = tree.flatten(batch)
-        length = leading_length(leaves, "unbatch", "Batch the dataset before unbatch.")
-        return unstack(batch, length)
+    def rows(batch: Element) -> Rows:
+        remedy = "Batch the dataset before unbatch."
+        return Rows.of(batch, leading_length(tree.flatten(batch), "unbatch", remedy))
 
-    def elements(current: Pass, start: int) -> Iterator[Element]:
-        return islice(chain.from_iterable(map(rows, child.iterate(current))), start, None)
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        return drop(map(rows, child.iterate(epoch)), start)
 
-    return Node(elements=elements, inputs=(child,), batched=False)
+    like = _like(child, ArraySpec.row)
+    return child.then("unbatch()", chunks, spec=ElementSpec(batched=False, like=like))
 
 
 def prefetched(child: Node, depth: int) -> Node:
@@ -111,26 +130,254 @@ def prefetched(child: Node, depth: int) -> Node:
 
     Rows of arrays pass without one: they become data only in the batch that gathers them.
     """
+    waits = child.spec.batched is not False or any(step.runs_user_code for step in upstream(child))
 
-    def elements(current: Pass, start: int) -> Iterator[Element]:
-        source = child.iterate(current, start)
-        if depth == 0:
-            return source
-        ahead = Prefetched(source, _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth)
-        current.threads.add(ahead.queue)
-        return ahead
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        if depth == 0 or not waits:
+            return child.chunks(epoch, start)
+        elements = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
+        return zip(Ahead(child.iterate(epoch, start), elements, epoch.threads))
 
-    return replace(child, elements=elements, inputs=(child,), seeds=None, files=None)
-
-
-def with_options(child: Node, options: InputOptions) -> Node:
-    """Return the elements, having said how they are distributed."""
-    said = replace(child, elements=child.iterate, inputs=(child,), options=options)
-    return replace(said, seeds=None, files=None)
+    return child.then(f"prefetch({depth})", chunks)
 
 
-def _stacked(source: Iterator[Element], size: int, drop_remainder: bool) -> Iterator[Element]:
-    while elements := list(islice(source, size)):
-        if len(elements) < size and drop_remainder:
+def sliced(child: Node, name: str, start: int = 0, stop: int | None = None, step: int = 1) -> Node:
+    """Return the elements at ``range(start, stop, step)``."""
+
+    def chunks(epoch: Epoch, first: int) -> Iterator[Chunk]:
+        begin = start + first * step
+        left = None if stop is None else max(0, stop - begin)
+        return _every(child.chunks(epoch, begin), left, step)
+
+    known = child.spec.cardinality
+    if known == INFINITE_CARDINALITY and stop is not None:
+        known = len(range(start, stop, step))
+    elif known >= 0 or stop == 0:
+        known = len(range(max(0, known))[start:stop:step])
+    return child.then(name, chunks, spec=replace(child.spec, cardinality=known), positional=True)
+
+
+def _every(chunks: Iterator[Chunk], stop: int | None, step: int) -> Iterator[Chunk]:
+    """Yield the elements at ``range(0, stop, step)``, and take none after them."""
+    at = 0
+    while stop is None or at < stop:
+        chunk = next(chunks, None)
+        if chunk is None:
             return
-        yield stack(elements)
+        size = len(chunk) if stop is None else min(len(chunk), stop - at)
+        first = -at % step
+        if first < size:
+            yield chunk[first:size:step]
+        at += size
+
+
+def repeated(child: Node, times: int | None) -> Node:
+    """Return the elements a number of times; without end if that is None."""
+    known = child.spec.cardinality
+
+    def repetitions(epoch: Epoch, first: int, start: int) -> Iterator[Chunk]:
+        for number in count(first) if times is None else range(first, times):
+            empty = True
+            for chunk in child.chunks(epoch.branch(number), start):
+                empty = empty and not len(chunk)
+                yield chunk
+            if empty and start == 0:
+                return  # An endless repetition of nothing would never return.
+            start = 0
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        if known > 0:
+            return repetitions(epoch, *divmod(start, known))
+        return drop(repetitions(epoch, 0, 0), start)
+
+    name = "repeat()" if times is None else f"repeat({times})"
+    if 0 in (known, times):
+        return sliced(child, name, stop=0)
+    total = known if known < 0 or times is None else known * times
+    spec = replace(child.spec, cardinality=INFINITE_CARDINALITY if times is None else total)
+    return child.then(name, chunks, spec=spec)
+
+
+def zipped(like: Any, parts: tuple[Node, ...]) -> Node:
+    """Return elements side by side in a nest like that of the datasets, until one ends."""
+
+    def beside(chunks: Sequence[Chunk]) -> Chunk:
+        if all(isinstance(chunk, Rows) for chunk in chunks):
+            return Rows.zipped(like, cast("Sequence[Rows]", chunks))
+        return [tree.unflatten(like, items) for items in zip(*chunks, strict=True)]
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        sources = [part.chunks(epoch, start) for part in parts]
+        held: list[Chunk] = [[] for _ in parts]
+        while True:
+            for number, source in enumerate(sources):
+                while not len(held[number]):
+                    chunk = next(source, None)
+                    if chunk is None:
+                        return
+                    held[number] = chunk
+            size = min(map(len, held))
+            yield beside([chunk[:size] for chunk in held])
+            held = [chunk[size:] for chunk in held]
+
+    lengths = [part.spec.cardinality for part in parts]
+    shortest = min((length for length in lengths if length >= 0), default=INFINITE_CARDINALITY)
+    specs = [part.spec.like for part in parts]
+    spec = ElementSpec(
+        UNKNOWN_CARDINALITY if UNKNOWN_CARDINALITY in lengths else shortest,
+        batched=_common(parts),
+        like=None if any(each is None for each in specs) else tree.unflatten(like, specs),
+    )
+    return Node(name="zip", chunks=chunks, inputs=parts, spec=spec, positional=True)
+
+
+def concatenated(first: Node, second: Node) -> Node:
+    """Return the elements of one dataset, then those of another."""
+    known = first.spec.cardinality
+
+    def both(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        yield from first.chunks(epoch.branch(0), start)
+        yield from second.chunks(epoch.branch(1), 0)
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        if 0 <= known <= start:
+            return second.chunks(epoch.branch(1), start - known)
+        if known == UNKNOWN_CARDINALITY:
+            return drop(both(epoch, 0), start)
+        return both(epoch, start)
+
+    lengths = (known, second.spec.cardinality)
+    total = UNKNOWN_CARDINALITY if UNKNOWN_CARDINALITY in lengths else sum(lengths)
+    alike = repr(first.spec.like) == repr(second.spec.like)
+    spec = ElementSpec(
+        INFINITE_CARDINALITY if INFINITE_CARDINALITY in lengths else total,
+        batched=_common((first, second)),
+        like=first.spec.like if alike else None,
+    )
+    return Node(name="concatenate", chunks=chunks, inputs=(first, second), spec=spec)
+
+
+def cached(child: Node) -> Node:
+    """Return the elements of the first whole epoch, in every epoch.
+
+    What is before it is iterated with frozen seeds, so its order does not depend on which epoch
+    filled the cache: an interrupted program goes on with the same one.
+    """
+    kept: dict[tuple[int, int], list[Chunk]] = {}
+
+    def filling(epoch: Epoch) -> Iterator[Chunk]:
+        seen: list[Chunk] = []
+        for chunk in child.chunks(epoch.frozen(), 0):
+            seen.append(chunk if isinstance(chunk, Rows) else [read_only(each) for each in chunk])
+            yield seen[-1]
+        kept[epoch.shard] = seen
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        known = kept.get(epoch.shard)
+        return drop(filling(epoch) if known is None else iter(known), start)
+
+    return child.then("cache()", chunks)
+
+
+def shuffled(child: Node, buffer_size: int, seed: int | None, reshuffles: bool) -> Node:
+    """Return the elements in random order, from a buffer of `buffer_size`.
+
+    An order is a function of the shuffle's entropy, the number of the epoch and the repetition
+    within it. Nothing random is kept between two epochs, so a position in mid-epoch can be written
+    down as a few numbers.
+    """
+    seeds = SeedCounter(_entropy_of(seed))
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        own = epoch.seeds[seeds]
+        key = (own.iteration, *epoch.path) if reshuffles else ()
+        rng = np.random.default_rng(np.random.SeedSequence(own.entropy, spawn_key=key))
+        return drop(through_buffer(child.chunks(epoch, 0), rng, buffer_size), start)
+
+    name = f"shuffle({buffer_size})" if seed is None else f"shuffle({buffer_size}, seed={seed})"
+    return child.then(name, chunks, seeds=seeds)
+
+
+def _entropy_of(seed: int | None) -> int:
+    """Return what decides a shuffle's orders; without a seed, the next number from `set_seed`'s."""
+    if seed is not None:
+        return integer(seed, "shuffle: seed") & (1 << 64) - 1
+    # A grandchild: replicas draw from sequences of the form of its children.
+    own = current_seed().spawn(1)[0].spawn(1)[0]
+    return int(own.generate_state(1, np.uint64)[0])
+
+
+def through_buffer(
+    chunks: Iterator[Chunk], rng: np.random.Generator, buffer_size: int
+) -> Iterator[Chunk]:
+    """Yield elements in the order in which a shuffle buffer gives them out.
+
+    The buffer holds `buffer_size` elements; a random one goes out and the next one takes its slot.
+    So element i comes out at position i - buffer_size + 1 or later.
+    """
+    filling: list[Chunk] = []
+    room = buffer_size
+    more: Iterator[Chunk] = iter(())
+    for chunk in chunks:
+        filling.append(chunk[:room])
+        room -= len(chunk)
+        if room < 0:
+            more = chain((chunk[room:],), chunks)
+            break
+    buffer = join(filling)
+    picks = _endless_picks(rng, buffer_size)
+    for chunk in more:
+        if isinstance(buffer, Rows) and buffer.same_columns(chunk):
+            drawn = max(_DRAWN, buffer_size // 4)
+            for first in range(0, len(chunk), drawn):
+                out, buffer = _exchanged(buffer, chunk[first : first + drawn], rng)
+                yield out
+            continue
+        if not isinstance(buffer, list):
+            buffer = list(buffer)
+        for element in chunk:
+            slot = next(picks)
+            yield (buffer[slot],)
+            buffer[slot] = element
+    yield pick(buffer, rng.permutation(len(buffer)))
+
+
+def _exchanged(buffer: Chunk, entering: Chunk, rng: np.random.Generator) -> tuple[Chunk, Chunk]:
+    """Return what goes out while elements enter a buffer of rows, and the buffer after that.
+
+    What goes out is what last went into the drawn slot, and that is the previous draw of the same
+    slot: no loop is needed.
+    """
+    size = len(buffer)
+    out = rng.integers(size, size=len(entering))
+    # 16-bit keys are sorted by radix: 0.7 ms instead of 6 ms for 60,000.
+    by_slot = np.argsort(out.astype(np.uint16 if size <= 1 << 16 else np.int64), kind="stable")
+    slot = out[by_slot]
+    same_as_next = slot[:-1] == slot[1:]
+    out[by_slot[1:][same_as_next]] = size + by_slot[:-1][same_as_next]
+    last = np.append(~same_as_next, True)
+    slots = np.arange(size)
+    slots[slot[last]] = size + by_slot[last]
+    both = join([buffer, entering])
+    return pick(both, out), pick(both, slots)
+
+
+def _endless_picks(rng: np.random.Generator, buffer_size: int) -> Iterator[int]:
+    while True:
+        yield from rng.integers(buffer_size, size=1024).tolist()
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Return what a repr calls a function of the user's."""
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _common(parts: tuple[Node, ...]) -> bool | None:
+    batched = [part.spec.batched for part in parts]
+    if False in batched:
+        return False
+    return True if all(batched) else None
+
+
+def _like(child: Node, change: Callable[[ArraySpec], ArraySpec]) -> Any:
+    return None if child.spec.like is None else tree.map_leaves(change, child.spec.like)

@@ -25,7 +25,7 @@ from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.select import make_group
 from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.context import Frame, ReplicaContext, chosen, current_frame, entered
-from ndistribute.data import Place, distribute, distribute_from_function
+from ndistribute.data import Topology, distribute, distribute_from_function
 from ndistribute.device import Array, Device, copy_to, device_of, to_host
 from ndistribute.strategies.reductions import (
     components_of_workers,
@@ -139,12 +139,12 @@ class Strategy:
         return copy_to(np.asarray(chiefs), device_of(initial_value))
 
     @property
-    def input_place(self) -> Place:
+    def input_topology(self) -> Topology:
         """Return where input goes: this process's replicas among those of all."""
         workers = self._workers
         if workers is None:
-            return Place(self._devices, (len(self._devices),))
-        return Place(self._devices, workers.replica_counts, workers.rank, workers)
+            return Topology(self._devices, (len(self._devices),))
+        return Topology(self._devices, workers.replica_counts, workers.rank, workers)
 
     # What users call.
 
@@ -285,7 +285,7 @@ class Strategy:
         Returns:
             A re-iterable of nests of `PerReplica`, with the pieces of this process's replicas.
         """
-        return distribute(dataset, self.input_place, options)
+        return distribute(dataset, self.input_topology, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[Any], Any], options: Any = None
@@ -297,7 +297,7 @@ class Strategy:
                 dataset.
             options: `InputOptions`.
         """
-        return distribute_from_function(dataset_fn, self.input_place, options)
+        return distribute_from_function(dataset_fn, self.input_topology, options)
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Make a value for each replica.

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from ndistribute import context
 from ndistribute.data import (
-    INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     Dataset,
+    InputContext,
     InputOptions,
 )
+from ndistribute.data.steps import replica_slices
 from ndistribute.device import Device, is_gpu_array, to_host
 from ndistribute.values import PerReplica
 from tests.data.workers import distribute, distribute_from_function
@@ -39,19 +40,6 @@ def all_threads_end():
     for thread in ours:
         thread.join(max(0.0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in ours)
-
-
-def test_a_batch_is_cut_into_contiguous_pieces():
-    assert pieces(distribute(Dataset.range(9).batch(4), cpus(2))) == [
-        [[0, 1], [2, 3]],
-        [[4, 5], [6, 7]],
-        [[8], []],
-    ]
-
-
-def test_the_first_replicas_get_one_more():
-    (step,) = distribute(Dataset.range(4).batch(4), cpus(3))
-    assert [len(piece) for piece in step.values] == [2, 1, 1]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -95,42 +83,6 @@ def test_without_sharding_each_worker_goes_through_all_data_in_its_share_of_the_
         assert distributed.cardinality() == 2
 
 
-def test_sharding_by_file_needs_files_once_there_are_several_workers():
-    dataset = Dataset.range(4).batch(2).with_options(InputOptions(auto_shard_policy="file"))
-    assert len(pieces(distribute(dataset, cpus(1)))) == 2
-    with pytest.raises(ValueError, match="reads none"):
-        distribute(dataset, cpus(1), num_workers=2)
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        Dataset.range(4),
-        Dataset.from_tensor_slices(np.zeros((4, 28, 28))).shuffle(4),
-        Dataset.range(4).batch(2).unbatch(),
-        Dataset.zip((Dataset.range(4), Dataset.range(4).batch(1))),
-    ],
-)
-def test_a_dataset_that_was_never_batched_is_refused_at_once(dataset):
-    with pytest.raises(ValueError, match=r"unbatched.*call dataset\.batch\(global_batch_size\)"):
-        distribute(dataset, cpus(2))
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        Dataset.range(4).map(lambda x: x),
-        Dataset.from_generator(lambda: iter([(np.zeros((28, 28)), 3)])),
-        [(np.zeros((28, 28)), np.zeros(3))],
-        [3, 4],
-    ],
-)
-def test_elements_that_are_no_batches_are_refused_when_they_come(dataset):
-    iterator = iter(distribute(dataset, cpus(2)))
-    with pytest.raises(ValueError, match=r"call dataset\.batch\(global_batch_size\)"):
-        next(iterator)
-
-
 def test_any_re_iterable_of_batches_is_accepted():
     class Loader:
         def __iter__(self):
@@ -146,13 +98,6 @@ def test_any_re_iterable_of_batches_is_accepted():
     assert distribute([np.arange(2)], cpus(1)).cardinality() == 1
 
 
-def test_what_can_be_iterated_only_once_is_refused():
-    with pytest.raises(ValueError, match="only once"):
-        distribute((np.arange(2) for _ in range(3)), cpus(1))
-    with pytest.raises(ValueError, match="distributed already"):
-        distribute(distribute(Dataset.range(2).batch(1), cpus(1)), cpus(1))
-
-
 def test_an_empty_dataset_yields_nothing():
     for empty in (Dataset.range(0).batch(4), Dataset.from_generator(lambda: iter(())), []):
         assert pieces(distribute(empty, cpus(2))) == []
@@ -164,11 +109,6 @@ def test_batches_may_differ_in_their_other_axes():
     assert shapes == [[(1, 3), (1, 3)], [(1, 5), (1, 5)]]
 
 
-def test_a_batch_that_is_not_rectangular_is_refused():
-    with pytest.raises(ValueError, match="not rectangular"):
-        next(iter(distribute([[[1, 2], [3]]], cpus(2))))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_pieces_land_on_their_gpu(prefetch):
@@ -178,13 +118,6 @@ def test_pieces_land_on_their_gpu(prefetch):
     assert all(is_gpu_array(piece) for values in kept for piece in values)
     rows = np.concatenate([to_host(piece) for values in kept for piece in values])
     assert sorted(rows.tolist()) == sorted(4 * list(range(64)))
-
-
-def test_cardinality_counts_global_batches():
-    assert distribute(Dataset.range(9).batch(4), cpus(2)).cardinality() == 3
-    assert distribute(Dataset.range(9).repeat().batch(4), cpus(2)).cardinality() == (
-        INFINITE_CARDINALITY
-    )
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -207,30 +140,8 @@ def test_a_function_gives_each_replica_its_own_batches():
     assert pieces(distributed) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], []]]
     assert pieces(distributed) == pieces(distributed)
     assert distributed.cardinality() == 3
-    (only,) = seen
-    assert (only.num_input_pipelines, only.input_pipeline_id, only.num_replicas_in_sync) == (
-        1,
-        0,
-        2,
-    )
-
-
-def test_a_function_of_one_worker_of_several_knows_its_place():
-    seen = []
     distribute_from_function(lambda c: seen.append(c) or [], cpus(2), None, 3, 1)
-    assert (seen[0].num_input_pipelines, seen[0].input_pipeline_id) == (3, 1)
-    assert seen[0].num_replicas_in_sync == 6
-
-
-def test_an_incomplete_step_of_unbatched_elements_can_not_be_completed():
-    distributed = distribute_from_function(lambda _: Dataset.range(3), cpus(2))
-    with pytest.raises(ValueError, match="batch"):
-        list(distributed)
-
-
-def test_a_function_that_returns_no_dataset_is_refused():
-    with pytest.raises(ValueError, match="got NoneType"):
-        distribute_from_function(lambda _: None, cpus(2))
+    assert seen == [InputContext(1, 0, 2), InputContext(3, 1, 6)]
 
 
 def test_next_inside_a_replica_is_refused():
@@ -277,3 +188,14 @@ def test_no_thread_is_left_when_an_iterator_is_dropped_or_closed(taken):
         leave(iterator)
         del iterator
         assert all_threads_end()
+
+
+@given(st.integers(0, 200), st.lists(st.integers(1, 9), min_size=1, max_size=5))
+def test_workers_cut_a_batch_evenly_as_one_worker_with_all_replicas_would(length, replica_counts):
+    over_workers = [replica_slices(length, replica_counts, w) for w in range(len(replica_counts))]
+    assert [len(pieces) for pieces in over_workers] == replica_counts
+    joined = [piece for pieces in over_workers for piece in pieces]
+    assert [row for piece in joined for row in range(length)[piece]] == list(range(length))
+    size, longer = divmod(length, sum(replica_counts))
+    sizes = [piece.stop - piece.start for piece in joined]
+    assert sizes == [size + 1] * longer + [size] * (len(joined) - longer)

@@ -13,7 +13,7 @@ import traceback
 import pytest
 
 from ndistribute.data import Dataset
-from ndistribute.data.prefetch import Prefetched, Workers, map_ahead
+from ndistribute.data.prefetch import Ahead
 
 DEADLINE_SECONDS = 10
 
@@ -60,7 +60,7 @@ class Source:
 
 def test_elements_are_made_before_they_are_asked_for_and_not_without_bound():
     source = Source()
-    ahead = Prefetched(source, depth=3)
+    ahead = Ahead(source, depth=3)
     assert source.has_made(4)  # Three wait, and one is on its way.
     assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
     assert source.has_made(9)
@@ -70,7 +70,7 @@ def test_elements_are_made_before_they_are_asked_for_and_not_without_bound():
 
 
 def test_an_error_arrives_in_its_place_with_its_traceback():
-    ahead = Prefetched(Source(fails_at=2), depth=8)
+    ahead = Ahead(Source(fails_at=2), depth=8)
     assert [next(ahead), next(ahead)] == [0, 1]
     with pytest.raises(ZeroDivisionError, match="element 2") as caught:
         next(ahead)
@@ -82,7 +82,7 @@ def test_an_error_arrives_in_its_place_with_its_traceback():
 @pytest.mark.parametrize("taken", [0, 1])
 def test_the_thread_ends_when_the_iterator_is_dropped(taken):
     source = Source()
-    ahead = Prefetched(source, depth=1)
+    ahead = Ahead(source, depth=1)
     for _ in range(taken):
         next(ahead)
     del ahead
@@ -92,7 +92,7 @@ def test_the_thread_ends_when_the_iterator_is_dropped(taken):
 
 
 def test_the_thread_ends_when_the_iterator_is_closed():
-    ahead = Prefetched(Source(), depth=1)
+    ahead = Ahead(Source(), depth=1)
     ahead.close()
     assert list(ahead) == []
     assert all_end()
@@ -141,7 +141,7 @@ def test_a_map_fails_at_the_element_that_failed(calls):
 
 
 def test_an_error_of_the_source_comes_after_the_elements_before_it():
-    iterator = map_ahead(abs, Source(fails_at=2), Workers(4), ahead=4)
+    iterator = Ahead(Source(fails_at=2), 4, fn=abs, threads=4)
     assert [next(iterator), next(iterator)] == [0, 1]
     with pytest.raises(ZeroDivisionError):
         next(iterator)

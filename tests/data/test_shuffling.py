@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from ndistribute import context
 from ndistribute.data import Dataset
-from ndistribute.data.pipeline import Pass
-from ndistribute.data.shuffling import _CHUNK, window_order
+from ndistribute.data.elements import Rows
+from ndistribute.data.pipeline import Epoch
+from ndistribute.data.transformations import _DRAWN, through_buffer
 
 
 def order_of(dataset):
@@ -24,23 +25,24 @@ def not_vectorised(dataset):
 
 
 def window(seed, length, buffer_size):
-    rng = np.random.default_rng(seed)
-    return np.concatenate(list(window_order(rng, length, buffer_size))).tolist()
+    rows = Rows.of(np.arange(length), length)
+    chunks = through_buffer(iter((rows,)), np.random.default_rng(seed), buffer_size)
+    return [int(element) for chunk in chunks for element in chunk]
 
 
 def one_at_a_time(seed, length, buffer_size):
-    """Run the buffer as its definition says, on the numbers that `window_order` draws."""
+    """Run the buffer as its definition says, on the numbers that `through_buffer` draws."""
     rng = np.random.default_rng(seed)
     buffer = list(range(min(buffer_size, length)))
-    for first in range(len(buffer), length, _CHUNK):
-        chunk = range(first, min(first + _CHUNK, length))
-        for entering, pick in zip(chunk, rng.integers(buffer_size, size=len(chunk)), strict=True):
-            yield buffer[pick]
-            buffer[pick] = entering
-    yield from rng.permutation(buffer)
+    for first in range(len(buffer), length, _DRAWN):
+        chunk = range(first, min(first + _DRAWN, length))
+        for entering, slot in zip(chunk, rng.integers(buffer_size, size=len(chunk)), strict=True):
+            yield buffer[slot]
+            buffer[slot] = entering
+    yield from (buffer[slot] for slot in rng.permutation(len(buffer)))
 
 
-sizes = st.one_of(st.integers(0, 60), st.just(2 * _CHUNK + 7))
+sizes = st.one_of(st.integers(0, 60), st.just(2 * _DRAWN + 7))
 
 
 @given(st.integers(0, 99), sizes, st.integers(1, 70))
@@ -156,7 +158,7 @@ def test_batches_are_the_elements_in_the_same_order(shuffle):
 @pytest.mark.parametrize("shuffle", SHUFFLED.values(), ids=SHUFFLED)
 def test_a_pass_can_begin_at_any_element(shuffle, source):
     node = shuffle(source(40)).node
-    current = Pass.begin(node)
+    current = Epoch.begin(node)
     whole = order_of(node.iterate(current))
     for start in (0, 1, 6, 39, 40, 41, len(whole) - 1, len(whole)):
         assert order_of(node.iterate(current, start)) == whole[start:]

@@ -293,11 +293,3 @@ def test_workers_that_mean_to_share_different_pipelines_are_told(pipelines, name
     for error in on_workers(2, work):
         assert isinstance(error, ValueError)
         assert named in str(error)
-
-
-def test_the_number_of_devices_of_each_worker_must_fit():
-    dataset = Dataset.range(4).batch(2)
-    with pytest.raises(ValueError, match=r"replica_counts is \(1, 2\).*has 1 device"):
-        distribute(dataset, cpus(1), worker_index=1, replica_counts=(1, 2))
-    with pytest.raises(ValueError, match="worker_index must be 0 to 1"):
-        distribute(dataset, cpus(1), num_workers=2, worker_index=2)

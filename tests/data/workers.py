@@ -26,7 +26,7 @@ def place_of(
     worker_index: int = 0,
     workers: Any = None,
     replica_counts: Sequence[int] | None = None,
-) -> data.Place:
+) -> data.Topology:
     """Return the place of a worker among others that have as many devices, or as many as is said.
 
     Communicators that are given as `workers` say how many there are, and which one this is.
@@ -34,7 +34,7 @@ def place_of(
     if workers is not None:
         num_workers, worker_index = workers.size, workers.rank
     counts = tuple(replica_counts or (len(devices),) * num_workers)
-    return data.Place(tuple(devices), counts, worker_index, workers if len(counts) > 1 else None)
+    return data.Topology(tuple(devices), counts, worker_index, workers if len(counts) > 1 else None)
 
 
 def distribute(

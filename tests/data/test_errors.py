@@ -1,0 +1,129 @@
+"""What is wrong is refused where it is written, with what was passed and what to write instead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ndistribute.data import AutoShardPolicy, Dataset, InputContext, InputOptions
+from tests.data.workers import cpus, distribute, distribute_from_function
+
+
+class Frame:
+    """Has of a DataFrame what marks it as one; iterating gives the names of its columns."""
+
+    columns = ("x", "y")
+
+    def __iter__(self):
+        return iter(self.columns)
+
+    def to_numpy(self):
+        return np.zeros((3, 2))
+
+
+def generated(*elements):
+    return Dataset.from_generator(lambda: iter(elements))
+
+
+NUMBERS = Dataset.range(4)
+UNBATCHED = r"unbatched.*call dataset\.batch\(global_batch_size\)"
+NO_BATCH = r"leading length.*call dataset\.batch\(global_batch_size\)"
+
+WRONG = [
+    (lambda: NUMBERS.batch(0), "batch: n must be at least 1, got 0"),
+    (lambda: NUMBERS.batch("8"), "batch: n must be an integer, got '8'"),
+    (lambda: NUMBERS.batch(2.0), "batch: n must be an integer, got 2.0"),
+    (lambda: NUMBERS.shuffle(0), "shuffle: buffer_size must be at least 1"),
+    (lambda: NUMBERS.shuffle("a"), "shuffle: buffer_size must be an integer, got 'a'"),
+    (lambda: NUMBERS.shuffle(3, seed="a"), "shuffle: seed must be an integer, got 'a'"),
+    (lambda: NUMBERS.shard(2, 2), "shard: index must be 0 to 1, got 2"),
+    (lambda: NUMBERS.take(-2), "take: count must be at least -1"),
+    (lambda: NUMBERS.take(None), "take: count must be an integer, got None"),
+    (lambda: NUMBERS.repeat(1.5), "repeat: count must be an integer, got 1.5"),
+    (lambda: NUMBERS.prefetch(-2), "prefetch: n must be at least -1"),
+    (lambda: NUMBERS.map(abs, 0), "num_parallel_calls must be at least 1"),
+    (lambda: NUMBERS.map(3), "map: fn must be a function, got 3"),
+    (lambda: NUMBERS.filter(None), "filter: predicate must be a function, got None"),
+    (lambda: NUMBERS.with_options(None), "needs an InputOptions"),
+    (lambda: NUMBERS.concatenate(3), "got int. Something to iterate over again and again"),
+    (lambda: NUMBERS.concatenate(iter([1])), "only once"),
+    (lambda: NUMBERS.concatenate(np.zeros(3)), "from_tensor_slices"),
+    (lambda: Dataset.zip(()), "at least one dataset"),
+    (lambda: Dataset.range(1.5), "range: each argument must be an integer, got 1.5"),
+    (lambda: Dataset.from_tensor_slices((np.zeros(3), np.zeros(4))), "same leading length"),
+    (lambda: Dataset.from_tensor_slices([[1, 2], [3]]), "not rectangular"),
+    (lambda: Dataset.from_tensor_slices(Frame()), r"dict\(frame\)"),
+    (lambda: Dataset.from_tensors(Frame()), r"dict\(frame\)"),
+    (lambda: Dataset.from_generator(iter(range(2))), "generator function itself"),
+    (lambda: Dataset.from_files(3), "paths or patterns, got 3"),
+    (lambda: Dataset.from_files([]), "at least one path"),
+    (
+        lambda: Dataset.from_files("none-*.npy"),
+        r"no file matches 'none-.*Every worker must",
+    ),
+    (lambda: Dataset.from_files("a.tfrecord"), r"no reader for 'a\.tfrecord'.*Pass reader=fn"),
+    (lambda: list(NUMBERS.map(lambda x: None)), "returns its result"),
+    (lambda: list(generated([1], [1, 2]).batch(2)), r"\(1,\), \(2,\) do not stack"),
+    (lambda: list(generated({"a": 1}, {"b": 1}).batch(2)), "differ in structure"),
+    (lambda: list(NUMBERS.unbatch()), "Batch the dataset before unbatch"),
+    (lambda: InputOptions(auto_shard_policy="hint"), "AUTO, DATA, FILE, OFF"),
+    (lambda: InputOptions(prefetch=-1), "InputOptions: prefetch must be at least 0, got -1"),
+    (
+        lambda: InputContext(num_replicas_in_sync=3).get_per_replica_batch_size(64),
+        "not a multiple of the 3 replicas",
+    ),
+    (
+        lambda: distribute((np.zeros(4), np.zeros(4)), cpus(1)),
+        r"tuple.*slices\(\(x, y\)\)\.b",
+    ),
+    (lambda: distribute({"x": np.zeros(4)}, cpus(1)), "got dict"),
+    (lambda: distribute(Frame(), cpus(1)), r"dict\(frame\)"),
+    (lambda: distribute((np.arange(2) for _ in range(3)), cpus(1)), "only once"),
+    (lambda: distribute(distribute(NUMBERS.batch(1), cpus(1)), cpus(1)), "distributed already"),
+    (lambda: distribute(NUMBERS.batch(2), cpus(1), "file"), "InputOptions.* 'file'"),
+    (lambda: distribute(NUMBERS.batch(2), cpus(1), InputOptions("file"), 2), "reads none"),
+    (lambda: distribute(NUMBERS, cpus(2)), UNBATCHED),
+    (lambda: distribute(NUMBERS.shuffle(4).repeat(2), cpus(2)), UNBATCHED),
+    (lambda: distribute(NUMBERS.batch(2).unbatch(), cpus(2)), UNBATCHED),
+    (lambda: distribute(Dataset.zip((NUMBERS, NUMBERS.batch(1))), cpus(2)), UNBATCHED),
+    (lambda: list(distribute(NUMBERS.map(abs), cpus(2))), NO_BATCH),
+    (lambda: list(distribute(generated((np.zeros((28, 28)), 3)), cpus(2))), NO_BATCH),
+    (lambda: list(distribute([(np.zeros((28, 28)), np.zeros(3))], cpus(2))), NO_BATCH),
+    (lambda: list(distribute([3, 4], cpus(2))), NO_BATCH),
+    (lambda: list(distribute([[[1, 2], [3]]], cpus(2))), "not rectangular"),
+    (
+        lambda: distribute(NUMBERS.batch(2), cpus(1), worker_index=1, replica_counts=(1, 2)),
+        r"replica_counts is \(1, 2\).*has 1 device",
+    ),
+    (lambda: distribute(NUMBERS.batch(2), cpus(1), None, 2, 2), "worker_index must be 0 to 1"),
+    (lambda: distribute_from_function(NUMBERS, cpus(1)), "needs a function"),
+    (lambda: distribute_from_function(lambda _: None, cpus(2)), "got NoneType"),
+    (lambda: distribute_from_function(list, cpus(1), 3), "InputOptions.* got 3"),
+    (lambda: list(distribute_from_function(lambda _: Dataset.range(3), cpus(2))), "empty batches"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_what_is_wrong_is_refused_with_what_to_write(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("x,y\n1,2\n\n3,4;5\n", r"a\.csv, line 4: column 2 is '4;5', which is no number"),
+        ("1,2\n3,\n", r"a\.csv, line 2: column 2 is ''"),
+        ("1,\n3,4\n", r"a\.csv, line 1: column 2 is ''"),
+        ("1,2\n3,4\n5\n", r"a\.csv, line 3: 1 column\(s\), where the lines before it have 2"),
+    ],
+)
+def test_an_error_in_a_csv_file_names_the_file_and_the_line(tmp_path, content, message):
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        list(Dataset.from_files(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize("name", ["off", "OFF", "Off", AutoShardPolicy.OFF])
+def test_a_policy_is_named_in_any_case(name):
+    assert InputOptions(auto_shard_policy=name).auto_shard_policy is AutoShardPolicy.OFF
