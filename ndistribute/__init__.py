@@ -1,5 +1,7 @@
 """Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
 
+import functools
+
 from ndistribute import cluster, errors, models, optimizers
 from ndistribute.autodiff import GradientTape, custom_gradient
 from ndistribute.cluster import (
@@ -62,10 +64,11 @@ from ndistribute.variables import (
     VariableSynchronization,
     partitioners,
 )
-from ndistribute.version import __version__ as __version__
+from ndistribute.version import __version__
 
 # What stands on a higher floor of the house, and belongs there for its users.
 cluster.ClusterCoordinator, cluster.Server = ClusterCoordinator, Server  # type: ignore[attr-defined]
+cluster.__all__ += ["ClusterCoordinator", "Server"]
 
 __all__ = [
     "AuthenticationError",
@@ -111,6 +114,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "WorkerLostError",
+    "__version__",
     "cluster",
     "custom_gradient",
     "errors",
@@ -125,3 +129,8 @@ __all__ = [
     "set_seed",
     "set_strategy",
 ]
+
+# Completion shows what users call, without helpers and imports of the modules.
+__dir__ = functools.partial(list, __all__)
+for _module in (cluster, errors, models, optimizers, partitioners):
+    _module.__dir__ = functools.partial(list, _module.__all__)  # type: ignore[method-assign]

@@ -270,6 +270,9 @@ class Dataset:
         """Return the pipeline, for the layers that run it."""
         return self._node
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name != "node"]
+
     def __iter__(self) -> Iterator[Element]:
         return run(self._node, Pass.begin(self._node))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ndistribute import tree
-from ndistribute.cluster import ClusterResolver, resolve
+from ndistribute.cluster import ClusterResolver, resolver_or_found
 from ndistribute.cluster.resolvers import current_task
 from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.remote_value import keep_until_run
@@ -168,6 +168,10 @@ class ParameterServerStrategy(Strategy):
     array([2., 3.])
     """
 
+    _internal = Strategy._internal | set(
+        "connect copies handles namespace place push servers".split()
+    )
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -182,7 +186,7 @@ class ParameterServerStrategy(Strategy):
         restore: bool = False,
         _sent: tuple[str, str] | None = None,
     ) -> None:
-        resolver = resolve() if cluster_resolver is None else cluster_resolver
+        resolver = resolver_or_found(cluster_resolver)
         self._role = _Role.of(resolver)
         self._cluster = None if resolver is None else resolver.cluster_spec() or None
         self._process = os.getpid()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -84,14 +85,14 @@ def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
     def gather(leaf: Any) -> Array:
         parts = _components(leaf, replicas)
         arrays = [as_array(leaf)] * replicas if parts is None else list(map(as_array, parts))
-        for replica, array in enumerate(arrays):
-            if not -array.ndim <= axis < array.ndim:
-                raise ValueError(
-                    f"gather along axis {axis}: the value of replica {replica} has shape "
-                    f"{array.shape}. A number has no axis to join along: return np.reshape(x, "
-                    "(1,))."
-                )
-        return _joined(arrays, axis, device)
+        try:  # NumPy itself would take no axis, and join what it makes flat.
+            return _joined(arrays, operator.index(axis), device)
+        except (TypeError, ValueError) as error:
+            shapes = ", ".join(f"{array.shape} of replica {i}" for i, array in enumerate(arrays))
+            raise ValueError(
+                f"gather along axis {axis!r} of arrays of shape {shapes}: {error}. Only lengths "
+                "along the axis may differ; of a number return np.reshape(x, (1,))."
+            ) from error
 
     with working_on(device):
         return tree.map_leaves(gather, value)
