@@ -1,6 +1,7 @@
 """Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
 
 import functools
+import sys
 
 from ndistribute import cluster, errors, models, optimizers
 from ndistribute.autodiff import GradientTape, custom_gradient
@@ -131,6 +132,5 @@ __all__ = [
 ]
 
 # Completion shows what users call, without helpers and imports of the modules.
-__dir__ = functools.partial(list, __all__)
-for _module in (cluster, errors, models, optimizers, partitioners):
+for _module in (sys.modules[__name__], cluster, errors, models, optimizers, partitioners):
     _module.__dir__ = functools.partial(list, _module.__all__)  # type: ignore[method-assign]

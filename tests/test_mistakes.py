@@ -148,7 +148,7 @@ def reduce_of_unequal_shapes(strategy):
     strategy.reduce("sum", nd.PerReplica([np.ones(2), np.ones(3)]))
 
 
-@mistake(ValueError, "axis 1", "shape (2,)", "[-1, 1)")
+@mistake(ValueError, "reduce MEAN: axis 1", "shape (2,)", "[-1, 1)")
 def reduce_along_an_axis_that_is_not_there(strategy):
     strategy.reduce("mean", nd.PerReplica([np.ones(2), np.ones(2)]), axis=1)
 
@@ -305,7 +305,7 @@ def two_ways_to_clip(_):
     nd.optimizers.SGD(clipnorm=1.0, global_clipnorm=1.0)
 
 
-@mistake(TypeError, "pairs (gradient, variable)", "tuple(MirroredVariable, ndarray)", "zip(")
+@mistake(TypeError, "pairs (gradient, variable)", "['MirroredVariable', 'ndarray']", "zip(")
 def pairs_the_wrong_way_round(_):
     weights = nd.Variable([1.0, 2.0], name="weights")
     nd.optimizers.SGD(0.1).apply_gradients([(weights, np.ones(2))])

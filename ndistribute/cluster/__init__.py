@@ -30,7 +30,6 @@ __all__ = [
     "TFConfigClusterResolver",
     "TorchrunClusterResolver",
     "resolve",
-    "resolver_or_found",
     "worker_index",
 ]
 
@@ -67,13 +66,3 @@ def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     if in_step and number_in(environ, "SLURM_STEP_NUM_TASKS") > 1:
         return SlurmClusterResolver(environ=environ)
     return TorchrunClusterResolver(environ=environ) if under_torchrun else None
-
-
-def resolver_or_found(given: ClusterResolver | None) -> ClusterResolver | None:
-    """Return the resolver that a strategy was given, else what `resolve` returns."""
-    if given is not None and not hasattr(given, "cluster_spec"):
-        raise TypeError(
-            "cluster_resolver must be for example nd.TFConfigClusterResolver(), got "
-            f"{given!r}. Name devices by devices=['cpu:0', 'cpu:1']."
-        )
-    return resolve() if given is None else given

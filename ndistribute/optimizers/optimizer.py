@@ -404,10 +404,10 @@ def _checked(
     for pair in pairs:
         listed = isinstance(pair, (tuple, list))
         if not listed or len(pair) != 2 or not isinstance(pair[1], Variable):
-            kinds = ", ".join(type(one).__name__ for one in pair) if listed else ""
+            kinds = [type(one).__name__ for one in pair] if listed else type(pair).__name__
             raise TypeError(
-                f"apply_gradients takes pairs (gradient, variable), got {type(pair).__name__}"
-                f"({kinds}): write zip(gradients, variables). Nothing has changed."
+                f"apply_gradients takes pairs (gradient, variable), got {kinds}: write "
+                "zip(gradients, variables). Nothing has changed."
             )
         given, variable = pair
         if given is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from ndistribute.cluster import ClusterResolver, resolver_or_found
+from ndistribute.cluster import ClusterResolver, resolve
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.select import join_workers
 from ndistribute.collective.workers import Workers
@@ -44,7 +44,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         devices: Sequence[str | Device] | None = None,
     ) -> None:
-        resolver = resolver_or_found(cluster_resolver)
+        resolver = resolve() if cluster_resolver is None else cluster_resolver
         own = resolve_devices(devices)
         workers = _join(resolver, own, communication_options or CommunicationOptions())
         if workers is not None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ndistribute import tree
-from ndistribute.cluster import ClusterResolver, resolver_or_found
+from ndistribute.cluster import ClusterResolver, resolve
 from ndistribute.cluster.resolvers import current_task
 from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.remote_value import keep_until_run
@@ -186,7 +186,7 @@ class ParameterServerStrategy(Strategy):
         restore: bool = False,
         _sent: tuple[str, str] | None = None,
     ) -> None:
-        resolver = resolver_or_found(cluster_resolver)
+        resolver = resolve() if cluster_resolver is None else cluster_resolver
         self._role = _Role.of(resolver)
         self._cluster = None if resolver is None else resolver.cluster_spec() or None
         self._process = os.getpid()
