@@ -1,5 +1,8 @@
 """Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
 
+import functools
+import sys
+
 from ndistribute import cluster, errors, models, optimizers
 from ndistribute.autodiff import GradientTape, custom_gradient
 from ndistribute.cluster import (
@@ -62,10 +65,11 @@ from ndistribute.variables import (
     VariableSynchronization,
     partitioners,
 )
-from ndistribute.version import __version__ as __version__
+from ndistribute.version import __version__
 
 # What stands on a higher floor of the house, and belongs there for its users.
 cluster.ClusterCoordinator, cluster.Server = ClusterCoordinator, Server  # type: ignore[attr-defined]
+cluster.__all__ += ["ClusterCoordinator", "Server"]
 
 __all__ = [
     "AuthenticationError",
@@ -111,6 +115,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "WorkerLostError",
+    "__version__",
     "cluster",
     "custom_gradient",
     "errors",
@@ -125,3 +130,7 @@ __all__ = [
     "set_seed",
     "set_strategy",
 ]
+
+# Completion shows what users call, without helpers and imports of the modules.
+for _module in (sys.modules[__name__], cluster, errors, models, optimizers, partitioners):
+    _module.__dir__ = functools.partial(list, _module.__all__)  # type: ignore[method-assign]

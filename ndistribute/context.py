@@ -112,7 +112,7 @@ strategies_of_several: weakref.WeakSet[Any] = weakref.WeakSet()
 class ReplicaContext:
     """Give a replica its place among the others, and the calls by which they meet.
 
-    Made by the strategy; reach it with `get_replica_context`.
+    Made by the strategy; `get_replica_context` returns it.
 
     Attributes:
         strategy: the strategy that runs this replica.
@@ -240,6 +240,11 @@ class ReplicaContext:
             if method != "rng":  # Which is of use wherever data is made.
                 refuse_beside_a_step(method)
             return frame
+        if frame.merging:
+            raise RuntimeError(
+                f"{method} was called inside merge_call, where one function acts for all replicas: "
+                "use the strategy that it is given, for example strategy.reduce(op, value)."
+            )
         raise RuntimeError(
             f"{method} of the context of replica {self.replica_id_in_sync_group} was used outside "
             "that replica. Call get_replica_context() inside the function that "

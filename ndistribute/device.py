@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -118,6 +118,8 @@ def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices")
         return list_devices("gpu") or [Device("cpu:0")]
     if isinstance(specs, str | Device):
         specs = [specs]
+    if not isinstance(specs, Iterable):
+        raise ValueError(f"{what} must be a list such as ['cpu:0', 'cpu:1'], got {specs!r}.")
     devices = [Device(spec) for spec in specs]
     if not devices:
         raise ValueError(f"{what} is empty: name at least one, for example ['cpu:0', 'cpu:1'].")

@@ -41,7 +41,7 @@ def first_values(worker: int, size: int, how: str, counts: Counts) -> dict[str, 
 
 
 def disagreeing(worker: int, size: int, how: str, counts: Counts) -> list[str]:
-    """Create variables that are others on the last worker, and then the same."""
+    """Create variables that are others on the last worker, and then the same; return the errors."""
     odd = worker == size - 1
     told = []
     with join(how, counts) as strategy, strategy.scope():
@@ -55,8 +55,8 @@ def disagreeing(worker: int, size: int, how: str, counts: Counts) -> list[str]:
             try:
                 make()
             except nd.CollectiveMismatchError as error:
-                told.append(type(error).__name__)
-        nd.Variable(0.0, name="same")
+                told.append(str(error))
+        told.append(nd.Variable(0.0).name)
     return told
 
 

@@ -128,7 +128,8 @@ def check_calls(calls: Sequence[Call]) -> None:
         if call != first:
             number = "" if call.sequence == first.sequence else f" as its call {call.sequence}"
             what = f"replica {rank} called {call}{number}, replica 0 called {first}."
-            raise mismatch(first.kind, first.sequence, rank, what, alike=call[:3] == first[:3])
+            alike = call._replace(signature=first.signature) == first
+            raise mismatch(first.kind, first.sequence, rank, what, alike=alike)
 
 
 def mismatch(
@@ -145,7 +146,8 @@ def mismatch(
     """
     advice = "make the same calls in the same order."
     if alike:
-        advice = "pass the same shapes and dtypes; pad the batch, or use all_gather."
+        hint = "; pad the batch, or use all_gather" if kind == "all_reduce" else ""
+        advice = f"pass the same shapes and dtypes{hint}."
     return CollectiveMismatchError(
         f"{kind} #{sequence}: {what} Every replica must {advice}",
         rank=rank,

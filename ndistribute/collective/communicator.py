@@ -183,7 +183,8 @@ class Communicator:
         op = ReduceOp.parse(op)
         _, inputs, signature = self._taken(arrays, op)
         backend = self._backend if everywhere else self._local
-        with self._numbered("reduce_update", op.name, signature, meets=everywhere) as call:
+        # Messages name what users call.
+        with self._numbered("apply_gradients", op.name, signature, meets=everywhere) as call:
             return backend.reduce_update(call, inputs, op, prepare, update, self._timeout)
 
     def owned_part(self, count: int) -> slice:

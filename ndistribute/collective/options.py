@@ -55,6 +55,9 @@ class CommunicationOptions:
             )
         if not isinstance(self.implementation, CommunicationImplementation):
             name = str(self.implementation).lower()
+            known = [member.value for member in CommunicationImplementation]
+            if name not in known:
+                raise ValueError(f"implementation must be one of {known}, got {name!r}.")
             object.__setattr__(self, "implementation", CommunicationImplementation(name))
 
     @property

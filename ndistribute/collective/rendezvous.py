@@ -117,7 +117,7 @@ class Rendezvous:
             if self._cause is not None:
                 raise _for_waiter(self._cause)
             if self._returned is not None:
-                raise self._skipped(call)
+                raise self._skipped(call, rank)
             if self._meeting is None:
                 self._meeting = Meeting(self)
             meeting = self._meeting
@@ -137,9 +137,10 @@ class Rendezvous:
         with self._mutex:
             self._returned = self._returned or (rank, calls_made)
             meeting = self._meeting
-            waiting = next(filter(None, meeting.calls), None) if meeting is not None else None
+            calls = enumerate(meeting.calls if meeting is not None else ())
+            waiting = next(((call, other) for other, call in calls if call is not None), None)
         if waiting is not None:
-            self.end(meeting, self._skipped(waiting))
+            self.end(meeting, self._skipped(*waiting))
 
     def abort(self, cause: BaseException) -> None:
         """Release everyone who waits, and everyone who comes later, with the first cause given."""
@@ -181,11 +182,11 @@ class Rendezvous:
                 self._cause = self._cause or error
         self.end(meeting, error)
 
-    def _skipped(self, call: Call) -> CollectiveMismatchError:
+    def _skipped(self, call: Call, waiting: int) -> CollectiveMismatchError:
         rank, made = self._returned or (0, 0)
         return CollectiveMismatchError(
-            f"{call.title}: replica {rank} returned after {made} collective call(s) while another "
-            f"replica called {call}. Every replica must make the same calls in the same order.",
+            f"{call.title}: replica {rank} returned after {made} collective call(s) while replica "
+            f"{waiting} called {call}. Every replica must make the same calls in the same order.",
             rank=rank,
             op=call.kind,
             sequence=call.sequence,

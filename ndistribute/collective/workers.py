@@ -18,9 +18,11 @@ from ndistribute.blas import core_numbers, cores_of_one, limited_blas, set_by_us
 from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import Communicator
 from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.device import Device, device_identity
+from ndistribute.device import Array, Device, device_identity
+from ndistribute.errors import CollectiveMismatchError
 from ndistribute.stream import Stream
 
 
@@ -182,17 +184,27 @@ class Workers:
         with self.meeting() as communicator:
             return communicator.all_gather(value, axis)
 
-    def agree(self, value: Any, purpose: str) -> Any:
-        """Return the nest that the first process passed, once all have passed one alike.
+    def agree(self, value: Array, what: str) -> Any:
+        """Return the array that the first process passed, once all have passed one alike.
 
         Args:
-            value: a nest of the same shapes and dtypes on all processes.
-            purpose: what it is for, the same on all processes.
+            value: an array of the same shape and dtype on all processes.
+            what: what it is, in the same words on all processes.
+
+        Raises:
+            CollectiveMismatchError: on all processes, where one passed something else.
         """
-        with self.meeting(purpose) as communicator:
-            agreed = communicator.broadcast(value)
-            communicator.all_reduce("sum", 0)  # Who sends hears nothing of who receives.
-        return agreed
+        with self.meeting("the creation of a variable") as communicator:
+            own = f"{what} of shape {value.shape} and dtype {value.dtype}"
+            first, *others = all_gather_object(communicator, own)
+            for rank, other in enumerate(others, 1):
+                if other != first:
+                    raise CollectiveMismatchError(
+                        f"worker {rank} created {other}, worker 0 {first}. All workers must create "
+                        "the same variables in the same order.",
+                        rank=rank,
+                    )
+            return communicator.broadcast(value)
 
     def at_close(self, forget: Callable[[], None]) -> None:
         """Call a function when the group is closed, to let go of what lies in shared memory."""

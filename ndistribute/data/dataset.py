@@ -281,6 +281,9 @@ class Dataset:
         """
         return f"<Dataset {describe(self._node)}: {self._node.spec}>"
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name != "node"]
+
     def __iter__(self) -> Iterator[Element]:
         return run(self._node, Epoch.begin(self._node))
 

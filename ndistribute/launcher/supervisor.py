@@ -45,7 +45,7 @@ class Start:
     argv: Sequence[str]
     settings: Mapping[str, str]  # What is added to the environment of the job.
     task_type: str = "worker"
-    host: Host | None = None  # The machine to reach by ssh; None: this one.
+    host: Host | None = None  # The machine to connect to by ssh; None: this one.
     listener: socket.socket | None = None  # Inherited under its number.
     saving: float = 0.0  # How many seconds it has for a last snapshot when it is told to end.
     outputs: Sequence[tuple[int, str, str]] = ()  # Pipes to read beside its own.
@@ -64,6 +64,7 @@ class Outcome:
     reason: str
     code: int
     label: str | None = None
+    host: str = ""  # Where it ran, if that is another machine.
 
 
 class Verdict(enum.Enum):
@@ -238,12 +239,12 @@ class Supervisor:
         """Name the first that failed by itself; where all tell of another, the first of those."""
         first = [task for task in self._failed if not task.tells_of_another]
         task = [*first, *self._failed][0]
-        label = task.start.label
+        label, host = task.start.label, task.start.host
         if label == MPIEXEC:
             # The first rank that reported an error of its own.
             kept, reported = self.console.kept, self.console.reported
             label = next((r for r in reported if not tells_of_another(kept(r))), label)
-        return Outcome("failed", task.code or 1, label)
+        return Outcome("failed", task.code or 1, label, "" if host is None else host.name)
 
     def _give_up(self) -> None:
         self._stop(self._failure())

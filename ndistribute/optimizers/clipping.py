@@ -35,8 +35,8 @@ class Clipping:
         given = [bound for bound in (self.norm, self.global_norm, self.value) if bound is not None]
         if len(given) > 1:
             raise ValueError("give at most one of clipnorm, global_clipnorm and clipvalue.")
-        if given and not given[0] > 0:
-            raise ValueError(f"a bound for gradients must be above 0, got {given[0]}.")
+        if given and (isinstance(given[0], str) or not given[0] > 0):
+            raise ValueError(f"a bound for gradients must be a number above 0, got {given[0]!r}.")
 
     def __bool__(self) -> bool:
         return any((self.norm, self.global_norm, self.value))

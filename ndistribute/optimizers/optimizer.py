@@ -95,8 +95,8 @@ class Optimizer:
     ) -> None:
         if not isinstance(rule, Rule):
             raise TypeError(f"an optimizer is made with a Rule, got {rule!r}.")
-        if not callable(learning_rate) and not learning_rate >= 0:
-            raise ValueError(f"learning_rate must be 0 or more, got {learning_rate}.")
+        if isinstance(learning_rate, str) or not (callable(learning_rate) or learning_rate >= 0):
+            raise ValueError(f"learning_rate must be a number, 0 or more, got {learning_rate!r}.")
         self.rule = rule
         self.learning_rate = learning_rate
         strategy = current_frame().strategy
@@ -106,6 +106,7 @@ class Optimizer:
         self.name = _unique_name(label, self._served_by) if name is None else name
         self._clipping = Clipping(clipnorm, global_clipnorm, clipvalue)
         self._slots: dict[Any, tuple[Any, ...]] = {}
+        self._reported: dict[tuple[str, ...], object] = {}  # Variables that had no gradient.
         self._counter: Any = None
 
     @property
@@ -152,7 +153,8 @@ class Optimizer:
         """
         variables = list(variables)
         for variable in variables:
-            _check_is_variable(variable)
+            if not isinstance(variable, Variable):
+                raise TypeError(f"build takes variables, got {type(variable).__name__}.")
             if not can_train(variable.dtype, variable.dtype):
                 raise ValueError(
                     f"variable {variable.name!r} of dtype {variable.dtype} can not be trained: "
@@ -174,10 +176,11 @@ class Optimizer:
             skip_gradients_aggregation: whether the gradients are summed over replicas already.
 
         Raises:
+            TypeError: something is no pair of a gradient and a variable.
             ValueError: no variable has a gradient, or a shape or dtype does not fit; nothing has
                 changed then. Or the variables are on servers, which do not know the rule.
         """
-        gradients, variables = _checked(grads_and_vars)
+        gradients, variables = _checked(grads_and_vars, self._reported)
         replica, summed = self._build(variables), skip_gradients_aggregation
         on_servers = isinstance(variables[0], ServedVariable)
         guard = None if replica is None else replica.communicator.guard
@@ -226,7 +229,13 @@ class Optimizer:
                     "every replica has an optimizer of its own: make one outside of run, which all "
                     "replicas use."
                 )
-            self._counter_of(variables[0].distribute_strategy)
+            strategy = variables[0].distribute_strategy
+            owner = self._counter_of(strategy).distribute_strategy
+            if owner is not strategy and not owner.is_default:
+                raise ValueError(
+                    f"optimizer {self.name!r} of {owner!r} was given variable "
+                    f"{variables[0].name!r} of another strategy: make an optimizer for each one."
+                )
             for variable in variables:
                 if variable not in self._slots:
                     self._slots[variable] = tuple(
@@ -244,7 +253,7 @@ class Optimizer:
         # Without a number: workers of which one failed before may build in different steps.
         communicator.part_of = communicator.calls_made
         try:
-            communicator.merge("build", self, make_slots)
+            communicator.merge("apply_gradients", self, make_slots)
         finally:
             communicator.part_of = None
         return replica
@@ -392,15 +401,25 @@ class Optimizer:
         return applies, trained
 
 
-def _checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> tuple[list[Any], list[Variable]]:
+def _checked(
+    grads_and_vars: Iterable[tuple[Any, Variable]], reported: dict[tuple[str, ...], object]
+) -> tuple[list[Any], list[Variable]]:
     """Return the gradients that are there, and their variables, or refuse what does not fit."""
     pairs = list(grads_and_vars)
     gradients: list[Any] = []
     variables: list[Variable] = []
-    for given, variable in pairs:
-        _check_is_variable(variable)
+    missing: list[str] = []
+    for pair in pairs:
+        listed = isinstance(pair, (tuple, list))
+        if not listed or len(pair) != 2 or not isinstance(pair[1], Variable):
+            kinds = [type(one).__name__ for one in pair] if listed else type(pair).__name__
+            raise TypeError(
+                f"apply_gradients takes pairs (gradient, variable), got {kinds}: write "
+                "zip(gradients, variables). Nothing has changed."
+            )
+        given, variable = pair
         if given is None:
-            _log.warning("no gradient for variable %r: it stays as it is", variable.name)
+            missing.append(variable.name)
             continue
         if isinstance(given, IndexedSlices):
             values, indices = native(given.values), native(given.indices)
@@ -422,14 +441,15 @@ def _checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> tuple[list[Any],
     if not variables:
         raise ValueError(
             "no variable has a gradient: check that the loss is computed inside the tape, from "
-            f"the variables {[variable.name for _, variable in pairs]}."
+            f"the variables {', '.join(map(repr, missing))}."
+            if pairs
+            else "apply_gradients got no pairs: a zip is empty after its first use, write "
+            "list(zip(gradients, variables)) to use it again."
         )
+    me = object()  # Of all steps and replicas, the first that sees them missing reports them.
+    if missing and reported.setdefault(tuple(missing), me) is me:
+        _log.warning("no gradient for variable(s) %s: they stay as they are", ", ".join(missing))
     return gradients, variables
-
-
-def _check_is_variable(variable: Any) -> None:
-    if not isinstance(variable, Variable):
-        raise TypeError(f"an optimizer trains variables, got {type(variable).__name__}.")
 
 
 def _check_home(variables: Sequence[Any]) -> None:

@@ -82,6 +82,11 @@ class Strategy:
     True
     """
 
+    _internal = frozenset(
+        "across_workers agree_on input_place is_default is_running make_group make_variable names "
+        "replica_contexts serial variable_kinds".split()
+    )
+    """What `dir` and completion leave out: called by the package and by extensions of it."""
     is_default = False
     variable_kinds: ClassVar[Mapping[VariableSynchronization, type[Variable]]] = {
         VariableSynchronization.ON_WRITE: MirroredVariable,
@@ -104,6 +109,8 @@ class Strategy:
         self._turn = threading.RLock()  # Knows its owner, and refuses to be released by others.
         self.running_on: int | None = None  # The thread that runs a step or closes.
         self._generators: dict[int, Any] = {}
+        # Of variables that were given none: the same on all processes.
+        self.names = itertools.chain(["Variable"], map("Variable_{}".format, itertools.count(1)))
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
         if self.num_replicas_in_sync > 1:
@@ -211,14 +218,19 @@ class Strategy:
         Raises:
             ValueError: `args` is neither list nor tuple, a `PerReplica` has another number of
                 components, or the replicas returned different structures.
+            TypeError: `fn` is no function, or `kwargs` no dict.
             RuntimeError: called inside a replica or a merge_call.
             BaseException: whatever a replica raised, with a note that names the replica.
         """
+        if not callable(fn):
+            raise TypeError(f"fn must be a function, got {fn!r}: write run(step, args=(x,)).")
         if not isinstance(args, list | tuple):
             raise ValueError(
                 f"args must be a list or tuple, got {type(args).__name__}: write "
                 "strategy.run(step, args=(x,))."
             )
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(f"kwargs must be a dict, got {kwargs!r}: write args=(x, y).")
         if self._cross_replica_frame("run").merging:
             raise RuntimeError(
                 "run was called inside merge_call: the replicas are waiting there. Return the "
@@ -373,6 +385,15 @@ class Strategy:
             scopes.pop().__exit__(*error)
         finally:
             self.close()
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in self._internal]
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r} can not be copied or pickled, for its replicas are threads of this process: "
+            "make a strategy in each process."
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, map(str, self._devices)))})"

@@ -168,6 +168,10 @@ class ParameterServerStrategy(Strategy):
     array([2., 3.])
     """
 
+    _internal = Strategy._internal | set(
+        "connect copies handles namespace place push servers".split()
+    )
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,

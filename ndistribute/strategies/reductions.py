@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -84,14 +85,14 @@ def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
     def gather(leaf: Any) -> Array:
         parts = _components(leaf, replicas)
         arrays = [as_array(leaf)] * replicas if parts is None else list(map(as_array, parts))
-        for replica, array in enumerate(arrays):
-            if not -array.ndim <= axis < array.ndim:
-                raise ValueError(
-                    f"gather along axis {axis}: the value of replica {replica} has shape "
-                    f"{array.shape}. A number has no axis to join along: return np.reshape(x, "
-                    "(1,))."
-                )
-        return _joined(arrays, axis, device)
+        try:  # NumPy itself would take no axis, and join what it makes flat.
+            return _joined(arrays, operator.index(axis), device)
+        except (TypeError, ValueError) as error:
+            shapes = ", ".join(f"{array.shape} of replica {i}" for i, array in enumerate(arrays))
+            hint = "Return np.reshape(x, (1,)) of a number."
+            if all(array.ndim for array in arrays):
+                hint = "Lengths may differ along that one axis, an integer."
+            raise ValueError(f"gather along axis {axis!r} of {shapes}: {error}. {hint}") from error
 
     with working_on(device):
         return tree.map_leaves(gather, value)
@@ -131,7 +132,7 @@ def _reduce_leaf(op: ReduceOp, axis: Any, device: Device, replicas: int, leaf: A
     if axis is not None:
         reduced = _reduce_axes(op, arrays, axis)
     elif parts is not None:
-        _check_equal(op, [array.shape for array in arrays], "shapes")
+        _check_equal(op, [array.shape for array in arrays], "shape")
         reduced = reduce_arrays(op, arrays)
     else:
         reduced = arrays[0].astype(result_dtype(op, arrays[0].dtype), copy=True)
@@ -164,7 +165,7 @@ def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Array:
     """Reduce axes inside each replica, then over replicas; a mean divides by the true count."""
     axes = _normalised(op, axis, arrays)
     kept = [tuple(n for i, n in enumerate(array.shape) if i not in axes) for array in arrays]
-    _check_equal(op, kept, f"shapes without axes {axes}")
+    _check_equal(op, kept, f"without axes {axes} the shape")
     counts = [math.prod([array.shape[axis] for axis in axes]) for array in arrays]
     wide, options = accumulation_dtype(op, arrays[0].dtype), {}
     inner = ReduceOp.SUM if op is ReduceOp.MEAN else op
@@ -210,8 +211,8 @@ def _normalised(op: ReduceOp, axis: Any, arrays: Sequence[Array]) -> tuple[int, 
     for one in axes:
         if not isinstance(one, int | np.integer) or not -ndim <= one < ndim:
             raise ValueError(
-                f"axis {one!r} is out of range for values of shape {arrays[0].shape}: it must be "
-                f"an integer in [{-ndim}, {ndim})."
+                f"reduce {op.name}: axis {one!r} is out of range for values of shape "
+                f"{arrays[0].shape}: it must be an integer in [{-ndim}, {ndim})."
             )
     normal = tuple(sorted(int(one) % ndim for one in axes))
     if len(set(normal)) < len(normal):

@@ -126,7 +126,7 @@ class ArrayLike(NDArrayOperatorsMixin):
 
     def _refuse_as_output(self, what: str, out: Any) -> None:
         if any(isinstance(one, ArrayLike) for one in (out if isinstance(out, tuple) else (out,))):
-            self._refuse_in_place(f"{what}(..., out=variable)")
+            self._refuse_in_place(f"{what}(..., out=variable), which += and its like stand for")
 
     def _refuse_in_place(self, what: str) -> NoReturn:
         raise TypeError(

@@ -59,7 +59,7 @@ class VariablePolicy:
     def parse(
         cls, name: str | None, trainable: bool, synchronization: Any, aggregation: Any
     ) -> VariablePolicy:
-        """Return the policy that a user's words stand for, or raise a `ValueError`."""
+        """Return the policy that a user's words stand for, or raise an error; no name is empty."""
         when = _parse(VariableSynchronization, synchronization, "synchronization")
         if when is VariableSynchronization.NONE:
             raise ValueError(
@@ -69,7 +69,10 @@ class VariablePolicy:
         if when is VariableSynchronization.AUTO:
             when = VariableSynchronization.ON_WRITE
         how = _parse(VariableAggregation, aggregation, "aggregation")
-        return cls(name or "Variable", trainable, when, how)
+        if not isinstance(name, str | None) or isinstance(trainable, str):
+            what = f"name={name!r} and trainable={trainable!r}"
+            raise TypeError(f"{what} were passed: write nd.Variable(value, name='w').")
+        return cls(name or "", trainable, when, how)
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise a `ValueError` if the aggregation is not defined for a dtype."""

@@ -77,6 +77,9 @@ class ServedVariable(Variable):
     on one server changes together. What is read from several servers may be of different moments.
     """
 
+    _internal = Variable._internal | set(
+        "cached changes_of make_at places read_rows shards".split()
+    )
     places: tuple[Place, ...]
     """Where the shards lie, in the order of the rows."""
     cached: tuple[CachedShard, ...]

@@ -37,12 +37,14 @@ class Variable(ArrayLike):
     Args:
         initial_value: an array, a number, or a callable that returns one; copied.
         trainable: whether tapes watch it.
-        name: shown in messages.
+        name: shown in messages; None: ``Variable``, ``Variable_1`` and so on, in the order in which
+            the strategy's variables are created.
         dtype: of the variable; None keeps that of the initial value.
         synchronization: `VariableSynchronization` or its value.
         aggregation: `VariableAggregation` or its value.
 
     Raises:
+        TypeError: `name` is no string, or `trainable` no bool.
         ValueError: the policy is unknown or does not fit the dtype, or replicas differ.
 
     >>> v = Variable([1.0, 2.0])
@@ -52,6 +54,10 @@ class Variable(ArrayLike):
     array([4., 6.])
     """
 
+    _internal = frozenset(
+        "begin_update component home_of is_distributed_variable make raw_array replica "
+        "tracked_value".split()
+    )
     is_distributed_variable = True
 
     def __new__(
@@ -337,6 +343,15 @@ class Variable(ArrayLike):
             )
         return cast(value, self._dtype, f"{how} to variable {self.name!r}")
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in self._internal]
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"variable {self.name!r} can not be copied or pickled: it belongs to "
+            f"{self._strategy!r}. Copy or send variable.numpy(), and create a variable from it."
+        )
+
     def __repr__(self) -> str:
         try:
             shown = np.array2string(to_host(self.component()), threshold=20)
@@ -375,8 +390,10 @@ def _created(initial_value: Any, dtype: Any, policy: VariablePolicy) -> Any:
 
 
 def _create(strategy: Any, array: Array, policy: VariablePolicy) -> Any:
+    if not policy.name:
+        policy = replace(policy, name=next(strategy.names))
     how = f"{policy.synchronization.name}, {policy.aggregation.name}"
-    array = strategy.agree_on(array, f"variable {policy.name!r}, {how}")
+    array = strategy.agree_on(array, f"variable {policy.name!r} ({how})")
     policy.check_dtype(array.dtype)
     return strategy.make_variable(array, policy)
 

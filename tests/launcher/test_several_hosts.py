@@ -171,6 +171,16 @@ def test_a_failure_on_another_host_is_reported_and_ends_the_rest(tmp_path, fake_
     assert done.stderr.endswith("[1] ValueError: boo\n")
 
 
+def test_a_host_that_ssh_can_not_connect_to_is_named(tmp_path, fake_ssh):
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text("#!/bin/sh\necho 'ssh: connect to host far: No route to host' >&2\nexit 255\n")
+    done = run("run", "--hosts", "far:1", "show.py", env=fake_ssh)
+    assert done.returncode == 255
+    what = "exit code 255: ssh has no connection to far, check that `ssh far true` works"
+    assert f"rank 0 failed first ({what}); all were stopped." in done.stderr
+    assert "No route to host" in done.stderr
+
+
 @pytest.mark.parametrize("end", ["terminate", "kill"])
 def test_no_process_outlives_the_launcher_on_another_host(tmp_path, fake_ssh, end):
     script = tmp_path / "hang.py"

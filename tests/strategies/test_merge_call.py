@@ -159,7 +159,7 @@ def test_a_context_is_refused_in_a_merge_call(several):
         own = context()
         own.merge_call(lambda _: own.all_reduce("sum", 1.0))
 
-    with raised_in(several, None, RuntimeError, "outside"):
+    with raised_in(several, None, RuntimeError, "inside merge_call"):
         several.run(step)
     assert works(several)
 

@@ -54,7 +54,19 @@ def test_variables_start_from_the_chiefs_value(run):
 
 
 def test_workers_that_create_different_variables_are_all_told(run):
-    assert run(worker_steps.disagreeing) == [["CollectiveMismatchError"] * 5] * WORKERS
+    first, *others = run(worker_steps.disagreeing)
+    assert others == [first] * (WORKERS - 1)
+    *told, following = first
+    here = "worker 2 created variable 'Variable{}' (ON_WRITE, NONE) of shape ({},) and dtype {}, "
+    there = "worker 0 variable 'Variable{}' (ON_WRITE, NONE) of shape (2,) and dtype float64. "
+    assert told[0].startswith(here.format("", 3, "float64") + there.format(""))
+    assert told[1].startswith(here.format("_1", 2, "float32") + there.format("_1"))
+    for error, (own, chiefs) in zip(
+        told[2:], (("SUM", "MEAN"), ("READ", "WRITE"), ("odd", "even")), strict=True
+    ):
+        assert own in error.partition("worker 0")[0]
+        assert chiefs in error.partition("worker 0")[2]
+    assert following == "Variable_4"
 
 
 def test_writes_and_reads_are_aggregated_over_all_replicas_of_all_workers(run):

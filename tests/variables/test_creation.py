@@ -9,6 +9,7 @@ import pytest
 
 import ndistribute as nd
 from tests.kinds import (
+    closing,
     context,
     mirrored,
     one_process,
@@ -41,6 +42,15 @@ def test_its_properties(strategy):
     for name in ("shape", "dtype", "name", "trainable", "synchronization", "aggregation", "value"):
         with pytest.raises(AttributeError):
             setattr(v, name, None)
+
+
+def test_a_variable_without_a_name_gets_the_next_one_of_its_strategy():
+    with closing(mirrored(2)) as strategy, closing(mirrored(2)) as other:
+        made = [make(strategy, 1.0, name=name) for name in (None, None, "w", None)]
+        made.append(strategy.run(lambda: nd.Variable(1.0, synchronization="on_read")))
+        assert [v.name for v in made] == ["Variable", "Variable_1", "w", "Variable_2", "Variable_3"]
+        assert make(other, 1.0).name == "Variable"
+        assert made[1].create_slot("m").name == "Variable_1/m"
 
 
 def test_the_defaults(strategy):
