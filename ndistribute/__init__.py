@@ -1,7 +1,7 @@
 """Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
 
 from ndistribute import cluster, errors, models, optimizers
-from ndistribute.autodiff import GradientTape, custom_gradient
+from ndistribute.autodiff import GradientTape, custom_gradient, stop_gradient
 from ndistribute.cluster import (
     ClusterSpec,
     MPIClusterResolver,
@@ -124,4 +124,5 @@ __all__ = [
     "partitioners",
     "set_seed",
     "set_strategy",
+    "stop_gradient",
 ]

@@ -2,6 +2,6 @@
 
 from ndistribute.autodiff.custom import custom_gradient
 from ndistribute.autodiff.tape import GradientTape
-from ndistribute.autodiff.tracked import Tracked, untrack
+from ndistribute.autodiff.tracked import Tracked, stop_gradient, untrack
 
-__all__ = ["GradientTape", "Tracked", "custom_gradient", "untrack"]
+__all__ = ["GradientTape", "Tracked", "custom_gradient", "stop_gradient", "untrack"]

@@ -70,12 +70,29 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
                 "of a list of gradients, not one function for each argument."
             )
         else:
+            _check_count(function, derivative, len(raw), "derivatives")
             rules = tuple([_checked(function, derivative[k], raw[k]) for k in wanted])
         if several:
             return graph.record_many(result, tuple(parents), rules)
         return graph.record(result, tuple(parents), rules) if is_differentiable(result) else result
 
     return call
+
+
+def _check_count(function: Callable[..., Any], given: Any, count: int, what: str) -> None:
+    """Raise unless there is a list or tuple with one item for each positional argument."""
+    if not isinstance(given, list | tuple):
+        raise TypeError(
+            f"the derivative of {function.__qualname__} gave a {type(given).__name__} where a list "
+            f"of {count} {what} is expected, one for each positional argument, None for an "
+            "argument that needs none."
+        )
+    if len(given) != count:
+        raise ValueError(
+            f"{function.__qualname__} was called with {count} positional argument(s), and its "
+            f"derivative gave {len(given)} {what}: it must give one for each, None for an argument "
+            "that needs none."
+        )
 
 
 def _checked(
@@ -102,8 +119,11 @@ def _joint(
     """Return the rule of all arguments; of the arguments themselves it keeps the shape alone."""
     expected = [(k, arguments[k].shape, arguments[k].dtype) for k in wanted]
 
+    count = len(arguments)
+
     def joint(g: Any) -> list[Any]:
         gradients = derivative(g)
+        _check_count(function, gradients, count, "gradients")
         return [_fitted(function, gradients[k], shape, dtype) for k, shape, dtype in expected]
 
     return joint

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.autodiff.diagnostics import missing, name_of, user_line
 from ndistribute.autodiff.face import ArrayFace
-from ndistribute.autodiff.fallback import missing, name_of
 from ndistribute.autodiff.rules import COMPOSED, CONSTANT, IN_PLACE, RULES, UFUNC_REDUCTIONS
 from ndistribute.autodiff.selection import Path, joint_rule, rules_of
 from ndistribute.context import current_frame
+from ndistribute.device import is_gpu_array
 
 __all__ = [
     "apply",
@@ -35,6 +36,9 @@ _PLAIN = frozenset({np.ndarray, float, int, bool, np.float32, np.float64, type(N
 # Functions whose first argument has a rule. Ufuncs are not among them: their keywords say how to
 # compute, and mean nothing to a rule.
 _FIRST_ARGUMENT = frozenset(function for function in RULES if not isinstance(function, np.ufunc))
+
+# What NumPy computes with as it is.
+_OPERANDS = (np.ndarray, np.generic, int, float, complex)
 
 # The array's own method does the same as the function, a microsecond sooner.
 _METHODS = {np.sum: "sum", np.mean: "mean", np.max: "max", np.min: "min", np.prod: "prod"}
@@ -65,13 +69,13 @@ def binary(ufunc: Any, x: Any, y: Any) -> Any:
             left = x.index
         x = x.value
     elif type(x) not in _PLAIN:
-        x, left = operand(_without_list(x), graph)
+        x, left = operand(_operand_array(ufunc, x), graph)
     if isinstance(y, ArrayFace):
         if y.graph is graph:
             right = y.index
         y = y.value
     elif type(y) not in _PLAIN:
-        y, right = operand(_without_list(y), graph)
+        y, right = operand(_operand_array(ufunc, y), graph)
     result = ufunc(x, y)
     if left is None:
         if right is None:
@@ -91,6 +95,26 @@ def operand(x: Any, graph: Any) -> tuple[Any, int | None]:
         if not isinstance(x, ArrayFace):
             return x, None
     return x.value, x.index if x.graph is graph else None
+
+
+def _operand_array(ufunc: Any, value: Any) -> Any:
+    """Return an operand as NumPy or the tape knows it: lists and foreign arrays are converted.
+
+    Raises:
+        TypeError: it is something that NumPy would take for an object.
+    """
+    if isinstance(value, list | tuple):
+        return _without_list(value)
+    if isinstance(value, _OPERANDS) or _hides_array(value) or is_gpu_array(value):
+        return value
+    array = np.asarray(value)
+    if array.dtype == object:
+        raise TypeError(
+            f"{name_of(ufunc)} of a tracked array and a {type(value).__module__}."
+            f"{type(value).__qualname__} at {user_line()}: convert that to a NumPy array first, or "
+            "wrap the operation in nd.custom_gradient."
+        )
+    return array
 
 
 def _without_list(value: Any) -> Any:
@@ -116,6 +140,8 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = _apply_to_first(function, args[0], args[1:], kwargs)
         if result is not NotImplemented:
             return result
+    if function in RULES:
+        args = [_without_list(arg) if _hides_array(arg) else arg for arg in args]
     composed = COMPOSED.get(function)
     if composed is not None and kwargs.get("out") is None:
         result = composed(*args, **kwargs)

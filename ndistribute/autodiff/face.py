@@ -100,14 +100,6 @@ class ArrayFace:
         """Return the elements along one axis."""
         return np.ravel(self, order)  # type: ignore[call-overload]
 
-    def item(self, *args: Any) -> Any:
-        """Return one element as a Python number, without a gradient."""
-        return self.value.item(*args)
-
-    def tolist(self) -> Any:
-        """Return the elements as nested lists of Python numbers, without a gradient."""
-        return self.value.tolist()
-
     def numpy(self) -> Any:
         """Return a copy of the raw array, without a gradient."""
         return self.value.copy()
@@ -123,17 +115,8 @@ class ArrayFace:
     def __contains__(self, item: Any) -> bool:
         return item in self.value
 
-    def __float__(self) -> float:
-        return float(self.value)
-
-    def __int__(self) -> int:
-        return int(self.value)
-
     def __bool__(self) -> bool:
         return bool(self.value)
-
-    def __complex__(self) -> complex:
-        return complex(self.value)
 
     def __format__(self, spec: str) -> str:
         return format(self.value[()] if self.value.ndim == 0 else self.value, spec)

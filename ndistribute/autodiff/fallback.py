@@ -2,22 +2,23 @@
 
 The package is imported here and nowhere else, and only when a gradient needs it. Its rules may
 compute in float64 and may hand back what they keep, so what they return is fitted and never
-trusted to be ours. The same file says what a function without any rule says.
+trusted to be ours.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
+from ndistribute.autodiff.diagnostics import no_rule, user_line
 from ndistribute.autodiff.rules.fit import fit
 from ndistribute.device import Array, as_array
 from ndistribute.errors import MissingDependencyError
 
-__all__ = ["joint_rule", "missing", "name_of"]
+__all__ = ["joint_rule"]
 
 JointVjp = Callable[[Any], Sequence[Array]]
 
@@ -38,11 +39,12 @@ def joint_rule(
         kwargs: its raw keyword arguments.
         positions: the arguments whose gradients are wanted.
     """
+    line = user_line()
 
     def vjp(g: Any) -> list[Array]:
         maker = _autograd_rules().get(function)
         if maker is None:
-            missing(function)(g)
+            raise TypeError(no_rule(function, "", line))
         if isinstance(result, list | tuple):
             g = tuple(
                 np.zeros_like(one) if part is None else part
@@ -55,43 +57,9 @@ def joint_rule(
                 for gradient, k in zip(gradients, positions, strict=True)
             ]
         except (NotImplementedError, AssertionError, KeyError, TypeError, ValueError) as error:
-            raise TypeError(_no_rule(function, f"with these arguments ({error})")) from error
+            raise TypeError(no_rule(function, str(error), line)) from error
 
     return vjp
-
-
-def missing(function: Any, why: str = "") -> Callable[[Any], NoReturn]:
-    """Return a rule that raises a `TypeError` naming the function when the gradient is asked."""
-
-    def vjp(g: Any) -> NoReturn:
-        raise TypeError(_no_rule(function, f"with these arguments ({why})" if why else ""))
-
-    return vjp
-
-
-def name_of(function: Any) -> str:
-    """Return a function's name as users write it.
-
-    >>> name_of(np.exp), name_of(np.linalg.inv), name_of(np.add.reduceat)
-    ('np.exp', 'np.linalg.inv', 'np.add.reduceat')
-    """
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, np.ufunc):
-        return f"np.{owner.__name__}.{function.__name__}"
-    module = getattr(function, "__module__", None) or "numpy"
-    name = getattr(function, "__name__", repr(function))
-    if isinstance(function, np.ufunc) or module.partition(".")[0] == "numpy":
-        parts = [part for part in module.split(".")[1:] if not part.startswith("_")]
-        return ".".join(["np", *parts, name])
-    return f"{module}.{name}"
-
-
-def _no_rule(function: Any, arguments: str) -> str:
-    name = " ".join(filter(None, [name_of(function), arguments]))
-    return (
-        f"{name} has no derivative rule. Write it in terms of functions that have one, give it one "
-        "with nd.custom_gradient, or compute it outside the tape."
-    )
 
 
 @functools.cache

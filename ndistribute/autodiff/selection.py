@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff import fallback
+from ndistribute.autodiff.diagnostics import missing
 from ndistribute.autodiff.rules import JOINT_RULES, RULES, RULES_BY_PATH
 from ndistribute.autodiff.rules.fit import fit
 from ndistribute.device import Array
@@ -53,7 +54,7 @@ def rules_of(
             return tuple(_fitted(makers[k], result, args, kwargs, k) for (k,) in paths)
         return tuple(makers[k](result, *args, **kwargs) for (k,) in paths)
     except (TypeError, NotImplementedError) as error:
-        return fallback.missing(function, str(error))
+        return missing(function, str(error))
 
 
 def joint_rule(
@@ -94,7 +95,7 @@ def _other(
     paths: Sequence[Path],
 ) -> Callable[[Any], Sequence[Any]]:
     if any(len(path) > 1 or not isinstance(path[0], int) for path in paths):
-        return fallback.missing(function, "a tracked array inside a list or a keyword")
+        return missing(function, "a tracked array inside a list or a keyword")
     return fallback.joint_rule(function, result, args, kwargs, [path[0] for path in paths])
 
 

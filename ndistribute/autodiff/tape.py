@@ -7,7 +7,7 @@ variable's snapshot outlives the step that read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -154,8 +154,9 @@ class GradientTape:
 
         Raises:
             RuntimeError: the tape is not persistent and was asked before, or was never entered.
-            TypeError: an operation has no derivative rule, or a source is a plain array.
-            ValueError: an argument is not as described.
+            TypeError: an operation has no derivative rule, or a source is a plain array or an
+                integer variable.
+            ValueError: an argument is not as described, or target and sources are swapped.
         """
         zero = unconnected_is_zero(unconnected_gradients)
         graph, entries = self._recorded()
@@ -182,6 +183,8 @@ class GradientTape:
             memory=memory,
         )
         results = delivery.finish()
+        if results and all(one is None for one in results):
+            _check_order(graph, entries, leaves, seeds)
         return results if flat else tree.unflatten(sources, results)
 
     def _recorded(self) -> tuple[Graph, list[Entry | None]]:
@@ -246,9 +249,30 @@ def _is_source(value: Any) -> bool:
     return isinstance(value, Tracked) or getattr(value, "is_distributed_variable", False)
 
 
-def _check_source(value: Any) -> None:
-    if not _is_source(value):
+def _check_source(source: Any) -> None:
+    if not _is_source(source):
         raise TypeError(
-            f"a source of GradientTape.gradient is of type {type(value).__name__}: name variables, "
-            "or what tape.watch(array) returned."
+            f"a source of GradientTape.gradient is of type {type(source).__name__}: name "
+            "variables, or what tape.watch(array) returned, as in tape.gradient(loss, variables)."
         )
+    if not is_differentiable(source):
+        raise TypeError(
+            f"a source of GradientTape.gradient is {getattr(source, 'name', 'a variable')} of "
+            f"dtype {source.dtype}: only variables of a floating dtype have gradients. Leave it "
+            "out of the sources, or make it of another dtype."
+        )
+
+
+def _check_order(
+    graph: Graph, entries: list[Entry | None], sources: list[Any], seeds: Mapping[int, Any]
+) -> None:
+    """Raise if everything that was asked for was computed after the target."""
+    for source in sources:
+        if not isinstance(source, Tracked) or source.graph is not graph:
+            return
+        if source.index <= max(seeds, default=source.index) or entries[source.index] is None:
+            return
+    raise ValueError(
+        "every source of GradientTape.gradient was computed after the target, which can not depend "
+        "on it. Are they swapped? Write tape.gradient(loss, variables)."
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
+from ndistribute.autodiff.diagnostics import refuse_conversion
 from ndistribute.autodiff.dispatch import apply, binary, ufunc_method, unary
 from ndistribute.autodiff.face import ArrayFace
 from ndistribute.autodiff.rules.elementwise import cast
@@ -19,7 +20,7 @@ from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.context import current_frame
 from ndistribute.device import as_array, is_gpu_array
 
-__all__ = ["Tracked", "untrack"]
+__all__ = ["Tracked", "stop_gradient", "untrack"]
 
 
 class Tracked(ArrayFace):
@@ -51,14 +52,40 @@ class Tracked(ArrayFace):
         return apply(function, args, kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return the raw value, which carries no gradient; read-only unless it is a copy."""
+        """Return the raw value where no tape records; read-only unless it is a copy."""
+        self._refuse_to_lose_gradient("np.asarray")
         if is_gpu_array(self.value):
             raise TypeError("a tracked GPU array does not turn into a NumPy array: use .numpy().")
         if copy or (dtype is not None and dtype != self.value.dtype):
             return np.array(self.value, dtype=dtype)
-        view = np.asarray(self.value).view()
-        view.flags.writeable = False
-        return view
+        return _read_only(self.value)
+
+    def item(self, *args: Any) -> Any:
+        """Return one element as a Python number, where no tape records."""
+        self._refuse_to_lose_gradient(".item()")
+        return self.value.item(*args)
+
+    def tolist(self) -> Any:
+        """Return the elements as nested lists of Python numbers, where no tape records."""
+        self._refuse_to_lose_gradient(".tolist()")
+        return self.value.tolist()
+
+    def __float__(self) -> float:
+        self._refuse_to_lose_gradient("float()")
+        return float(self.value)
+
+    def __int__(self) -> int:
+        self._refuse_to_lose_gradient("int()")
+        return int(self.value)
+
+    def __complex__(self) -> complex:
+        self._refuse_to_lose_gradient("complex()")
+        return complex(self.value)
+
+    def _refuse_to_lose_gradient(self, conversion: str) -> None:
+        """Raise a `TypeError` if a tape would go on without this array's gradient."""
+        if current_frame().recorder is self.graph:
+            refuse_conversion(conversion)
 
     def raw_array(self) -> Any:
         """Return the raw array, as `ndistribute.device.as_array` asks for it."""
@@ -175,3 +202,38 @@ def untrack(value: Any) -> Any:
     return tree.unflatten(
         value, [leaf.value if isinstance(leaf, Tracked) else leaf for leaf in leaves]
     )
+
+
+def stop_gradient(value: Any) -> Any:
+    """Return values as constants, through which no gradient flows.
+
+    Args:
+        value: a nest of tracked arrays, variables and plain values.
+
+    Returns:
+        The same structure with plain arrays in place of tracked ones and of variables. They are not
+        copied: on the host they are read-only.
+
+    >>> from ndistribute.autodiff import GradientTape
+    >>> with GradientTape() as tape:
+    ...     x = tape.watch(3.0)
+    ...     y = x * stop_gradient(x)
+    >>> tape.gradient(y, x)
+    array(3.)
+    """
+    return tree.map_leaves(_constant, value)
+
+
+def _constant(leaf: Any) -> Any:
+    if getattr(leaf, "is_distributed_variable", False):
+        leaf = leaf.read_value()
+    return _read_only(leaf.value) if isinstance(leaf, Tracked) else leaf
+
+
+def _read_only(value: Any) -> Any:
+    """Return an array through which nobody can change a value that the tape has kept."""
+    if is_gpu_array(value):
+        return value.copy()
+    view = np.asarray(value).view()
+    view.flags.writeable = False
+    return view
