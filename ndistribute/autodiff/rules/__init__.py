@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.rules import (
-    composed,
-    composed_math,
+    decompositions,
     elementwise,
     indexing,
     linear,
@@ -55,9 +54,7 @@ RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     **_present(elementwise.RULES_BY_NAME | linear.RULES_BY_NAME | shape.RULES_BY_NAME),
 }
 
-COMPOSED: dict[Any, Callable[..., Any]] = _present(
-    composed.COMPOSED_BY_NAME | composed_math.COMPOSED_BY_NAME
-)
+COMPOSED: dict[Any, Callable[..., Any]] = _present(decompositions.COMPOSED_BY_NAME)
 
 CONSTANT: frozenset[Any] = frozenset(
     {
