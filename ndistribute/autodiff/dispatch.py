@@ -16,6 +16,7 @@ import numpy as np
 from ndistribute.autodiff.face import ArrayFace
 from ndistribute.autodiff.fallback import missing, name_of
 from ndistribute.autodiff.rules import COMPOSED, CONSTANT, IN_PLACE, RULES, UFUNC_REDUCTIONS
+from ndistribute.autodiff.rules.special import special_rules
 from ndistribute.autodiff.selection import Path, joint_rule, rules_of
 from ndistribute.context import current_frame
 
@@ -42,7 +43,7 @@ _METHODS = {np.sum: "sum", np.mean: "mean", np.max: "max", np.min: "min", np.pro
 
 def unary(ufunc: Any, x: Any) -> Any:
     """Call a ufunc of one tracked argument."""
-    makers = RULES.get(ufunc)
+    makers = RULES.get(ufunc) or special_rules(ufunc)
     if makers is None:
         return apply(ufunc, (x,), {})
     value = x.value

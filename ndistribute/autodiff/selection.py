@@ -14,6 +14,7 @@ import numpy as np
 from ndistribute.autodiff import fallback
 from ndistribute.autodiff.rules import JOINT_RULES, RULES, RULES_BY_PATH
 from ndistribute.autodiff.rules.fit import fit
+from ndistribute.autodiff.rules.special import special_rules
 from ndistribute.device import Array
 
 __all__ = ["Rules", "joint_rule", "rules_of"]
@@ -44,7 +45,7 @@ def rules_of(
         paths: where its tracked arguments stand: ``(1,)``, ``(0, 2)`` inside a list, ``("x",)``.
     """
     try:
-        makers = RULES.get(function)
+        makers = RULES.get(function) or special_rules(function)
         if makers is None:
             return _by_path(function, result, args, kwargs, paths)
         if any(len(path) > 1 or path[0] not in _POSITIONS[: len(makers)] for path in paths):
@@ -65,8 +66,14 @@ def joint_rule(
 ) -> Callable[[Sequence[Array | None]], Sequence[Any]]:
     """Return the rule of a call that returned several arrays; it takes one gradient for each."""
     own = JOINT_RULES.get(function)
-    if own is not None and paths == [(0,)]:
-        return own(results, args, kwargs)  # type: ignore[no-any-return]
+    if own is not None and all(path in ((0,), (1,)) for path in paths):
+        try:
+            rule = own(results, args, kwargs)
+            if paths == [(0,)]:
+                return rule  # type: ignore[no-any-return]
+            return lambda gradients: [rule(gradients)[k] for (k,) in paths]
+        except NotImplementedError as error:
+            return fallback.missing(function, str(error))
     return _other(function, results, args, kwargs, paths)
 
 

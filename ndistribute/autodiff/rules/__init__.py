@@ -14,15 +14,20 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.rules import (
+    assembled,
     composed,
     composed_math,
     elementwise,
+    fourier,
     indexing,
+    linalg,
     linear,
     reductions,
+    several,
     shape,
+    statistics,
+    windows,
 )
-from ndistribute.autodiff.rules.several import JOINT_RULES, RULES_BY_PATH
 
 __all__ = [
     "COMPOSED",
@@ -52,12 +57,29 @@ RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     **reductions.RULES,
     **shape.RULES,
     **indexing.RULES,
+    **linalg.RULES,
+    **fourier.RULES,
+    **statistics.RULES,
+    **windows.RULES,
     **_present(elementwise.RULES_BY_NAME | linear.RULES_BY_NAME | shape.RULES_BY_NAME),
 }
 
-COMPOSED: dict[Any, Callable[..., Any]] = _present(
-    composed.COMPOSED_BY_NAME | composed_math.COMPOSED_BY_NAME
-)
+RULES_BY_PATH: dict[Any, Callable[..., Any]] = {
+    **several.RULES_BY_PATH,
+    **linalg.RULES_BY_PATH,
+    **windows.RULES_BY_PATH,
+}
+
+JOINT_RULES: dict[Any, Callable[..., Any]] = {**several.JOINT_RULES, **linalg.JOINT_RULES}
+
+COMPOSED: dict[Any, Callable[..., Any]] = {
+    **_present(composed.COMPOSED_BY_NAME | composed_math.COMPOSED_BY_NAME),
+    **assembled.COMPOSED,
+    **fourier.COMPOSED,
+    **linalg.COMPOSED,
+    **statistics.COMPOSED,
+    **windows.COMPOSED,
+}
 
 CONSTANT: frozenset[Any] = frozenset(
     {
