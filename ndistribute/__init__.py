@@ -1,7 +1,14 @@
 """Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
 
 from ndistribute import cluster, errors, models, optimizers
-from ndistribute.autodiff import GradientTape, custom_gradient, stop_gradient
+from ndistribute.autodiff import (
+    GradientTape,
+    custom_gradient,
+    log_softmax,
+    logsumexp,
+    softmax,
+    stop_gradient,
+)
 from ndistribute.cluster import (
     ClusterSpec,
     MPIClusterResolver,
@@ -119,10 +126,13 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "list_devices",
+    "log_softmax",
+    "logsumexp",
     "models",
     "optimizers",
     "partitioners",
     "set_seed",
     "set_strategy",
+    "softmax",
     "stop_gradient",
 ]

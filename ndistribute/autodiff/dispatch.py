@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff import fallback
 from ndistribute.autodiff.diagnostics import missing, name_of, user_line
 from ndistribute.autodiff.rules import (
     COMPOSED,
@@ -27,6 +26,7 @@ from ndistribute.autodiff.rules import (
     UFUNC_REDUCTIONS,
 )
 from ndistribute.autodiff.rules.fit import fit
+from ndistribute.autodiff.rules.special import special_rules
 from ndistribute.context import current_frame
 from ndistribute.device import is_gpu_array
 
@@ -81,7 +81,7 @@ class Recorded:
 @functools.cache
 def unary(ufunc: Any) -> Callable[[Any], Any]:
     """Return the function that calls a ufunc of one tracked argument."""
-    makers = RULES.get(ufunc)
+    makers = RULES.get(ufunc) or special_rules(ufunc)
     if makers is None:
         return lambda x: apply(ufunc, (x,), {})
 
@@ -99,7 +99,7 @@ def unary(ufunc: Any) -> Callable[[Any], Any]:
 @functools.cache
 def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
     """Return the function that calls a ufunc of two arguments, of which at least one is tracked."""
-    makers = RULES.get(ufunc)
+    makers = RULES.get(ufunc) or special_rules(ufunc)
     if makers is None:
         return lambda x, y: apply(ufunc, (x, y), {})
     of_x, of_y = makers[0], makers[-1]
@@ -253,11 +253,12 @@ def _rules_of(
     paths: Sequence[Path],
 ) -> Rules:
     """Return the rules of a call for the tracked arguments at some paths; all else is raw."""
-    makers = RULES.get(function, ())
+    makers = RULES.get(function) or special_rules(function) or ()
     try:
-        if function in JOINT_RULES and paths == [(0,)]:
-            return JOINT_RULES[function](result, args, kwargs)  # type: ignore[no-any-return]
-        if function in RULES_BY_PATH:
+        if isinstance(result, list | tuple):
+            if function in JOINT_RULES and all(path in ((0,), (1,)) for path in paths):
+                return _chosen(JOINT_RULES[function](result, args, kwargs), paths)
+        elif function in RULES_BY_PATH:
             by_path = RULES_BY_PATH[function]
             rules = tuple([by_path(result, path, args, kwargs) for path in paths])
             if None not in rules:
@@ -269,9 +270,20 @@ def _rules_of(
             return tuple([makers[k](result, *args, **kwargs) for (k,) in paths])
     except (TypeError, NotImplementedError) as error:
         return missing(function, str(error))
-    if any(len(path) > 1 or not isinstance(path[0], int) for path in paths):
-        return missing(function, "a tracked array inside a list or a keyword")
-    return fallback.joint_rule(function, result, args, kwargs, [path[0] for path in paths])
+    nested = any(len(path) > 1 or not isinstance(path[0], int) for path in paths)
+    return missing(function, "a tracked array inside a list or a keyword" if nested else "")
+
+
+def _chosen(joint: Callable[[Any], Sequence[Any]], paths: Sequence[Path]) -> Rules:
+    """Return the rule that gives only the gradients of some arguments."""
+    if paths == [(0,)]:
+        return joint
+
+    def chosen(gradients: Any) -> Sequence[Any]:
+        changes = joint(gradients)
+        return [changes[position] for (position,) in paths]
+
+    return chosen
 
 
 def _cast_rule(

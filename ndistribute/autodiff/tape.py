@@ -388,10 +388,10 @@ class GradientTape:
 def _results(
     sources: Sequence[Any], places: Sequence[int | None], found: dict[Any, Any], zero: bool
 ) -> list[Any]:
-    """Return the gradient of each source in its dtype, an array of its own for each."""
+    """Return the gradient of each source, an array of its own for each."""
     results: list[Any] = []
     for k, (source, place) in enumerate(zip(sources, places, strict=True)):
-        gradient, dtype = found.get(place), source.dtype
+        gradient = found.get(place)
         if gradient is None:
             results.append(_zeros(source) if zero else None)
             continue
@@ -401,8 +401,7 @@ def _results(
             # The rules carry the derivative of the analytic function; users want the direction
             # of steepest ascent, as TensorFlow gives it.
             gradient = np.conj(gradient)
-        # Before NumPy 2, a Python float turns a float32 number (not an array) into a float64.
-        results.append(gradient if gradient.dtype == dtype else gradient.astype(dtype))
+        results.append(gradient)
     return results
 
 

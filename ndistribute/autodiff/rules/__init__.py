@@ -2,8 +2,7 @@
 
 `RULES` holds one maker for each differentiable argument; `CONSTANT` names the functions whose
 result carries no gradient although it may be a float; `IN_PLACE` those that write to an argument,
-which a tracked array does not allow. A function in none of the tables has a rule in the `autograd`
-package, or none.
+which a tracked array does not allow. A function in none of the tables has no derivative.
 """
 
 from __future__ import annotations
@@ -14,14 +13,19 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.rules import (
+    assembled,
     decompositions,
     elementwise,
+    fourier,
     indexing,
+    linalg,
     linear,
     reductions,
+    several,
     shape,
+    statistics,
+    windows,
 )
-from ndistribute.autodiff.rules.several import JOINT_RULES, RULES_BY_PATH
 
 __all__ = [
     "COMPOSED",
@@ -51,10 +55,29 @@ RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     **reductions.RULES,
     **shape.RULES,
     **indexing.RULES,
+    **linalg.RULES,
+    **fourier.RULES,
+    **statistics.RULES,
+    **windows.RULES,
     **_present(elementwise.RULES_BY_NAME | linear.RULES_BY_NAME | shape.RULES_BY_NAME),
 }
 
-COMPOSED: dict[Any, Callable[..., Any]] = _present(decompositions.COMPOSED_BY_NAME)
+RULES_BY_PATH: dict[Any, Callable[..., Any]] = {
+    **several.RULES_BY_PATH,
+    **linalg.RULES_BY_PATH,
+    **windows.RULES_BY_PATH,
+}
+
+JOINT_RULES: dict[Any, Callable[..., Any]] = {**several.JOINT_RULES, **linalg.JOINT_RULES}
+
+COMPOSED: dict[Any, Callable[..., Any]] = {
+    **_present(decompositions.COMPOSED_BY_NAME),
+    **assembled.COMPOSED,
+    **fourier.COMPOSED,
+    **linalg.COMPOSED,
+    **statistics.COMPOSED,
+    **windows.COMPOSED,
+}
 
 CONSTANT: frozenset[Any] = frozenset(
     {

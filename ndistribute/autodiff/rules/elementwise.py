@@ -7,12 +7,13 @@ intermediates are freed on the way forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import fitting, identity
+from ndistribute.autodiff.rules.fit import fit, fitting, identity
 from ndistribute.device import Array
 
 __all__ = ["RULES", "RULES_BY_NAME", "cast"]
@@ -203,6 +204,47 @@ def _hypot_y(out: Array, x: Array, y: Array) -> Vjp:
     return _hypot_x(out, y, x)
 
 
+def _imag(out: Array, x: Array) -> Vjp:
+    return lambda g: fit(-1j * g, x.shape, x.dtype)
+
+
+def _angle(out: Array, z: Array, deg: bool = False) -> Vjp:
+    scale = -180j / math.pi if deg else -1j
+    return lambda g: fit(scale * g / z, z.shape, z.dtype)
+
+
+def _sinc(out: Array, x: Array) -> Vjp:
+    # The quotient tends to 0 where x does.
+    return lambda g: g * (np.cos(math.pi * x) - out) / np.where(x, x, 1)
+
+
+def _logaddexp2_x(out: Array, x: Array, y: Array) -> Vjp:
+    fit = fitting(x, out)
+    return lambda g: fit(g * np.exp2(x - out))
+
+
+def _remainder_y(whole: Any) -> Callable[..., Vjp]:
+    def maker(out: Array, x: Array, y: Array) -> Vjp:
+        fit = fitting(y, out)
+        return lambda g: fit(-g * whole(x / y))
+
+    return maker
+
+
+def _copysign_x(out: Array, x: Array, y: Array) -> Vjp:
+    fit = fitting(x, out)
+    return lambda g: fit(g * np.sign(x) * np.sign(out))
+
+
+def _ldexp_x(out: Array, x: Array, exponent: Any) -> Vjp:
+    fit = fitting(x, out)
+    return lambda g: fit(np.ldexp(g, exponent))
+
+
+def _none(out: Array, *args: Any) -> Callable[[Array], None]:
+    return lambda g: None
+
+
 def cast(x: Array, dtype: Any, **kwargs: Any) -> Array:
     """Return an array cast to a dtype: the method `astype` as a function."""
     return x.astype(dtype, **kwargs)
@@ -226,7 +268,12 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.logaddexp: (_logaddexp_x, _logaddexp_y),
     np.arctan2: (_arctan2_y, _arctan2_x),
     np.hypot: (_hypot_x, _hypot_y),
-    np.where: (lambda *_: lambda g: None, _where_x, _where_y),
+    np.logaddexp2: (_logaddexp2_x, lambda out, x, y: _logaddexp2_x(out, y, x)),
+    np.remainder: (_add_x, _remainder_y(np.floor)),
+    np.fmod: (_add_x, _remainder_y(np.trunc)),
+    np.copysign: (_copysign_x, _none),
+    np.ldexp: (_ldexp_x,),
+    np.where: (_none, _where_x, _where_y),
     np.clip: (_clip, _clip_low, _clip_high),
     np.absolute: (_absolute,),
     np.fabs: (_absolute,),
@@ -236,6 +283,18 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     cast: (_cast,),
     np.positive: (lambda out, x: identity,),
     np.copy: (lambda out, x, *_, **__: identity,),
+    np.unwrap: (lambda out, p, *_, **__: identity,),
+    np.nan_to_num: (lambda out, x, *_, **__: lambda g: g * np.isfinite(x),),
+    np.real: (_cast,),
+    np.real_if_close: (_cast,),
+    np.imag: (_imag,),
+    np.conjugate: (lambda out, x: np.conjugate,),
+    np.angle: (_angle,),
+    np.rad2deg: (lambda out, x: np.rad2deg,),
+    np.degrees: (lambda out, x: np.degrees,),
+    np.deg2rad: (lambda out, x: np.deg2rad,),
+    np.radians: (lambda out, x: np.radians,),
+    np.sinc: (_sinc,),
     np.negative: (lambda out, x: np.negative,),
     np.sign: (lambda out, x: np.zeros_like,),
     np.reciprocal: (lambda out, x: lambda g: -g * np.square(out),),

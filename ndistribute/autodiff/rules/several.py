@@ -6,6 +6,7 @@ and the paths of the tracked arrays in it. None means that the call is beyond th
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,9 +44,9 @@ def _stack(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
 
 def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
     """Return the rule of one operand of an einsum, itself an einsum."""
-    if not isinstance(args[0], str) or "." in args[0]:
+    if not isinstance(args[0], str):
         return None
-    inputs, arrow, output = args[0].replace(" ", "").partition("->")
+    inputs, arrow, output = _without_ellipsis(args[0].replace(" ", ""), args[1:]).partition("->")
     terms = inputs.split(",")
     if not arrow:
         output = "".join(sorted(c for c in set(inputs) - {","} if inputs.count(c) == 1))
@@ -72,6 +73,28 @@ def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
         return fit(change, shape, dtype)
 
     return vjp
+
+
+def _without_ellipsis(formula: str, operands: Sequence[Any]) -> str:
+    """Return the formula of an einsum with letters in the place of each ellipsis."""
+    if "..." not in formula:
+        return formula
+    free = "".join(sorted(set(string.ascii_letters) - set(formula)))
+    inputs, arrow, output = formula.partition("->")
+    terms = inputs.split(",")
+    counts = [
+        np.ndim(x) - len(term) + 3 if "..." in term else 0
+        for term, x in zip(terms, operands, strict=True)
+    ]
+    # Axes are matched from the last one on, as in broadcasting.
+    most = max(counts)
+    letters = free[:most]
+    terms = [t.replace("...", letters[most - n :]) for t, n in zip(terms, counts, strict=True)]
+    if not arrow:
+        output = "..." + "".join(
+            sorted(c for c in set(inputs) - {",", "."} if inputs.count(c) == 1)
+        )
+    return ",".join(terms) + "->" + output.replace("...", letters)
 
 
 def _split(parts: Sequence[Array], args: Args, kwargs: Kwargs) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.rules.fit import as_axes, fit, zeros
+from ndistribute.autodiff.rules.windows import moved
 from ndistribute.device import Array
 
 __all__ = ["RULES", "RULES_BY_NAME"]
@@ -73,22 +74,14 @@ def _roll(out: Array, a: Array, shift: Any, axis: Any = None) -> Vjp:
     return lambda g: np.roll(g, back, axis)
 
 
-def _repeat(out: Array, a: Array, repeats: int, axis: Any = None) -> Vjp:
+def _repeat(out: Array, a: Array, repeats: Any, axis: Any = None) -> Vjp:
     if np.ndim(repeats):
-        raise NotImplementedError("repeats of several lengths")
+        return moved(np.repeat, a, repeats, axis)
     shape = a.shape
     flat = (a.size,) if axis is None else shape
     along = 0 if axis is None else axis % a.ndim
     unfolded = (*flat[: along + 1], int(repeats), *flat[along + 1 :])
     return lambda g: g.reshape(unfolded).sum(axis=along + 1, dtype=g.dtype).reshape(shape)
-
-
-def _pad(out: Array, array: Array, pad_width: Any, mode: str = "constant", **kwargs: Any) -> Vjp:
-    if mode != "constant" or isinstance(pad_width, dict):
-        raise NotImplementedError(f"mode={mode!r}, pad_width={pad_width!r}")
-    before = [int(width) for width, _ in np.broadcast_to(pad_width, (array.ndim, 2))]
-    inner = tuple(slice(b, b + n) for b, n in zip(before, array.shape, strict=True))
-    return lambda g: g[inner]
 
 
 def _triangle(function: Callable[..., Array]) -> Callable[..., Vjp]:
@@ -138,7 +131,6 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.rot90: (lambda out, m, k=1, axes=(0, 1): lambda g: np.rot90(g, -k, axes),),
     np.roll: (_roll,),
     np.repeat: (_repeat,),
-    np.pad: (_pad,),
     np.tril: (_triangle(np.tril),),
     np.triu: (_triangle(np.triu),),
     np.diagonal: (_diagonal,),

@@ -1,10 +1,8 @@
-"""Functions whose rules come from the autograd package, those made of others, and those without."""
+"""Linear algebra, Fourier transforms, functions made of others, and functions without rules."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -62,19 +60,19 @@ OTHERS = {
 }
 LINE = re.escape(__file__) + r":\d+"
 MISSING = {
-    "np.interp": lambda x: np.interp(x, [0, 1, 2], [0, 1, 4]),
-    "np.cumprod": np.cumprod,
+    "np.interp": lambda x: np.interp(x, [0, 1, 2], [0, 1, 4], left=0),
+    "np.apply_along_axis": lambda x: np.apply_along_axis(np.sort, 0, x),
     "np.unique": np.unique,
     "np.linalg.qr": lambda x: np.linalg.qr(x)[1],
+    "np.linalg.svd": lambda x: np.linalg.svd(x)[2],
     "np.add.reduceat": lambda x: np.add.reduceat(x, [0, 1]),
-    "np.modf": lambda x: np.modf(x)[0],
-    "np.block": lambda x: np.block([[x, x], [x, x]]),
-    "np.choose": lambda x: np.choose([0, 1, 0, 1], [x[0], x[1]]),
+    "np.frexp": lambda x: np.frexp(x)[0],
+    "np.choose": lambda x: np.choose([0, 2, 0, 1], [x[0], x[1]], mode="clip"),
     "np.divide": lambda x: np.divide(x, x, where=np.ones(x.shape, bool)),
     "np.sum": lambda x: np.sum(x, where=np.ones(x.shape, bool)),
-    "np.linalg.norm": lambda x: np.linalg.norm(x, 2),
+    "np.linalg.norm": lambda x: np.linalg.norm(x, 2, keepdims=True),
     "np.ravel": lambda x: np.ravel(x, order="K"),
-    "np.pad": lambda x: np.pad(x, 1, mode="edge"),
+    "np.pad": lambda x: np.pad(x, 1, mode="mean"),
 }
 
 
@@ -112,8 +110,8 @@ def test_a_function_without_a_rule_works_forward_and_is_named_when_the_gradient_
 def test_a_function_without_a_rule_is_no_error_where_no_gradient_flows():
     with GradientTape() as tape:
         x, y = tape.watch((np.ones(3), np.ones(3)))
-        np.cumprod(x)
-        total = np.sum(y * np.cumprod(x))
+        np.unique(x)
+        total = np.sum(y * np.unique(x)[0])
     assert tape.gradient(total, y).tolist() == [1, 1, 1]
 
 
@@ -133,16 +131,3 @@ def test_rules_that_compute_in_float64_are_cast():
     ):
         _, (gradient,) = gradients_of(function, X.astype(np.float32))
         assert gradient.dtype == np.float32
-
-
-def test_the_package_is_loaded_only_for_a_gradient_that_needs_it():
-    code = """
-import sys, numpy as np
-from ndistribute.autodiff import GradientTape
-with GradientTape() as tape:
-    x = tape.watch(np.eye(2))
-    y, z = np.sum(x @ x), np.linalg.det(x)
-tape.gradient(y, x)
-assert "autograd" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
