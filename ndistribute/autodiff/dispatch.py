@@ -262,7 +262,7 @@ def _rules_of(
             by_path = RULES_BY_PATH[function]
             rules = tuple([by_path(result, path, args, kwargs) for path in paths])
             if None not in rules:
-                return rules  # type: ignore[return-value]
+                return rules
             kwargs = {}  # Those of einsum say how to compute, and not what.
         elif all(len(path) == 1 and path[0] in range(len(makers)) for path in paths):
             if isinstance(function, np.ufunc) and kwargs:

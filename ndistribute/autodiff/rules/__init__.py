@@ -19,9 +19,8 @@ from ndistribute.autodiff.rules import (
     fourier,
     indexing,
     linalg,
-    linear,
+    products,
     reductions,
-    several,
     shape,
     statistics,
     windows,
@@ -51,7 +50,7 @@ def _present(by_name: Mapping[str, Any]) -> dict[Any, Any]:
 
 RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     **elementwise.RULES,
-    **linear.RULES,
+    **products.RULES,
     **reductions.RULES,
     **shape.RULES,
     **indexing.RULES,
@@ -59,16 +58,16 @@ RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     **fourier.RULES,
     **statistics.RULES,
     **windows.RULES,
-    **_present(elementwise.RULES_BY_NAME | linear.RULES_BY_NAME | shape.RULES_BY_NAME),
 }
 
 RULES_BY_PATH: dict[Any, Callable[..., Any]] = {
-    **several.RULES_BY_PATH,
+    **shape.RULES_BY_PATH,
+    **products.RULES_BY_PATH,
     **linalg.RULES_BY_PATH,
     **windows.RULES_BY_PATH,
 }
 
-JOINT_RULES: dict[Any, Callable[..., Any]] = {**several.JOINT_RULES, **linalg.JOINT_RULES}
+JOINT_RULES: dict[Any, Callable[..., Any]] = {**shape.JOINT_RULES, **linalg.JOINT_RULES}
 
 COMPOSED: dict[Any, Callable[..., Any]] = {
     **_present(decompositions.COMPOSED_BY_NAME),
