@@ -20,7 +20,12 @@ Value = Any  # a tracked or plain array
 Vjp = Callable[[Array], Array]
 
 # What scales a transform there, scales the transform back that its derivative is made of.
-_BACK: dict[Any, Any] = {None: "forward", "backward": "forward", "ortho": "ortho", "forward": "backward"}
+_BACK: dict[Any, Any] = {
+    None: "forward",
+    "backward": "forward",
+    "ortho": "ortho",
+    "forward": "backward",
+}
 
 
 def _complex(function: Callable[..., Array]) -> Callable[..., Vjp]:
