@@ -8,15 +8,13 @@ package, or none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ndistribute.autodiff.rules import (
-    assembled,
     composed,
-    composed_math,
     elementwise,
     fourier,
     indexing,
@@ -40,45 +38,36 @@ __all__ = [
 ]
 
 
-def _present(by_name: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return what stands under the functions that this NumPy has."""
-    functions = {}
-    for name, entry in by_name.items():
-        owner, _, last = name.rpartition(".")
-        function = getattr(getattr(np, owner) if owner else np, last, None)
-        if function is not None:
-            functions[function] = entry
-    return functions
-
-
 RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     **elementwise.RULES,
+    **fourier.RULES,
+    **indexing.RULES,
+    **linalg.RULES,
     **linear.RULES,
     **reductions.RULES,
     **shape.RULES,
-    **indexing.RULES,
-    **linalg.RULES,
-    **fourier.RULES,
     **statistics.RULES,
     **windows.RULES,
-    **_present(elementwise.RULES_BY_NAME | linear.RULES_BY_NAME | shape.RULES_BY_NAME),
 }
 
 RULES_BY_PATH: dict[Any, Callable[..., Any]] = {
-    **several.RULES_BY_PATH,
     **linalg.RULES_BY_PATH,
+    **several.RULES_BY_PATH,
     **windows.RULES_BY_PATH,
 }
 
-JOINT_RULES: dict[Any, Callable[..., Any]] = {**several.JOINT_RULES, **linalg.JOINT_RULES}
+JOINT_RULES: dict[Any, Callable[..., Any]] = {**linalg.JOINT_RULES, **several.JOINT_RULES}
+
+_BY_NAME = composed.COMPOSED_BY_NAME | linear.COMPOSED_BY_NAME | statistics.COMPOSED_BY_NAME
 
 COMPOSED: dict[Any, Callable[..., Any]] = {
-    **_present(composed.COMPOSED_BY_NAME | composed_math.COMPOSED_BY_NAME),
-    **assembled.COMPOSED,
+    **composed.COMPOSED,
     **fourier.COMPOSED,
     **linalg.COMPOSED,
+    **linear.COMPOSED,
     **statistics.COMPOSED,
     **windows.COMPOSED,
+    **{getattr(np, name): entry for name, entry in _BY_NAME.items() if hasattr(np, name)},
 }
 
 CONSTANT: frozenset[Any] = frozenset(
