@@ -8,13 +8,15 @@ package, or none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ndistribute.autodiff.rules import (
+    assembled,
     composed,
+    composed_math,
     elementwise,
     fourier,
     indexing,
@@ -38,36 +40,45 @@ __all__ = [
 ]
 
 
+def _present(by_name: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return what stands under the functions that this NumPy has."""
+    functions = {}
+    for name, entry in by_name.items():
+        owner, _, last = name.rpartition(".")
+        function = getattr(getattr(np, owner) if owner else np, last, None)
+        if function is not None:
+            functions[function] = entry
+    return functions
+
+
 RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     **elementwise.RULES,
-    **fourier.RULES,
-    **indexing.RULES,
-    **linalg.RULES,
     **linear.RULES,
     **reductions.RULES,
     **shape.RULES,
+    **indexing.RULES,
+    **linalg.RULES,
+    **fourier.RULES,
     **statistics.RULES,
     **windows.RULES,
+    **_present(elementwise.RULES_BY_NAME | linear.RULES_BY_NAME | shape.RULES_BY_NAME),
 }
 
 RULES_BY_PATH: dict[Any, Callable[..., Any]] = {
-    **linalg.RULES_BY_PATH,
     **several.RULES_BY_PATH,
+    **linalg.RULES_BY_PATH,
     **windows.RULES_BY_PATH,
 }
 
-JOINT_RULES: dict[Any, Callable[..., Any]] = {**linalg.JOINT_RULES, **several.JOINT_RULES}
-
-_BY_NAME = composed.COMPOSED_BY_NAME | linear.COMPOSED_BY_NAME | statistics.COMPOSED_BY_NAME
+JOINT_RULES: dict[Any, Callable[..., Any]] = {**several.JOINT_RULES, **linalg.JOINT_RULES}
 
 COMPOSED: dict[Any, Callable[..., Any]] = {
-    **composed.COMPOSED,
+    **_present(composed.COMPOSED_BY_NAME | composed_math.COMPOSED_BY_NAME),
+    **assembled.COMPOSED,
     **fourier.COMPOSED,
     **linalg.COMPOSED,
-    **linear.COMPOSED,
     **statistics.COMPOSED,
     **windows.COMPOSED,
-    **{getattr(np, name): entry for name, entry in _BY_NAME.items() if hasattr(np, name)},
 }
 
 CONSTANT: frozenset[Any] = frozenset(

@@ -16,10 +16,9 @@ import numpy as np
 from ndistribute.autodiff.rules.fit import fit, fitting, identity
 from ndistribute.device import Array
 
-__all__ = ["RULES", "Partial", "cast", "partials"]
+__all__ = ["RULES", "RULES_BY_NAME", "cast"]
 
 Vjp = Callable[[Array], Array]
-Partial = Callable[..., Any] | None
 
 
 def _add_x(out: Array, x: Array, y: Array) -> Vjp:
@@ -177,6 +176,34 @@ def _tanh(out: Array, x: Array) -> Vjp:
     return vjp
 
 
+def _logaddexp_x(out: Array, x: Array, y: Array) -> Vjp:
+    fit = fitting(x, out)
+    return lambda g: fit(g * np.exp(x - out))
+
+
+def _logaddexp_y(out: Array, x: Array, y: Array) -> Vjp:
+    return _logaddexp_x(out, y, x)
+
+
+def _arctan2_y(out: Array, y: Array, x: Array) -> Vjp:
+    fit = fitting(y, out)
+    return lambda g: fit(g * x / (x * x + y * y))
+
+
+def _arctan2_x(out: Array, y: Array, x: Array) -> Vjp:
+    fit = fitting(x, out)
+    return lambda g: fit(-g * y / (x * x + y * y))
+
+
+def _hypot_x(out: Array, x: Array, y: Array) -> Vjp:
+    fit = fitting(x, out)
+    return lambda g: fit(g * x / out)
+
+
+def _hypot_y(out: Array, x: Array, y: Array) -> Vjp:
+    return _hypot_x(out, y, x)
+
+
 def _imag(out: Array, x: Array) -> Vjp:
     return lambda g: fit(-1j * g, x.shape, x.dtype)
 
@@ -191,22 +218,27 @@ def _sinc(out: Array, x: Array) -> Vjp:
     return lambda g: g * (np.cos(math.pi * x) - out) / np.where(x, x, 1)
 
 
-def partials(*derivatives: Partial) -> tuple[Callable[..., Vjp], ...]:
-    """Return rules from the derivative by each argument, which takes the result and the arguments.
+def _logaddexp2_x(out: Array, x: Array, y: Array) -> Vjp:
+    fit = fitting(x, out)
+    return lambda g: fit(g * np.exp2(x - out))
 
-    None instead stands for an argument that has no derivative.
-    """
 
-    def maker(position: int, derivative: Partial) -> Callable[..., Vjp]:
-        def rule(out: Array, *args: Any) -> Vjp:
-            if derivative is None:
-                raise NotImplementedError(f"argument {position + 1} tracked")
-            shape, dtype = args[position].shape, args[position].dtype
-            return lambda g: fit(g * derivative(out, *args), shape, dtype)
+def _remainder_y(whole: Any) -> Callable[..., Vjp]:
+    def maker(out: Array, x: Array, y: Array) -> Vjp:
+        fit = fitting(y, out)
+        return lambda g: fit(-g * whole(x / y))
 
-        return rule
+    return maker
 
-    return tuple(maker(*pair) for pair in enumerate(derivatives))
+
+def _copysign_x(out: Array, x: Array, y: Array) -> Vjp:
+    fit = fitting(x, out)
+    return lambda g: fit(g * np.sign(x) * np.sign(out))
+
+
+def _ldexp_x(out: Array, x: Array, exponent: Any) -> Vjp:
+    fit = fitting(x, out)
+    return lambda g: fit(np.ldexp(g, exponent))
 
 
 def _none(out: Array, *args: Any) -> Callable[[Array], None]:
@@ -233,16 +265,14 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.minimum: (_minimum_x, _minimum_y),
     np.fmax: (_fmax_x, _fmax_y),
     np.fmin: (_fmax_x, _fmax_y),
-    np.arctan2: partials(
-        lambda out, y, x: x / (x * x + y * y), lambda out, y, x: -y / (x * x + y * y)
-    ),
-    np.hypot: partials(lambda out, x, y: x / out, lambda out, x, y: y / out),
-    np.logaddexp: partials(lambda out, x, y: np.exp(x - out), lambda out, x, y: np.exp(y - out)),
-    np.logaddexp2: partials(lambda out, x, y: np.exp2(x - out), lambda out, x, y: np.exp2(y - out)),
-    np.remainder: partials(lambda out, x, y: 1, lambda out, x, y: -np.floor(x / y)),
-    np.fmod: partials(lambda out, x, y: 1, lambda out, x, y: -np.trunc(x / y)),
-    np.copysign: partials(lambda out, x, y: np.sign(x) * np.sign(out), lambda *_: 0),
-    np.ldexp: partials(lambda out, x, power: np.exp2(power)),
+    np.logaddexp: (_logaddexp_x, _logaddexp_y),
+    np.arctan2: (_arctan2_y, _arctan2_x),
+    np.hypot: (_hypot_x, _hypot_y),
+    np.logaddexp2: (_logaddexp2_x, lambda out, x, y: _logaddexp2_x(out, y, x)),
+    np.remainder: (_add_x, _remainder_y(np.floor)),
+    np.fmod: (_add_x, _remainder_y(np.trunc)),
+    np.copysign: (_copysign_x, _none),
+    np.ldexp: (_ldexp_x,),
     np.where: (_none, _where_x, _where_y),
     np.clip: (_clip, _clip_low, _clip_high),
     np.absolute: (_absolute,),
@@ -287,5 +317,9 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.arcsinh: (lambda out, x: lambda g: g / np.sqrt(np.square(x) + 1),),
     np.arccosh: (lambda out, x: lambda g: g / np.sqrt(np.square(x) - 1),),
     np.arctanh: (lambda out, x: lambda g: g / (1 - np.square(x)),),
-    np.astype: (_cast,),
+}
+
+# Younger than NumPy 1.26.
+RULES_BY_NAME: dict[str, tuple[Callable[..., Vjp], ...]] = {
+    "astype": (_cast,),
 }

@@ -15,7 +15,7 @@ from ndistribute.autodiff.rules.fit import as_axes, fit, zeros
 from ndistribute.autodiff.rules.windows import moved
 from ndistribute.device import Array
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "RULES_BY_NAME"]
 
 Vjp = Callable[[Array], Array]
 
@@ -136,6 +136,10 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.diagonal: (_diagonal,),
     np.diag: (_diag,),
     np.trace: (_trace,),
-    np.matrix_transpose: (_matrix_transpose,),
-    np.linalg.matrix_transpose: (_matrix_transpose,),
+}
+
+# Younger than NumPy 1.26.
+RULES_BY_NAME: dict[str, tuple[Callable[..., Vjp], ...]] = {
+    "matrix_transpose": (_matrix_transpose,),
+    "linalg.matrix_transpose": (_matrix_transpose,),
 }

@@ -15,8 +15,13 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.rules import elementwise
+from ndistribute.autodiff.rules.fit import fit
+from ndistribute.device import Array
 
 __all__ = ["PARTIALS", "special_rules"]
+
+# From the result and the arguments of a call, the derivative by one argument; None: there is none.
+Partial = Callable[..., Array] | None
 
 _ROOT_PI, _ROOT_2PI = math.sqrt(math.pi), math.sqrt(2 * math.pi)
 
@@ -29,9 +34,19 @@ def special_rules(ufunc: Any) -> tuple[Callable[..., Any], ...] | None:
     if special is None or getattr(special, name, None) is not ufunc:
         return None
     if name in PARTIALS:
-        return elementwise.partials(*PARTIALS[name])
+        return tuple(_maker(k, partial) for k, partial in enumerate(PARTIALS[name]))
     # SciPy has its own expm1, log1p, exp2, cbrt.
     return elementwise.RULES.get(getattr(np, name, None))
+
+
+def _maker(position: int, partial: Partial) -> Callable[..., Callable[[Array], Array]]:
+    def maker(out: Array, *args: Any) -> Callable[[Array], Array]:
+        if partial is None:
+            raise NotImplementedError(f"argument {position + 1} tracked")
+        shape, dtype = args[position].shape, args[position].dtype
+        return lambda g: fit(g * partial(out, *args), shape, dtype)
+
+    return maker
 
 
 def _special() -> Any:
@@ -65,7 +80,7 @@ def _stretch(delta: Any, r: Any) -> Any:
     return np.hypot(1, r / delta)
 
 
-PARTIALS: dict[str, tuple[elementwise.Partial, ...]] = {
+PARTIALS: dict[str, tuple[Partial, ...]] = {
     # Sigmoids, normal distribution.
     "expit": (lambda out, x: out * (1 - out),),
     "log_expit": (lambda out, x: -np.expm1(out),),
