@@ -7,14 +7,22 @@ arrays `y` (like `x`), `mask`, `rows` and `labels`.
 
 from __future__ import annotations
 
+import re
+from functools import reduce
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy import special
 
 import ndistribute as nd
 from ndistribute.autodiff import GradientTape
+from ndistribute.autodiff.rules import COMPOSED, JOINT_RULES, RULES, RULES_BY_PATH
+from ndistribute.autodiff.rules.elementwise import cast
+from ndistribute.autodiff.rules.special import PARTIALS, special_rules
 from tests.autodiff.standin import check_gradients, dense
 
+TABLES = (RULES, RULES_BY_PATH, JOINT_RULES, COMPOSED)
 RNG = np.random.default_rng(7)
 X = RNG.uniform(0.2, 0.9, (3, 4))
 PLAIN = {
@@ -282,3 +290,27 @@ def test_is_differentiated(expression):
 
 def test_the_table_is_long_enough():
     assert len(lines(DIFFERENTIATED)) >= 139
+
+
+def test_the_documentation_lists_every_function_with_a_rule():
+    page = (Path(__file__).parents[2] / "docs" / "gradients.md").read_text()
+    section = page.partition("## Differentiable functions")[2].partition("\n## ")[0]
+    ours, theirs = section.split("Of `scipy.special`")
+    for text, module, functions in (
+        (ours, np, {function for table in TABLES for function in table} - {cast}),
+        (theirs, special, {getattr(special, name) for name in PARTIALS}),
+    ):
+        names = " ".join(re.findall(r"^\|[^|]+\| `(.+)` \|$", text, re.MULTILINE)).split()
+        # A function that this NumPy does not have yet is None.
+        listed = [
+            reduce(lambda owner, name: getattr(owner, name, None), name.split("."), module)
+            for name in names
+        ]
+        assert functions - set(listed) == set()
+        without = [
+            name
+            for name, one in zip(names, listed, strict=True)
+            if one is not None and not (one in functions or special_rules(one))
+        ]
+        assert without == []
+        assert len(names) == len(set(names))

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.device import array_namespace
+
 __all__ = ["COMPOSED"]
 
 Value = Any  # a tracked or plain array, or a number
@@ -57,7 +59,8 @@ def _piecewise(x: Value, condlist: Any, funclist: Sequence[Any], *args: Any, **k
 def _linspace(
     start: Value, stop: Value, num: int = 50, endpoint: bool = True, *, axis: int = 0
 ) -> Value:
-    shares = np.arange(num) / max(1, num - bool(endpoint))
+    xp = array_namespace(*(getattr(end, "value", end) for end in (start, stop)))
+    shares = xp.arange(num) / max(1, num - bool(endpoint))
     shares = shares.reshape(-1, *(1,) * max(np.ndim(start), np.ndim(stop)))
     return np.moveaxis(
         start + (stop - start) * shares.astype(np.result_type(start, stop, 1.0)), 0, axis

@@ -47,7 +47,8 @@ def _quantile(scale: float = 1, nan: bool = False) -> Callable[..., Vjp]:
                 above = xp.asarray(np.minimum(below + 1, count - 1))
                 change[line, ranks[line, xp.asarray(below)]] += part * (1 - share)
                 change[line, ranks[line, above]] += part * share
-            return np.transpose(change.reshape(turned.shape), np.argsort(order))
+            back = [order.index(k) for k in range(len(order))]
+            return np.transpose(change.reshape(turned.shape), back)
 
         return vjp
 
