@@ -7,6 +7,7 @@ from ndistribute.autodiff import (
     log_softmax,
     logsumexp,
     softmax,
+    stop_gradient,
 )
 from ndistribute.cluster import (
     ClusterSpec,
@@ -133,4 +134,5 @@ __all__ = [
     "set_seed",
     "set_strategy",
     "softmax",
+    "stop_gradient",
 ]

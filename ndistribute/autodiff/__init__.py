@@ -3,7 +3,7 @@
 from ndistribute.autodiff.custom import custom_gradient
 from ndistribute.autodiff.functions import log_softmax, logsumexp, softmax
 from ndistribute.autodiff.tape import GradientTape
-from ndistribute.autodiff.tracked import Tracked, untrack
+from ndistribute.autodiff.tracked import Tracked, stop_gradient, untrack
 
 __all__ = [
     "GradientTape",
@@ -12,5 +12,6 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "softmax",
+    "stop_gradient",
     "untrack",
 ]

@@ -91,8 +91,9 @@ def test_a_source_can_be_the_target_or_lie_between():
         y = h * h
     assert tape.gradient(x, x).tolist() == [1, 1]
     assert [g.tolist() for g in tape.gradient(y, [h, x, y])] == [[6, 12], [18, 36], [1, 1]]
-    assert tape.gradient(h, y) is None
-    assert tape.gradient(x, h) is None
+    for target, source in [(h, y), (x, h), ([x, h], [y])]:
+        with pytest.raises(ValueError, match=r"swapped.*tape\.gradient\(loss, variables\)"):
+            tape.gradient(target, source)
 
 
 def test_gradients_are_arrays_that_the_caller_owns():
@@ -207,6 +208,8 @@ def test_wrong_uses_say_so():
             tape.stop_recording().__enter__()
     with pytest.raises(TypeError, match=r"ndarray.*tape\.watch"):
         tape.gradient(x, np.ones(2))
+    with pytest.raises(TypeError, match=r"int64.*only variables of a floating dtype"):
+        tape.gradient(x, [StandInVariable(np.int64(3))])
     assert tape.gradient(x, x).tolist() == [1, 1]
 
 

@@ -1,9 +1,8 @@
-"""Functions whose rules come from the autograd package, those made of others, and those without."""
+"""Linear algebra, Fourier transforms, functions made of others, and functions without rules."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 
 import numpy as np
 import pytest
@@ -59,6 +58,7 @@ OTHERS = {
     "meshgrid_by_row": lambda x: np.meshgrid(x[0], x[:, 0], indexing="ij")[1],
     "nansum": lambda x: np.nansum(x, axis=0) + np.nanmean(x, axis=0),
 }
+LINE = re.escape(__file__) + r":\d+"
 MISSING = {
     "np.interp": lambda x: np.interp(x, [0, 1, 2], [0, 1, 4], left=0),
     "np.apply_along_axis": lambda x: np.apply_along_axis(np.sort, 0, x),
@@ -101,7 +101,9 @@ def test_a_function_without_a_rule_works_forward_and_is_named_when_the_gradient_
         tracked = tape.watch(x)
         result = MISSING[name](tracked)
     np.testing.assert_array_equal(result, MISSING[name](x))
-    with pytest.raises(TypeError, match=rf"^{name}\b.*no derivative rule.*nd\.custom_gradient"):
+    with pytest.raises(
+        TypeError, match=rf"^{name}\b.*{LINE}.*no derivative rule.*nd\.custom_gradient"
+    ):
         tape.gradient(result, tracked)
 
 
@@ -129,16 +131,3 @@ def test_rules_that_compute_in_float64_are_cast():
     ):
         _, (gradient,) = gradients_of(function, X.astype(np.float32))
         assert gradient.dtype == np.float32
-
-
-def test_the_package_is_loaded_only_for_a_gradient_that_needs_it():
-    code = """
-import sys, numpy as np
-from ndistribute.autodiff import GradientTape
-with GradientTape() as tape:
-    x = tape.watch(np.eye(2))
-    y, z = np.sum(x @ x), np.linalg.det(x)
-tape.gradient(y, x)
-assert "autograd" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Derivatives of the products of matrices.
+"""Derivatives of matrix products and of einsum.
 
 Every product of a gradient here is a BLAS call where the forward product was one: operands are made
 contiguous enough first, and a stack of matrices that meets one matrix becomes a single product.
@@ -6,17 +6,21 @@ contiguous enough first, and a stack of matrices that meets one matrix becomes a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import fit
+from ndistribute.autodiff.rules.fit import fit, zeros
 from ndistribute.device import Array, as_array
 
-__all__ = ["RULES", "RULES_BY_NAME", "RightFactor"]
+__all__ = ["RULES", "RULES_BY_PATH", "RightFactor"]
 
 Vjp = Callable[[Array], Array]
+Path = tuple[Any, ...]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
 
 
 class RightFactor:
@@ -109,12 +113,65 @@ def _rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
+def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
+    """Return the rule of one operand of an einsum, itself an einsum."""
+    if not isinstance(args[0], str):
+        return None
+    inputs, arrow, output = _without_ellipsis(args[0].replace(" ", ""), args[1:]).partition("->")
+    terms = inputs.split(",")
+    if not arrow:
+        output = "".join(sorted(c for c in set(inputs) - {","} if inputs.count(c) == 1))
+    own = terms[path[0] - 1]
+    others = [
+        (t, x) for k, (t, x) in enumerate(zip(terms, args[1:], strict=True), 1) if k != path[0]
+    ]
+    distinct = "".join(dict.fromkeys(own))
+    known = "".join(c for c in distinct if c in output or any(c in term for term, _ in others))
+    backward = ",".join([output, *(term for term, _ in others)]) + "->" + known
+    operand, rest = args[path[0]], [x for _, x in others]
+    shape, dtype = operand.shape, operand.dtype
+
+    def vjp(g: Array) -> Array:
+        change = np.einsum(backward, g, *rest, optimize=True)
+        if known != own:
+            # Indices that were summed away alone spread the gradient, and repeated ones put it on
+            # the diagonal, which einsum gives as a view.
+            whole = zeros(change, shape)
+            diagonal = np.einsum(f"{own}->{distinct}", whole)
+            where = tuple(slice(None) if c in known else None for c in distinct)
+            diagonal[...] = change[where]
+            change = whole
+        return fit(change, shape, dtype)
+
+    return vjp
+
+
+def _without_ellipsis(formula: str, operands: Sequence[Any]) -> str:
+    """Return the formula of an einsum with letters in the place of each ellipsis."""
+    if "..." not in formula:
+        return formula
+    free = "".join(sorted(set(string.ascii_letters) - set(formula)))
+    inputs, arrow, output = formula.partition("->")
+    terms = inputs.split(",")
+    counts = [
+        np.ndim(x) - len(term) + 3 if "..." in term else 0
+        for term, x in zip(terms, operands, strict=True)
+    ]
+    # Axes are matched from the last one on, as in broadcasting.
+    most = max(counts)
+    letters = free[:most]
+    terms = [t.replace("...", letters[most - n :]) for t, n in zip(terms, counts, strict=True)]
+    if not arrow:
+        output = "..." + "".join(
+            sorted(c for c in set(inputs) - {",", "."} if inputs.count(c) == 1)
+        )
+    return ",".join(terms) + "->" + output.replace("...", letters)
+
+
 RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.matmul: (_matmul_x, _matmul_y),
+    np.linalg.matmul: (_matmul_x, _matmul_y),
     np.dot: (_dot_x, _dot_y),
 }
 
-# Younger than NumPy 1.26.
-RULES_BY_NAME: dict[str, tuple[Callable[..., Vjp], ...]] = {
-    "linalg.matmul": (_matmul_x, _matmul_y),
-}
+RULES_BY_PATH: dict[Any, Callable[[Array, Path, Args, Kwargs], Vjp | None]] = {np.einsum: _einsum}
