@@ -7,13 +7,16 @@ arrays `y` (like `x`), `mask`, `rows` and `labels`.
 
 from __future__ import annotations
 
+import linecache
+import math
 import re
+import traceback
 from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import special
+from scipy import integrate, linalg, signal, sparse, special, stats
 
 import ndistribute as nd
 from ndistribute.autodiff import GradientTape
@@ -26,12 +29,19 @@ TABLES = (RULES, RULES_BY_PATH, JOINT_RULES, COMPOSED)
 RNG = np.random.default_rng(7)
 X = RNG.uniform(0.2, 0.9, (3, 4))
 PLAIN = {
+    "integrate": integrate,
     "labels": np.array([1, 3, 0]),
+    "linalg": linalg,
     "mask": np.array([True, False, True, True]),
+    "math": math,
     "nd": nd,
     "np": np,
+    "plain": np.zeros(3),
     "rows": np.array([2, 0, 2]),
+    "signal": signal,
+    "sparse": sparse,
     "special": special,
+    "stats": stats,
     "windows": np.lib.stride_tricks.sliding_window_view,
     "y": RNG.uniform(0.2, 0.9, (3, 4)),
 }
@@ -204,6 +214,7 @@ np.fft.irfft(np.fft.rfft(x) * np.fft.rfft(y), n=4)
 np.fft.irfft(np.fft.rfft(x[:, :3]), n=3) + np.fft.irfft(np.fft.rfft(x), n=7)[:, :3]
 np.abs(np.fft.fft2(x)) + np.abs(np.fft.ifft2(x)) + np.abs(np.fft.fftn(x)) + np.abs(np.fft.ifftn(x))
 np.fft.irfft2(np.fft.rfft2(x)) + np.fft.irfftn(np.fft.rfftn(x, norm="ortho"), s=(3, 4), axes=(0, 1))
+np.fft.fftfreq(4, a)
 np.fft.fftshift(x) * np.fft.ifftshift(x)
 np.fft.hfft(x) + np.abs(np.fft.ihfft(x)).sum()
 # sorting
@@ -263,6 +274,89 @@ np.stack([t * t for t in v]) + np.sum(np.stack([a, a]))
 np.float32(2) * x + np.float64(3) * x + x * 2
 """
 
+# Turned into plain values, computed by Python or by functions without a rule: each is a TypeError
+# that names what stands before the bar.
+REFUSED = """
+# conversions
+float | float(a)
+int | int(a * 10)
+complex | complex(a)
+math.sqrt | math.sqrt(a)
+math.exp | math.exp(a)
+a.item | a.item()
+x.tolist | x.tolist()
+np.asarray | np.asarray(x)
+np.array | np.array([a, a])
+np.array | np.array(x) * 2
+np.asarray | np.asarray([t * t for t in v])
+np.full | np.full(3, a)
+np.arange | np.arange(a, 3.0)
+np.float64 | np.float64(a)
+np.float32 | np.float32(a) * x
+np.sum | np.sum([a, a])
+np.mean | np.mean([a, 2 * a])
+np.max | np.max([a, 0.5])
+np.dot | np.dot([a, a], [1.0, 2.0])
+np.exp | np.exp([a, a])
+np.fromiter | np.fromiter((t for t in v), float)
+np.c_ | np.c_[v, v]
+np.r_ | np.r_[v, 1.0]
+np.matrix | np.matrix(x) * 2
+np.ma.array | np.ma.array(x)
+np.polyval | np.poly1d(v)(2.0)
+np.vectorize | np.vectorize(lambda t: t * t)(x)
+the ufunc <lambda> | np.frompyfunc(lambda t: t * t, 1, 1)(x)
+np.random.default_rng(0).normal | np.random.default_rng(0).normal(a, 1.0)
+np.random.default_rng(0).choice | np.random.default_rng(0).choice(v, 2)
+np.lib.stride_tricks.as_strided | np.lib.stride_tricks.as_strided(x, (2, 2), (8, 8))
+special.logsumexp | special.logsumexp(x)
+special.softmax | special.softmax(x, axis=1)
+special.log_softmax | special.log_softmax(x)
+_zeta | special.zeta(2.0, x)
+special.multigammaln | special.multigammaln(x + 3, 2)
+sparse.eye | sparse.eye(4) @ v
+stats.norm.pdf | stats.norm.pdf(x)
+integrate.trapezoid | integrate.trapezoid(v)
+signal.convolve | signal.convolve(v, v)
+linalg.expm | linalg.expm(q)
+# writes
+plain | plain.__setitem__(0, a)
+x | x.__setitem__(0, 1.0)
+np.copyto | np.copyto(np.zeros(4), v)
+np.add.at | np.add.at(np.zeros(4), [0, 1], v[:2])
+np.add | np.add(x, y, out=np.zeros((3, 4)))
+np.put_along_axis | np.put_along_axis(x, labels[:, None], 0.0, 1)
+# functions without a rule, or arguments beyond it
+np.unique | np.unique(x)
+np.apply_along_axis | np.apply_along_axis(np.sort, 0, x)
+np.add.reduceat | np.add.reduceat(x, [0, 2])
+np.frexp | np.frexp(x)[0]
+np.i0 | np.i0(x)
+np.vander | np.vander(v)
+np.polyval | np.polyval(v, 2.0)
+np.polyfit | np.polyfit([0.0, 1.0, 2.0, 3.0], v, 1)
+np.insert | np.insert(x, 1, 0.0, axis=0)
+np.logspace | np.logspace(a, 1.0, 3)
+np.geomspace | np.geomspace(a, 1.0, 3)
+np.trim_zeros | np.trim_zeros(v)
+np.linalg.tensorsolve | np.linalg.tensorsolve(q, v[:3])
+np.linalg.tensorinv | np.linalg.tensorinv(q, 1)
+np.linalg.svd | np.linalg.svd(x)[2]
+np.linalg.lstsq | np.linalg.lstsq(x, y[:, 0])[0]
+np.linalg.norm | np.linalg.norm(x, 2, keepdims=True)
+np.pad | np.pad(x, 1, mode="mean")
+np.interp | np.interp(x, [0.0, 1.0], [0.0, 1.0], left=0.0)
+np.sum | np.sum(x, where=mask)
+np.max | np.max(x, initial=0.0, where=mask)
+np.ravel | np.ravel(x, "K")
+np.quantile | np.quantile(y, a)
+special.iv | special.iv(a, 1.0)
+special.gammainc | special.gammainc(x, 1.0)
+special.betainc | special.betainc(x, 1.0, 0.5)
+special.ellipk | special.ellipk(x)
+special.airy | special.airy(x)[0]
+"""
+
 
 def named(x: np.ndarray) -> dict:
     """Return what an expression may use, computed from `x`, which is tracked or plain."""
@@ -286,6 +380,24 @@ def test_is_differentiated(expression):
         x = tape.watch(X)
         result = function(x)
     assert dense(tape.gradient(result, x)).any()
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass", "ignore::PendingDeprecationWarning")
+@pytest.mark.parametrize("row", lines(REFUSED))
+def test_is_refused_by_name(row):
+    name, _, expression = row.partition(" | ")
+    # An error shows the source of the line, as it does for a script.
+    linecache.cache["step.py"] = (len(expression), None, [expression], "step.py")
+    code = compile(expression, "step.py", "eval")
+    with GradientTape() as tape:
+        x = tape.watch(X)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            tape.gradient(eval(code, named(x)), x)
+    # Where an element is set, NumPy raises a ValueError from ours.
+    error = caught.value.__cause__ or caught.value
+    assert isinstance(error, TypeError)
+    assert name in str(error)
+    assert "step.py" in "".join(traceback.format_exception(error))
 
 
 def test_the_table_is_long_enough():

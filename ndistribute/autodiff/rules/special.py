@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.autodiff.diagnostics import missing
 from ndistribute.autodiff.rules import elementwise
 from ndistribute.autodiff.rules.fit import fit
 from ndistribute.device import Array
@@ -34,15 +35,15 @@ def special_rules(ufunc: Any) -> tuple[Callable[..., Any], ...] | None:
     if special is None or getattr(special, name, None) is not ufunc:
         return None
     if name in PARTIALS:
-        return tuple(_maker(k, partial) for k, partial in enumerate(PARTIALS[name]))
+        return tuple(_maker(ufunc, k, partial) for k, partial in enumerate(PARTIALS[name]))
     # SciPy has its own expm1, log1p, exp2, cbrt.
     return elementwise.RULES.get(getattr(np, name, None))
 
 
-def _maker(position: int, partial: Partial) -> Callable[..., Callable[[Array], Array]]:
+def _maker(ufunc: Any, position: int, partial: Partial) -> Callable[..., Callable[[Array], Array]]:
     def maker(out: Array, *args: Any) -> Callable[[Array], Array]:
         if partial is None:
-            raise NotImplementedError(f"argument {position + 1} tracked")
+            return missing(ufunc, f"argument {position + 1} tracked")
         shape, dtype = args[position].shape, args[position].dtype
         return lambda g: fit(g * partial(out, *args), shape, dtype)
 
