@@ -99,7 +99,7 @@ def unary(ufunc: Any) -> Callable[[Any], Any]:
 @functools.cache
 def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
     """Return the function that calls a ufunc of two arguments, of which at least one is tracked."""
-    makers = RULES.get(ufunc) or special_rules(ufunc)
+    makers = RULES.get(ufunc)
     if makers is None:
         return lambda x, y: apply(ufunc, (x, y), {})
     of_x, of_y = makers[0], makers[-1]
