@@ -93,10 +93,15 @@ def name_of(function: Any) -> str:
     """
     owner = getattr(function, "__self__", None)
     if isinstance(owner, np.ufunc):
-        return f"np.{owner.__name__}.{function.__name__}"
-    module = getattr(function, "__module__", None) or "numpy"
+        return f"{name_of(owner)}.{function.__name__}"
     name = getattr(function, "__name__", repr(function))
-    if isinstance(function, np.ufunc) or module.partition(".")[0] == "numpy":
+    if isinstance(function, np.ufunc):
+        if getattr(np, name, None) is function:
+            return f"np.{name}"
+        special = getattr(sys.modules.get("scipy.special"), name, None) is function
+        return f"scipy.special.{name}" if special else f"the ufunc {name}"
+    module = getattr(function, "__module__", None) or "numpy"
+    if module.partition(".")[0] == "numpy":
         parts = [part for part in module.split(".")[1:] if not part.startswith("_")]
         return ".".join(["np", *parts, name])
     return f"{module}.{name}"

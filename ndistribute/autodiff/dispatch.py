@@ -160,6 +160,12 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     raw_kwargs = {name: strip(value, graph, found, (name,)) for name, value in kwargs.items()}
     _refuse_writes(function, args, kwargs, bool(found))
     result = function(*raw_args, **raw_kwargs)
+    if found and isinstance(result, np.ndarray) and result.dtype.kind == "O":
+        raise TypeError(
+            f"{name_of(function)} of a tracked array at {user_line()} gave an array of objects, "
+            "which carries no gradient: write it in NumPy functions, or give it a derivative with "
+            "nd.custom_gradient."
+        )
     several = isinstance(result, list | tuple)
     if not found or function in CONSTANT or not (several or is_differentiable(result)):
         return result

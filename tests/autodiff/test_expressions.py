@@ -313,7 +313,7 @@ np.matrix | np.matrix(x) * 2
 np.ma.array | np.ma.array(x)
 np.polyval | np.poly1d(v)(2.0)
 np.vectorize | np.vectorize(lambda t: t * t)(x)
-np.frompyfunc | np.frompyfunc(lambda t: t * t, 1, 1)(x)
+the ufunc <lambda> | np.frompyfunc(lambda t: t * t, 1, 1)(x)
 np.random.default_rng(0).normal | np.random.default_rng(0).normal(a, 1.0)
 np.random.default_rng(0).choice | np.random.default_rng(0).choice(v, 2)
 np.lib.stride_tricks.as_strided | np.lib.stride_tricks.as_strided(x, (2, 2), (8, 8))
