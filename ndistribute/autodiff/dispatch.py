@@ -146,7 +146,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if result is not NotImplemented:
             return result
     composed = COMPOSED.get(function)
-    if composed is not None and kwargs.get("out") is None:
+    if composed is not None and (not kwargs or _takes(composed, args, kwargs)):
         result = composed(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -346,11 +346,25 @@ def _positional(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Turn keywords into positions where the function's signature is known."""
+    bound = _bound(function, args, kwargs)
+    return (args, kwargs) if bound is None else (bound.args, bound.kwargs)
+
+
+def _takes(composed: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("out") is None and _bound(composed, args, kwargs) is not None
+
+
+def _bound(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments | None:
+    """Return arguments under a function's parameters, None if they do not fit or none is known."""
     try:
-        bound = inspect.signature(function).bind(*args, **kwargs)
+        return _signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
-        return args, kwargs
-    return bound.args, bound.kwargs
+        return None
+
+
+_signature = functools.lru_cache(maxsize=512)(inspect.signature)
 
 
 def _refuse_writes(

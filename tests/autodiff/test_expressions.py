@@ -97,6 +97,7 @@ np.median(x, axis=(0, 1), keepdims=True)
 np.quantile(x, 0.3, axis=0)
 np.quantile(x, [0.1, 0.55, 0.9], axis=1, keepdims=True)
 np.percentile(x, [25, 75]) + np.percentile(x, 60, method="midpoint")
+np.quantile(np.stack([x, x * y, y]), [0.2, 0.7], axis=(0, 2))
 np.cumsum(x, axis=1) + x.cumsum(axis=0)
 np.cumprod(x, axis=1) + x.cumprod().reshape(3, 4)
 np.logaddexp(v[0], v[1]) + np.add.reduce(x, axis=0) + np.multiply.reduce(x, axis=0)
@@ -147,7 +148,11 @@ np.linalg.eigvals(p)
 np.linalg.svd(x, compute_uv=False)
 np.linalg.svd(x, full_matrices=False)[0] ** 2
 np.linalg.svd(x, full_matrices=False).Vh ** 2
-np.linalg.svdvals(x)
+np.linalg.svdvals(x) + np.linalg.svd(x)[1]
+np.linalg.svd(np.stack([x, y]), full_matrices=False)[0] ** 2
+np.linalg.svd(np.stack([x, y]))[1]
+np.linalg.qr(np.stack([q, q @ q]))[1] + np.linalg.pinv(np.stack([q, q.T]))
+np.linalg.norm(np.stack([q, q.T]), 2, axis=(1, 2)) + np.linalg.norm(np.stack([q, p]), -1, (1, 2))
 np.linalg.qr(q)[0] + np.linalg.qr(q)[1]
 np.linalg.qr(x.T).R
 np.linalg.matrix_power(q, 3)
@@ -214,6 +219,8 @@ np.fft.irfft(np.fft.rfft(x) * np.fft.rfft(y), n=4)
 np.fft.irfft(np.fft.rfft(x[:, :3]), n=3) + np.fft.irfft(np.fft.rfft(x), n=7)[:, :3]
 np.abs(np.fft.fft2(x)) + np.abs(np.fft.ifft2(x)) + np.abs(np.fft.fftn(x)) + np.abs(np.fft.ifftn(x))
 np.fft.irfft2(np.fft.rfft2(x)) + np.fft.irfftn(np.fft.rfftn(x, norm="ortho"), s=(3, 4), axes=(0, 1))
+np.abs(np.fft.fftn(np.stack([x, y]), (5, 3), (1, 2), "ortho")) + np.abs(np.fft.rfft2(x, (5, 4)))
+np.fft.irfftn(np.fft.rfftn(np.stack([x, y]), axes=(2, 1)), axes=(2, 1), norm="forward")
 np.fft.fftfreq(4, a)
 np.fft.fftshift(x) * np.fft.ifftshift(x)
 np.fft.hfft(x) + np.abs(np.fft.ihfft(x)).sum()
@@ -251,6 +258,7 @@ np.pad(x, ((1, 2), (0, 3)), mode="edge")
 np.pad(x, 2, mode="reflect") * np.pad(x, 2, mode="symmetric") * np.pad(x, 2, mode="wrap")
 windows(x, 2, axis=1).mean(axis=-1)
 np.einsum("ijkl,kl->ij", windows(x, (2, 3)), y[:2, :3])
+windows(np.stack([x, y]), (2, 2), axis=(1, 2)).max(axis=(-1, -2))
 np.convolve(v, [1.0, 2.0, 3.0]) + np.convolve(v, [1.0, 2.0, 3.0], "same").sum()
 np.convolve(v, x[1, :3], "valid") + np.convolve(v, x[1], "same")[:2]
 np.correlate(v, x[0, :2]) + np.correlate(x[0, :2], v, "same")[:3]
@@ -342,6 +350,7 @@ np.trim_zeros | np.trim_zeros(v)
 np.linalg.tensorsolve | np.linalg.tensorsolve(q, v[:3])
 np.linalg.tensorinv | np.linalg.tensorinv(q, 1)
 np.linalg.svd | np.linalg.svd(x)[2]
+np.linalg.svd | np.linalg.svd(x + 1j * y)[0]
 np.linalg.lstsq | np.linalg.lstsq(x, y[:, 0])[0]
 np.linalg.norm | np.linalg.norm(x, 2, keepdims=True)
 np.pad | np.pad(x, 1, mode="mean")
@@ -349,6 +358,10 @@ np.interp | np.interp(x, [0.0, 1.0], [0.0, 1.0], left=0.0)
 np.sum | np.sum(x, where=mask)
 np.max | np.max(x, initial=0.0, where=mask)
 np.ravel | np.ravel(x, "K")
+np.interp | np.interp(x, [0.0, 1.0], [0.0, 1.0], period=1.0)
+np.cov | np.cov(x, aweights=v)
+np.linspace | np.linspace(a, 1.0, 5, retstep=True)[0]
+np.nanvar | np.nanvar(x, where=mask)
 np.quantile | np.quantile(y, a)
 special.iv | special.iv(a, 1.0)
 special.gammainc | special.gammainc(x, 1.0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.autodiff.diagnostics import missing
 from ndistribute.autodiff.rules.fit import fit
 from ndistribute.device import Array, array_namespace, as_array
 
@@ -120,23 +121,28 @@ def _eig(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
 def _svd(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
     u, s, vt = results
     _refuse_complex(u)
-    if u.shape[-1] != s.shape[-1] or vt.shape[-2] != s.shape[-1]:
-        raise NotImplementedError("full_matrices=True: use full_matrices=False")
+    count = s.shape[-1]
+    full = u.shape[-1] > count or vt.shape[-2] > count
+    beyond = missing(np.linalg.svd, "vectors of full_matrices=True") if full else None
 
     def vjp(gradients: Gradients) -> list[Array]:
         gu, gs, gvt = gradients
+        left, right = u[..., :count], vt[..., :count, :]
+        change = left * _zero_if_none(gs, s)[..., None, :] @ right
+        if gu is None and gvt is None:
+            return [change]
+        if beyond is not None:
+            beyond(None)
         gaps, rows, columns = _inverse_gaps(np.square(s)), s[..., :, None], s[..., None, :]
-        inner = _diagonal(_zero_if_none(gs, s))
-        beside: Any = 0
         if gu is not None:
-            turn = _t(u) @ gu
-            inner = inner + gaps * (turn - _t(turn)) * columns
-            beside = (gu - u @ turn) / columns @ vt
+            turn = _t(left) @ gu
+            change = change + left @ (gaps * (turn - _t(turn)) * columns) @ right
+            change = change + (gu - left @ turn) / columns @ right
         if gvt is not None:
-            turn = gvt @ _t(vt)
-            inner = inner + rows * gaps * (_t(turn) - turn)
-            beside = beside + u @ ((gvt - turn @ vt) / rows)
-        return [u @ inner @ vt + beside]
+            turn = gvt @ _t(right)
+            change = change + left @ (rows * gaps * (_t(turn) - turn)) @ right
+            change = change + left @ ((gvt - turn @ right) / rows)
+        return [change]
 
     return vjp
 
@@ -155,11 +161,10 @@ def _pinv(out: Array, a: Array, *args: Any, **kwargs: Any) -> Vjp:
     _refuse_complex(a)
 
     def vjp(g: Array) -> Array:
-        p, gt = out, _t(g)
-        change = -p @ gt @ p
-        change = change + p @ _t(p) @ g @ (_eye(a, -2) - a @ p)
+        p = out
+        change = p @ _t(p) @ g @ (_eye(a, -2) - a @ p)
         change = change + (_eye(a, -1) - p @ a) @ g @ _t(p) @ p
-        return _t(change)
+        return _t(change - p @ _t(g) @ p)
 
     return vjp
 
@@ -265,7 +270,7 @@ def _matrix_norm(x: Value, ord: Any, axis: Any, keepdims: bool) -> Value:
 
 def _cond(x: Value, p: Any = None) -> Value:
     if p not in (None, 2):
-        return np.linalg.norm(x, p, (-2, -1)) * np.linalg.norm(np.linalg.inv(x), p, (-2, -1))
+        return NotImplemented
     s = np.linalg.svd(x, compute_uv=False)
     return s[..., 0] / s[..., -1]
 
