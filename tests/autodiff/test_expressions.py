@@ -139,7 +139,7 @@ np.linalg.slogdet(p).logabsdet
 np.linalg.solve(q, x)
 np.linalg.solve(q, x[:, 0])
 np.linalg.solve(p, y)
-np.linalg.lstsq(x.T, y[0])[0]
+np.linalg.lstsq(x.T, y[0])[0] + np.linalg.lstsq(q, x[:, 0])[0]
 np.linalg.lstsq(x.T, x[:2].T * y[:2].T)[0]
 np.linalg.lstsq(x.T, y[:2].T)[1] + np.linalg.lstsq(y.T, v)[0].sum() + np.linalg.lstsq(x.T, v)[3][:2]
 np.linalg.cholesky(p)
@@ -263,6 +263,7 @@ windows(x, 2, axis=1).mean(axis=-1)
 np.einsum("ijkl,kl->ij", windows(x, (2, 3)), y[:2, :3])
 windows(np.stack([x, y]), (2, 2), axis=(1, 2)).max(axis=(-1, -2))
 np.convolve(v, [1.0, 2.0, 3.0]) + np.convolve(v, [1.0, 2.0, 3.0], "same").sum()
+np.convolve(v, 2.0) + np.convolve(a, v)
 np.convolve(v, x[1, :3], "valid") + np.convolve(v, x[1], "same")[:2]
 np.correlate(v, x[0, :2]) + np.correlate(x[0, :2], v, "same")[:3]
 np.correlate(v, y[0], "full")

@@ -194,7 +194,7 @@ def _lstsq(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
         r = np.linalg.qr(a)[1]
         weights, left = np.linalg.solve(r, np.linalg.solve(_t(r), gx)), b - a @ x
         change = a @ weights
-        if gradients[1] is not None:
+        if gradients[1] is not None and gradients[1].size:
             change = change + 2 * left * gradients[1]
         pairs = ((left, weights), (-change, x))
         whole = sum(_columns(one) @ _t(_columns(other)) for one, other in pairs)

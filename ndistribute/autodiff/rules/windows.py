@@ -73,15 +73,15 @@ def _windows(out: Array, x: Array, window_shape: Any, axis: Any = None, **kwargs
 
 
 def _convolve_a(out: Array, a: Any, v: Any, mode: Any = "full") -> Vjp:
-    a, v = as_array(a), as_array(v)
+    shape, dtype = np.shape(a), a.dtype
+    a, v = np.atleast_1d(a), np.atleast_1d(v)
     shorter, length = min(a.size, v.size), a.size + v.size - 1
     start = {"full": 0, "same": (shorter - 1) // 2, "valid": shorter - 1}[mode]
-    shape, dtype = a.shape, a.dtype
 
     def vjp(g: Array) -> Array:
         whole = zeros(g, (length,))
         whole[start : start + g.size] = g
-        return fit(np.correlate(whole, np.conj(v), "valid"), shape, dtype)
+        return fit(np.correlate(whole, np.conj(v), "valid").reshape(shape), shape, dtype)
 
     return vjp
 
