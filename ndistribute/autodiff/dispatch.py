@@ -146,7 +146,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if result is not NotImplemented:
             return result
     composed = COMPOSED.get(function)
-    if composed is not None and (not kwargs or _takes(composed, args, kwargs)):
+    if composed is not None and _takes(composed, kwargs):
         result = composed(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -346,25 +346,24 @@ def _positional(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Turn keywords into positions where the function's signature is known."""
-    bound = _bound(function, args, kwargs)
-    return (args, kwargs) if bound is None else (bound.args, bound.kwargs)
-
-
-def _takes(composed: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("out") is None and _bound(composed, args, kwargs) is not None
-
-
-def _bound(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> inspect.BoundArguments | None:
-    """Return arguments under a function's parameters, None if they do not fit or none is known."""
     try:
-        return _signature(function).bind(*args, **kwargs)
+        bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
-        return None
+        return args, kwargs
+    return bound.args, bound.kwargs
 
 
-_signature = functools.lru_cache(maxsize=512)(inspect.signature)
+def _takes(composed: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if what is written instead of a NumPy function takes these keywords."""
+    known = _keywords(composed) if kwargs else None
+    return kwargs.get("out") is None and (known is None or kwargs.keys() <= known)
+
+
+@functools.cache
+def _keywords(composed: Callable[..., Any]) -> set[str] | None:
+    parameters = inspect.signature(composed).parameters
+    anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return None if anything else set(parameters)
 
 
 def _refuse_writes(
