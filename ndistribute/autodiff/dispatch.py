@@ -145,33 +145,35 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = _apply_to_first(function, args[0], args[1:], kwargs)
         if result is not NotImplemented:
             return result
-    if function in RULES:
-        args = [_without_list(arg) if _hides_array(arg) else arg for arg in args]
     composed = COMPOSED.get(function)
-    if composed is not None and (not kwargs or _takes(composed, args, kwargs)):
+    if composed is not None and _takes(composed, kwargs):
         result = composed(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if any(_hides_array(value) for name, value in kwargs.items() if name != "out"):
+    if kwargs and any(_hides_array(value) for name, value in kwargs.items() if name != "out"):
         args, kwargs = _positional(function, args, kwargs)
     graph: Any = current_frame().recorder
     found: dict[Path, int] = {}
     raw_args = [strip(arg, graph, found, (k,)) for k, arg in enumerate(args)]
-    raw_kwargs = {name: strip(value, graph, found, (name,)) for name, value in kwargs.items()}
+    raw_kwargs = {name: strip(kwargs[name], graph, found, (name,)) for name in kwargs}
     _refuse_writes(function, args, kwargs, bool(found))
+    if function in RULES and max(map(len, found), default=1) > 1:
+        return apply(function, [_without_list(arg) for arg in args], kwargs)
     result = function(*raw_args, **raw_kwargs)
-    if found and isinstance(result, np.ndarray) and result.dtype.kind == "O":
+    if not found or function in CONSTANT:
+        return result
+    several = isinstance(result, list | tuple)
+    if several or is_differentiable(result):
+        rules = _rules_of(function, result, raw_args, raw_kwargs, list(found))
+        record = graph.record_many if several else graph.record
+        return record(result, tuple(found.values()), rules)
+    if isinstance(result, np.ndarray) and result.dtype.kind == "O":
         raise TypeError(
             f"{name_of(function)} of a tracked array at {user_line()} gave an array of objects, "
             "which carries no gradient: write it in NumPy functions, or give it a derivative with "
             "nd.custom_gradient."
         )
-    several = isinstance(result, list | tuple)
-    if not found or function in CONSTANT or not (several or is_differentiable(result)):
-        return result
-    rules = _rules_of(function, result, raw_args, raw_kwargs, list(found))
-    record = graph.record_many if several else graph.record
-    return record(result, tuple(found.values()), rules)
+    return result
 
 
 def ufunc_method(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -312,7 +314,9 @@ def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:
     if place is not None or isinstance(value, _OPERANDS) or is_gpu_array(value):
         return value, place
     if isinstance(value, list | tuple):
-        return operand(_without_list(value), graph)
+        return operand(
+            np.asarray(value) if not _hides_array(value) else _without_list(value), graph
+        )
     array = np.asarray(value)
     if array.dtype == object:
         raise TypeError(
@@ -325,10 +329,8 @@ def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:
 
 def _without_list(value: Any) -> Any:
     """Turn a list into an array, a tracked one if it holds tracked arrays."""
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or not _hides_array(value):
         return value
-    if not _hides_array(value):
-        return np.asarray(value)
     return np.stack([_without_list(item) for item in value])
 
 
@@ -344,25 +346,24 @@ def _positional(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Turn keywords into positions where the function's signature is known."""
-    bound = _bound(function, args, kwargs)
-    return (args, kwargs) if bound is None else (bound.args, bound.kwargs)
-
-
-def _takes(composed: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("out") is None and _bound(composed, args, kwargs) is not None
-
-
-def _bound(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> inspect.BoundArguments | None:
-    """Return arguments under a function's parameters, None if they do not fit or none is known."""
     try:
-        return _signature(function).bind(*args, **kwargs)
+        bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
-        return None
+        return args, kwargs
+    return bound.args, bound.kwargs
 
 
-_signature = functools.lru_cache(maxsize=512)(inspect.signature)
+def _takes(composed: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if what is written instead of a NumPy function takes these keywords."""
+    known = _keywords(composed) if kwargs else None
+    return kwargs.get("out") is None and (known is None or kwargs.keys() <= known)
+
+
+@functools.cache
+def _keywords(composed: Callable[..., Any]) -> set[str] | None:
+    parameters = inspect.signature(composed).parameters
+    anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return None if anything else set(parameters)
 
 
 def _refuse_writes(
@@ -370,7 +371,7 @@ def _refuse_writes(
 ) -> None:
     """Raise where a call would write into a tracked array, or past the tape into a plain one."""
     out = kwargs.get("out")
-    targets = [one for one in (out if isinstance(out, tuple) else (out,)) if one is not None]
+    targets = list(out) if isinstance(out, tuple) else [] if out is None else [out]
     if function in IN_PLACE or getattr(function, "__name__", "") == "at":
         targets.append(args[0])
     if targets and (recorded or any(isinstance(target, Recorded) for target in targets)):

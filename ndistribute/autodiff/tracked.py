@@ -63,6 +63,8 @@ class Tracked(Recorded):
         return ufunc_method(ufunc, method, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if (function is np.shape or function is np.ndim) and args and args[0] is self:
+            return getattr(self.value, function.__name__)
         return apply(function, args, kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

@@ -80,6 +80,8 @@ np.heaviside(x - 0.5, 0.5) * x
 np.abs(np.exp(1j * x) + x)
 np.real(x * (1 + 2j)) + np.imag(x * (2 + 3j) * x)
 np.angle(x + 1j * y * x)
+np.imag(a * 1j) + np.angle(a + 1j)
+np.vecdot(x + 1j * y, 1j * x).imag
 (np.conj(x * 1j) * (x + 2j)).real
 np.real_if_close(x * (1 + 0j)) if False else np.real(x + 0j)
 # reductions
@@ -181,6 +183,7 @@ np.bincount(labels, weights=x[:, 0], minlength=5)
 np.bincount(labels, x[:, 1]) + np.bincount(labels > 0, x[:, 1]).sum()
 np.diag(v) + np.diag(q).sum() + np.diagflat(v)
 np.tril(x) + np.triu(x, 1)
+np.tril(v) + 2 * np.triu(v)
 np.argmax(x) * x + np.argsort(x, axis=0) * x + np.searchsorted([0.3, 0.6], x) * x
 # shape
 x.reshape(4, 3) @ x + np.reshape(x, (2, -1)).sum()

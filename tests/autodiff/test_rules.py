@@ -224,13 +224,8 @@ def test_reduction(name):
         kept = {"keepdims": keepdims}
         check_gradients(lambda x, a=axis, kept=kept: function(x, axis=a, **kept), X)
         check_gradients(lambda x, a=axis, kept=kept: np.multiply(function(x * x, a, **kept), 3), X)
-
-
-@pytest.mark.parametrize("name", ["sum", "mean", "prod", "max", "min", "var", "std", "cumsum"])
-def test_methods(name):
-    for args in ((), (0,)):
-        check_gradients(lambda x, args=args: getattr(x, name)(*args), X)
-    check_gradients(lambda x: getattr(x, name)(axis=1), X)
+        if hasattr(X, name):
+            check_gradients(lambda x, a=axis, kept=kept: getattr(x, name)(a, **kept), X)
 
 
 @pytest.mark.parametrize("name", ["sum", "prod", "cumsum"])

@@ -201,7 +201,7 @@ COMPOSED_BY_NAME: dict[str, Callable[..., Value]] = {
     "linalg.outer": lambda a, b: np.ravel(a)[:, None] * np.ravel(b)[None, :],
     "linalg.svdvals": lambda x: np.linalg.svd(x, compute_uv=False),
     "linalg.tensordot": _tensordot,
-    "linalg.vecdot": lambda x1, x2, axis=-1: np.sum(x1 * x2, axis=axis),
+    "linalg.vecdot": lambda x1, x2, *, axis=-1: np.sum(np.conj(x1) * x2, axis=axis),
     "linalg.vector_norm": _vector_norm,
     "matvec": lambda x1, x2: np.matmul(x1, x2[..., None])[..., 0],
     "meshgrid": _meshgrid,
@@ -216,7 +216,7 @@ COMPOSED_BY_NAME: dict[str, Callable[..., Value]] = {
     "tile": _tile,
     "unstack": lambda x, *, axis=0: tuple(np.moveaxis(x, axis, 0)),
     "vdot": lambda a, b: np.sum(np.ravel(np.conj(a)) * np.ravel(b)),
-    "vecdot": lambda x1, x2, axis=-1: np.sum(x1 * x2, axis=axis),
+    "vecdot": lambda x1, x2, axis=-1: np.sum(np.conj(x1) * x2, axis=axis),
     "vecmat": lambda x1, x2: np.matmul(np.conj(x1)[..., None, :], x2)[..., 0, :],
     "vsplit": lambda ary, indices_or_sections: np.split(ary, indices_or_sections, 0),
     "vstack": lambda tup, **kwargs: np.concatenate(

@@ -129,7 +129,7 @@ def _tanh(out: Array, x: Array) -> Vjp:
 
 def _angle(out: Array, z: Array, deg: bool = False) -> Vjp:
     scale = -180j / math.pi if deg else -1j
-    return lambda g: fit(scale * g / z, z.shape, z.dtype)
+    return lambda g: fit(np.multiply(g, scale) / z, z.shape, z.dtype)
 
 
 def _none(*args: Any) -> Callable[[Array], None]:
@@ -203,7 +203,7 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.nan_to_num: (lambda out, x, *_, **__: lambda g: g * np.isfinite(x),),
     np.real: (_fitting_x,),
     np.real_if_close: (_fitting_x,),
-    np.imag: (lambda out, x: lambda g: fit(-1j * g, x.shape, x.dtype),),
+    np.imag: (lambda out, x: lambda g: fit(np.multiply(g, -1j), x.shape, x.dtype),),
     np.conjugate: (lambda out, x: np.conjugate,),
     np.angle: (_angle,),
     np.rad2deg: (lambda out, x: np.rad2deg,),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import as_axes, fit, zeros
+from ndistribute.autodiff.rules.fit import as_axes, fit, fitting, zeros
 from ndistribute.autodiff.rules.windows import moved
 from ndistribute.device import Array
 
@@ -66,6 +66,14 @@ def _repeat(out: Array, a: Array, repeats: Any, axis: Any = None) -> Vjp:
     along = 0 if axis is None else axis % a.ndim
     unfolded = (*flat[: along + 1], int(repeats), *flat[along + 1 :])
     return lambda g: g.reshape(unfolded).sum(axis=along + 1, dtype=g.dtype).reshape(shape)
+
+
+def _triangle(function: Callable[..., Array]) -> Callable[..., Vjp]:
+    def maker(out: Array, m: Array, k: int = 0) -> Vjp:
+        fit = fitting(m, out)  # A vector was repeated to a square.
+        return lambda g: fit(function(g, k))
+
+    return maker
 
 
 def _diagonal(out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Vjp:
@@ -144,8 +152,8 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.rot90: (lambda out, m, k=1, axes=(0, 1): lambda g: np.rot90(g, -k, axes),),
     np.roll: (_roll,),
     np.repeat: (_repeat,),
-    np.tril: (lambda out, m, k=0: lambda g: np.tril(g, k),),
-    np.triu: (lambda out, m, k=0: lambda g: np.triu(g, k),),
+    np.tril: (_triangle(np.tril),),
+    np.triu: (_triangle(np.triu),),
     np.diagonal: (_diagonal,),
     np.diag: (_diag,),
     np.trace: (_trace,),
