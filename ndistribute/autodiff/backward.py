@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import identity
 from ndistribute.autodiff.rules.indexing import Part, Rows
 from ndistribute.autodiff.rules.products import RightFactor
+from ndistribute.autodiff.rules.unbroadcast import identity
 from ndistribute.collective.indexed_slices import IndexedSlices
 
 __all__ = ["Component", "Entry", "backpropagate"]

@@ -25,8 +25,8 @@ from ndistribute.autodiff.rules import (
     RULES_BY_PATH,
     UFUNC_REDUCTIONS,
 )
-from ndistribute.autodiff.rules.fit import fit
 from ndistribute.autodiff.rules.special import special_rules
+from ndistribute.autodiff.rules.unbroadcast import unbroadcast
 from ndistribute.context import current_frame
 from ndistribute.device import is_gpu_array
 
@@ -301,7 +301,7 @@ def _cast_rule(
     if "where" in kwargs:
         raise NotImplementedError("where=: use np.where")
     rule, shape, dtype = maker(result, *args), args[k].shape, args[k].dtype
-    return lambda g: fit(rule(g), shape, dtype)
+    return lambda g: unbroadcast(rule(g), shape, dtype)
 
 
 def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.custom import custom_gradient
-from ndistribute.autodiff.rules.fit import kept_shape, wide
+from ndistribute.autodiff.rules.unbroadcast import kept_shape, wide
 from ndistribute.device import Array, as_array
 
 __all__ = ["log_softmax", "logsumexp", "softmax"]

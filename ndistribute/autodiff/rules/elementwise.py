@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import fit, fitting, identity
+from ndistribute.autodiff.rules.unbroadcast import identity, unbroadcast, unbroadcasting
 from ndistribute.device import Array
 
 __all__ = ["RULES", "cast"]
@@ -30,8 +30,8 @@ def _onto(x: Array, out: Array, change: Vjp) -> Vjp:
     """Return the rule of an argument that may have been broadcast; `change` has the full shape."""
     if x.shape == out.shape and x.dtype == out.dtype:
         return change
-    fit = fitting(x, out)
-    return lambda g: fit(change(g))
+    shape, dtype = x.shape, x.dtype
+    return lambda g: unbroadcast(change(g), shape, dtype)
 
 
 def _masked(out: Array, mask: Array, x: Array) -> Vjp:
@@ -43,8 +43,8 @@ def _masked(out: Array, mask: Array, x: Array) -> Vjp:
     return _onto(x, out, lambda g: g * mask)
 
 
-def _fitting_x(out: Array, x: Array, *args: Any, **kwargs: Any) -> Vjp:
-    return fitting(x, out)
+def _broadcast_x(out: Array, x: Array, *args: Any, **kwargs: Any) -> Vjp:
+    return unbroadcasting(x, out)
 
 
 def _divide_y(out: Array, x: Array, y: Array) -> Vjp:
@@ -129,7 +129,7 @@ def _tanh(out: Array, x: Array) -> Vjp:
 
 def _angle(out: Array, z: Array, deg: bool = False) -> Vjp:
     scale = -180j / math.pi if deg else -1j
-    return lambda g: fit(np.multiply(g, scale) / z, z.shape, z.dtype)
+    return lambda g: unbroadcast(np.multiply(g, scale) / z, z.shape, z.dtype)
 
 
 def _none(*args: Any) -> Callable[[Array], None]:
@@ -161,8 +161,8 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
         lambda out, condition, x, y: _masked(out, np.equal(condition, 0), y),
     ),
     np.clip: (_clip, _clip_low, _clip_high),
-    np.add: (_fitting_x, lambda out, x, y: fitting(y, out)),
-    np.subtract: (_fitting_x, lambda out, x, y: _onto(y, out, np.negative)),
+    np.add: (_broadcast_x, lambda out, x, y: unbroadcasting(y, out)),
+    np.subtract: (_broadcast_x, lambda out, x, y: _onto(y, out, np.negative)),
     np.multiply: (
         lambda out, x, y: _onto(x, out, lambda g: g * y),
         lambda out, x, y: _onto(y, out, lambda g: g * x),
@@ -186,8 +186,8 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
         lambda out, x, y: _onto(x, out, lambda g: g * x / out),
         lambda out, x, y: _onto(y, out, lambda g: g * y / out),
     ),
-    np.remainder: (_fitting_x, lambda out, x, y: _onto(y, out, lambda g: -g * np.floor(x / y))),
-    np.fmod: (_fitting_x, lambda out, x, y: _onto(y, out, lambda g: -g * np.trunc(x / y))),
+    np.remainder: (_broadcast_x, lambda out, x, y: _onto(y, out, lambda g: -g * np.floor(x / y))),
+    np.fmod: (_broadcast_x, lambda out, x, y: _onto(y, out, lambda g: -g * np.trunc(x / y))),
     np.copysign: (lambda out, x, y: _onto(x, out, lambda g: g * np.sign(x) * np.sign(out)), _none),
     np.ldexp: (lambda out, x, exponent: _onto(x, out, lambda g: np.ldexp(g, exponent)),),
     np.absolute: (_absolute,),
@@ -195,15 +195,15 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.square: (_square,),
     np.sqrt: (_sqrt,),
     np.tanh: (_tanh,),
-    cast: (_fitting_x,),
-    np.astype: (_fitting_x,),
+    cast: (_broadcast_x,),
+    np.astype: (_broadcast_x,),
     np.positive: (lambda out, x: identity,),
     np.copy: (lambda out, x, *_, **__: identity,),
     np.unwrap: (lambda out, p, *_, **__: identity,),
     np.nan_to_num: (lambda out, x, *_, **__: lambda g: g * np.isfinite(x),),
-    np.real: (_fitting_x,),
-    np.real_if_close: (_fitting_x,),
-    np.imag: (lambda out, x: lambda g: fit(np.multiply(g, -1j), x.shape, x.dtype),),
+    np.real: (_broadcast_x,),
+    np.real_if_close: (_broadcast_x,),
+    np.imag: (lambda out, x: lambda g: unbroadcast(np.multiply(g, -1j), x.shape, x.dtype),),
     np.conjugate: (lambda out, x: np.conjugate,),
     np.angle: (_angle,),
     np.rad2deg: (lambda out, x: np.rad2deg,),

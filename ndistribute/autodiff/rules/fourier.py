@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import fit, zeros
+from ndistribute.autodiff.rules.unbroadcast import unbroadcast, zeros
 from ndistribute.device import Array
 
 __all__ = ["COMPOSED", "RULES"]
@@ -33,7 +33,9 @@ def _complex(function: Callable[..., Array]) -> Callable[..., Vjp]:
 
     def maker(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None) -> Vjp:
         shape, dtype = a.shape, a.dtype
-        return lambda g: fit(_resized(function(g, axis=axis, norm=norm), shape), shape, dtype)
+        return lambda g: unbroadcast(
+            _resized(function(g, axis=axis, norm=norm), shape), shape, dtype
+        )
 
     return maker
 
@@ -50,7 +52,7 @@ def _irfft(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None
         change = np.conj(np.fft.rfft(g, axis=axis, norm=_BACK[norm]))
         # All but the first, and the middle one of an even length, stand for two frequencies.
         np.moveaxis(change, axis, 0)[1 : (length + 1) // 2] *= 2
-        return fit(_resized(change, shape), shape, dtype)
+        return unbroadcast(_resized(change, shape), shape, dtype)
 
     return vjp
 

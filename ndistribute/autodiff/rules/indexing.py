@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import add_at, zeros
+from ndistribute.autodiff.rules.unbroadcast import add_at, zeros
 from ndistribute.autodiff.rules.windows import moved
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, array_namespace

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.diagnostics import missing
-from ndistribute.autodiff.rules.fit import fit
+from ndistribute.autodiff.rules.unbroadcast import unbroadcast
 from ndistribute.device import Array, array_namespace, as_array
 
 __all__ = ["COMPOSED", "JOINT_RULES", "RULES", "RULES_BY_PATH"]
@@ -56,7 +56,7 @@ def _solve_a(out: Array, a: Array, b: Any) -> Vjp:
         change, x = solve_b(g), out
         if vector:
             change, x = change[..., None], x[..., None]
-        return fit(-change @ _t(x), a.shape, a.dtype)
+        return unbroadcast(-change @ _t(x), a.shape, a.dtype)
 
     return vjp
 
@@ -66,7 +66,7 @@ def _solve_b(out: Array, a: Array, b: Array) -> Vjp:
 
     def vjp(g: Array) -> Array:
         columns = np.linalg.solve(_t(a), g[..., None] if vector else g)
-        return fit(columns[..., 0] if vector else columns, shape, dtype)
+        return unbroadcast(columns[..., 0] if vector else columns, shape, dtype)
 
     return vjp
 
@@ -202,7 +202,7 @@ def _lstsq(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
         whole = sum(_columns(one) @ _t(_columns(other)) for one, other in pairs)
         if gradients[3] is not None:
             whole = whole + _singular_values(results[3], (0,), (a,), {})(gradients[3])
-        return [fit(whole, a.shape, a.dtype), fit(change, b.shape, b.dtype)]
+        return [unbroadcast(whole, a.shape, a.dtype), unbroadcast(change, b.shape, b.dtype)]
 
     return vjp
 

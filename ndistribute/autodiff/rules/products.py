@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import fit, zeros
+from ndistribute.autodiff.rules.unbroadcast import unbroadcast, zeros
 from ndistribute.device import Array, as_array
 
 __all__ = ["RULES", "RULES_BY_PATH", "RightFactor"]
@@ -51,11 +51,11 @@ def _matmul_x(out: Array, x: Array, y: Array) -> Vjp:
         return lambda g: _blas(g) @ y.T
     if y.ndim == 1:
         if x.ndim == 1:
-            return lambda g: fit(g * y, shape, dtype)
-        return lambda g: fit(g[..., None] * y, shape, dtype)
+            return lambda g: unbroadcast(g * y, shape, dtype)
+        return lambda g: unbroadcast(g[..., None] * y, shape, dtype)
     if x.ndim == 1:
-        return lambda g: fit(np.matmul(y, _blas(g)[..., None])[..., 0], shape, dtype)
-    return lambda g: fit(np.matmul(_blas(g), np.swapaxes(y, -1, -2)), shape, dtype)
+        return lambda g: unbroadcast(np.matmul(y, _blas(g)[..., None])[..., 0], shape, dtype)
+    return lambda g: unbroadcast(np.matmul(_blas(g), np.swapaxes(y, -1, -2)), shape, dtype)
 
 
 def _matmul_y(out: Array, x: Array, y: Array) -> Vjp:
@@ -64,27 +64,29 @@ def _matmul_y(out: Array, x: Array, y: Array) -> Vjp:
         return RightFactor(x)
     if x.ndim == 1:
         if y.ndim == 1:
-            return lambda g: fit(g * x, shape, dtype)
-        return lambda g: fit(x[:, None] * g[..., None, :], shape, dtype)
+            return lambda g: unbroadcast(g * x, shape, dtype)
+        return lambda g: unbroadcast(x[:, None] * g[..., None, :], shape, dtype)
     if y.ndim == 1:
-        return lambda g: fit(_rows(x).T @ g.reshape(-1), shape, dtype)
+        return lambda g: unbroadcast(_rows(x).T @ g.reshape(-1), shape, dtype)
     if y.ndim == 2:
-        return lambda g: fit(_rows(x).T @ _rows(_blas(g)), shape, dtype)
-    return lambda g: fit(np.matmul(np.swapaxes(x, -1, -2), _blas(g)), shape, dtype)
+        return lambda g: unbroadcast(_rows(x).T @ _rows(_blas(g)), shape, dtype)
+    return lambda g: unbroadcast(np.matmul(np.swapaxes(x, -1, -2), _blas(g)), shape, dtype)
 
 
 def _dot_x(out: Array, x: Array, y: Any) -> Vjp:
     y = as_array(y)
     shape, dtype, y_ndim = x.shape, x.dtype, y.ndim
     if x.ndim == 0 or y_ndim == 0:
-        return lambda g: fit(g * y, shape, dtype)
+        return lambda g: unbroadcast(g * y, shape, dtype)
     if y_ndim <= 2:
         return _matmul_x(out, x, y)
 
     def vjp(g: Array) -> Array:
         first = np.moveaxis(y, -2, 0)
         free = range(len(shape) - 1, g.ndim)
-        return fit(np.tensordot(g, first, (list(free), list(range(1, y_ndim)))), shape, dtype)
+        return unbroadcast(
+            np.tensordot(g, first, (list(free), list(range(1, y_ndim)))), shape, dtype
+        )
 
     return vjp
 
@@ -99,7 +101,7 @@ def _dot_y(out: Array, x: Any, y: Array) -> Vjp:
 
     def vjp(g: Array) -> Array:
         lead = list(range(x_ndim - 1))
-        return fit(np.moveaxis(np.tensordot(x, g, (lead, lead)), 0, -2), shape, dtype)
+        return unbroadcast(np.moveaxis(np.tensordot(x, g, (lead, lead)), 0, -2), shape, dtype)
 
     return vjp
 
@@ -141,7 +143,7 @@ def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
             where = tuple(slice(None) if c in known else None for c in distinct)
             diagonal[...] = change[where]
             change = whole
-        return fit(change, shape, dtype)
+        return unbroadcast(change, shape, dtype)
 
     return vjp
 

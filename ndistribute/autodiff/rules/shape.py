@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import as_axes, fit, fitting, zeros
+from ndistribute.autodiff.rules.unbroadcast import as_axes, unbroadcast, zeros
 from ndistribute.autodiff.rules.windows import moved
 from ndistribute.device import Array
 
@@ -50,7 +50,7 @@ def _moveaxis(out: Array, a: Array, source: Any, destination: Any) -> Vjp:
 
 def _broadcast_to(out: Array, array: Array, *args: Any, **kwargs: Any) -> Vjp:
     shape, dtype = array.shape, array.dtype
-    return lambda g: fit(g, shape, dtype)
+    return lambda g: unbroadcast(g, shape, dtype)
 
 
 def _roll(out: Array, a: Array, shift: Any, axis: Any = None) -> Vjp:
@@ -70,8 +70,8 @@ def _repeat(out: Array, a: Array, repeats: Any, axis: Any = None) -> Vjp:
 
 def _triangle(function: Callable[..., Array]) -> Callable[..., Vjp]:
     def maker(out: Array, m: Array, k: int = 0) -> Vjp:
-        fit = fitting(m, out)  # A vector was repeated to a square.
-        return lambda g: fit(function(g, k))
+        shape, dtype = m.shape, m.dtype  # A vector was repeated to a square.
+        return lambda g: unbroadcast(function(g, k), shape, dtype)
 
     return maker
 
@@ -107,17 +107,17 @@ def _concatenate(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
     shape, dtype = part.shape, part.dtype
     if axis is None:
         start = sum(np.size(array) for array in arrays[:position])
-        return lambda g: fit(g[start : start + part.size].reshape(shape), shape, dtype)
+        return lambda g: unbroadcast(g[start : start + part.size].reshape(shape), shape, dtype)
     start = sum(np.shape(array)[axis] for array in arrays[:position])
     where = (slice(None),) * (axis % part.ndim) + (slice(start, start + shape[axis]),)
-    return lambda g: fit(g[where], shape, dtype)
+    return lambda g: unbroadcast(g[where], shape, dtype)
 
 
 def _stack(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
     part = args[0][path[1]]
     shape, dtype = part.shape, part.dtype
     where = (slice(None),) * (_axis(args, kwargs, 1) % out.ndim) + (path[1],)
-    return lambda g: fit(g[where], shape, dtype)
+    return lambda g: unbroadcast(g[where], shape, dtype)
 
 
 def _split(parts: Sequence[Array], args: Args, kwargs: Kwargs) -> Any:

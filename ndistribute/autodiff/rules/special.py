@@ -16,7 +16,7 @@ import numpy as np
 
 from ndistribute.autodiff.diagnostics import missing
 from ndistribute.autodiff.rules import elementwise
-from ndistribute.autodiff.rules.fit import fit
+from ndistribute.autodiff.rules.unbroadcast import unbroadcast
 from ndistribute.device import Array
 
 __all__ = ["PARTIALS", "special_rules"]
@@ -45,7 +45,7 @@ def _maker(ufunc: Any, position: int, partial: Partial) -> Callable[..., Callabl
         if partial is None:
             return missing(ufunc, f"argument {position + 1} tracked")
         shape, dtype = args[position].shape, args[position].dtype
-        return lambda g: fit(g * partial(out, *args), shape, dtype)
+        return lambda g: unbroadcast(g * partial(out, *args), shape, dtype)
 
     return maker
 

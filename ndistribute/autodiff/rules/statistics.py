@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import as_axes, zeros
+from ndistribute.autodiff.rules.unbroadcast import as_axes, zeros
 from ndistribute.device import Array, array_namespace, to_host
 
 __all__ = ["COMPOSED", "RULES"]

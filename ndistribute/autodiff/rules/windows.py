@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import add_at, as_axes, fit, zeros
+from ndistribute.autodiff.rules.unbroadcast import add_at, as_axes, unbroadcast, zeros
 from ndistribute.device import Array, array_namespace, as_array
 
 __all__ = ["COMPOSED", "RULES", "RULES_BY_PATH", "moved"]
@@ -81,7 +81,7 @@ def _convolve_a(out: Array, a: Any, v: Any, mode: Any = "full") -> Vjp:
     def vjp(g: Array) -> Array:
         whole = zeros(g, (length,))
         whole[start : start + g.size] = g
-        return fit(np.correlate(whole, np.conj(v), "valid").reshape(shape), shape, dtype)
+        return unbroadcast(np.correlate(whole, np.conj(v), "valid").reshape(shape), shape, dtype)
 
     return vjp
 
