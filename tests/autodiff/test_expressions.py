@@ -180,7 +180,7 @@ np.choose([0, 1, 0, 1], [x[0], x[1]])
 np.piecewise(x, [x < 0.4, x >= 0.4], [lambda t: t**2, lambda t: np.sqrt(t)])
 np.delete(x, 1, axis=0)
 np.bincount(labels, weights=x[:, 0], minlength=5)
-np.bincount(labels, x[:, 1])
+np.bincount(labels, x[:, 1]) + np.bincount(labels > 0, x[:, 1]).sum()
 np.diag(v) + np.diag(q).sum() + np.diagflat(v)
 np.tril(x) + np.triu(x, 1)
 np.tril(v) + 2 * np.triu(v)
@@ -356,6 +356,8 @@ np.linalg.tensorinv | np.linalg.tensorinv(q, 1)
 np.linalg.svd | np.linalg.svd(x)[2]
 np.linalg.svd | np.linalg.svd(x + 1j * y)[0]
 np.linalg.lstsq | np.linalg.lstsq(x, y[:, 0])[0]
+np.linalg.lstsq | np.linalg.lstsq(np.stack([v, v], axis=1), y[0])[0]
+np.linalg.pinv | np.linalg.pinv(x, 0.5)
 np.linalg.norm | np.linalg.norm(x, 2, keepdims=True)
 np.pad | np.pad(x, 1, mode="mean")
 np.interp | np.interp(x, [0.0, 1.0], [0.0, 1.0], left=0.0)

@@ -157,8 +157,10 @@ def _singular_values(out: Array, path: Any, args: Args, kwargs: Kwargs) -> Vjp:
     return vjp
 
 
-def _pinv(out: Array, a: Array, *args: Any, **kwargs: Any) -> Vjp:
+def _pinv(out: Array, a: Array, *cutoff: Any, **cutoffs: Any) -> Vjp:
     _refuse_complex(a)
+    if cutoff or cutoffs:
+        raise NotImplementedError("a cutoff of singular values")
 
     def vjp(g: Array) -> Array:
         p = out
@@ -186,8 +188,8 @@ def _qr(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
 def _lstsq(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
     x, a, b = results[0], as_array(args[0]), as_array(args[1])
     _refuse_complex(x)
-    if len(a) < a.shape[1]:
-        raise NotImplementedError("fewer rows than columns")
+    if results[2] < a.shape[1]:
+        raise NotImplementedError("a matrix whose rank is less than its number of columns")
 
     def vjp(gradients: Gradients) -> list[Array]:
         gx = _zero_if_none(gradients[0], x)

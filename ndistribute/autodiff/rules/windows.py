@@ -93,7 +93,7 @@ def _convolve_v(out: Array, a: Any, v: Any, mode: Any = "full") -> Vjp:
 def _bincount(out: Array, path: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Vjp | None:
     if path not in ((1,), ("weights",)):
         return None
-    places = as_array(args[0])
+    places = as_array(args[0]).astype(np.intp)
     dtype = (args[1] if len(args) > 1 else kwargs["weights"]).dtype
     return lambda g: g[places].astype(dtype)
 
