@@ -4,7 +4,14 @@ import functools
 import sys
 
 from ndistribute import cluster, errors, models, optimizers
-from ndistribute.autodiff import GradientTape, custom_gradient
+from ndistribute.autodiff import (
+    GradientTape,
+    custom_gradient,
+    log_softmax,
+    logsumexp,
+    softmax,
+    stop_gradient,
+)
 from ndistribute.cluster import (
     ClusterSpec,
     MPIClusterResolver,
@@ -124,11 +131,15 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "list_devices",
+    "log_softmax",
+    "logsumexp",
     "models",
     "optimizers",
     "partitioners",
     "set_seed",
     "set_strategy",
+    "softmax",
+    "stop_gradient",
 ]
 
 # Completion shows what users call, without helpers and imports of the modules.

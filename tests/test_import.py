@@ -12,7 +12,6 @@ from pathlib import Path
 import ndistribute as nd
 
 OPTIONAL = {
-    "autograd",
     "cupy",
     "grpc",
     "matplotlib",

@@ -1,7 +1,17 @@
 """Gradients of plain NumPy code: the tape, the arrays it tracks, and operations of one's own."""
 
 from ndistribute.autodiff.custom import custom_gradient
+from ndistribute.autodiff.functions import log_softmax, logsumexp, softmax
 from ndistribute.autodiff.tape import GradientTape
-from ndistribute.autodiff.tracked import Tracked, untrack
+from ndistribute.autodiff.tracked import Tracked, stop_gradient, untrack
 
-__all__ = ["GradientTape", "Tracked", "custom_gradient", "untrack"]
+__all__ = [
+    "GradientTape",
+    "Tracked",
+    "custom_gradient",
+    "log_softmax",
+    "logsumexp",
+    "softmax",
+    "stop_gradient",
+    "untrack",
+]

@@ -1,4 +1,4 @@
-"""Walk a graph from its end to its beginning, and hand over gradients as they become final.
+"""Walk a graph from its end to its beginning, and compute the gradients of some entries.
 
 Entries are in the order in which they were made, so their reverse is a topological order and no
 sorting is needed. Gradients are added in place wherever nobody else can see the buffer. Only what
@@ -14,99 +14,88 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.rules.indexing import Part, Rows
-from ndistribute.autodiff.rules.linear import RightFactor
+from ndistribute.autodiff.rules.products import RightFactor
+from ndistribute.autodiff.rules.unbroadcast import identity
 from ndistribute.collective.indexed_slices import IndexedSlices
 
 __all__ = ["Component", "Entry", "backpropagate"]
 
 Entry = tuple[tuple[int, ...], Any]
-Deliver = Callable[[int, Any], None]
 Spans = Sequence[tuple[int, int]]
 Memory = Callable[[np.dtype[Any], tuple[int, ...]], Any]
 
 
 class Component:
-    """Mark the gradient of one result of an operation that has several.
+    """Hold the gradient of one result of an operation that has several.
 
     Args:
         position: which result.
-        count: how many there are.
+        total: how many there are.
+        gradient: that of the result.
     """
 
-    __slots__ = ("count", "gradient", "position")
+    __slots__ = ("gradient", "position", "total")
 
-    def __init__(self, position: int, count: int, gradient: Any = None) -> None:
+    def __init__(self, position: int, total: int, gradient: Any) -> None:
         self.position = position
-        self.count = count
+        self.total = total
         self.gradient = gradient
-
-    def __call__(self, g: Any) -> Component:
-        return Component(self.position, self.count, g)
 
 
 def backpropagate(
     entries: list[Entry | None],
     seeds: Mapping[int, Any],
     sources: set[int],
-    deliver: Deliver,
     *,
     spans: Spans,
     free: bool,
     memory: Memory | None = None,
-) -> None:
+) -> dict[int, Any]:
     """Compute the gradients of some entries.
 
     Args:
         entries: a graph's.
         seeds: the gradients to start from, under their entries; not changed.
         sources: the entries whose gradients are wanted.
-        deliver: called with a source and its gradient as soon as that is final, the last used
-            first; the gradient is the receiver's own, None if the source is not connected. Not
-            called for a source that was made after everything in `seeds`.
         spans: ranges of entries that count; an operation outside is a constant.
         free: whether to drop each entry once it is done, so that its memory serves the next.
         memory: offers arrays for the gradients of weights, or None; such memory need not be copied
             when gradients are added over replicas.
+
+    Returns:
+        The gradient of each source, which is the caller's own; None if it is not connected.
     """
     top = max(seeds, default=-1)
-    flows, needed, final = _plan(entries, top, sources, spans)
+    reached = {source for source in sources if source <= top}
+    flows, needed = _plan(entries, top, reached, spans)
     found = _Found(entries, top)
     for index, seed in seeds.items():
         found.add(index, seed, owned=False)
+    results = {}
     for index in range(top, -1, -1):
+        is_source = index in reached
         if flows[index] and found.gradients[index] is not None:
-            _step(index, found, needed, memory, keep=index in sources)
+            _step(index, found, needed, memory, keep=is_source)
+        if is_source:
+            results[index] = found.take(index)
         if free:
             entries[index] = None
-        if index in final:
-            for source in final[index]:
-                deliver(source, found.take(source))
+    return results
 
 
 def _plan(
     entries: Sequence[Entry | None], top: int, sources: set[int], spans: Spans
-) -> tuple[bytearray, bytearray, dict[int, list[int]]]:
-    """Decide what to compute.
-
-    Returns:
-        Which entries pass a gradient on; which need one; and after which entry each source's
-        gradient is final: the first one that used it.
-    """
+) -> tuple[bytearray, bytearray]:
+    """Return for each entry 1 if it passes a gradient on, and 1 if it needs one."""
     flows, needed = bytearray(top + 1), bytearray(top + 1)
-    used = dict.fromkeys(sorted(source for source in sources if source <= top), -1)
-    for source in used:
+    for source in sources:
         needed[source] = 1
     for start, stop in spans:
         for index, entry in enumerate(entries[start : min(stop, top + 1)], start):
             for parent in entry[0] if entry is not None else ():
                 if needed[parent]:
                     flows[index] = needed[index] = 1
-                    if used.get(parent) == -1:
-                        used[parent] = index
-    final: dict[int, list[int]] = {}
-    for source, first in used.items():
-        final.setdefault(source if first < 0 else first, []).append(source)
-    return flows, needed, final
+    return flows, needed
 
 
 def _step(index: int, found: _Found, needed: bytearray, memory: Memory | None, keep: bool) -> None:
@@ -117,30 +106,28 @@ def _step(index: int, found: _Found, needed: bytearray, memory: Memory | None, k
         gradients[index] = None
     parents, rules = found.entries[index]
     if type(rules) is not tuple:
-        _joint_step(found, parents, list(rules(upstream)), upstream)
+        changes = list(rules(upstream))
+        changes.reverse()
+        for parent in parents:
+            change = changes.pop()
+            owned = change is not upstream and getrefcount(change) == _ALONE
+            found.add(parent, change, owned)
         return
     for parent, rule in zip(parents, rules, strict=True):
-        if needed[parent]:
-            if memory is not None and type(rule) is RightFactor and found.is_new_leaf(parent):
-                gradients[parent] = rule.into(upstream, memory)
-                found.owned[parent] = True
-                continue
-            change = rule(upstream)
-            owned = change is not upstream and getrefcount(change) == _ALONE
-            if gradients[parent] is None and type(change) is np.ndarray:
-                # What nearly always happens, without a call.
-                gradients[parent] = change
-                found.owned[parent] = owned and change.base is None
-            else:
-                found.add(parent, change, owned)
-
-
-def _joint_step(found: _Found, parents: Sequence[int], changes: list[Any], upstream: Any) -> None:
-    changes.reverse()
-    for parent in parents:
-        change = changes.pop()
+        if not needed[parent]:
+            continue
+        if memory is not None and type(rule) is RightFactor and found.is_new_leaf(parent):
+            gradients[parent] = rule.into(upstream, memory)
+            found.owned[parent] = True
+            continue
+        change = upstream if rule is identity else rule(upstream)
         owned = change is not upstream and getrefcount(change) == _ALONE
-        found.add(parent, change, owned)
+        if gradients[parent] is None and type(change) is np.ndarray:
+            # What nearly always happens, without a call.
+            gradients[parent] = change
+            found.owned[parent] = owned and change.base is None
+        else:
+            found.add(parent, change, owned)
 
 
 class _Found:
@@ -165,10 +152,16 @@ class _Found:
             change: the contribution, None for nothing.
             owned: whether nobody else refers to `change`.
         """
-        if type(change) is not np.ndarray and not self._is_array(index, change):
+        if change is None:
             return
         old = self.gradients[index]
-        if old is None:
+        if type(change) in (Part, Rows, IndexedSlices):
+            self._add_sparse(index, change)
+        elif type(change) is Component:
+            parts = [None] * change.total if old is None else old
+            parts[change.position] = change.gradient
+            self.gradients[index] = parts
+        elif old is None:
             self.gradients[index] = change
             self.owned[index] = owned and change.base is None
         elif type(old) is Rows:
@@ -190,37 +183,20 @@ class _Found:
         if isinstance(gradient, np.generic):
             return np.asarray(gradient)
         if self.entries[source] is not None or not self.owned[source]:
-            # A source that is itself a result: the walk still has to pass its gradient on.
+            # Of a source that is itself a result, what it used may have the same array.
             return gradient.copy()
         self.gradients[source] = None
         return gradient
 
-    def _is_array(self, index: int, change: Any) -> bool:
-        """Add a contribution that is not an array, and say so; leave an array to the caller."""
-        kind = type(change)
-        if kind is Component:
-            self._add_component(index, change)
-        elif kind is Part or kind is Rows:
-            self._add_sparse(index, change)
-        elif kind is IndexedSlices:
-            self._add_sparse(index, Rows(change.dense_shape, change.indices, change.values))
-        else:
-            return change is not None
-        return False
-
-    def _add_component(self, index: int, component: Component) -> None:
-        if self.gradients[index] is None:
-            self.gradients[index] = [None] * component.count
-        self.gradients[index][component.position] = component.gradient
-
-    def _add_sparse(self, index: int, change: Part | Rows) -> None:
+    def _add_sparse(self, index: int, change: Part | Rows | IndexedSlices) -> None:
+        if isinstance(change, IndexedSlices):
+            change = Rows(change.dense_shape, change.indices, change.values)
         old = self.gradients[index]
-        is_leaf = self.entries[index] is None
         if type(old) is Rows and type(change) is Rows:
             old.merge(change)
         elif old is None:
             # Rows stay rows for a leaf; a rule upstream would not know what to do with them.
-            keep = is_leaf and type(change) is Rows
+            keep = self.entries[index] is None and type(change) is Rows
             self._own(index, change if keep else change.to_dense())
         else:
             if type(old) is Rows:

@@ -8,7 +8,7 @@ gradient is sent as zeros. A replica whose target does not depend on the call at
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,21 +26,10 @@ Reduce = Callable[[ReduceOp, Arrays], Arrays]
 Backward = Callable[[Arrays], Arrays]
 
 
-class Recording(Protocol):
-    """What records the operations of a thread: a `Graph`."""
-
-    def record_many(self, values: Any, parents: tuple[int, ...], joint: Any) -> Any:
-        """Append an operation with several results."""
-
-
 def all_reduce(
-    graph: Recording, communicator: CommunicatorLike, op: Any, value: Any, options: Any
+    graph: Any, communicator: CommunicatorLike, op: Any, value: Any, options: Any
 ) -> Any:
-    """Reduce a nest over replicas and record it.
-
-    Returns:
-        The same nest, tracked where the argument was.
-    """
+    """Reduce a nest over replicas; the result is tracked where the argument was."""
     op = ReduceOp.parse(op)
 
     def reduce(op: ReduceOp, arrays: Arrays) -> Arrays:
@@ -59,13 +48,9 @@ def all_reduce(
 
 
 def all_gather(
-    graph: Recording, communicator: CommunicatorLike, value: Any, axis: int, options: Any
+    graph: Any, communicator: CommunicatorLike, value: Any, axis: int, options: Any
 ) -> Any:
-    """Concatenate a nest over replicas and record it.
-
-    Returns:
-        The same nest, tracked where the argument was.
-    """
+    """Concatenate a nest over replicas; the result is tracked where the argument was."""
 
     def backward_of(inputs: Arrays, results: Arrays) -> Backward:
         lengths = [array.shape[axis] for array in inputs]
@@ -88,7 +73,7 @@ def all_gather(
 
 
 def _recorded(
-    graph: Recording,
+    graph: Any,
     value: Any,
     call: Callable[[Any], Any],
     backward_of: Callable[[Arrays, Arrays], Backward],

@@ -70,6 +70,7 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
                 "of a list of gradients, not one function for each argument."
             )
         else:
+            _check_count(function, derivative, len(raw), "derivatives")
             rules = tuple([_checked(function, derivative[k], raw[k]) for k in wanted])
         if several:
             return graph.record_many(result, tuple(parents), rules)
@@ -83,14 +84,7 @@ def _checked(
 ) -> Callable[[Any], Any]:
     """Return the rule of one argument, with what it returns made sure of."""
     shape, dtype = argument.shape, argument.dtype
-
-    def checked(g: Any) -> Any:
-        gradient = rule(g)
-        if type(gradient) is np.ndarray and gradient.shape == shape and gradient.dtype == dtype:
-            return gradient
-        return _fitted(function, gradient, shape, dtype)
-
-    return checked
+    return lambda g: _fitted(function, rule(g), shape, dtype)
 
 
 def _joint(
@@ -101,9 +95,11 @@ def _joint(
 ) -> Callable[[Any], list[Any]]:
     """Return the rule of all arguments; of the arguments themselves it keeps the shape alone."""
     expected = [(k, arguments[k].shape, arguments[k].dtype) for k in wanted]
+    count = len(arguments)
 
     def joint(g: Any) -> list[Any]:
         gradients = derivative(g)
+        _check_count(function, gradients, count, "gradients")
         return [_fitted(function, gradients[k], shape, dtype) for k, shape, dtype in expected]
 
     return joint
@@ -119,3 +115,18 @@ def _fitted(function: Callable[..., Any], gradient: Any, shape: tuple[int, ...],
             f"for an argument of shape {shape}: they must be the same."
         )
     return gradient if gradient.dtype == dtype else gradient.astype(dtype)
+
+
+def _check_count(function: Callable[..., Any], given: Any, count: int, what: str) -> None:
+    """Raise unless there is a list or tuple with one item for each positional argument."""
+    name, rule = function.__qualname__, "one for each positional argument, None where not needed"
+    if not isinstance(given, list | tuple):
+        raise TypeError(
+            f"the derivative of {name} gave a {type(given).__name__} where a list of {count} "
+            f"{what} is expected, {rule}."
+        )
+    if len(given) != count:
+        raise ValueError(
+            f"{name} was called with {count} positional argument(s), and its derivative gave "
+            f"{len(given)} {what}: it must give {rule}."
+        )

@@ -2,24 +2,36 @@
 
 Every operation on a tracked array comes through here: operators and plain ufunc calls by two short
 paths, everything else by `apply`. What is recorded goes to the graph that this thread's frame
-names; a tracked array of another graph, or of none that still records, is a constant.
+names; a tracked array of another graph, or of none that still records, is a constant. A call
+without a rule is no error until its gradient is asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.face import ArrayFace
-from ndistribute.autodiff.fallback import missing, name_of
-from ndistribute.autodiff.rules import COMPOSED, CONSTANT, IN_PLACE, RULES, UFUNC_REDUCTIONS
-from ndistribute.autodiff.selection import Path, joint_rule, rules_of
+from ndistribute.autodiff.diagnostics import missing, name_of, user_line
+from ndistribute.autodiff.rules import (
+    COMPOSED,
+    CONSTANT,
+    IN_PLACE,
+    JOINT_RULES,
+    RULES,
+    RULES_BY_PATH,
+    UFUNC_REDUCTIONS,
+)
+from ndistribute.autodiff.rules.special import special_rules
+from ndistribute.autodiff.rules.unbroadcast import unbroadcast
 from ndistribute.context import current_frame
+from ndistribute.device import is_gpu_array
 
 __all__ = [
+    "Recorded",
     "apply",
     "binary",
     "is_differentiable",
@@ -29,8 +41,17 @@ __all__ = [
     "unary",
 ]
 
+# Where an argument stands in a call: (1,), (0, 2) inside a list, ("x",) for a keyword.
+Path = tuple[Any, ...]
+
+# One rule for each tracked argument, or one that returns the gradients of all.
+Rules = tuple[Callable[[Any], Any], ...] | Callable[[Any], Sequence[Any]]
+
 # Types whose values never hide a tracked array: the common case is told by one look-up.
 _PLAIN = frozenset({np.ndarray, float, int, bool, np.float32, np.float64, type(None), str, slice})
+
+# What NumPy computes with as it is.
+_OPERANDS = (np.ndarray, np.generic, int, float, complex)
 
 # Functions whose first argument has a rule. Ufuncs are not among them: their keywords say how to
 # compute, and mean nothing to a rule.
@@ -40,66 +61,74 @@ _FIRST_ARGUMENT = frozenset(function for function in RULES if not isinstance(fun
 _METHODS = {np.sum: "sum", np.mean: "mean", np.max: "max", np.min: "min", np.prod: "prod"}
 
 
-def unary(ufunc: Any, x: Any) -> Any:
-    """Call a ufunc of one tracked argument."""
-    makers = RULES.get(ufunc)
-    if makers is None:
-        return apply(ufunc, (x,), {})
-    value = x.value
-    result = ufunc(value)
-    graph: Any = current_frame().recorder
-    if graph is not x.graph:
-        return result
-    return graph.record(result, (x.index,), (makers[0](result, value),))
+class Recorded:
+    """Hold a raw array and its place in the graph of a gradient tape.
+
+    Args:
+        value: the raw array.
+        graph: the graph in which it was recorded.
+        index: its place there.
+    """
+
+    __slots__ = ("graph", "index", "value")
+
+    def __init__(self, value: Any, graph: Any, index: int) -> None:
+        self.value = value
+        self.graph = graph
+        self.index = index
 
 
-def binary(ufunc: Any, x: Any, y: Any) -> Any:
-    """Call a ufunc of two arguments, of which at least one is tracked."""
-    makers = RULES.get(ufunc)
+@functools.cache
+def unary(ufunc: Any) -> Callable[[Any], Any]:
+    """Return the function that calls a ufunc of one tracked argument."""
+    makers = RULES.get(ufunc) or special_rules(ufunc)
     if makers is None:
-        return apply(ufunc, (x, y), {})
-    graph: Any = current_frame().recorder
-    left = right = None
-    if isinstance(x, ArrayFace):
-        if x.graph is graph:
-            left = x.index
-        x = x.value
-    elif type(x) not in _PLAIN:
-        x, left = operand(_without_list(x), graph)
-    if isinstance(y, ArrayFace):
-        if y.graph is graph:
-            right = y.index
-        y = y.value
-    elif type(y) not in _PLAIN:
-        y, right = operand(_without_list(y), graph)
-    result = ufunc(x, y)
-    if left is None:
-        if right is None:
+        return lambda x: apply(ufunc, (x,), {})
+
+    def call(x: Any) -> Any:
+        value = x.value
+        result = ufunc(value)
+        graph: Any = current_frame().recorder
+        if graph is not x.graph:
             return result
-        return graph.record(result, (right,), (makers[1](result, x, y),))
-    if right is None:
-        return graph.record(result, (left,), (makers[0](result, x, y),))
-    rules = (makers[0](result, x, y), makers[1](result, x, y))
-    return graph.record(result, (left, right), rules)
+        return graph.record(result, (x.index,), (makers[0](result, value),))
+
+    return call
 
 
-def operand(x: Any, graph: Any) -> tuple[Any, int | None]:
-    """Return an argument's raw value, and its place in the graph if it is recorded there."""
-    if not isinstance(x, ArrayFace):
-        if getattr(x, "is_distributed_variable", False):
-            x = x.tracked_value()
-        if not isinstance(x, ArrayFace):
-            return x, None
-    return x.value, x.index if x.graph is graph else None
+@functools.cache
+def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
+    """Return the function that calls a ufunc of two arguments, of which at least one is tracked."""
+    makers = RULES.get(ufunc)
+    if makers is None:
+        return lambda x, y: apply(ufunc, (x, y), {})
+    of_x, of_y = makers[0], makers[-1]
 
+    def call(x: Any, y: Any) -> Any:
+        graph: Any = current_frame().recorder
+        left = right = None
+        if isinstance(x, Recorded):
+            if x.graph is graph:
+                left = x.index
+            x = x.value
+        elif type(x) not in _PLAIN:
+            x, left = _converted(ufunc, x, graph)
+        if isinstance(y, Recorded):
+            if y.graph is graph:
+                right = y.index
+            y = y.value
+        elif type(y) not in _PLAIN:
+            y, right = _converted(ufunc, y, graph)
+        result = ufunc(x, y)
+        if left is None:
+            if right is None:
+                return result
+            return graph.record(result, (right,), (of_y(result, x, y),))
+        if right is None:
+            return graph.record(result, (left,), (of_x(result, x, y),))
+        return graph.record(result, (left, right), (of_x(result, x, y), of_y(result, x, y)))
 
-def _without_list(value: Any) -> Any:
-    """Turn a list into an array, a tracked one if it holds tracked arrays."""
-    if not isinstance(value, list | tuple):
-        return value
-    if not _hides_array(value):
-        return np.asarray(value)
-    return np.stack([_without_list(item) for item in value])
+    return call
 
 
 def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -112,58 +141,39 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         TypeError: the function would write into an array.
     """
-    if function in _FIRST_ARGUMENT and args and isinstance(args[0], ArrayFace):
+    if function in _FIRST_ARGUMENT and args and isinstance(args[0], Recorded):
         result = _apply_to_first(function, args[0], args[1:], kwargs)
         if result is not NotImplemented:
             return result
     composed = COMPOSED.get(function)
-    if composed is not None and kwargs.get("out") is None:
+    if composed is not None and _takes(composed, kwargs):
         result = composed(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if any(_hides_array(value) for name, value in kwargs.items() if name != "out"):
+    if kwargs and any(_hides_array(value) for name, value in kwargs.items() if name != "out"):
         args, kwargs = _positional(function, args, kwargs)
     graph: Any = current_frame().recorder
     found: dict[Path, int] = {}
     raw_args = [strip(arg, graph, found, (k,)) for k, arg in enumerate(args)]
-    raw_kwargs = {name: strip(value, graph, found, (name,)) for name, value in kwargs.items()}
+    raw_kwargs = {name: strip(kwargs[name], graph, found, (name,)) for name in kwargs}
     _refuse_writes(function, args, kwargs, bool(found))
+    if function in RULES and max(map(len, found), default=1) > 1:
+        return apply(function, [_without_list(arg) for arg in args], kwargs)
     result = function(*raw_args, **raw_kwargs)
     if not found or function in CONSTANT:
         return result
-    paths, parents = list(found), tuple(found.values())
-    if isinstance(result, list | tuple):
-        joint = joint_rule(function, result, raw_args, raw_kwargs, paths)
-        return graph.record_many(result, parents, joint)
-    if not is_differentiable(result):
-        return result
-    return graph.record(result, parents, rules_of(function, result, raw_args, raw_kwargs, paths))
-
-
-def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function whose first argument alone is tracked: reductions, reshapes and the like.
-
-    Returns:
-        `NotImplemented` if there is more to it, for `apply` to deal with.
-    """
-    for value in (*rest, *kwargs.values()):
-        if type(value) not in _PLAIN and _hides_array(value):
-            return NotImplemented
-    if "out" in kwargs:
-        return NotImplemented
-    value = x.value
-    if function in _METHODS:
-        result = getattr(value, _METHODS[function])(*rest, **kwargs)
-    else:
-        result = function(value, *rest, **kwargs)
-    graph: Any = current_frame().recorder
-    if graph is not x.graph or not is_differentiable(result):
-        return result
-    try:
-        rule = RULES[function][0](result, value, *rest, **kwargs)
-    except (TypeError, NotImplementedError) as error:
-        return graph.record(result, (x.index,), missing(function, str(error)))
-    return graph.record(result, (x.index,), (rule,))
+    several = isinstance(result, list | tuple)
+    if several or is_differentiable(result):
+        rules = _rules_of(function, result, raw_args, raw_kwargs, list(found))
+        record = graph.record_many if several else graph.record
+        return record(result, tuple(found.values()), rules)
+    if isinstance(result, np.ndarray) and result.dtype.kind == "O":
+        raise TypeError(
+            f"{name_of(function)} of a tracked array at {user_line()} gave an array of objects, "
+            "which carries no gradient: write it in NumPy functions, or give it a derivative with "
+            "nd.custom_gradient."
+        )
+    return result
 
 
 def ufunc_method(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -181,9 +191,19 @@ def ufunc_method(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[st
 
 
 def is_differentiable(value: Any) -> bool:
-    """Say whether a value is an array, or a NumPy number, of a dtype that gradients can have."""
+    """Return True for arrays, and NumPy numbers, of a dtype that gradients can have."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and (dtype.kind in "fc" or dtype.name == "bfloat16")
+
+
+def operand(x: Any, graph: Any) -> tuple[Any, int | None]:
+    """Return an argument's raw value, and its place in the graph if it is recorded there."""
+    if not isinstance(x, Recorded):
+        if getattr(x, "is_distributed_variable", False):
+            x = x.tracked_value()
+        if not isinstance(x, Recorded):
+            return x, None
+    return x.value, x.index if x.graph is graph else None
 
 
 def strip(value: Any, graph: Any, found: dict[Path, int], path: Path = ()) -> Any:
@@ -204,7 +224,122 @@ def strip(value: Any, graph: Any, found: dict[Path, int], path: Path = ()) -> An
     raw, index = operand(value, graph)
     if index is not None:
         found[path] = index
+    elif type(raw) not in _PLAIN and _is_foreign(raw):
+        raw = np.asarray(raw)
     return raw
+
+
+def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function whose first argument alone is tracked: reductions, reshapes and the like.
+
+    Returns:
+        `NotImplemented` if there is more to it, for `apply` to deal with.
+    """
+    for value in (*rest, *kwargs.values()):
+        if type(value) not in _PLAIN and (_hides_array(value) or _is_foreign(value)):
+            return NotImplemented
+    if "out" in kwargs:
+        return NotImplemented
+    value = x.value
+    if function in _METHODS:
+        result = getattr(value, _METHODS[function])(*rest, **kwargs)
+    else:
+        result = function(value, *rest, **kwargs)
+    graph: Any = current_frame().recorder
+    if graph is not x.graph or not is_differentiable(result):
+        return result
+    try:
+        rules: Rules = (RULES[function][0](result, value, *rest, **kwargs),)
+    except (TypeError, NotImplementedError) as error:
+        rules = missing(function, str(error))
+    return graph.record(result, (x.index,), rules)
+
+
+def _rules_of(
+    function: Any,
+    result: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    paths: Sequence[Path],
+) -> Rules:
+    """Return the rules of a call for the tracked arguments at some paths; all else is raw."""
+    makers = RULES.get(function) or special_rules(function) or ()
+    try:
+        if isinstance(result, list | tuple):
+            if function in JOINT_RULES and all(path in ((0,), (1,)) for path in paths):
+                return _chosen(JOINT_RULES[function](result, args, kwargs), paths)
+        elif function in RULES_BY_PATH:
+            by_path = RULES_BY_PATH[function]
+            rules = tuple([by_path(result, path, args, kwargs) for path in paths])
+            if None not in rules:
+                return rules
+            kwargs = {}  # Those of einsum say how to compute, and not what.
+        elif all(len(path) == 1 and path[0] in range(len(makers)) for path in paths):
+            if isinstance(function, np.ufunc) and kwargs:
+                return tuple([_cast_rule(makers[k], result, args, kwargs, k) for (k,) in paths])
+            return tuple([makers[k](result, *args, **kwargs) for (k,) in paths])
+    except (TypeError, NotImplementedError) as error:
+        return missing(function, str(error))
+    nested = any(len(path) > 1 or not isinstance(path[0], int) for path in paths)
+    return missing(function, "a tracked array inside a list or a keyword" if nested else "")
+
+
+def _chosen(joint: Callable[[Any], Sequence[Any]], paths: Sequence[Path]) -> Rules:
+    """Return the rule that gives only the gradients of some arguments."""
+    if paths == [(0,)]:
+        return joint
+
+    def chosen(gradients: Any) -> Sequence[Any]:
+        changes = joint(gradients)
+        return [changes[position] for (position,) in paths]
+
+    return chosen
+
+
+def _cast_rule(
+    maker: Callable[..., Any], result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], k: int
+) -> Callable[[Any], Any]:
+    """Return a ufunc's rule where keywords may have changed the result's dtype."""
+    if "where" in kwargs:
+        raise NotImplementedError("where=: use np.where")
+    rule, shape, dtype = maker(result, *args), args[k].shape, args[k].dtype
+    return lambda g: unbroadcast(rule(g), shape, dtype)
+
+
+def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:
+    """Return a ufunc's operand like `operand`; lists and arrays of other libraries are converted.
+
+    Raises:
+        TypeError: it is something that NumPy would take for an object.
+    """
+    value, place = operand(value, graph)
+    if place is not None or isinstance(value, _OPERANDS) or is_gpu_array(value):
+        return value, place
+    if isinstance(value, list | tuple):
+        return operand(
+            np.asarray(value) if not _hides_array(value) else _without_list(value), graph
+        )
+    array = np.asarray(value)
+    if array.dtype == object:
+        raise TypeError(
+            f"{name_of(ufunc)} of a tracked array and a {type(value).__module__}."
+            f"{type(value).__qualname__} at {user_line()}: convert that to a NumPy array first, "
+            "or wrap the operation in nd.custom_gradient."
+        )
+    return array, None
+
+
+def _without_list(value: Any) -> Any:
+    """Turn a list into an array, a tracked one if it holds tracked arrays."""
+    if not isinstance(value, list | tuple) or not _hides_array(value):
+        return value
+    return np.stack([_without_list(item) for item in value])
+
+
+def _is_foreign(value: Any) -> bool:
+    """Return True for arrays of other libraries, as of pandas, which are constants to a tape."""
+    known = isinstance(value, _OPERANDS) or not hasattr(type(value), "__array__")
+    return not known and not is_gpu_array(value)
 
 
 def _hides_array(value: Any) -> bool:
@@ -212,7 +347,7 @@ def _hides_array(value: Any) -> bool:
         return False
     if isinstance(value, list | tuple):
         return any(_hides_array(item) for item in value)
-    return isinstance(value, ArrayFace) or getattr(value, "is_distributed_variable", False)
+    return isinstance(value, Recorded) or getattr(value, "is_distributed_variable", False)
 
 
 def _positional(
@@ -226,17 +361,30 @@ def _positional(
     return bound.args, bound.kwargs
 
 
+def _takes(composed: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if what is written instead of a NumPy function takes these keywords."""
+    known = _keywords(composed) if kwargs else None
+    return kwargs.get("out") is None and (known is None or kwargs.keys() <= known)
+
+
+@functools.cache
+def _keywords(composed: Callable[..., Any]) -> set[str] | None:
+    parameters = inspect.signature(composed).parameters
+    anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return None if anything else set(parameters)
+
+
 def _refuse_writes(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool
 ) -> None:
     """Raise where a call would write into a tracked array, or past the tape into a plain one."""
     out = kwargs.get("out")
-    targets = [one for one in (out if isinstance(out, tuple) else (out,)) if one is not None]
+    targets = list(out) if isinstance(out, tuple) else [] if out is None else [out]
     if function in IN_PLACE or getattr(function, "__name__", "") == "at":
         targets.append(args[0])
-    if targets and (recorded or any(isinstance(target, ArrayFace) for target in targets)):
+    if targets and (recorded or any(isinstance(target, Recorded) for target in targets)):
         raise TypeError(
-            f"{name_of(function)} would write into an array, and one of its arguments is tracked: "
-            "the tape could not take that back. Use the result instead, as in x = np.add(x, y) or "
-            "x = x + y."
+            f"{name_of(function)} at {user_line()} would write into an array, and one of its "
+            "arguments is tracked: the tape could not take that back. Use the result instead, as "
+            "in x = np.add(x, y) or x = x + y."
         )

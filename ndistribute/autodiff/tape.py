@@ -1,29 +1,164 @@
-"""The gradient tape: what users see of the graph.
+"""The gradient tape, and the graph in which it records.
 
-A tape says when to record, which variables to watch and for which sources to compute gradients. It
-holds what was recorded until its gradient has been asked, and lets it all go then, so that no
-variable's snapshot outlives the step that read it.
+A graph is a list of entries in the order in which they were made: None for a leaf (a variable, a
+watched array), else the entries that an operation used and the rules that turn its gradient into
+theirs. Tracked arrays hold a place in the list and nothing else, so dropping the list frees all
+that the rules keep. Several tapes of a thread share one graph; the frame of the thread names it. A
+tape says when to record, which variables to watch and for which sources to compute gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from ndistribute import tree
-from ndistribute.autodiff.backward import Entry, backpropagate
+from ndistribute.autodiff import collectives
+from ndistribute.autodiff.backward import Component, Entry, backpropagate
 from ndistribute.autodiff.dispatch import is_differentiable
-from ndistribute.autodiff.graph import Graph
-from ndistribute.autodiff.request import Delivery, seeds_of, unconnected_is_zero
+from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.autodiff.tracked import Tracked, untrack
-from ndistribute.context import current_frame
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.context import CommunicatorLike, Frame, current_frame
 from ndistribute.device import as_array
 
-__all__ = ["GradientTape"]
+__all__ = ["GradientTape", "Graph"]
 
 Gradients = Any  # a nest of arrays, IndexedSlices and None
+
+_new: Any = object.__new__
+
+
+class Graph:
+    """Record operations; implements `ndistribute.context.Recorder`.
+
+    Args:
+        frame: where the thread is; the graph is its recorder while a tape records.
+
+    Attributes:
+        entries: what was recorded.
+        leaves: each variable that was read, and its place; under its id, which it thereby keeps.
+        askers: how many tapes may still ask for gradients.
+        shared: whether several tapes were open at once.
+    """
+
+    __slots__ = ("_frame", "_open", "_recording", "askers", "entries", "leaves", "shared")
+
+    def __init__(self, frame: Frame) -> None:
+        self.entries: list[Entry | None] = []
+        self.leaves: dict[int, tuple[Any, int]] = {}
+        self.askers = 0
+        self.shared = False
+        self._frame = frame
+        self._open = 0
+        self._recording: list[GradientTape] = []
+
+    def record(self, value: Any, parents: tuple[int, ...], rules: Any) -> Tracked:
+        """Append an operation.
+
+        Args:
+            value: its raw result.
+            parents: the entries that it used.
+            rules: one function for each parent, from the result's gradient to the parent's; or one
+                function that returns the gradients of all parents.
+        """
+        # Each operation comes by here, and a call of `Tracked.__init__` takes a third longer.
+        tracked: Tracked = _new(Tracked)
+        tracked.value = value
+        tracked.graph = self
+        tracked.index = len(self.entries)
+        self.entries.append((parents, rules))
+        return tracked
+
+    def record_many(self, values: Any, parents: tuple[int, ...], joint: Callable[..., Any]) -> Any:
+        """Append an operation with several results.
+
+        Args:
+            values: a nest of results; those that carry no gradient come back as they are.
+            parents: the entries that it used.
+            joint: takes one gradient per result, None for a result that nobody used, and returns
+                one per parent.
+        """
+        results = tree.flatten(values)
+        base = self.leaf(None).index
+        self.entries[base] = (parents, joint)
+        for k, one in enumerate(results):
+            if is_differentiable(one):
+                rule = functools.partial(Component, k, len(results))
+                results[k] = self.record(one, (base,), (rule,))
+        return tree.unflatten(values, results)
+
+    def leaf(self, value: Any) -> Tracked:
+        """Append a leaf that stands for an array."""
+        tracked = Tracked(value, self, len(self.entries))
+        self.entries.append(None)
+        return tracked
+
+    def read(self, variable: Any, value: Any) -> Any:
+        """Return a variable's value, tracked if a tape that records watches the variable."""
+        known = self.leaves.get(id(variable))
+        if known is not None:
+            return Tracked(value, self, known[1])
+        for tape in self._recording:
+            if tape.watches(variable) and is_differentiable(value):
+                self.leaves[id(variable)] = variable, len(self.entries)
+                return self.leaf(value)
+        return value
+
+    def read_part(self, variable: Any, index: Any, value: Any) -> Any:
+        """Return ``variable[index]``, read without the rest, tracked like a whole value."""
+        whole = self.read(variable, value)
+        if not isinstance(whole, Tracked):
+            return value
+        return self.record(value, (whole.index,), (index_rule(variable, index),))
+
+    def all_reduce(self, communicator: CommunicatorLike, op: Any, value: Any, options: Any) -> Any:
+        """Reduce over replicas, and record that."""
+        return collectives.all_reduce(self, communicator, op, value, options)
+
+    def all_gather(
+        self, communicator: CommunicatorLike, value: Any, axis: int, options: Any
+    ) -> Any:
+        """Concatenate over replicas, and record that."""
+        return collectives.all_gather(self, communicator, value, axis, options)
+
+    @classmethod
+    def joined(cls, tape: GradientTape) -> Graph:
+        """Return the graph of this thread, a new one if no tape is open, and let a tape record."""
+        frame = current_frame()
+        graph = frame.recorder
+        if not isinstance(graph, Graph) or not graph._open:
+            graph = cls(frame)
+        graph.shared = graph._open > 0 or graph.shared
+        graph._open += 1
+        graph.askers += 1
+        graph.resume(tape)
+        return graph
+
+    def resume(self, tape: GradientTape) -> None:
+        """Record for a tape."""
+        self._recording.append(tape)
+        self._frame.recorder = current_frame().recorder = self
+
+    def pause(self, tape: GradientTape) -> None:
+        """Record no longer for a tape; when it was the last one, record nothing."""
+        self._recording.remove(tape)
+        # The frame of the first tape, and that of a scope entered since, if any.
+        for frame in (self._frame, current_frame()):
+            if not self._recording and frame.recorder is self:
+                frame.recorder = None
+
+    def close(self, tape: GradientTape) -> None:
+        """Let a tape go; after the last one, only the tapes hold what was recorded."""
+        if tape in self._recording:
+            self.pause(tape)
+        self._open -= 1
+        if not self._open:
+            self.entries, self.leaves = [], {}
 
 
 class GradientTape:
@@ -62,21 +197,13 @@ class GradientTape:
     def __enter__(self) -> GradientTape:
         if self._graph is not None:
             raise RuntimeError("this GradientTape was entered before: make a new one for each use.")
-        frame = current_frame()
-        known = frame.recorder
-        graph = known if isinstance(known, Graph) and known.is_open else Graph(frame)
-        self._graph, self._entries, self._leaves = graph, graph.entries, graph.leaves
+        self._graph = graph = Graph.joined(self)
+        self._entries, self._leaves = graph.entries, graph.leaves
         self._is_open = True
         self._spans.append((len(graph.entries), None))
-        graph.open(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._close()
 
     def watch(self, value: Any) -> Any:
@@ -104,7 +231,7 @@ class GradientTape:
         return tree.map_leaves(self._watch_one, value)
 
     def watches(self, variable: Any) -> bool:
-        """Say whether reading a variable makes it a source."""
+        """Return True if reading a variable makes it a source."""
         return id(variable) in self._watched or (self._watch_accessed and bool(variable.trainable))
 
     def watched_variables(self) -> list[Any]:
@@ -154,34 +281,37 @@ class GradientTape:
 
         Raises:
             RuntimeError: the tape is not persistent and was asked before, or was never entered.
-            TypeError: an operation has no derivative rule, or a source is a plain array.
-            ValueError: an argument is not as described.
+            TypeError: an operation has no derivative rule, or a source is a plain array or an
+                integer variable.
+            ValueError: an argument is not as described, or target and sources are swapped.
         """
-        zero = unconnected_is_zero(unconnected_gradients)
+        zero = str(getattr(unconnected_gradients, "value", unconnected_gradients)).lower()
+        if zero not in ("none", "zero"):
+            raise ValueError(
+                f"unconnected_gradients must be 'none' or 'zero', got {unconnected_gradients!r}."
+            )
         graph, entries = self._recorded()
         # A plain list of variables is what nearly everybody asks for, at each step.
-        flat = type(sources) is list and all(map(_is_source, sources))
+        flat = type(sources) is list and all(map(_is_source, set(map(type, sources))))
         leaves = sources if flat else tree.flatten(sources)
-        delivery = Delivery(leaves, [self._place(source) for source in leaves], zero)
-        pairs = [self._target(one) for one in tree.flatten(target)]
-        seeds = seeds_of(pairs, target, output_gradients)
+        places = [self._place(source) for source in leaves]
+        seeds = self._seeds(target, output_gradients)
         if not self._persistent:
             self._close()
             self._entries = None
             graph.askers -= 1
-        spans = [(start, len(entries) if stop is None else stop) for start, stop in self._spans]
         replica = current_frame().replica
-        memory = None if replica is None else replica.communicator.gradient_memory
-        backpropagate(
+        found = backpropagate(
             entries,
             seeds,
-            delivery.places,
-            delivery,
-            spans=spans,
+            {place for place in places if place is not None},
+            spans=[(start, len(entries) if stop is None else stop) for start, stop in self._spans],
             free=graph.askers == 0,
-            memory=memory,
+            memory=None if replica is None else replica.communicator.gradient_memory,
         )
-        results = delivery.finish()
+        results = _results(leaves, places, found, zero == "zero")
+        if leaves and not found:
+            _check_order(graph, entries, leaves, seeds)
         return results if flat else tree.unflatten(sources, results)
 
     def _recorded(self) -> tuple[Graph, list[Entry | None]]:
@@ -222,13 +352,26 @@ class GradientTape:
         shared = graph is not None and graph.shared
         return None if shared and not self.watches(source) else known[1]
 
-    def _target(self, target: Any) -> tuple[int | None, Any]:
-        """Return where a target stands in the graph, and its raw value."""
-        if getattr(target, "is_distributed_variable", False):
-            return self._place(target), untrack(target.tracked_value())
-        if isinstance(target, Tracked) and target.graph is self._graph:
-            return target.index, target.value
-        return None, target
+    def _seeds(self, targets: Any, output_gradients: Any) -> dict[int, Any]:
+        """Return the gradients that a backward pass starts from, by entry."""
+        flat = tree.flatten(targets)
+        given: list[Any] = [None] * len(flat)
+        if output_gradients is not None:
+            if not tree.same_structure(targets, output_gradients):
+                raise ValueError("output_gradients must have the structure of the target.")
+            given = tree.flatten(output_gradients)
+        seeds: dict[int, Any] = {}
+        for target, gradient in zip(flat, given, strict=True):
+            if getattr(target, "is_distributed_variable", False):
+                place, value = self._place(target), untrack(target.tracked_value())
+            elif isinstance(target, Tracked) and target.graph is self._graph:
+                place, value = target.index, target.value
+            else:
+                continue
+            if place is not None:
+                seed = _seed(value, gradient)
+                seeds[place] = seeds[place] + seed if place in seeds else seed
+        return seeds
 
     def _close(self) -> None:
         if self._is_open and self._graph is not None:
@@ -242,13 +385,79 @@ class GradientTape:
             self._spans[-1] = (start, len(self._entries))
 
 
-def _is_source(value: Any) -> bool:
-    return isinstance(value, Tracked) or getattr(value, "is_distributed_variable", False)
+def _results(
+    sources: Sequence[Any], places: Sequence[int | None], found: dict[Any, Any], zero: bool
+) -> list[Any]:
+    """Return the gradient of each source, an array of its own for each."""
+    results: list[Any] = []
+    for k, (source, place) in enumerate(zip(sources, places, strict=True)):
+        gradient = found.get(place)
+        if gradient is None:
+            results.append(_zeros(source) if zero else None)
+            continue
+        if place in places[:k]:
+            gradient = _copy(gradient)
+        if gradient.dtype.kind == "c":
+            # The rules carry the derivative of the analytic function; users want the direction
+            # of steepest ascent, as TensorFlow gives it.
+            gradient = np.conj(gradient)
+        results.append(gradient)
+    return results
 
 
-def _check_source(value: Any) -> None:
-    if not _is_source(value):
-        raise TypeError(
-            f"a source of GradientTape.gradient is of type {type(value).__name__}: name variables, "
-            "or what tape.watch(array) returned."
+def _zeros(source: Any) -> Any:
+    is_variable = getattr(source, "is_distributed_variable", False)
+    return np.zeros_like(untrack(source.tracked_value() if is_variable else source))
+
+
+def _seed(value: Any, gradient: Any) -> Any:
+    """Return the gradient of a target, in its shape and dtype; ones if the user gave none."""
+    if gradient is None:
+        return type(value)(1) if isinstance(value, np.generic) else np.ones_like(value)
+    gradient = as_array(untrack(gradient))
+    if gradient.shape != value.shape:
+        raise ValueError(
+            f"output_gradients has shape {gradient.shape} where the target has {value.shape}: they "
+            "must be the same."
         )
+    gradient = gradient.astype(value.dtype, copy=False)
+    return np.conj(gradient) if value.dtype.kind == "c" else gradient
+
+
+def _copy(gradient: Any) -> Any:
+    if isinstance(gradient, IndexedSlices):
+        return IndexedSlices(gradient.values.copy(), gradient.indices.copy(), gradient.dense_shape)
+    return gradient.copy()
+
+
+def _is_source(kind: type) -> bool:
+    return issubclass(kind, Tracked) or getattr(kind, "is_distributed_variable", False)
+
+
+def _check_source(source: Any) -> None:
+    if not _is_source(type(source)):
+        raise TypeError(
+            f"a source of GradientTape.gradient is of type {type(source).__name__}: name "
+            "variables, or what tape.watch(array) returned, as in tape.gradient(loss, variables)."
+        )
+    if not is_differentiable(source):
+        raise TypeError(
+            f"a source of GradientTape.gradient is {getattr(source, 'name', 'a variable')} of "
+            f"dtype {source.dtype}: only variables of a floating dtype have gradients. Leave it "
+            "out of the sources, or make it of another dtype."
+        )
+
+
+def _check_order(
+    graph: Graph, entries: Sequence[Entry | None], sources: Sequence[Any], seeds: Mapping[int, Any]
+) -> None:
+    """Raise if everything that was asked for was computed after the target."""
+    for source in sources:
+        if not isinstance(source, Tracked) or source.graph is not graph:
+            return
+        if source.index <= max(seeds, default=source.index) or entries[source.index] is None:
+            return
+    raise ValueError(
+        "every source of GradientTape.gradient was computed after the target, which can not depend "
+        "on it. Are they swapped? Write tape.gradient(loss, variables)."
+    )

@@ -281,7 +281,8 @@ class Optimizer:
 
     def _rate(self) -> float:
         rate = self.learning_rate
-        return float(rate(int(self._counter)) if callable(rate) else rate)
+        # A rate that is a variable may be watched by a tape, which refuses float(variable).
+        return float(as_array(rate(int(self._counter)) if callable(rate) else rate))
 
     def _summable(self, gradient: Any) -> Any:
         """Return a gradient whose rows can be summed: wide enough, and whole if the rule asks."""

@@ -38,7 +38,7 @@ def _operator(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], 
 
 
 def _conversion(function: Callable[[Any], Any]) -> Callable[[ArrayLike], Any]:
-    return lambda self: function(self.component())
+    return lambda self: function(self.tracked_value())
 
 
 class ArrayLike(NDArrayOperatorsMixin):
@@ -71,7 +71,8 @@ class ArrayLike(NDArrayOperatorsMixin):
         return np.array(to_host(self.component()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.array(to_host(self.component()), dtype=dtype, copy=copy)
+        # Where a tape watches this variable, its tracked array refuses to lose the gradient.
+        return np.array(to_host(self.tracked_value()), dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         values = map(_read, inputs)

@@ -114,17 +114,13 @@ def check_gradients(function, *arrays, rtol=1e-6):
     _check_float32(function, arrays)
 
 
-# Before NumPy 2, a float32 number (not an array) and a Python number made a float64.
-NUMBERS_WIDEN = np.lib.NumpyVersion(np.__version__) < "2.0.0"
-
-
 @custom_gradient
 def probe(x):
     """Pass an array on, and see that the rule behind it gives a gradient that fits it."""
 
     def rule(g):
         assert g.shape == x.shape
-        assert g.dtype == x.dtype or NUMBERS_WIDEN
+        assert g.dtype == x.dtype
         return g
 
     return x.copy(), [rule]

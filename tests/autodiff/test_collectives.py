@@ -55,7 +55,7 @@ def test_all_reduce(op, count):
 
     def step(communicator):
         with GradientTape() as tape:
-            x = tape.watch(values[communicator.rank].copy())
+            x = tape.watch(values[communicator.rank].astype(np.float32))
             y = all_reduce(communicator, op, x)
             loss = np.sum(y * weights(communicator.rank, length))
         assert isinstance(y, Tracked)
@@ -64,7 +64,8 @@ def test_all_reduce(op, count):
     total = sum(weights(rank, length) for rank in range(count))
     for rank, (y, gradient) in enumerate(on_replicas(count, step)):
         np.testing.assert_allclose(y, reduced(op, values))
-        np.testing.assert_allclose(gradient, expected_gradient(op, values, rank, total))
+        np.testing.assert_allclose(gradient, expected_gradient(op, values, rank, total), rtol=1e-6)
+        assert y.dtype == gradient.dtype == np.float32
 
 
 def expected_gradient(op, values, rank, total):
@@ -78,18 +79,6 @@ def expected_gradient(op, values, rank, total):
         return total * (np.prod(np.stack(others), axis=0) if others else 1)
     holds = np.stack(values) == reduced(op, values)
     return total * holds[rank] / holds.sum(axis=0)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_float32_stays_float32(op):
-    def step(communicator):
-        with GradientTape() as tape:
-            x = tape.watch(np.float32(communicator.rank + 1))
-            y = all_reduce(communicator, op, x)
-        gradient = tape.gradient(y, x)
-        return untrack(y).dtype, gradient.dtype, gradient.shape
-
-    assert on_replicas(2, step) == [(np.float32, np.float32, ())] * 2
 
 
 def test_a_nest_is_one_call_in_each_direction():
@@ -156,32 +145,6 @@ def test_all_gather_of_ragged_parts(axis):
         own = own[start:stop] if axis in (0, -2) else own[:, start:stop]
         np.testing.assert_array_equal(gradient, own)
         start = stop
-
-
-def test_synchronised_normalisation_is_that_of_the_whole_batch():
-    """What batch normalisation over replicas needs."""
-    batch = np.random.default_rng(0).normal(size=(8, 3))
-    target = np.random.default_rng(1).normal(size=(8, 3))
-
-    def normalise(x, mean):
-        centre = mean(x)
-        spread = mean(np.square(x - centre))
-        return (x - centre) / np.sqrt(spread + 1e-3)
-
-    with GradientTape() as tape:
-        whole = tape.watch(batch)
-        loss = np.sum(np.square(normalise(whole, lambda x: np.mean(x, axis=0)) - target))
-    expected = tape.gradient(loss, whole)
-
-    def step(communicator):
-        own = slice(communicator.rank * 4, communicator.rank * 4 + 4)
-        with GradientTape() as tape:
-            x = tape.watch(batch[own])
-            y = normalise(x, lambda x: all_reduce(communicator, "mean", np.mean(x, axis=0)))
-            loss = np.sum(np.square(y - target[own]))
-        return tape.gradient(loss, x)
-
-    np.testing.assert_allclose(np.concatenate(on_replicas(2, step)), expected, rtol=1e-10)
 
 
 def test_an_unknown_op_is_refused():

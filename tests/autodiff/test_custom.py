@@ -146,6 +146,26 @@ def test_gradients_are_cast_and_their_shape_is_checked():
         tape.gradient(z, x)
 
 
+@pytest.mark.parametrize(
+    ("derivative", "error", "message"),
+    [
+        (lambda g: [g], ValueError, r"fused was called with 2.*gave 1 gradients"),
+        (lambda g: [g, g, g], ValueError, r"fused was called with 2.*gave 3 gradients"),
+        (lambda g: g, TypeError, r"derivative of .*fused gave a ndarray where a list of 2"),
+        ([lambda g: g], ValueError, r"fused was called with 2.*gave 1 derivatives"),
+    ],
+)
+def test_a_wrong_number_of_gradients_is_refused(derivative, error, message):
+    @custom_gradient
+    def fused(x, y):
+        return x * y, derivative
+
+    with GradientTape() as tape:
+        x = tape.watch(np.ones(2))
+        with pytest.raises(error, match=message):
+            tape.gradient(fused(x, 2.0), x)
+
+
 def test_an_operation_from_outside_numpy():
     """How PyTorch, JAX or C code takes part."""
     erf = np.vectorize(math.erf, otypes=[float])

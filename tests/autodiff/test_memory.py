@@ -115,8 +115,8 @@ def test_an_error_in_a_rule_does_not_hold_snapshots():
     v = Reader(np.ones((2, 2)))
     before = references(v)
     with GradientTape() as tape:
-        loss = np.sum(np.cumprod(v * v))
-    with pytest.raises(TypeError, match="cumprod"):
+        loss = np.sum(np.unique(v * v))
+    with pytest.raises(TypeError, match="unique"):
         tape.gradient(loss, v)
     del tape
     assert references(v) == before

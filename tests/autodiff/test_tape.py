@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -91,8 +94,9 @@ def test_a_source_can_be_the_target_or_lie_between():
         y = h * h
     assert tape.gradient(x, x).tolist() == [1, 1]
     assert [g.tolist() for g in tape.gradient(y, [h, x, y])] == [[6, 12], [18, 36], [1, 1]]
-    assert tape.gradient(h, y) is None
-    assert tape.gradient(x, h) is None
+    for target, source in [(h, y), (x, h), ([x, h], [y])]:
+        with pytest.raises(ValueError, match=r"swapped.*tape\.gradient\(loss, variables\)"):
+            tape.gradient(target, source)
 
 
 def test_gradients_are_arrays_that_the_caller_owns():
@@ -207,6 +211,8 @@ def test_wrong_uses_say_so():
             tape.stop_recording().__enter__()
     with pytest.raises(TypeError, match=r"ndarray.*tape\.watch"):
         tape.gradient(x, np.ones(2))
+    with pytest.raises(TypeError, match=r"int64.*only variables of a floating dtype"):
+        tape.gradient(x, [StandInVariable(np.int64(3))])
     assert tape.gradient(x, x).tolist() == [1, 1]
 
 
@@ -336,3 +342,53 @@ def test_only_what_leads_to_a_source_is_computed():
         loud(z, "after")
     tape.gradient(z, y)
     assert calls == ["y"]
+
+
+def test_threads_record_for_themselves():
+    w = StandInVariable(np.ones((3, 2)))
+    barrier = threading.Barrier(4)
+
+    def step(k):
+        x = np.full((5, 3), k + 1.0)
+        results = []
+        for _ in range(20):
+            barrier.wait(timeout=50)
+            with GradientTape() as tape:
+                h = np.tanh(x @ w) * np.float64(k)
+                barrier.wait(timeout=50)
+                loss = np.sum(h * h)
+            results.append(tape.gradient(loss, w))
+        return results
+
+    def alone(k):
+        x = np.full((5, 3), k + 1.0)
+        with GradientTape() as tape:
+            h = np.tanh(x @ w) * np.float64(k)
+            loss = np.sum(h * h)
+        return tape.gradient(loss, w)
+
+    with ThreadPoolExecutor(4) as pool:
+        for k, results in enumerate(pool.map(step, range(4))):
+            for result in results:
+                np.testing.assert_array_equal(result, alone(k))
+
+
+def test_a_tracked_array_is_a_constant_to_another_thread():
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+
+        def other():
+            assert current_frame().recorder is None
+            plain = x * x
+            with GradientTape() as own:
+                y = own.watch(2.0)
+                z = x * y
+            return plain, own.gradient(z, [x, y])
+
+        with ThreadPoolExecutor(1) as pool:
+            plain, (to_x, to_y) = pool.submit(other).result(timeout=50)
+        z = x * x
+    assert not isinstance(plain, Tracked)
+    assert to_x is None
+    assert to_y == 3
+    assert tape.gradient(z, x) == 6

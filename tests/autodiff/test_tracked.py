@@ -20,12 +20,6 @@ def x():
         yield tape.watch(np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], np.float32))
 
 
-@pytest.fixture
-def scalar():
-    with GradientTape() as tape:
-        yield tape.watch(np.float32(2.5)) * 1.0
-
-
 def test_attributes(x):
     assert (x.shape, x.ndim, x.size, x.dtype) == ((2, 3), 2, 6, np.float32)
     assert (x.nbytes, x.itemsize, len(x)) == (24, 4, 2)
@@ -33,20 +27,17 @@ def test_attributes(x):
     assert repr(x).startswith("Tracked(array([[1.")
 
 
-def test_conversions(scalar, x):
+def test_conversions_after_the_tape():
+    with GradientTape() as tape:
+        x = tape.watch(np.array([[1.0, 2.0]], np.float32))
+        scalar = x[0, 0] * 2.5
+        with pytest.raises(TypeError):
+            iter(scalar)
+        with pytest.raises(ValueError, match="ambiguous"):
+            bool(x)
     assert float(scalar) == scalar.item() == complex(scalar).real == 2.5
     assert int(scalar) == 2
-    assert f"{scalar:.2f} {scalar}" == "2.50 2.5"
-    assert bool(scalar)
-    assert x.tolist()[0] == [1, 2, 3]
-    assert f"{x}" == str(untrack(x))
-    with pytest.raises(TypeError):
-        iter(scalar)
-    with pytest.raises(ValueError, match="ambiguous"):
-        bool(x)
-
-
-def test_conversion_to_an_array_is_read_only(x):
+    assert x.tolist() == [[1, 2]]
     array = np.asarray(x)
     assert type(array) is np.ndarray
     assert np.shares_memory(array, untrack(x))
@@ -55,8 +46,7 @@ def test_conversion_to_an_array_is_read_only(x):
     assert np.array(x).flags.writeable
     assert np.asarray(x, np.float64).dtype == np.float64
     assert as_array(x) is untrack(x)
-    owned = x.numpy()
-    assert not np.shares_memory(owned, untrack(x))
+    assert not np.shares_memory(x.numpy(), untrack(x))
 
 
 @pytest.mark.parametrize(
@@ -143,11 +133,6 @@ def test_variables_mix_on_either_side(x):
     assert np.where(x.T > 2, variable, x.T).shape == (3, 2)
 
 
-def test_numpy_decides_what_a_wrong_shape_is(x):
-    with pytest.raises(ValueError, match="broadcast"):
-        x + np.ones(7)
-
-
 def test_an_in_place_operator_makes_a_new_array(x):
     before = untrack(x).copy()
     other = x
@@ -206,20 +191,6 @@ def test_untrack_keeps_the_structure(x):
 def test_a_copy_is_another_array(x):
     assert np.shares_memory(untrack(copy.copy(x)), untrack(x))
     assert not np.shares_memory(untrack(x.copy()), untrack(x))
-
-
-def test_methods_do_what_those_of_an_array_do(x):
-    raw = untrack(x)
-    for name, args in {
-        "sum": (), "mean": (0,), "max": (1,), "min": (), "prod": (), "std": (1,), "var": (0,),
-        "ravel": (), "flatten": (), "squeeze": (), "swapaxes": (0, 1), "clip": (2, 4), "copy": (),
-        "cumsum": (1,), "cumprod": (), "repeat": (2, 1), "take": ([0, 1],), "trace": (),
-        "diagonal": (1,), "conj": (), "conjugate": (), "transpose": (1, 0), "reshape": (3, 2),
-        "dot": (np.ones(3, np.float32),), "argpartition": (1,),
-    }.items():  # fmt: skip
-        result, expected = getattr(x, name)(*args), getattr(raw, name)(*args)
-        assert result.dtype == expected.dtype, name
-        np.testing.assert_array_equal(untrack(result), expected, err_msg=name)
 
 
 def test_public_methods_are_described():

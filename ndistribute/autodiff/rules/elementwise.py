@@ -1,116 +1,37 @@
 """Derivatives of the functions that work element by element.
 
 A maker takes the result and the arguments of a call, all raw, and returns the function that turns
-the result's gradient into one argument's. It keeps only what that function needs, so that large
+the result's gradient into one argument's. That keeps only what it needs, so that large
 intermediates are freed on the way forward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import fitting, identity
+from ndistribute.autodiff.rules.unbroadcast import identity, unbroadcast, unbroadcasting
 from ndistribute.device import Array
 
-__all__ = ["RULES", "RULES_BY_NAME", "cast"]
+__all__ = ["RULES", "cast"]
 
 Vjp = Callable[[Array], Array]
 
 
-def _add_x(out: Array, x: Array, y: Array) -> Vjp:
-    return fitting(x, out)
+def cast(x: Array, dtype: Any, **kwargs: Any) -> Array:
+    """Return an array cast to a dtype: the method `astype` as a function."""
+    return x.astype(dtype, **kwargs)
 
 
-def _add_y(out: Array, x: Array, y: Array) -> Vjp:
-    return fitting(y, out)
-
-
-def _subtract_y(out: Array, x: Array, y: Array) -> Vjp:
-    fit = fitting(y, out)
-    return np.negative if fit is identity else lambda g: np.negative(fit(g))
-
-
-def _multiply_x(out: Array, x: Array, y: Array) -> Vjp:
-    fit = fitting(x, out)
-    return lambda g: fit(g * y)
-
-
-def _multiply_y(out: Array, x: Array, y: Array) -> Vjp:
-    return _multiply_x(out, y, x)
-
-
-def _divide_x(out: Array, x: Array, y: Array) -> Vjp:
-    fit = fitting(x, out)
-    return lambda g: fit(g / y)
-
-
-def _divide_y(out: Array, x: Array, y: Array) -> Vjp:
-    fit = fitting(y, out)
-
-    def vjp(g: Array) -> Array:
-        change = g * out
-        change /= y
-        return np.negative(fit(change))
-
-    return vjp
-
-
-def _power_x(out: Array, x: Array, y: Any) -> Vjp:
-    fit = fitting(x, out)
-
-    def vjp(g: Array) -> Array:
-        # Where the exponent is 0 the derivative is 0, also at x = 0.
-        below = (y - 1 if y else 1) if np.ndim(y) == 0 else np.where(y, y - 1, 1)
-        return fit(g * (y * x**below))
-
-    return vjp
-
-
-def _power_y(out: Array, x: Any, y: Array) -> Vjp:
-    fit = fitting(y, out)
-
-    def vjp(g: Array) -> Array:
-        # Taken as 0 where the logarithm is not real, as in TensorFlow.
-        log = np.log(np.where(np.greater(x, 0), x, 1)).astype(out.dtype)
-        return fit(g * out * log)
-
-    return vjp
-
-
-def _maximum_x(out: Array, x: Array, y: Array) -> Vjp:
-    return _masked(out, np.greater_equal(x, y), x)
-
-
-def _maximum_y(out: Array, x: Array, y: Array) -> Vjp:
-    return _masked(out, np.less(x, y), y)
-
-
-def _minimum_x(out: Array, x: Array, y: Array) -> Vjp:
-    return _masked(out, np.less_equal(x, y), x)
-
-
-def _minimum_y(out: Array, x: Array, y: Array) -> Vjp:
-    return _masked(out, np.greater(x, y), y)
-
-
-def _fmax_x(out: Array, x: Array, y: Array) -> Vjp:
-    # A NaN loses, so the comparison is with the result.
-    return _masked(out, np.equal(x, out), x)
-
-
-def _fmax_y(out: Array, x: Array, y: Array) -> Vjp:
-    return _masked(out, np.not_equal(x, out), y)
-
-
-def _where_x(out: Array, condition: Any, x: Array, y: Any) -> Vjp:
-    return _masked(out, np.not_equal(condition, 0), x)
-
-
-def _where_y(out: Array, condition: Any, x: Any, y: Array) -> Vjp:
-    return _masked(out, np.equal(condition, 0), y)
+def _onto(x: Array, out: Array, change: Vjp) -> Vjp:
+    """Return the rule of an argument that may have been broadcast; `change` has the full shape."""
+    if x.shape == out.shape and x.dtype == out.dtype:
+        return change
+    shape, dtype = x.shape, x.dtype
+    return lambda g: unbroadcast(change(g), shape, dtype)
 
 
 def _masked(out: Array, mask: Array, x: Array) -> Vjp:
@@ -119,8 +40,39 @@ def _masked(out: Array, mask: Array, x: Array) -> Vjp:
     The mask takes a quarter of the memory of a float32 argument, which is thus free to go. The
     product took a ninth of the time of `np.where` on the random masks of a ReLU.
     """
-    fit = fitting(x, out)
-    return lambda g: fit(g * mask)
+    return _onto(x, out, lambda g: g * mask)
+
+
+def _broadcast_x(out: Array, x: Array, *args: Any, **kwargs: Any) -> Vjp:
+    return unbroadcasting(x, out)
+
+
+def _divide_y(out: Array, x: Array, y: Array) -> Vjp:
+    def change(g: Array) -> Array:
+        slope = g * out
+        slope /= y
+        slope *= -1
+        return slope
+
+    return _onto(y, out, change)
+
+
+def _power_x(out: Array, x: Array, y: Any) -> Vjp:
+    def change(g: Array) -> Array:
+        # Where the exponent is 0 the derivative is 0, also at x = 0.
+        below = (y - 1 if y else 1) if np.ndim(y) == 0 else np.where(y, y - 1, 1)
+        return g * (y * x**below)
+
+    return _onto(x, out, change)
+
+
+def _power_y(out: Array, x: Any, y: Array) -> Vjp:
+    def change(g: Array) -> Array:
+        # Taken as 0 where the logarithm is not real, as in TensorFlow.
+        log = np.log(np.where(np.greater(x, 0), x, 1)).astype(out.dtype)
+        return g * out * log
+
+    return _onto(y, out, change)
 
 
 def _clip(out: Array, a: Array, a_min: Any = None, a_max: Any = None, **bounds: Any) -> Vjp:
@@ -175,77 +127,101 @@ def _tanh(out: Array, x: Array) -> Vjp:
     return vjp
 
 
-def _logaddexp_x(out: Array, x: Array, y: Array) -> Vjp:
-    fit = fitting(x, out)
-    return lambda g: fit(g * np.exp(x - out))
+def _angle(out: Array, z: Array, deg: bool = False) -> Vjp:
+    scale = -180j / math.pi if deg else -1j
+    return lambda g: unbroadcast(np.multiply(g, scale) / z, z.shape, z.dtype)
 
 
-def _logaddexp_y(out: Array, x: Array, y: Array) -> Vjp:
-    return _logaddexp_x(out, y, x)
+def _none(*args: Any) -> Callable[[Array], None]:
+    return lambda g: None
 
 
-def _arctan2_y(out: Array, y: Array, x: Array) -> Vjp:
-    fit = fitting(y, out)
-    return lambda g: fit(g * x / (x * x + y * y))
+_LOG_2, _LOG_10 = math.log(2), math.log(10)
 
-
-def _arctan2_x(out: Array, y: Array, x: Array) -> Vjp:
-    fit = fitting(x, out)
-    return lambda g: fit(-g * y / (x * x + y * y))
-
-
-def _hypot_x(out: Array, x: Array, y: Array) -> Vjp:
-    fit = fitting(x, out)
-    return lambda g: fit(g * x / out)
-
-
-def _hypot_y(out: Array, x: Array, y: Array) -> Vjp:
-    return _hypot_x(out, y, x)
-
-
-def cast(x: Array, dtype: Any, **kwargs: Any) -> Array:
-    """Return an array cast to a dtype: the method `astype` as a function."""
-    return x.astype(dtype, **kwargs)
-
-
-def _cast(out: Array, x: Array, *args: Any, **kwargs: Any) -> Vjp:
-    return fitting(x, out)
-
+# A NaN loses, so the comparison is with the result.
+_FMAX: tuple[Callable[..., Vjp], ...] = (
+    lambda out, x, y: _masked(out, np.equal(x, out), x),
+    lambda out, x, y: _masked(out, np.not_equal(x, out), y),
+)
 
 RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
-    np.add: (_add_x, _add_y),
-    np.subtract: (_add_x, _subtract_y),
-    np.multiply: (_multiply_x, _multiply_y),
-    np.divide: (_divide_x, _divide_y),
+    np.maximum: (
+        lambda out, x, y: _masked(out, np.greater_equal(x, y), x),
+        lambda out, x, y: _masked(out, np.less(x, y), y),
+    ),
+    np.minimum: (
+        lambda out, x, y: _masked(out, np.less_equal(x, y), x),
+        lambda out, x, y: _masked(out, np.greater(x, y), y),
+    ),
+    np.fmax: _FMAX,
+    np.fmin: _FMAX,
+    np.where: (
+        _none,
+        lambda out, condition, x, y: _masked(out, np.not_equal(condition, 0), x),
+        lambda out, condition, x, y: _masked(out, np.equal(condition, 0), y),
+    ),
+    np.clip: (_clip, _clip_low, _clip_high),
+    np.add: (_broadcast_x, lambda out, x, y: unbroadcasting(y, out)),
+    np.subtract: (_broadcast_x, lambda out, x, y: _onto(y, out, np.negative)),
+    np.multiply: (
+        lambda out, x, y: _onto(x, out, lambda g: g * y),
+        lambda out, x, y: _onto(y, out, lambda g: g * x),
+    ),
+    np.divide: (lambda out, x, y: _onto(x, out, lambda g: g / y), _divide_y),
     np.power: (_power_x, _power_y),
     np.float_power: (_power_x, _power_y),
-    np.maximum: (_maximum_x, _maximum_y),
-    np.minimum: (_minimum_x, _minimum_y),
-    np.fmax: (_fmax_x, _fmax_y),
-    np.fmin: (_fmax_x, _fmax_y),
-    np.logaddexp: (_logaddexp_x, _logaddexp_y),
-    np.arctan2: (_arctan2_y, _arctan2_x),
-    np.hypot: (_hypot_x, _hypot_y),
-    np.where: (lambda *_: lambda g: None, _where_x, _where_y),
-    np.clip: (_clip, _clip_low, _clip_high),
+    np.logaddexp: (
+        lambda out, x, y: _onto(x, out, lambda g: g * np.exp(x - out)),
+        lambda out, x, y: _onto(y, out, lambda g: g * np.exp(y - out)),
+    ),
+    np.logaddexp2: (
+        lambda out, x, y: _onto(x, out, lambda g: g * np.exp2(x - out)),
+        lambda out, x, y: _onto(y, out, lambda g: g * np.exp2(y - out)),
+    ),
+    np.arctan2: (
+        lambda out, y, x: _onto(y, out, lambda g: g * x / (x * x + y * y)),
+        lambda out, y, x: _onto(x, out, lambda g: -g * y / (x * x + y * y)),
+    ),
+    np.hypot: (
+        lambda out, x, y: _onto(x, out, lambda g: g * x / out),
+        lambda out, x, y: _onto(y, out, lambda g: g * y / out),
+    ),
+    np.remainder: (_broadcast_x, lambda out, x, y: _onto(y, out, lambda g: -g * np.floor(x / y))),
+    np.fmod: (_broadcast_x, lambda out, x, y: _onto(y, out, lambda g: -g * np.trunc(x / y))),
+    np.copysign: (lambda out, x, y: _onto(x, out, lambda g: g * np.sign(x) * np.sign(out)), _none),
+    np.ldexp: (lambda out, x, exponent: _onto(x, out, lambda g: np.ldexp(g, exponent)),),
     np.absolute: (_absolute,),
     np.fabs: (_absolute,),
     np.square: (_square,),
     np.sqrt: (_sqrt,),
     np.tanh: (_tanh,),
-    cast: (_cast,),
+    cast: (_broadcast_x,),
+    np.astype: (_broadcast_x,),
     np.positive: (lambda out, x: identity,),
     np.copy: (lambda out, x, *_, **__: identity,),
+    np.unwrap: (lambda out, p, *_, **__: identity,),
+    np.nan_to_num: (lambda out, x, *_, **__: lambda g: g * np.isfinite(x),),
+    np.real: (_broadcast_x,),
+    np.real_if_close: (_broadcast_x,),
+    np.imag: (lambda out, x: lambda g: unbroadcast(np.multiply(g, -1j), x.shape, x.dtype),),
+    np.conjugate: (lambda out, x: np.conjugate,),
+    np.angle: (_angle,),
+    np.rad2deg: (lambda out, x: np.rad2deg,),
+    np.degrees: (lambda out, x: np.degrees,),
+    np.deg2rad: (lambda out, x: np.deg2rad,),
+    np.radians: (lambda out, x: np.radians,),
+    # The quotient tends to 0 where x does.
+    np.sinc: (lambda out, x: lambda g: g * (np.cos(math.pi * x) - out) / np.where(x, x, 1),),
     np.negative: (lambda out, x: np.negative,),
     np.sign: (lambda out, x: np.zeros_like,),
     np.reciprocal: (lambda out, x: lambda g: -g * np.square(out),),
     np.cbrt: (lambda out, x: lambda g: g / (3 * np.square(out)),),
     np.exp: (lambda out, x: lambda g: g * out,),
-    np.exp2: (lambda out, x: lambda g: g * out * 0.6931471805599453,),
+    np.exp2: (lambda out, x: lambda g: g * out * _LOG_2,),
     np.expm1: (lambda out, x: lambda g: g * (out + 1),),
     np.log: (lambda out, x: lambda g: g / x,),
-    np.log2: (lambda out, x: lambda g: g / (x * 0.6931471805599453),),
-    np.log10: (lambda out, x: lambda g: g / (x * 2.302585092994046),),
+    np.log2: (lambda out, x: lambda g: g / (x * _LOG_2),),
+    np.log10: (lambda out, x: lambda g: g / (x * _LOG_10),),
     np.log1p: (lambda out, x: lambda g: g / (x + 1),),
     np.sin: (lambda out, x: lambda g: g * np.cos(x),),
     np.cos: (lambda out, x: lambda g: -g * np.sin(x),),
@@ -258,9 +234,4 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.arcsinh: (lambda out, x: lambda g: g / np.sqrt(np.square(x) + 1),),
     np.arccosh: (lambda out, x: lambda g: g / np.sqrt(np.square(x) - 1),),
     np.arctanh: (lambda out, x: lambda g: g / (1 - np.square(x)),),
-}
-
-# Younger than NumPy 1.26.
-RULES_BY_NAME: dict[str, tuple[Callable[..., Vjp], ...]] = {
-    "astype": (_cast,),
 }

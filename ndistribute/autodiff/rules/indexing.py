@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import add_at, zeros
+from ndistribute.autodiff.rules.unbroadcast import add_at, zeros
+from ndistribute.autodiff.rules.windows import moved
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, array_namespace
 
@@ -134,7 +135,7 @@ def _take(
     result: Array, a: Array, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise"
 ) -> Callable[[Array], Part | Rows | Array]:
     if mode != "raise":
-        raise NotImplementedError(f"mode={mode!r}")
+        return moved(np.take, a, indices, axis, mode=mode)
     if not hasattr(indices, "dtype"):
         indices = array_namespace(a).asarray(indices, dtype=np.intp)
     if axis is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import fit, kept_shape, spread, wide
+from ndistribute.autodiff.rules.unbroadcast import kept_shape, spread, unbroadcast, wide
 from ndistribute.device import Array
 
 __all__ = ["RULES", "exclusive_product"]
@@ -122,7 +122,7 @@ def _cumsum(result: Array, a: Array, axis: Any = None, dtype: Any = None, out: A
     def vjp(g: Array) -> Array:
         along = 0 if axis is None else axis
         change = np.flip(np.cumsum(np.flip(g, along), along), along)
-        return fit(change.reshape(shape), shape, own_dtype)
+        return unbroadcast(change.reshape(shape), shape, own_dtype)
 
     return vjp
 

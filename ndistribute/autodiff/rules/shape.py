@@ -1,33 +1,30 @@
 """Derivatives of the functions that move elements about: each moves the gradient back.
 
 Most return a view of the gradient, at no cost; the backward pass knows that it does not own a view
-and copies where it has to write.
+and copies where it has to write. The tracked arguments of functions that join arrays stand inside a
+list, so their rules see the whole call and the path of one tracked array in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.fit import as_axes, fit, zeros
+from ndistribute.autodiff.rules.unbroadcast import as_axes, unbroadcast, zeros
+from ndistribute.autodiff.rules.windows import moved
 from ndistribute.device import Array
 
-__all__ = ["RULES", "RULES_BY_NAME"]
+__all__ = ["JOINT_RULES", "RULES", "RULES_BY_PATH"]
 
 Vjp = Callable[[Array], Array]
-
-
-def _reshape(out: Array, a: Array, shape: Any = None, order: str = "C", **kwargs: Any) -> Vjp:
-    return _reshaped_back(a, order)
+Path = tuple[Any, ...]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
 
 
 def _ravel(out: Array, a: Array, order: str = "C") -> Vjp:
-    return _reshaped_back(a, order)
-
-
-def _reshaped_back(a: Array, order: str) -> Vjp:
     if order not in "CF":
         raise NotImplementedError(f"order={order!r}: use 'C' or 'F'")
     shape = a.shape
@@ -47,25 +44,13 @@ def _transpose(out: Array, a: Array, axes: Any = None) -> Vjp:
     return lambda g: np.transpose(g, back)
 
 
-def _matrix_transpose(out: Array, x: Array) -> Vjp:
-    return lambda g: np.swapaxes(g, -1, -2)
-
-
-def _swapaxes(out: Array, a: Array, axis1: int, axis2: int) -> Vjp:
-    return lambda g: np.swapaxes(g, axis1, axis2)
-
-
 def _moveaxis(out: Array, a: Array, source: Any, destination: Any) -> Vjp:
     return lambda g: np.moveaxis(g, destination, source)
 
 
 def _broadcast_to(out: Array, array: Array, *args: Any, **kwargs: Any) -> Vjp:
     shape, dtype = array.shape, array.dtype
-    return lambda g: fit(g, shape, dtype)
-
-
-def _flip(out: Array, m: Array, axis: Any = None) -> Vjp:
-    return lambda g: np.flip(g, axis)
+    return lambda g: unbroadcast(g, shape, dtype)
 
 
 def _roll(out: Array, a: Array, shift: Any, axis: Any = None) -> Vjp:
@@ -73,9 +58,9 @@ def _roll(out: Array, a: Array, shift: Any, axis: Any = None) -> Vjp:
     return lambda g: np.roll(g, back, axis)
 
 
-def _repeat(out: Array, a: Array, repeats: int, axis: Any = None) -> Vjp:
+def _repeat(out: Array, a: Array, repeats: Any, axis: Any = None) -> Vjp:
     if np.ndim(repeats):
-        raise NotImplementedError("repeats of several lengths")
+        return moved(np.repeat, a, repeats, axis)
     shape = a.shape
     flat = (a.size,) if axis is None else shape
     along = 0 if axis is None else axis % a.ndim
@@ -83,17 +68,10 @@ def _repeat(out: Array, a: Array, repeats: int, axis: Any = None) -> Vjp:
     return lambda g: g.reshape(unfolded).sum(axis=along + 1, dtype=g.dtype).reshape(shape)
 
 
-def _pad(out: Array, array: Array, pad_width: Any, mode: str = "constant", **kwargs: Any) -> Vjp:
-    if mode != "constant" or isinstance(pad_width, dict):
-        raise NotImplementedError(f"mode={mode!r}, pad_width={pad_width!r}")
-    before = [int(width) for width, _ in np.broadcast_to(pad_width, (array.ndim, 2))]
-    inner = tuple(slice(b, b + n) for b, n in zip(before, array.shape, strict=True))
-    return lambda g: g[inner]
-
-
 def _triangle(function: Callable[..., Array]) -> Callable[..., Vjp]:
     def maker(out: Array, m: Array, k: int = 0) -> Vjp:
-        return lambda g: function(g, k)
+        shape, dtype = m.shape, m.dtype  # A vector was repeated to a square.
+        return lambda g: unbroadcast(function(g, k), shape, dtype)
 
     return maker
 
@@ -123,22 +101,57 @@ def _trace(out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int = 1
     return lambda g: diagonal(np.repeat(g[..., None], length, -1))
 
 
+def _concatenate(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
+    arrays, position, axis = args[0], path[1], _axis(args, kwargs, 1)
+    part = arrays[position]
+    shape, dtype = part.shape, part.dtype
+    if axis is None:
+        start = sum(np.size(array) for array in arrays[:position])
+        return lambda g: unbroadcast(g[start : start + part.size].reshape(shape), shape, dtype)
+    start = sum(np.shape(array)[axis] for array in arrays[:position])
+    where = (slice(None),) * (axis % part.ndim) + (slice(start, start + shape[axis]),)
+    return lambda g: unbroadcast(g[where], shape, dtype)
+
+
+def _stack(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
+    part = args[0][path[1]]
+    shape, dtype = part.shape, part.dtype
+    where = (slice(None),) * (_axis(args, kwargs, 1) % out.ndim) + (path[1],)
+    return lambda g: unbroadcast(g[where], shape, dtype)
+
+
+def _split(parts: Sequence[Array], args: Args, kwargs: Kwargs) -> Any:
+    """Return the rule that joins the gradients of the pieces; None counts as zeros."""
+    axis = _axis(args, kwargs, 2)
+
+    def vjp(gradients: Sequence[Array | None]) -> list[Array]:
+        pairs = zip(parts, gradients, strict=True)
+        return [np.concatenate([np.zeros_like(p) if g is None else g for p, g in pairs], axis)]
+
+    return vjp
+
+
+def _axis(args: Args, kwargs: Kwargs, position: int) -> Any:
+    return args[position] if len(args) > position else kwargs.get("axis", 0)
+
+
 RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
-    np.reshape: (_reshape,),
+    np.reshape: (lambda out, a, shape=None, order="C", **_: _ravel(out, a, order),),
     np.ravel: (_ravel,),
-    np.transpose: (_transpose,),
-    np.swapaxes: (_swapaxes,),
-    np.moveaxis: (_moveaxis,),
     np.squeeze: (_same_elements,),
     np.expand_dims: (_same_elements,),
     np.broadcast_to: (_broadcast_to,),
-    np.flip: (_flip,),
+    np.transpose: (_transpose,),
+    np.matrix_transpose: (lambda out, x: lambda g: np.swapaxes(g, -1, -2),),
+    np.linalg.matrix_transpose: (lambda out, x: lambda g: np.swapaxes(g, -1, -2),),
+    np.swapaxes: (lambda out, a, axis1, axis2: lambda g: np.swapaxes(g, axis1, axis2),),
+    np.moveaxis: (_moveaxis,),
+    np.flip: (lambda out, m, axis=None: lambda g: np.flip(g, axis),),
     np.fliplr: (lambda out, m: np.fliplr,),
     np.flipud: (lambda out, m: np.flipud,),
     np.rot90: (lambda out, m, k=1, axes=(0, 1): lambda g: np.rot90(g, -k, axes),),
     np.roll: (_roll,),
     np.repeat: (_repeat,),
-    np.pad: (_pad,),
     np.tril: (_triangle(np.tril),),
     np.triu: (_triangle(np.triu),),
     np.diagonal: (_diagonal,),
@@ -146,8 +159,12 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.trace: (_trace,),
 }
 
-# Younger than NumPy 1.26.
-RULES_BY_NAME: dict[str, tuple[Callable[..., Vjp], ...]] = {
-    "matrix_transpose": (_matrix_transpose,),
-    "linalg.matrix_transpose": (_matrix_transpose,),
+RULES_BY_PATH: dict[Any, Callable[[Array, Path, Args, Kwargs], Vjp]] = {
+    np.concatenate: _concatenate,
+    np.stack: _stack,
+}
+
+JOINT_RULES: dict[Any, Callable[[Sequence[Array], Args, Kwargs], Any]] = {
+    np.split: _split,
+    np.array_split: _split,
 }

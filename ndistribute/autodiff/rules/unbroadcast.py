@@ -16,13 +16,12 @@ from ndistribute.device import Array, array_namespace
 __all__ = [
     "add_at",
     "as_axes",
-    "fit",
-    "fitting",
     "identity",
     "kept_shape",
     "lead_sum",
     "spread",
-    "sum_to",
+    "unbroadcast",
+    "unbroadcasting",
     "wide",
     "zeros",
 ]
@@ -35,25 +34,28 @@ def identity(g: Array) -> Array:
     return g
 
 
-def fit(g: Array, shape: Shape, dtype: Any) -> Array:
+def unbroadcast(g: Array, shape: Shape, dtype: Any) -> Array:
     """Sum a gradient over the axes that broadcasting added, and cast it.
 
     Returns:
         `g` itself where it fits already.
 
-    >>> fit(np.ones((4, 3)), (3,), np.dtype(np.float32))
+    Raises:
+        ValueError: `shape` does not broadcast to that of `g`.
+
+    >>> unbroadcast(np.ones((4, 3)), (3,), np.dtype(np.float32))
     array([4., 4., 4.], dtype=float32)
     """
     if g.shape != shape:
-        g = sum_to(g, shape)
+        g = _sum_to(g, shape)
     if g.dtype != dtype:
         # The imaginary part of a gradient says nothing about a real value.
         g = (g.real if g.dtype.kind == "c" != dtype.kind else g).astype(dtype)
     return g
 
 
-def fitting(x: Array, out: Array) -> Callable[[Array], Array]:
-    """Return the function that fits a gradient of the shape and dtype of `out` to those of `x`.
+def unbroadcasting(x: Array, out: Array) -> Callable[[Array], Array]:
+    """Return the function from a gradient of the shape and dtype of `out` to that of `x`.
 
     Chosen on the way forward, so that a gradient that fits passes without a question.
     """
@@ -63,15 +65,10 @@ def fitting(x: Array, out: Array) -> Callable[[Array], Array]:
             return identity
         if len(shape) == 1 and out.ndim == 2 and shape[0] == out.shape[1]:
             return lead_sum
-    return lambda g: fit(g, shape, dtype)
+    return lambda g: unbroadcast(g, shape, dtype)
 
 
-def sum_to(g: Array, shape: Shape) -> Array:
-    """Sum over the axes along which `shape` was broadcast to the shape of `g`.
-
-    Raises:
-        ValueError: `shape` does not broadcast to that of `g`.
-    """
+def _sum_to(g: Array, shape: Shape) -> Array:
     long = g.shape
     lead = len(long) - len(shape)
     if lead == 1 == len(shape) and long[1] == shape[0]:
@@ -91,13 +88,10 @@ def lead_sum(g: Array) -> Array:
     A product with ones is a GEMV, which took 0.6 of the time of `sum` at 256 x 512 float32, and
     more than that at 32 x 512.
     """
-    if g.size >= _GEMV_SIZE and type(g) is np.ndarray and _suits_blas(g):
+    large = g.size >= _GEMV_SIZE and type(g) is np.ndarray
+    if large and g.dtype.char in "fd" and g.flags.c_contiguous:
         return np.ones(len(g), g.dtype) @ g
     return g.sum(axis=0, dtype=wide(g.dtype)).astype(g.dtype, copy=False)
-
-
-def _suits_blas(g: Array) -> bool:
-    return g.dtype.char in "fd" and bool(g.flags.c_contiguous)
 
 
 _GEMV_SIZE = 1 << 16

@@ -1,0 +1,142 @@
+"""Errors that name the user's line: gradients that would be lost, and rules that are missing.
+
+A tape learns of a mistake inside NumPy or deeper, so a message looks for the caller's own code: the
+first frame that belongs neither to this package nor to an installed one. Frames are walked only
+where there is something to complain of.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy as np
+
+__all__ = ["missing", "name_of", "no_rule", "refuse_conversion", "user_line"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(os.__file__) + os.sep, "<frozen ")
+
+# What converts its arguments before NumPy's protocols could see them, and what to call instead.
+_REPLACED = {"logsumexp", "softmax", "log_softmax"}
+
+
+def user_line() -> str:
+    """Return the file and the line of the user's code that is being executed, as file:line."""
+    frame = _user_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def missing(function: Any, why: str = "") -> Callable[[Any], NoReturn]:
+    """Return a rule that raises a `TypeError` naming the function when the gradient is asked."""
+    error = no_rule(function, why, user_line())
+
+    def vjp(g: Any) -> NoReturn:
+        raise TypeError(error)
+
+    return vjp
+
+
+def no_rule(function: Any, why: str, line: str) -> str:
+    """Return the message for a call that has no derivative rule.
+
+    Args:
+        function: a NumPy function.
+        why: what about the arguments is beyond its rule, if it has one.
+        line: where the user called it.
+    """
+    arguments = f" with these arguments ({why})" if why else ""
+    return (
+        f"{name_of(function)}{arguments}, called at {line}, has no derivative rule. Write it in "
+        "terms of functions that have one, give it one with nd.custom_gradient, or compute it from "
+        "nd.stop_gradient(x)."
+    )
+
+
+def refuse_conversion(conversion: str) -> None:
+    """Raise where a tracked array is turned into a plain value; text formatting is let through.
+
+    Args:
+        conversion: what turns it, for example ``"float()"``.
+
+    Raises:
+        TypeError: always, unless the caller is the ``%`` operator of a string.
+    """
+    caller, user = next(_frames()), _user_frame()
+    # "%.3f" % loss shows a value and computes nothing with it; it asks for a float all the same.
+    operation, operator = caller.f_code.co_code[caller.f_lasti : caller.f_lasti + 2]
+    if operation == dis.opmap["BINARY_OP"] and operator in _REMAINDERS:
+        return
+    inside = itertools.takewhile(lambda frame: frame is not user, _frames())
+    called = _REPLACED.intersection(frame.f_code.co_name for frame in inside)
+    instead = "".join(f"nd.{name} does the same and has a gradient. " for name in called)
+    raise TypeError(
+        f"{_expression(user) or conversion} at {user_line()} turns a tracked array into a plain "
+        f"value ({conversion}) while a GradientTape records, and the gradient would be lost. "
+        f"{instead}Use NumPy functions of the tracked array itself, join tracked values with "
+        "np.stack([a, b]), convert arrays of other libraries beside it with np.asarray, wrap their "
+        "functions in nd.custom_gradient, and where no gradient is wanted, take the value with "
+        "nd.stop_gradient(x)."
+    )
+
+
+def name_of(function: Any) -> str:
+    """Return a function's name as users write it.
+
+    >>> name_of(np.exp), name_of(np.linalg.inv), name_of(np.add.reduceat)
+    ('np.exp', 'np.linalg.inv', 'np.add.reduceat')
+    """
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, np.ufunc):
+        return f"{name_of(owner)}.{function.__name__}"
+    name = getattr(function, "__name__", repr(function))
+    if isinstance(function, np.ufunc):
+        if getattr(np, name, None) is function:
+            return f"np.{name}"
+        special = getattr(sys.modules.get("scipy.special"), name, None) is function
+        return f"scipy.special.{name}" if special else f"the ufunc {name}"
+    module = getattr(function, "__module__", None) or "numpy"
+    if module.partition(".")[0] == "numpy":
+        parts = [part for part in module.split(".")[1:] if not part.startswith("_")]
+        return ".".join(["np", *parts, name])
+    return f"{module}.{name}"
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames of this thread outside this package, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_LIBRARIES[0]):
+            yield frame
+        frame = frame.f_back
+
+
+def _user_frame() -> FrameType:
+    """Return the innermost frame of the user's own code; of anybody's, if there is none."""
+    first = None
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and "-packages" + os.sep not in file:
+            return frame
+        first = first or frame
+    return first or sys._getframe()
+
+
+def _expression(frame: FrameType) -> str:
+    """Return the source of what a frame is executing, "" if it is not known or takes lines."""
+    code = frame.f_code
+    place = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    first, last, start, stop = place
+    if first is None or first != last:
+        return ""
+    line = linecache.getline(code.co_filename, first, frame.f_globals)
+    return line.encode()[start:stop].decode()
+
+
+_REMAINDERS = (6, 19)  # NB_REMAINDER and NB_INPLACE_REMAINDER of opcode.h.
