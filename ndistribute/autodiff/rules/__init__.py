@@ -7,13 +7,12 @@ which a tracked array does not allow. A function in none of the tables has no de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ndistribute.autodiff.rules import (
-    assembled,
     decompositions,
     elementwise,
     fourier,
@@ -37,17 +36,6 @@ __all__ = [
 ]
 
 
-def _present(by_name: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return what stands under the functions that this NumPy has."""
-    functions = {}
-    for name, entry in by_name.items():
-        owner, _, last = name.rpartition(".")
-        function = getattr(getattr(np, owner) if owner else np, last, None)
-        if function is not None:
-            functions[function] = entry
-    return functions
-
-
 RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     **elementwise.RULES,
     **products.RULES,
@@ -69,13 +57,15 @@ RULES_BY_PATH: dict[Any, Callable[..., Any]] = {
 
 JOINT_RULES: dict[Any, Callable[..., Any]] = {**shape.JOINT_RULES, **linalg.JOINT_RULES}
 
+_YOUNG = decompositions.COMPOSED_BY_NAME | statistics.COMPOSED_BY_NAME
+
 COMPOSED: dict[Any, Callable[..., Any]] = {
-    **_present(decompositions.COMPOSED_BY_NAME),
-    **assembled.COMPOSED,
+    **decompositions.COMPOSED,
     **fourier.COMPOSED,
     **linalg.COMPOSED,
     **statistics.COMPOSED,
     **windows.COMPOSED,
+    **{getattr(np, name): entry for name, entry in _YOUNG.items() if hasattr(np, name)},
 }
 
 CONSTANT: frozenset[Any] = frozenset(

@@ -6,14 +6,15 @@ no rule of its own. `NotImplemented` means that the arguments are beyond what is
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["COMPOSED_BY_NAME"]
+from ndistribute.device import array_namespace
+
+__all__ = ["COMPOSED", "COMPOSED_BY_NAME"]
 
 Value = Any  # a tracked or plain array, or a number
 
@@ -114,112 +115,135 @@ def _tensordot(a: Value, b: Value, axes: Any = 2) -> Value:
     return np.reshape(np.matmul(left, right), (*out_a, *out_b))
 
 
-def _average(
-    a: Value, axis: Any = None, weights: Value = None, returned: bool = False, keepdims: Any = False
-) -> Value:
-    if weights is None and not returned:
-        return np.mean(a, axis=axis, keepdims=keepdims)
-    if returned or np.shape(weights) != np.shape(a):
+def _block(arrays: Any) -> Value:
+    """Join the innermost lists along the last axis, those around them along the one before."""
+
+    def depth(part: Any) -> int:
+        return 1 + max(map(depth, part)) if isinstance(part, list) else 0
+
+    def leaves(part: Any) -> list[Value]:
+        return [x for one in part for x in leaves(one)] if isinstance(part, list) else [part]
+
+    def join(part: Any, axis: int) -> Value:
+        if not isinstance(part, list):
+            return np.reshape(part, (1,) * (ndim - np.ndim(part)) + np.shape(part))
+        return np.concatenate([join(one, axis + 1) for one in part], axis)
+
+    levels = depth(arrays)
+    ndim = max(levels, *map(np.ndim, leaves(arrays)))
+    return join(arrays, -levels)
+
+
+def _choose(a: Any, choices: Sequence[Value], out: Any = None, mode: str = "raise") -> Value:
+    if mode != "raise":
         return NotImplemented
-    total = np.sum(a * weights, axis=axis, keepdims=keepdims)
-    return total / np.sum(weights, axis=axis, keepdims=keepdims)
+    *parts, places = np.broadcast_arrays(*choices, a)
+    return np.take_along_axis(np.stack(parts), places[None], 0)[0]
 
 
-def _diff(a: Value, n: int = 1, axis: int = -1) -> Value:
-    lead = (slice(None),) * (axis % np.ndim(a))
-    for _ in range(n):
-        a = a[(*lead, slice(1, None))] - a[(*lead, slice(None, -1))]
-    return a
+def _piecewise(x: Value, condlist: Any, funclist: Sequence[Any], *args: Any, **kw: Any) -> Value:
+    conditions = np.broadcast_to(condlist, (len(condlist), *np.shape(x)))
+    # The last condition that holds decides; where none does, the last function or else 0.
+    which = np.full(np.shape(x), len(conditions))
+    for k, condition in enumerate(conditions):
+        which[condition] = k
+    flat, places, parts = np.ravel(x), [], []
+    for k, function in enumerate([*funclist, 0.0][: len(conditions) + 1]):
+        here = np.flatnonzero(which == k)
+        part = function(flat[here], *args, **kw) if callable(function) else function
+        places.append(here)
+        parts.append(np.broadcast_to(part, here.shape))
+    ordered = np.concatenate(parts)[np.argsort(np.concatenate(places))]
+    return np.reshape(ordered, np.shape(x)).astype(x.dtype)
 
 
-def _vector_norm(x: Value, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Value:
-    if axis is None:
-        return NotImplemented if keepdims else np.linalg.norm(np.ravel(x), ord)
-    return NotImplemented if isinstance(axis, tuple) else np.linalg.norm(x, ord, axis, keepdims)
+def _linspace(
+    start: Value, stop: Value, num: int = 50, endpoint: bool = True, *, axis: int = 0
+) -> Value:
+    xp = array_namespace(*(getattr(end, "value", end) for end in (start, stop)))
+    shares = xp.arange(num) / max(1, num - bool(endpoint))
+    shares = shares.reshape(-1, *(1,) * max(np.ndim(start), np.ndim(stop)))
+    return np.moveaxis(
+        start + (stop - start) * shares.astype(np.result_type(start, stop, 1.0)), 0, axis
+    )
 
 
-def _matrix_power(a: Value, n: int) -> Value:
-    if n == 0:
+def _full_like(a: Value, fill_value: Value, dtype: Any = None, **kwargs: Any) -> Value:
+    if not hasattr(fill_value, "dtype"):
         return NotImplemented
-    base = np.linalg.inv(a) if n < 0 else a
-    result, power = None, abs(n)
-    while power:
-        if power & 1:
-            result = base if result is None else np.matmul(result, base)
-        power >>= 1
-        base = np.matmul(base, base) if power else base
-    return result
+    return np.broadcast_to(fill_value, np.shape(a)).astype(a.dtype if dtype is None else dtype)
 
 
-def _nansum(
-    a: Value, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False
+def _cross(
+    a: Value, b: Value, axisa: int = -1, axisb: int = -1, axisc: int = -1, axis: Any = None
 ) -> Value:
-    return np.sum(np.where(np.isnan(a), 0, a), axis=axis, dtype=dtype, keepdims=keepdims)
+    if axis is not None:
+        axisa = axisb = axisc = axis
+    a, b = np.moveaxis(a, axisa, -1), np.moveaxis(b, axisb, -1)
+    if not np.shape(a)[-1] == np.shape(b)[-1] == 3:
+        return NotImplemented
+    # The components that follow, in the circle x y z x.
+    a1, a2, b1, b2 = (np.roll(x, -k, -1) for x in (a, b) for k in (1, 2))
+    return np.moveaxis(a1 * b2 - a2 * b1, -1, axisc)
 
 
-def _nanmean(
-    a: Value, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False
-) -> Value:
-    present = np.sum(~np.isnan(a), axis=axis, keepdims=keepdims)
-    return _nansum(a, axis, dtype, None, keepdims) / present.astype(a.dtype)
+def _kron(a: Value, b: Value) -> Value:
+    ndim = max(np.ndim(a), np.ndim(b))
+    long_a, long_b = ((1,) * (ndim - np.ndim(x)) + np.shape(x) for x in (a, b))
+    blocks = np.reshape(a, [n for pair in long_a for n in (pair, 1)])
+    blocks = blocks * np.reshape(b, [n for pair in long_b for n in (1, pair)])
+    return np.reshape(blocks, [m * n for m, n in zip(long_a, long_b, strict=True)])
 
 
-def _cumulative_sum(
-    x: Value, /, *, axis: Any = None, dtype: Any = None, out: Any = None, include_initial: Any = 0
-) -> Value:
-    return NotImplemented if include_initial else np.cumsum(x, axis=axis, dtype=dtype)
-
-
-COMPOSED_BY_NAME: dict[str, Callable[..., Value]] = {
-    "append": _append,
-    "atleast_1d": _atleast(1),
-    "atleast_2d": _atleast(2),
-    "atleast_3d": _atleast(3),
-    "average": _average,
-    "broadcast_arrays": _broadcast_arrays,
-    "column_stack": _column_stack,
-    "compress": lambda condition, a, axis=None, out=None: np.take(
+COMPOSED: dict[Any, Callable[..., Value]] = {
+    np.append: _append,
+    np.atleast_1d: _atleast(1),
+    np.atleast_2d: _atleast(2),
+    np.atleast_3d: _atleast(3),
+    np.block: _block,
+    np.broadcast_arrays: _broadcast_arrays,
+    np.choose: _choose,
+    np.column_stack: _column_stack,
+    np.compress: lambda condition, a, axis=None, out=None: np.take(
         a, np.flatnonzero(condition), axis=axis
     ),
-    "cumulative_sum": _cumulative_sum,
-    "delete": _delete,
-    "diff": _diff,
-    "dsplit": lambda ary, indices_or_sections: np.split(ary, indices_or_sections, 2),
-    "dstack": lambda tup: np.concatenate([np.atleast_3d(item) for item in tup], 2),
-    "extract": lambda condition, arr: np.take(arr, np.flatnonzero(condition)),
-    "hsplit": lambda ary, indices_or_sections: np.split(
+    np.cross: _cross,
+    np.delete: _delete,
+    np.divmod: lambda x1, x2: (np.floor_divide(x1, x2), np.remainder(x1, x2)),
+    np.dsplit: lambda ary, indices_or_sections: np.split(ary, indices_or_sections, 2),
+    np.dstack: lambda tup: np.concatenate([np.atleast_3d(item) for item in tup], 2),
+    np.extract: lambda condition, arr: np.take(arr, np.flatnonzero(condition)),
+    np.full_like: _full_like,
+    np.hsplit: lambda ary, indices_or_sections: np.split(
         ary, indices_or_sections, 0 if np.ndim(ary) == 1 else 1
     ),
-    "hstack": _hstack,
-    "inner": _inner,
-    "linalg.eigvalsh": lambda a, *args, **kwargs: np.linalg.eigh(a, *args, **kwargs)[0],
-    "linalg.matrix_norm": lambda x, /, *, keepdims=False, ord="fro": np.linalg.norm(
-        x, ord, (-2, -1), keepdims
-    ),
-    "linalg.matrix_power": _matrix_power,
-    "linalg.multi_dot": lambda arrays: functools.reduce(np.dot, arrays),
-    "linalg.outer": lambda a, b: np.ravel(a)[:, None] * np.ravel(b)[None, :],
-    "linalg.svdvals": lambda x: np.linalg.svd(x, compute_uv=False),
-    "linalg.tensordot": _tensordot,
-    "linalg.vecdot": lambda x1, x2, *, axis=-1: np.sum(np.conj(x1) * x2, axis=axis),
-    "linalg.vector_norm": _vector_norm,
-    "matvec": lambda x1, x2: np.matmul(x1, x2[..., None])[..., 0],
-    "meshgrid": _meshgrid,
-    "nanmean": _nanmean,
-    "nansum": _nansum,
-    "outer": lambda a, b: np.ravel(a)[:, None] * np.ravel(b)[None, :],
-    "ptp": lambda a, axis=None, out=None, keepdims=False: (
-        np.max(a, axis=axis, keepdims=keepdims) - np.min(a, axis=axis, keepdims=keepdims)
-    ),
-    "select": _select,
-    "tensordot": _tensordot,
-    "tile": _tile,
-    "unstack": lambda x, *, axis=0: tuple(np.moveaxis(x, axis, 0)),
-    "vdot": lambda a, b: np.sum(np.ravel(np.conj(a)) * np.ravel(b)),
-    "vecdot": lambda x1, x2, axis=-1: np.sum(np.conj(x1) * x2, axis=axis),
-    "vecmat": lambda x1, x2: np.matmul(np.conj(x1)[..., None, :], x2)[..., 0, :],
-    "vsplit": lambda ary, indices_or_sections: np.split(ary, indices_or_sections, 0),
-    "vstack": lambda tup, **kwargs: np.concatenate(
+    np.hstack: _hstack,
+    np.inner: _inner,
+    np.kron: _kron,
+    np.linalg.cross: lambda x1, x2, /, *, axis=-1: _cross(x1, x2, axis=axis),
+    np.linalg.outer: lambda a, b: np.ravel(a)[:, None] * np.ravel(b)[None, :],
+    np.linalg.tensordot: _tensordot,
+    np.linalg.vecdot: lambda x1, x2, *, axis=-1: np.sum(np.conj(x1) * x2, axis=axis),
+    np.linspace: _linspace,
+    np.meshgrid: _meshgrid,
+    np.modf: lambda x: (x - np.trunc(x), np.trunc(x)),
+    np.outer: lambda a, b: np.ravel(a)[:, None] * np.ravel(b)[None, :],
+    np.piecewise: _piecewise,
+    np.rollaxis: lambda a, axis, start=0: np.moveaxis(a, axis, start - (start > axis % np.ndim(a))),
+    np.select: _select,
+    np.tensordot: _tensordot,
+    np.tile: _tile,
+    np.vdot: lambda a, b: np.sum(np.ravel(np.conj(a)) * np.ravel(b)),
+    np.vecdot: lambda x1, x2, axis=-1: np.sum(np.conj(x1) * x2, axis=axis),
+    np.vsplit: lambda ary, indices_or_sections: np.split(ary, indices_or_sections, 0),
+    np.vstack: lambda tup, **kwargs: np.concatenate(
         [np.atleast_2d(item) for item in tup], 0, **kwargs
     ),
+}
+
+# Younger than NumPy 2.0, the oldest version that is supported.
+COMPOSED_BY_NAME: dict[str, Callable[..., Value]] = {
+    "matvec": lambda x1, x2: np.matmul(x1, x2[..., None])[..., 0],
+    "unstack": lambda x, *, axis=0: tuple(np.moveaxis(x, axis, 0)),
+    "vecmat": lambda x1, x2: np.matmul(np.conj(x1)[..., None, :], x2)[..., 0, :],
 }

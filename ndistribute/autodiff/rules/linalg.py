@@ -7,6 +7,7 @@ derivative: equal eigenvalues or singular values give infinities where vectors a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -270,6 +271,14 @@ def _matrix_norm(x: Value, ord: Any, axis: Any, keepdims: bool) -> Value:
     return (np.max if ord > 0 else np.min)(sums, axis=-1)
 
 
+def _vector_norm_of_any(
+    x: Value, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2
+) -> Value:
+    if axis is None:
+        return NotImplemented if keepdims else np.linalg.norm(np.ravel(x), ord)
+    return NotImplemented if isinstance(axis, tuple) else np.linalg.norm(x, ord, axis, keepdims)
+
+
 def _cond(x: Value, p: Any = None) -> Value:
     if p not in (None, 2):
         return NotImplemented
@@ -277,25 +286,17 @@ def _cond(x: Value, p: Any = None) -> Value:
     return s[..., 0] / s[..., -1]
 
 
-def _cross(
-    a: Value, b: Value, axisa: int = -1, axisb: int = -1, axisc: int = -1, axis: Any = None
-) -> Value:
-    if axis is not None:
-        axisa = axisb = axisc = axis
-    a, b = np.moveaxis(a, axisa, -1), np.moveaxis(b, axisb, -1)
-    if not np.shape(a)[-1] == np.shape(b)[-1] == 3:
+def _matrix_power(a: Value, n: int) -> Value:
+    if n == 0:
         return NotImplemented
-    # The components that follow, in the circle x y z x.
-    a1, a2, b1, b2 = (np.roll(x, -k, -1) for x in (a, b) for k in (1, 2))
-    return np.moveaxis(a1 * b2 - a2 * b1, -1, axisc)
-
-
-def _kron(a: Value, b: Value) -> Value:
-    ndim = max(np.ndim(a), np.ndim(b))
-    long_a, long_b = ((1,) * (ndim - np.ndim(x)) + np.shape(x) for x in (a, b))
-    blocks = np.reshape(a, [n for pair in long_a for n in (pair, 1)])
-    blocks = blocks * np.reshape(b, [n for pair in long_b for n in (1, pair)])
-    return np.reshape(blocks, [m * n for m, n in zip(long_a, long_b, strict=True)])
+    base = np.linalg.inv(a) if n < 0 else a
+    result, power = None, abs(n)
+    while power:
+        if power & 1:
+            result = base if result is None else np.matmul(result, base)
+        power >>= 1
+        base = np.matmul(base, base) if power else base
+    return result
 
 
 RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
@@ -318,12 +319,17 @@ JOINT_RULES: dict[Any, Callable[[Sequence[Array], Args, Kwargs], JointVjp]] = {
 }
 
 COMPOSED: dict[Any, Callable[..., Value]] = {
-    np.cross: _cross,
-    np.kron: _kron,
     np.linalg.cond: _cond,
-    np.linalg.cross: lambda x1, x2, /, *, axis=-1: _cross(x1, x2, axis=axis),
     np.linalg.diagonal: lambda x, /, *, offset=0: np.diagonal(x, offset, -2, -1),
     np.linalg.eigvals: lambda a: np.linalg.eig(a)[0],
+    np.linalg.eigvalsh: lambda a, *args, **kwargs: np.linalg.eigh(a, *args, **kwargs)[0],
+    np.linalg.matrix_norm: lambda x, /, *, keepdims=False, ord="fro": np.linalg.norm(
+        x, ord, (-2, -1), keepdims
+    ),
+    np.linalg.matrix_power: _matrix_power,
+    np.linalg.multi_dot: lambda arrays: functools.reduce(np.dot, arrays),
     np.linalg.norm: _norm,
+    np.linalg.svdvals: lambda x: np.linalg.svd(x, compute_uv=False),
     np.linalg.trace: lambda x, /, *, offset=0, **kwargs: np.trace(x, offset, -2, -1, **kwargs),
+    np.linalg.vector_norm: _vector_norm_of_any,
 }

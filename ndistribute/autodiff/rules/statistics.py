@@ -1,4 +1,4 @@
-"""Derivatives of order statistics, of statistics without NaN, and of what runs along an axis."""
+"""Derivatives of averages, order statistics, statistics without NaN, and sums along an axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ndistribute.autodiff.rules.unbroadcast import as_axes, zeros
 from ndistribute.device import Array, array_namespace, to_host
 
-__all__ = ["COMPOSED", "RULES"]
+__all__ = ["COMPOSED", "COMPOSED_BY_NAME", "RULES"]
 
 Value = Any  # a tracked or plain array, or a number
 Vjp = Callable[[Array], Array]
@@ -64,12 +64,7 @@ def _places(counts: Array, levels: Array, method: Any) -> Array:
 
 
 def _median(quantile: Callable[..., Vjp]) -> Callable[..., Vjp]:
-    def maker(
-        result: Array, a: Array, axis: Any = None, out: Any = None, *rest: Any, **kwargs: Any
-    ) -> Vjp:
-        return quantile(result, a, 0.5, axis, out, keepdims=kwargs.get("keepdims"))
-
-    return maker
+    return lambda result, a, axis=None, *_, **__: quantile(result, a, 0.5, axis)
 
 
 def _partition(out: Array, a: Array, kth: Any, axis: Any = -1, *args: Any, **kwargs: Any) -> Vjp:
@@ -80,9 +75,9 @@ def _partition(out: Array, a: Array, kth: Any, axis: Any = -1, *args: Any, **kwa
         source, target = (
             np.argsort(one.reshape(shape), axis=along, kind="stable") for one in (a, out)
         )
-        change = zeros(g, shape)
-        np.put_along_axis(change, source, np.take_along_axis(g, target, along), along)
-        return change.reshape(a.shape)
+        ordered = np.take_along_axis(g, target, along)
+        back = np.argsort(source, axis=along)
+        return np.take_along_axis(ordered, back, along).reshape(a.shape)
 
     return vjp
 
@@ -105,9 +100,40 @@ def _cumprod(result: Array, a: Array, axis: Any = None, dtype: Any = None, out: 
     return vjp
 
 
+def _average(
+    a: Value, axis: Any = None, weights: Value = None, returned: bool = False, keepdims: Any = False
+) -> Value:
+    if weights is None and not returned:
+        return np.mean(a, axis=axis, keepdims=keepdims)
+    if returned or np.shape(weights) != np.shape(a):
+        return NotImplemented
+    total = np.sum(a * weights, axis=axis, keepdims=keepdims)
+    return total / np.sum(weights, axis=axis, keepdims=keepdims)
+
+
+def _diff(a: Value, n: int = 1, axis: int = -1) -> Value:
+    lead = (slice(None),) * (axis % np.ndim(a))
+    for _ in range(n):
+        a = a[(*lead, slice(1, None))] - a[(*lead, slice(None, -1))]
+    return a
+
+
+def _cumulative_sum(
+    x: Value, /, *, axis: Any = None, dtype: Any = None, out: Any = None, include_initial: Any = 0
+) -> Value:
+    return NotImplemented if include_initial else np.cumsum(x, axis=axis, dtype=dtype)
+
+
 def _filled(function: Callable[..., Value], fill: float) -> Callable[..., Value]:
     """Return a function that computes with a number in the place of each NaN."""
     return lambda a, *args, **kwargs: function(np.where(np.isnan(a), fill, a), *args, **kwargs)
+
+
+def _nanmean(
+    a: Value, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False
+) -> Value:
+    present = np.sum(~np.isnan(a), axis=axis, keepdims=keepdims)
+    return np.nansum(a, axis, dtype, keepdims=keepdims) / present.astype(a.dtype)
 
 
 def _nanvar(
@@ -158,13 +184,23 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
 }
 
 COMPOSED: dict[Any, Callable[..., Value]] = {
+    np.average: _average,
     np.corrcoef: _corrcoef,
     np.cov: _cov,
+    np.diff: _diff,
     np.nancumprod: _filled(np.cumprod, 1),
     np.nancumsum: _filled(np.cumsum, 0),
     np.nanmax: _filled(np.max, -math.inf),
+    np.nanmean: _nanmean,
     np.nanmin: _filled(np.min, math.inf),
     np.nanprod: _filled(np.prod, 1),
     np.nanstd: lambda *args, **kwargs: np.sqrt(np.nanvar(*args, **kwargs)),
+    np.nansum: _filled(np.sum, 0),
     np.nanvar: _nanvar,
+    np.ptp: lambda a, axis=None, out=None, keepdims=False: (
+        np.max(a, axis=axis, keepdims=keepdims) - np.min(a, axis=axis, keepdims=keepdims)
+    ),
 }
+
+# Younger than NumPy 2.0, the oldest version that is supported.
+COMPOSED_BY_NAME: dict[str, Callable[..., Value]] = {"cumulative_sum": _cumulative_sum}
