@@ -172,7 +172,7 @@ class DistributedIterator(Iterator[Any]):
         waits = any(step.runs_user_code or step.loader is not None for step in upstream(node))
         compares = waits and sharding is Sharding.DATA and topology.num_workers > 1
         self._compared_with = topology.workers if compares else None
-        self._rows = -1
+        self._rows = 0
 
     def __next__(self) -> Any:
         if current_frame().replica is not None:
@@ -231,16 +231,15 @@ class DistributedIterator(Iterator[Any]):
         """
         _check_resumable(self._node, self._loader, "load_state_dict")
         progress = Progress.of_state(state).fit(self._own)
-        if progress.sharding is Sharding.FILE and self._topology.num_workers > 1:
-            self._check_meeting()
-        own = self._state_of_loader(state.get("loader"))
+        own = state.get("loader")
+        self._check_shared_alike(progress, own)
         self.close()
         self._progress = progress
         seeds = progress.seeds[self._shards[0] if self._shards else 0]
         self._epoch = Epoch.resume(self._node, seeds)
         self._source = None
         self._over = False
-        self._rows = -1
+        self._rows = 0
         if own is not None:
             self._loader.load_state_dict(own["state"])
             batches = progress.positions[self._shards[0]].batches
@@ -272,14 +271,13 @@ class DistributedIterator(Iterator[Any]):
 
     def _compare(self, step: Step | None, workers: ProcessGroup) -> None:
         """Check that all workers begin with the same batch, and end after as many rows."""
-        first = self._rows < 0
-        self._rows = max(self._rows, 0) + (0 if step is None else step.rows)
         if step is None:
             note: dict[str, Any] = {"number of rows of the epoch": self._rows}
-        elif first:
-            note = {"first batch": step.outline, "digest of the first batch": step.digest}
         else:
-            return
+            self._rows += step.rows
+            if step.first is None:
+                return
+            note = step.first
         check_alike(
             all_gather_object(workers, note),
             "Under AutoShardPolicy.DATA each worker takes its part of every batch, so all must get "
@@ -322,31 +320,26 @@ class DistributedIterator(Iterator[Any]):
             return self._epoch
         return self._epoch.part(shard, len(self._progress.positions))
 
-    def _state_of_loader(self, saved: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return what this worker's loader is to load; None where there is no loader."""
-        if (saved is None) is not (self._loader is None):
+    def _check_shared_alike(self, progress: Progress, loader: Mapping[str, Any] | None) -> None:
+        """Raise an error if this worker can not take over its part of what is saved."""
+        several = self._topology.num_workers > 1
+        if progress.sharding is Sharding.FILE and several and self._topology.workers is None:
+            raise ValueError(
+                "load_state_dict: the state is of files that workers shared, so the workers must "
+                "tell each other when they end: pass their communicator as workers."
+            )
+        if (loader is None) is not (self._loader is None):
             raise ValueError(
                 "load_state_dict: of the state and this input, one is of a loader with a state of "
                 "its own, and the other is not. Distribute the same input as it was saved from."
             )
-        worker = self._topology.worker_index
-        if (
-            saved is not None
-            and self._progress.sharding is not Sharding.DATA
-            and saved["worker"] != worker
-        ):
+        own = self._topology.worker_index
+        by_worker = progress.sharding is not Sharding.DATA
+        if loader is not None and by_worker and loader["worker"] != own:
             raise ValueError(
-                f"load_state_dict: the state is of the loader of worker {saved['worker']}, this is "
-                f"worker {worker}. Each worker has a loader of its own here: save a state on "
-                "every worker, and load that."
-            )
-        return saved
-
-    def _check_meeting(self) -> None:
-        if self._topology.workers is None:
-            raise ValueError(
-                "load_state_dict: the state is of files that workers shared, so the workers must "
-                "tell each other when they end: pass their communicator as workers."
+                f"load_state_dict: the state is of the loader of worker {loader['worker']}, this "
+                f"is worker {own}. Each worker has a loader of its own here: save a state on every "
+                "worker, and load that."
             )
 
 

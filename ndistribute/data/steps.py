@@ -58,15 +58,13 @@ class Step(NamedTuple):
         value: a nest of `PerReplica`.
         reached: by the number of the shard.
         rows: of the global batch that was cut.
-        outline: of the first one, the dtypes and shapes.
-        digest: of the first one of a loader, a number that differs where its values do.
+        first: of the first one, what workers that share it compare.
     """
 
     value: Any
     reached: Mapping[int, Position]
     rows: int = 0
-    outline: str = ""
-    digest: int = 0
+    first: dict[str, Any] | None = None
 
 
 @dataclass
@@ -209,18 +207,20 @@ def _cut(
             length = leading_length(leaves, "distribute_dataset", BATCH_IT)
             pieces = replica_slices(length, topology.replica_counts, topology.worker_index)
             value = tree.unflatten(batch, _spread(leaves, pieces, topology.devices))
-            outline, digest = "", 0
-            if compares and number == position.batches + 1:
-                outline = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-                digest = functools.reduce(_digest, leaves, 0) if loads else 0
-            yield Step(value, {shard: Position(number)}, length, outline, digest)
+            begins = compares and number == position.batches + 1
+            first = _note_of(leaves, digest=loads) if begins else None
+            yield Step(value, {shard: Position(number)}, length, first)
 
 
-def _digest(so_far: int, leaf: Any) -> int:
-    array = to_host(leaf)
-    if array.dtype.hasobject:
-        return zlib.crc32(repr(array.tolist()).encode(), so_far)
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, so_far)
+def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
+    """Return what tells a batch from others: dtypes and shapes, and a digest of the values."""
+    shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+    values = 0
+    for array in map(to_host, leaves if digest else ()):
+        as_text = array.dtype.hasobject
+        data = repr(array.tolist()).encode() if as_text else array.tobytes()
+        values = zlib.crc32(data, values)
+    return {"first batch": shapes, "digest of the first batch": values}
 
 
 def _deal(

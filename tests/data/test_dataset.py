@@ -151,6 +151,12 @@ def test_datasets_of_different_dtypes_are_concatenated_as_they_are():
     assert [element.dtype for element in both] == [np.int64, np.float64]
 
 
+def test_one_array_in_different_structures_is_concatenated_as_it_is():
+    numbers = Dataset.range(2)
+    both = Dataset.zip((numbers, numbers)).concatenate(Dataset.zip([numbers, numbers]))
+    assert {type(element) for element in both.shuffle(4)} == {tuple, list}
+
+
 def test_a_generator_is_asked_anew_each_time():
     dataset = Dataset.from_generator(lambda: iter(range(2)))
     assert listed(dataset) == listed(dataset) == [0, 1]
