@@ -198,6 +198,10 @@ def test_each_worker_may_have_another_order_without_sharding():
             r"first batch is int64\[4\] on worker 0 and int64\[3\] on worker 1",
         ),
         (
+            lambda rank: Dataset.from_generator(lambda: iter(range(4 * rank))).batch(4),
+            "number of rows of the epoch is 0 on worker 0 and missing on worker 1",
+        ),
+        (
             lambda rank: [np.zeros(4), np.zeros(4 - rank)],
             "number of rows of the epoch is 8 on worker 0 and 7 on worker 1",
         ),
@@ -206,7 +210,7 @@ def test_each_worker_may_have_another_order_without_sharding():
             "number of rows of the epoch is 4 on worker 0 and 3 on worker 1",
         ),
     ],
-    ids=["arrays", "batch size", "generator", "first batch", "list", "objects"],
+    ids=["arrays", "batch size", "generator", "first batch", "none", "list", "objects"],
 )
 def test_workers_whose_data_differ_in_rows_but_not_in_batches_are_told(build, message):
     def work(workers):
