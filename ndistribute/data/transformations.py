@@ -63,6 +63,9 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
         if num_parallel_calls is None:
             return zip(map(call, source))
         threads = num_parallel_calls if num_parallel_calls != AUTOTUNE else os.cpu_count() or 1
+        if any(step.runs_user_code for step in upstream(child)):
+            # What a function of the user's opened may be of use to the thread that opened it alone.
+            source = Ahead(source, threads, epoch.threads)
         return zip(Ahead(source, threads, epoch.threads, call, threads))
 
     name = f"map({name_of(fn)})"

@@ -158,6 +158,20 @@ def test_a_parallel_map_calls_the_function_on_several_threads_at_once():
     assert [int(x) for x in Dataset.range(6).map(meet, num_parallel_calls=3)] == [*range(6)]
 
 
+def test_a_generator_stays_on_one_thread_under_a_parallel_map():
+    threads = set()
+
+    def numbers():
+        for number in range(40):
+            threads.add(threading.current_thread())
+            yield number
+
+    doubled = Dataset.from_generator(numbers).map(lambda x: 2 * x, num_parallel_calls=4)
+    assert [int(x) for x in doubled] == [*range(0, 80, 2)]
+    assert len(threads) == 1
+    assert all_end()
+
+
 def test_the_interpreter_ends_while_threads_wait():
     program = (
         "import itertools\n"
