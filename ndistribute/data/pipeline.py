@@ -199,6 +199,11 @@ def seeds_of(node: Node) -> list[SeedCounter]:
     return [step.seeds for step in upstream(node) if step.seeds is not None]
 
 
+def name_of(fn: Callable[..., Any]) -> str:
+    """Return what `describe` calls a function of the user's."""
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
 def describe(node: Node) -> str:
     """Return the calls that made a pipeline."""
     inputs = [describe(before) for before in node.inputs]

@@ -38,6 +38,7 @@ from ndistribute.data.pipeline import (
     Epoch,
     Node,
     SeedCounter,
+    name_of,
     upstream,
 )
 from ndistribute.data.prefetch import Ahead
@@ -368,11 +369,6 @@ def _exchanged(buffer: Chunk, entering: Chunk, rng: np.random.Generator) -> tupl
 def _endless_picks(rng: np.random.Generator, buffer_size: int) -> Iterator[int]:
     while True:
         yield from rng.integers(buffer_size, size=1024).tolist()
-
-
-def name_of(fn: Callable[..., Any]) -> str:
-    """Return what a repr calls a function of the user's."""
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _common(parts: tuple[Node, ...]) -> bool | None:
