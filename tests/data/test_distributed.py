@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -60,19 +59,6 @@ def test_pieces_on_a_cpu_are_views():
     array = np.arange(8)
     for step in distribute(Dataset.from_tensor_slices(array).batch(4), cpus(2)):
         assert all(np.shares_memory(piece, array) for piece in step.values)
-
-
-@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
-def test_every_row_is_used_exactly_once_over_all_workers(rows, batch, replicas, workers):
-    dataset = Dataset.range(rows).batch(batch)
-    shares = [
-        pieces(distribute(dataset, cpus(replicas), num_workers=workers, worker_index=w))
-        for w in range(workers)
-    ]
-    alone = pieces(distribute(dataset, cpus(replicas * workers)))
-    assert [list(chain(*step)) for step in zip(*shares, strict=True)] == alone
-    used = [row for step in alone for piece in step for row in piece]
-    assert used == list(range(rows))
 
 
 def test_without_sharding_each_worker_goes_through_all_data_in_its_share_of_the_batch():
