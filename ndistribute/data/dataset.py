@@ -202,11 +202,9 @@ class Dataset:
         [0, 1]
         """
         times = integer(count, "take: count", -1)
-        return (
-            self
-            if times == -1
-            else Dataset(transformations.sliced(self._node, f"take({times})", stop=times))
-        )
+        if times == -1:
+            return self
+        return Dataset(transformations.sliced(self._node, f"take({times})", stop=times))
 
     def skip(self, count: int) -> Dataset:
         """Leave out the first `count` elements; all of them if that is -1.
@@ -215,11 +213,9 @@ class Dataset:
         [3, 4]
         """
         start = integer(count, "skip: count", -1)
-        return (
-            self.take(0)
-            if start == -1
-            else Dataset(transformations.sliced(self._node, f"skip({start})", start))
-        )
+        if start == -1:
+            return self.take(0)
+        return Dataset(transformations.sliced(self._node, f"skip({start})", start))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Keep every `num_shards`-th element, from number `index` on.

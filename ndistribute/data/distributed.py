@@ -166,6 +166,7 @@ class DistributedIterator(Iterator[Any]):
         self._loader = loader_of(node)
         self._template: Element | None = None
         self._over = False
+        self._used_up = False
         # Made when the first step is asked for, so that a state can be loaded at no cost.
         self._source: Iterator[Step] | None = None
         # Under DATA, what a function of the user's makes is compared with the other workers'.
@@ -212,7 +213,7 @@ class DistributedIterator(Iterator[Any]):
                     "state_dict: the loader has given a batch of which parts are still to come. "
                     f"Take the state after {self._topology.num_replicas} pieces of a batch."
                 )
-            own = {"state": self._loader.state_dict(), "over": self._over}
+            own = {"state": self._loader.state_dict(), "over": self._used_up}
             state["loader"] = {"worker": self._topology.worker_index, **own}
         return state
 
@@ -244,7 +245,7 @@ class DistributedIterator(Iterator[Any]):
             self._loader.load_state_dict(own["state"])
             batches = progress.positions[self._shards[0]].batches
             self._epoch = replace(self._epoch, loaded=batches)
-            self._over = own["over"]
+            self._over = self._used_up = own["over"]
 
     def close(self) -> None:
         """End the iteration and its threads."""
@@ -261,6 +262,7 @@ class DistributedIterator(Iterator[Any]):
         if self._compared_with is not None:
             self._compare(step, self._compared_with)
         if step is None:
+            self._used_up = True
             raise StopIteration
         self._progress.advance(step.reached)
         if self._progress.sharding in (Sharding.OFF, Sharding.FUNCTION):
@@ -303,6 +305,7 @@ class DistributedIterator(Iterator[Any]):
         if failure is not None:
             raise failure
         if STEP not in all_fare:
+            self._used_up = True
             raise StopIteration
         if EMPTY in all_fare:
             self._template = share_template(workers, self._template)

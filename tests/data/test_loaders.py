@@ -113,6 +113,14 @@ def test_a_loader_that_can_not_be_resumed_says_so(build):
             call()
 
 
+def test_an_iterator_that_was_closed_is_gone_on_with():
+    closed, resumed = (iter(distribute(Stateful(), cpus(1))) for _ in range(2))
+    next(closed)
+    closed.close()
+    resumed.load_state_dict(closed.state_dict())
+    assert len(list(resumed)) == 5
+
+
 def test_a_part_of_a_loader_is_taken_by_position():
     everything = [batch.tolist() for batch in Stateful()]
     assert [batch.tolist() for batch in as_dataset(Stateful()).skip(2).take(3)] == everything[2:5]
