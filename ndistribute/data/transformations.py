@@ -57,7 +57,10 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
     """Return what a user's function makes of each element."""
 
     def call(element: Element) -> Element:
-        return as_element(call_with(fn, element))
+        try:
+            return as_element(call_with(fn, element))
+        except StopIteration as error:
+            raise RuntimeError("map: fn raised StopIteration, which would end the data.") from error
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         source = child.iterate(epoch, start)

@@ -140,6 +140,13 @@ def test_a_map_fails_at_the_element_that_failed(calls):
     assert all_end()
 
 
+@pytest.mark.parametrize("calls", [None, 2])
+def test_a_map_whose_function_has_no_more_to_give_is_no_end_of_the_data(calls):
+    with pytest.raises(RuntimeError, match="map: fn raised StopIteration"):
+        list(Dataset.range(3).map(lambda x: next(iter(())), num_parallel_calls=calls))
+    assert all_end()
+
+
 def test_an_error_of_the_source_comes_after_the_elements_before_it():
     iterator = Ahead(Source(fails_at=2), 4, fn=abs, threads=4)
     assert [next(iterator), next(iterator)] == [0, 1]
