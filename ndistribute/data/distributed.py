@@ -208,7 +208,7 @@ class DistributedIterator(Iterator[Any]):
         _check_resumable(self._node, self._loader, "state_dict")
         state = self._progress.state_dict()
         if self._loader is not None:
-            if self._progress.positions[self._shards[0]].rows:
+            if self._progress.positions[self._first_shard].rows:
                 raise ValueError(
                     "state_dict: the loader has given a batch of which parts are still to come. "
                     f"Take the state after {self._topology.num_replicas} pieces of a batch."
@@ -236,14 +236,14 @@ class DistributedIterator(Iterator[Any]):
         self._check_shared_alike(progress, own)
         self.close()
         self._progress = progress
-        seeds = progress.seeds[self._shards[0] if self._shards else 0]
+        seeds = progress.seeds[self._first_shard]
         self._epoch = Epoch.resume(self._node, seeds)
         self._source = None
         self._over = False
         self._rows = 0
         if own is not None:
             self._loader.load_state_dict(own["state"])
-            batches = progress.positions[self._shards[0]].batches
+            batches = progress.positions[self._first_shard].batches
             self._epoch = replace(self._epoch, loaded=batches)
             self._over = self._used_up = own["over"]
 
@@ -253,9 +253,8 @@ class DistributedIterator(Iterator[Any]):
         self._over = True
 
     @property
-    def _shards(self) -> Sequence[int]:
-        topology = self._topology
-        return self._progress.shards_of(topology.worker_index, topology.num_workers)
+    def _first_shard(self) -> int:
+        return next(iter(self._progress.shards_of(self._topology)), 0)
 
     def _step(self, source: Iterator[Step]) -> Any:
         step = next(source, None)
@@ -314,14 +313,15 @@ class DistributedIterator(Iterator[Any]):
 
     def _open(self) -> Iterator[Step]:
         progress, topology = self._progress, self._topology
-        epochs = {shard: (self._part(shard), progress.positions[shard]) for shard in self._shards}
+        shards = progress.shards_of(topology)
+        epochs = {shard: (self._part(shard), progress.positions[shard]) for shard in shards}
         source = steps_of(self._node, topology, progress.sharding, epochs)
         return Ahead(source, self._depth, self._epoch.threads) if self._depth else source
 
     def _part(self, shard: int) -> Epoch:
         if self._progress.sharding is not Sharding.FILE:
             return self._epoch
-        return self._epoch.part(shard, len(self._progress.positions))
+        return replace(self._epoch, shard=(shard, len(self._progress.positions)))
 
     def _check_shared_alike(self, progress: Progress, loader: Mapping[str, Any] | None) -> None:
         """Raise an error if this worker can not take over its part of what is saved."""

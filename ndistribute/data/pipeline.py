@@ -87,10 +87,6 @@ class Epoch:
         """Return this epoch as a node sees it that is iterated several times."""
         return replace(self, path=(*self.path, number))
 
-    def part(self, number: int, count: int) -> Epoch:
-        """Return this epoch as one that reads only every `count`-th file."""
-        return replace(self, shard=(number, count))
-
     def frozen(self) -> Epoch:
         """Return this epoch as a node sees it that is the same in every epoch."""
         first = {counter: seed._replace(iteration=0) for counter, seed in self.seeds.items()}

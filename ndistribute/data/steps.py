@@ -36,58 +36,37 @@ COMPLETE_IT = (
 
 
 class Position(NamedTuple):
-    """How much of a shard has been consumed.
-
-    Args:
-        batches: whole batches.
-        rows: rows of the next batch.
-        left: into how many pieces the other rows of that batch are still to be cut.
-        of: how many pieces the batch had.
-    """
+    """How much of a shard has been consumed."""
 
     batches: int = 0
-    rows: int = 0
-    left: int = 0
-    of: int = 0
+    rows: int = 0  # Of the next batch.
+    left: int = 0  # Into how many pieces the other rows of that batch are still to be cut.
+    of: int = 0  # How many pieces that batch had.
 
 
 class Step(NamedTuple):
-    """What the replicas get, and the position that each shard which was touched is at then.
-
-    Args:
-        value: a nest of `PerReplica`.
-        reached: by the number of the shard.
-        rows: of the global batch that was cut.
-        first: of the first one, what workers that share it compare.
-    """
+    """What the replicas get, and the position that each shard which was touched is at then."""
 
     value: Any
     reached: Mapping[int, Position]
-    rows: int = 0
-    first: dict[str, Any] | None = None
+    rows: int = 0  # Of the global batch that was cut.
+    first: dict[str, Any] | None = None  # Of the first one, what workers that share it compare.
 
 
 @dataclass
 class Progress:
-    """Hold the shards of an epoch.
-
-    Args:
-        sharding: what the shards are.
-        files: how many files the pipeline reads.
-        seeds: of each shard, the seeds of its shuffles.
-        positions: of each shard, how far it has been consumed.
-    """
+    """Hold the shards of an epoch, and for each the seeds of its shuffles and its position."""
 
     sharding: Sharding
-    files: int
+    files: int  # How many the pipeline reads.
     seeds: list[list[ShuffleSeed]]
     positions: list[Position]
 
-    def shards_of(self, worker_index: int, num_workers: int) -> Sequence[int]:
-        """Return the shards that a worker goes through, in order."""
+    def shards_of(self, topology: Topology) -> Sequence[int]:
+        """Return the shards that this worker goes through, in order."""
         if self.sharding is Sharding.DATA:
             return (0,)
-        return range(worker_index, len(self.positions), num_workers)
+        return range(topology.worker_index, len(self.positions), topology.num_workers)
 
     def advance(self, reached: Mapping[int, Position]) -> None:
         """Move shards to the positions that a step reaches."""

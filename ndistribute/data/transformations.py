@@ -243,15 +243,13 @@ def concatenated(first: Node, second: Node) -> Node:
     known = first.spec.cardinality
 
     def both(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        yield from first.chunks(epoch.branch(0), start)
-        yield from second.chunks(epoch.branch(1), 0)
+        if not 0 <= known <= start:
+            yield from first.chunks(epoch.branch(0), start)
+        yield from second.chunks(epoch.branch(1), max(0, start - known) if known >= 0 else 0)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        if 0 <= known <= start:
-            return second.chunks(epoch.branch(1), start - known)
-        if known == UNKNOWN_CARDINALITY:
-            return drop(both(epoch, 0), start)
-        return both(epoch, start)
+        known_start = known != UNKNOWN_CARDINALITY
+        return both(epoch, start) if known_start else drop(both(epoch, 0), start)
 
     lengths = (known, second.spec.cardinality)
     total = UNKNOWN_CARDINALITY if UNKNOWN_CARDINALITY in lengths else sum(lengths)
