@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ndistribute import tree
 from ndistribute.data import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -124,6 +125,17 @@ def test_elements_and_batches_have_the_structure_of_the_arrays(nest):
     dataset = Dataset.from_tensor_slices(nest)
     for made in (*dataset.take(1), *dataset.batch(2), *dataset.map(lambda *e: nest).take(1)):
         assert type(made) is type(nest) or np.isscalar(made)
+
+
+def test_every_leaf_keeps_its_place():
+    arrays = {"b": np.arange(3), "a": np.arange(3) + 10}
+    for nest in (arrays, {"d": arrays, "c": np.arange(3) + 20}, (arrays, np.arange(3) + 20)):
+        dataset = Dataset.from_tensor_slices(nest).shuffle(3)
+        rows = [*dataset, *dataset.batch(2).unbatch()]
+        for row in rows:
+            number = int(tree.flatten(row)[0]) % 10
+            expected = tree.map_leaves(lambda leaf, number=number: int(leaf[number]), nest)
+            assert tree.map_leaves(int, row) == expected
 
 
 def test_dtypes_are_kept():
