@@ -119,10 +119,11 @@ def check_alike(notes: Sequence[dict[str, Any]], remedy: str) -> None:
     """Raise a ValueError with a remedy if what workers say of themselves differs."""
     for key, first in notes[0].items():
         for worker, note in enumerate(notes):
-            if note.get(key) != first:
+            other = note.get(key, "missing")
+            if other != first:
                 raise ValueError(
-                    f"distribute_dataset: the {key} is {first} on worker 0 and {note.get(key)} on "
-                    f"worker {worker}. {remedy}"
+                    f"distribute_dataset: the {key} is {first} on worker 0 and {other} on worker "
+                    f"{worker}. {remedy}"
                 )
 
 

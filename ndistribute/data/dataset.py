@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ndistribute import tree
-from ndistribute.data import sources
-from ndistribute.data import transformations as to
+from ndistribute.data import sources, transformations
 from ndistribute.data.elements import Element
 from ndistribute.data.options import InputOptions, function, integer
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, Epoch, Node, describe, run
@@ -119,7 +118,7 @@ class Dataset:
         if not parts:
             raise ValueError("zip needs at least one dataset, for example zip((images, labels)).")
         like = tree.unflatten(datasets, range(len(parts)))
-        return cls(to.zipped(like, tuple(as_dataset(part)._node for part in parts)))
+        return cls(transformations.zipped(like, tuple(as_dataset(part)._node for part in parts)))
 
     def map(self, fn: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
         """Replace each element by ``fn(element)``, or ``fn(*element)`` if it is a tuple.
@@ -132,10 +131,10 @@ class Dataset:
         >>> [int(y) for y in Dataset.range(3).map(lambda x: 2 * x)]
         [0, 2, 4]
         """
-        if num_parallel_calls is not None and num_parallel_calls != to.AUTOTUNE:
+        if num_parallel_calls is not None and num_parallel_calls != transformations.AUTOTUNE:
             num_parallel_calls = integer(num_parallel_calls, "map: num_parallel_calls", 1)
         call = function(fn, "map: fn")
-        return Dataset(to.mapped(self._node, call, num_parallel_calls))
+        return Dataset(transformations.mapped(self._node, call, num_parallel_calls))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Keep the elements for which ``predicate(element)`` is true.
@@ -144,7 +143,7 @@ class Dataset:
         [1, 3]
         """
         keep = function(predicate, "filter: predicate")
-        return Dataset(to.filtered(self._node, keep))
+        return Dataset(transformations.filtered(self._node, keep))
 
     def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
         """Join each `n` successive elements along a new leading axis.
@@ -157,7 +156,7 @@ class Dataset:
         [array([0, 1]), array([2])]
         """
         size = integer(n, "batch: n", 1)
-        return Dataset(to.batched(self._node, size, bool(drop_remainder)))
+        return Dataset(transformations.batched(self._node, size, bool(drop_remainder)))
 
     def unbatch(self) -> Dataset:
         """Take batches apart again.
@@ -165,7 +164,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(3).batch(2).unbatch()]
         [0, 1, 2]
         """
-        return Dataset(to.unbatched(self._node))
+        return Dataset(transformations.unbatched(self._node))
 
     def shuffle(
         self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True
@@ -185,7 +184,7 @@ class Dataset:
         """
         size = integer(buffer_size, "shuffle: buffer_size", 1)
         reshuffles = bool(reshuffle_each_iteration)
-        return Dataset(to.shuffled(self._node, size, seed, reshuffles))
+        return Dataset(transformations.shuffled(self._node, size, seed, reshuffles))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Go through the elements `count` times, or without end if that is None or -1.
@@ -194,7 +193,7 @@ class Dataset:
         [0, 1, 0, 1]
         """
         times = -1 if count is None else integer(count, "repeat: count", -1)
-        return Dataset(to.repeated(self._node, None if times == -1 else times))
+        return Dataset(transformations.repeated(self._node, None if times == -1 else times))
 
     def take(self, count: int) -> Dataset:
         """Keep the first `count` elements; all of them if that is -1.
@@ -203,7 +202,9 @@ class Dataset:
         [0, 1]
         """
         times = integer(count, "take: count", -1)
-        return self if times == -1 else Dataset(to.sliced(self._node, f"take({times})", stop=times))
+        if times == -1:
+            return self
+        return Dataset(transformations.sliced(self._node, f"take({times})", stop=times))
 
     def skip(self, count: int) -> Dataset:
         """Leave out the first `count` elements; all of them if that is -1.
@@ -212,9 +213,9 @@ class Dataset:
         [3, 4]
         """
         start = integer(count, "skip: count", -1)
-        return (
-            self.take(0) if start == -1 else Dataset(to.sliced(self._node, f"skip({start})", start))
-        )
+        if start == -1:
+            return self.take(0)
+        return Dataset(transformations.sliced(self._node, f"skip({start})", start))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Keep every `num_shards`-th element, from number `index` on.
@@ -225,7 +226,7 @@ class Dataset:
         shards = integer(num_shards, "shard: num_shards", 1)
         first = integer(index, "shard: index", below=shards)
         name = f"shard({shards}, {first})"
-        return Dataset(to.sliced(self._node, name, first, step=shards))
+        return Dataset(transformations.sliced(self._node, name, first, step=shards))
 
     def concatenate(self, dataset: Any) -> Dataset:
         """Append the elements of another dataset.
@@ -233,7 +234,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(2).concatenate(Dataset.range(5, 7))]
         [0, 1, 5, 6]
         """
-        return Dataset(to.concatenated(self._node, as_dataset(dataset)._node))
+        return Dataset(transformations.concatenated(self._node, as_dataset(dataset)._node))
 
     def cache(self) -> Dataset:
         """Keep the elements of the first whole iteration in memory, in the order that they had.
@@ -244,7 +245,7 @@ class Dataset:
         >>> len(calls)
         2
         """
-        return Dataset(to.cached(self._node))
+        return Dataset(transformations.cached(self._node))
 
     def prefetch(self, n: int) -> Dataset:
         """Let a background thread make up to `n` elements ahead; `AUTOTUNE` chooses.
@@ -252,7 +253,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x).prefetch(2)]
         [0, 1, 4]
         """
-        return Dataset(to.prefetched(self._node, integer(n, "prefetch: n", -1)))
+        return Dataset(transformations.prefetched(self._node, integer(n, "prefetch: n", -1)))
 
     def with_options(self, options: InputOptions) -> Dataset:
         """Say how this dataset is distributed, where `distribute_dataset` is not told otherwise."""

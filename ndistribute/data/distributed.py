@@ -166,13 +166,14 @@ class DistributedIterator(Iterator[Any]):
         self._loader = loader_of(node)
         self._template: Element | None = None
         self._over = False
+        self._used_up = False
         # Made when the first step is asked for, so that a state can be loaded at no cost.
         self._source: Iterator[Step] | None = None
         # Under DATA, what a function of the user's makes is compared with the other workers'.
         waits = any(step.runs_user_code or step.loader is not None for step in upstream(node))
         compares = waits and sharding is Sharding.DATA and topology.num_workers > 1
         self._compared_with = topology.workers if compares else None
-        self._rows = -1
+        self._rows = 0
 
     def __next__(self) -> Any:
         if current_frame().replica is not None:
@@ -207,12 +208,12 @@ class DistributedIterator(Iterator[Any]):
         _check_resumable(self._node, self._loader, "state_dict")
         state = self._progress.state_dict()
         if self._loader is not None:
-            if self._progress.positions[self._shards[0]].rows:
+            if self._progress.positions[self._first_shard].rows:
                 raise ValueError(
                     "state_dict: the loader has given a batch of which parts are still to come. "
                     f"Take the state after {self._topology.num_replicas} pieces of a batch."
                 )
-            own = {"state": self._loader.state_dict(), "over": self._over}
+            own = {"state": self._loader.state_dict(), "over": self._used_up}
             state["loader"] = {"worker": self._topology.worker_index, **own}
         return state
 
@@ -231,21 +232,20 @@ class DistributedIterator(Iterator[Any]):
         """
         _check_resumable(self._node, self._loader, "load_state_dict")
         progress = Progress.of_state(state).fit(self._own)
-        if progress.sharding is Sharding.FILE and self._topology.num_workers > 1:
-            self._check_meeting()
-        own = self._state_of_loader(state.get("loader"))
+        own = state.get("loader")
+        self._check_shared_alike(progress, own)
         self.close()
         self._progress = progress
-        seeds = progress.seeds[self._shards[0] if self._shards else 0]
+        seeds = progress.seeds[self._first_shard]
         self._epoch = Epoch.resume(self._node, seeds)
         self._source = None
         self._over = False
-        self._rows = -1
+        self._rows = 0
         if own is not None:
             self._loader.load_state_dict(own["state"])
-            batches = progress.positions[self._shards[0]].batches
+            batches = progress.positions[self._first_shard].batches
             self._epoch = replace(self._epoch, loaded=batches)
-            self._over = own["over"]
+            self._over = self._used_up = own["over"]
 
     def close(self) -> None:
         """End the iteration and its threads."""
@@ -253,15 +253,15 @@ class DistributedIterator(Iterator[Any]):
         self._over = True
 
     @property
-    def _shards(self) -> Sequence[int]:
-        topology = self._topology
-        return self._progress.shards_of(topology.worker_index, topology.num_workers)
+    def _first_shard(self) -> int:
+        return next(iter(self._progress.shards_of(self._topology)), 0)
 
     def _step(self, source: Iterator[Step]) -> Any:
         step = next(source, None)
         if self._compared_with is not None:
             self._compare(step, self._compared_with)
         if step is None:
+            self._used_up = True
             raise StopIteration
         self._progress.advance(step.reached)
         if self._progress.sharding in (Sharding.OFF, Sharding.FUNCTION):
@@ -272,14 +272,13 @@ class DistributedIterator(Iterator[Any]):
 
     def _compare(self, step: Step | None, workers: ProcessGroup) -> None:
         """Check that all workers begin with the same batch, and end after as many rows."""
-        first = self._rows < 0
-        self._rows = max(self._rows, 0) + (0 if step is None else step.rows)
         if step is None:
             note: dict[str, Any] = {"number of rows of the epoch": self._rows}
-        elif first:
-            note = {"first batch": step.outline, "digest of the first batch": step.digest}
         else:
-            return
+            self._rows += step.rows
+            if step.first is None:
+                return
+            note = step.first
         check_alike(
             all_gather_object(workers, note),
             "Under AutoShardPolicy.DATA each worker takes its part of every batch, so all must get "
@@ -305,6 +304,7 @@ class DistributedIterator(Iterator[Any]):
         if failure is not None:
             raise failure
         if STEP not in all_fare:
+            self._used_up = True
             raise StopIteration
         if EMPTY in all_fare:
             self._template = share_template(workers, self._template)
@@ -313,40 +313,36 @@ class DistributedIterator(Iterator[Any]):
 
     def _open(self) -> Iterator[Step]:
         progress, topology = self._progress, self._topology
-        epochs = {shard: (self._part(shard), progress.positions[shard]) for shard in self._shards}
+        shards = progress.shards_of(topology)
+        epochs = {shard: (self._part(shard), progress.positions[shard]) for shard in shards}
         source = steps_of(self._node, topology, progress.sharding, epochs)
         return Ahead(source, self._depth, self._epoch.threads) if self._depth else source
 
     def _part(self, shard: int) -> Epoch:
         if self._progress.sharding is not Sharding.FILE:
             return self._epoch
-        return self._epoch.part(shard, len(self._progress.positions))
+        return replace(self._epoch, shard=(shard, len(self._progress.positions)))
 
-    def _state_of_loader(self, saved: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return what this worker's loader is to load; None where there is no loader."""
-        if (saved is None) is not (self._loader is None):
+    def _check_shared_alike(self, progress: Progress, loader: Mapping[str, Any] | None) -> None:
+        """Raise an error if this worker can not take over its part of what is saved."""
+        several = self._topology.num_workers > 1
+        if progress.sharding is Sharding.FILE and several and self._topology.workers is None:
+            raise ValueError(
+                "load_state_dict: the state is of files that workers shared, so the workers must "
+                "tell each other when they end: pass their communicator as workers."
+            )
+        if (loader is None) is not (self._loader is None):
             raise ValueError(
                 "load_state_dict: of the state and this input, one is of a loader with a state of "
                 "its own, and the other is not. Distribute the same input as it was saved from."
             )
-        worker = self._topology.worker_index
-        if (
-            saved is not None
-            and self._progress.sharding is not Sharding.DATA
-            and saved["worker"] != worker
-        ):
+        own = self._topology.worker_index
+        by_worker = progress.sharding is not Sharding.DATA
+        if loader is not None and by_worker and loader["worker"] != own:
             raise ValueError(
-                f"load_state_dict: the state is of the loader of worker {saved['worker']}, this is "
-                f"worker {worker}. Each worker has a loader of its own here: save a state on "
-                "every worker, and load that."
-            )
-        return saved
-
-    def _check_meeting(self) -> None:
-        if self._topology.workers is None:
-            raise ValueError(
-                "load_state_dict: the state is of files that workers shared, so the workers must "
-                "tell each other when they end: pass their communicator as workers."
+                f"load_state_dict: the state is of the loader of worker {loader['worker']}, this "
+                f"is worker {own}. Each worker has a loader of its own here: save a state on every "
+                "worker, and load that."
             )
 
 

@@ -180,10 +180,12 @@ class Rows:
         return Rows(self._like, [(columns, _at(at, indices)) for columns, at in self._parts])
 
     def same_columns(self, other: Chunk) -> bool:
-        """Return True if another chunk holds rows of the very same arrays."""
-        return isinstance(other, Rows) and [id(columns) for columns, _ in self._parts] == [
-            id(columns) for columns, _ in other._parts
-        ]
+        """Return True if another chunk holds rows of the very same arrays in the same structure."""
+        return (
+            isinstance(other, Rows)
+            and [id(own) for own, _ in self._parts] == [id(other) for other, _ in other._parts]
+            and tree.same_structure(self._like, other._like)
+        )
 
     def joined(self, others: Sequence[Rows]) -> Rows:
         """Return these rows and then others of the same columns."""

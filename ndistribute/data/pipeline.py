@@ -87,10 +87,6 @@ class Epoch:
         """Return this epoch as a node sees it that is iterated several times."""
         return replace(self, path=(*self.path, number))
 
-    def part(self, number: int, count: int) -> Epoch:
-        """Return this epoch as one that reads only every `count`-th file."""
-        return replace(self, shard=(number, count))
-
     def frozen(self) -> Epoch:
         """Return this epoch as a node sees it that is the same in every epoch."""
         first = {counter: seed._replace(iteration=0) for counter, seed in self.seeds.items()}
@@ -197,6 +193,11 @@ def upstream(node: Node) -> list[Node]:
 def seeds_of(node: Node) -> list[SeedCounter]:
     """Return where the seeds of the shuffles of a pipeline come from, in a fixed order."""
     return [step.seeds for step in upstream(node) if step.seeds is not None]
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Return what `describe` calls a function of the user's."""
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def describe(node: Node) -> str:

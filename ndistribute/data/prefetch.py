@@ -113,36 +113,32 @@ class Buffer:
         self._given = 0
         self._over = False
 
-    @property
-    def closed(self) -> bool:
-        """Return True if nothing goes in or out any more."""
-        return self._over or self._epoch.closed
-
     def put(self, number: int, value: Any, error: BaseException | None = None) -> bool:
         """Add an outcome once there is room; False if this is closed."""
         with self._changed:
-            while number >= self._given + self._depth and not self.closed:
+            while not (closed := self._over or self._epoch.closed):
+                if number < self._given + self._depth:
+                    self._made[number] = (value, error)
+                    self._changed.notify_all()
+                    break
                 self._changed.wait(_CHECK_SECONDS)
-            if not self.closed:
-                self._made[number] = (value, error)
-                self._changed.notify_all()
-            return not self.closed
+            return not closed
 
     def get(self, threads: list[threading.Thread]) -> tuple[Any, BaseException | None]:
         """Return the next outcome: a value, or the error that ends the iteration."""
         with self._changed:
-            while self._given not in self._made and not self.closed:
+            while not (self._over or self._epoch.closed):
+                if self._given in self._made:
+                    self._given += 1
+                    self._changed.notify_all()
+                    return self._made.pop(self._given - 1)
                 woken = self._changed.wait(_CHECK_SECONDS)
                 if not woken and not any(thread.is_alive() for thread in threads):
                     return None, RuntimeError(
                         "the threads that prefetch are gone, as they are after a fork. Make a new "
                         "iterator in this process."
                     )
-            if self.closed:
-                return None, StopIteration()
-            self._given += 1
-            self._changed.notify_all()
-            return self._made.pop(self._given - 1)
+            return None, StopIteration()
 
     def close(self) -> None:
         """Wake both sides; nothing goes in or out any more."""

@@ -31,7 +31,14 @@ from ndistribute.data.elements import (
     leading_length,
     read_only,
 )
-from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, ArraySpec, ElementSpec, Epoch, Node
+from ndistribute.data.pipeline import (
+    UNKNOWN_CARDINALITY,
+    ArraySpec,
+    ElementSpec,
+    Epoch,
+    Node,
+    name_of,
+)
 
 Reader = Callable[[str], Any]
 
@@ -82,11 +89,15 @@ def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         values = map(as_element, islice(make(), start, None))
-        return zip(values if signature is None else map(_conform, values, repeat(signature)))
+        return zip(values if like is None else map(_conform, values, repeat(like)))
 
     like = None if signature is None else tree.map_leaves(_spec_of, signature)
-    name = f"from_generator({getattr(make, '__name__', type(make).__name__)})"
-    return Node(name=name, chunks=chunks, spec=ElementSpec(like=like), runs_user_code=True)
+    return Node(
+        name=f"from_generator({name_of(make)})",
+        chunks=chunks,
+        spec=ElementSpec(like=like),
+        runs_user_code=True,
+    )
 
 
 def iterable(batches: Any) -> Node:
@@ -178,29 +189,27 @@ def _spec_of(leaf: Any) -> ArraySpec:
     """Return what a leaf of a signature says; a dtype alone is of any shape."""
     if isinstance(leaf, type | np.dtype | str):
         return ArraySpec(np.dtype(leaf), None)
-    return ArraySpec(np.dtype(leaf.dtype), leaf.shape)
+    return ArraySpec(np.dtype(leaf.dtype), tuple(leaf.shape))
 
 
-def _conform(element: Element, signature: Any) -> Element:
+def _conform(element: Element, specs: Any) -> Element:
     """Cast an element to the dtypes of a signature, and check it against its shapes."""
-    if not tree.same_structure(element, signature):
+    if not tree.same_structure(element, specs):
         raise ValueError(
             f"from_generator: the generator yielded {element!r}, which has another structure than "
-            f"output_signature, {signature!r}."
+            f"output_signature, {specs!r}."
         )
-    return tree.map_leaves(_conform_leaf, element, signature)
+    return tree.map_leaves(_conform_leaf, element, specs)
 
 
-def _conform_leaf(leaf: Any, spec: Any) -> Any:
-    if isinstance(spec, type | np.dtype | str):
-        return leaf.astype(spec, copy=False)
-    shape = tuple(spec.shape)
-    if len(shape) != leaf.ndim or any(
-        want not in (None, have) for want, have in zip(shape, leaf.shape, strict=True)
+def _conform_leaf(leaf: Any, spec: ArraySpec) -> Any:
+    wanted = leaf.shape if spec.shape is None else spec.shape
+    if len(wanted) != leaf.ndim or any(
+        want not in (None, have) for want, have in zip(wanted, leaf.shape, strict=True)
     ):
         raise ValueError(
             f"from_generator: the generator yielded shape {leaf.shape} where output_signature says "
-            f"{shape}. Yield arrays of that shape, or put None for a length that varies."
+            f"{wanted}. Yield arrays of that shape, or put None for a length that varies."
         )
     return leaf.astype(spec.dtype, copy=False)
 

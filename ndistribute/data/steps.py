@@ -36,60 +36,37 @@ COMPLETE_IT = (
 
 
 class Position(NamedTuple):
-    """How much of a shard has been consumed.
-
-    Args:
-        batches: whole batches.
-        rows: rows of the next batch.
-        left: into how many pieces the other rows of that batch are still to be cut.
-        of: how many pieces the batch had.
-    """
+    """How much of a shard has been consumed."""
 
     batches: int = 0
-    rows: int = 0
-    left: int = 0
-    of: int = 0
+    rows: int = 0  # Of the next batch.
+    left: int = 0  # Into how many pieces the other rows of that batch are still to be cut.
+    of: int = 0  # How many pieces that batch had.
 
 
 class Step(NamedTuple):
-    """What the replicas get, and the position that each shard which was touched is at then.
-
-    Args:
-        value: a nest of `PerReplica`.
-        reached: by the number of the shard.
-        rows: of the global batch that was cut.
-        outline: of the first one, the dtypes and shapes.
-        digest: of the first one of a loader, a number that differs where its values do.
-    """
+    """What the replicas get, and the position that each shard which was touched is at then."""
 
     value: Any
     reached: Mapping[int, Position]
-    rows: int = 0
-    outline: str = ""
-    digest: int = 0
+    rows: int = 0  # Of the global batch that was cut.
+    first: dict[str, Any] | None = None  # Of the first one, what workers that share it compare.
 
 
 @dataclass
 class Progress:
-    """Hold the shards of an epoch.
-
-    Args:
-        sharding: what the shards are.
-        files: how many files the pipeline reads.
-        seeds: of each shard, the seeds of its shuffles.
-        positions: of each shard, how far it has been consumed.
-    """
+    """Hold the shards of an epoch, and for each the seeds of its shuffles and its position."""
 
     sharding: Sharding
-    files: int
+    files: int  # How many the pipeline reads.
     seeds: list[list[ShuffleSeed]]
     positions: list[Position]
 
-    def shards_of(self, worker_index: int, num_workers: int) -> Sequence[int]:
-        """Return the shards that a worker goes through, in order."""
+    def shards_of(self, topology: Topology) -> Sequence[int]:
+        """Return the shards that this worker goes through, in order."""
         if self.sharding is Sharding.DATA:
             return (0,)
-        return range(worker_index, len(self.positions), num_workers)
+        return range(topology.worker_index, len(self.positions), topology.num_workers)
 
     def advance(self, reached: Mapping[int, Position]) -> None:
         """Move shards to the positions that a step reaches."""
@@ -209,18 +186,20 @@ def _cut(
             length = leading_length(leaves, "distribute_dataset", BATCH_IT)
             pieces = replica_slices(length, topology.replica_counts, topology.worker_index)
             value = tree.unflatten(batch, _spread(leaves, pieces, topology.devices))
-            outline, digest = "", 0
-            if compares and number == position.batches + 1:
-                outline = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-                digest = functools.reduce(_digest, leaves, 0) if loads else 0
-            yield Step(value, {shard: Position(number)}, length, outline, digest)
+            begins = compares and number == position.batches + 1
+            first = _note_of(leaves, digest=loads) if begins else None
+            yield Step(value, {shard: Position(number)}, length, first)
 
 
-def _digest(so_far: int, leaf: Any) -> int:
-    array = to_host(leaf)
-    if array.dtype.hasobject:
-        return zlib.crc32(repr(array.tolist()).encode(), so_far)
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, so_far)
+def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
+    """Return what tells a batch from others: dtypes and shapes, and a digest of the values."""
+    shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+    values = 0
+    for array in map(to_host, leaves if digest else ()):
+        as_text = array.dtype.hasobject
+        data = repr(array.tolist()).encode() if as_text else array.tobytes()
+        values = zlib.crc32(data, values)
+    return {"first batch": shapes, "digest of the first batch": values}
 
 
 def _deal(

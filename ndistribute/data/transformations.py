@@ -38,6 +38,7 @@ from ndistribute.data.pipeline import (
     Epoch,
     Node,
     SeedCounter,
+    name_of,
     upstream,
 )
 from ndistribute.data.prefetch import Ahead
@@ -56,13 +57,19 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
     """Return what a user's function makes of each element."""
 
     def call(element: Element) -> Element:
-        return as_element(call_with(fn, element))
+        try:
+            return as_element(call_with(fn, element))
+        except StopIteration as error:
+            raise RuntimeError("map: fn raised StopIteration, which would end the data.") from error
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         source = child.iterate(epoch, start)
         if num_parallel_calls is None:
             return zip(map(call, source))
         threads = num_parallel_calls if num_parallel_calls != AUTOTUNE else os.cpu_count() or 1
+        if any(step.runs_user_code for step in upstream(child)):
+            # What a function of the user's opened may be of use to the thread that opened it alone.
+            source = Ahead(source, threads, epoch.threads)
         return zip(Ahead(source, threads, epoch.threads, call, threads))
 
     name = f"map({name_of(fn)})"
@@ -236,15 +243,13 @@ def concatenated(first: Node, second: Node) -> Node:
     known = first.spec.cardinality
 
     def both(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        yield from first.chunks(epoch.branch(0), start)
-        yield from second.chunks(epoch.branch(1), 0)
+        if not 0 <= known <= start:
+            yield from first.chunks(epoch.branch(0), start)
+        yield from second.chunks(epoch.branch(1), max(0, start - known) if known >= 0 else 0)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        if 0 <= known <= start:
-            return second.chunks(epoch.branch(1), start - known)
-        if known == UNKNOWN_CARDINALITY:
-            return drop(both(epoch, 0), start)
-        return both(epoch, start)
+        known_start = known != UNKNOWN_CARDINALITY
+        return both(epoch, start) if known_start else drop(both(epoch, 0), start)
 
     lengths = (known, second.spec.cardinality)
     total = UNKNOWN_CARDINALITY if UNKNOWN_CARDINALITY in lengths else sum(lengths)
@@ -365,11 +370,6 @@ def _exchanged(buffer: Chunk, entering: Chunk, rng: np.random.Generator) -> tupl
 def _endless_picks(rng: np.random.Generator, buffer_size: int) -> Iterator[int]:
     while True:
         yield from rng.integers(buffer_size, size=1024).tolist()
-
-
-def name_of(fn: Callable[..., Any]) -> str:
-    """Return what a repr calls a function of the user's."""
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _common(parts: tuple[Node, ...]) -> bool | None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ndistribute import tree
 from ndistribute.data import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -126,6 +127,17 @@ def test_elements_and_batches_have_the_structure_of_the_arrays(nest):
         assert type(made) is type(nest) or np.isscalar(made)
 
 
+def test_every_leaf_keeps_its_place():
+    arrays = {"b": np.arange(3), "a": np.arange(3) + 10}
+    for nest in (arrays, {"d": arrays, "c": np.arange(3) + 20}, (arrays, np.arange(3) + 20)):
+        dataset = Dataset.from_tensor_slices(nest).shuffle(3)
+        rows = [*dataset, *dataset.batch(2).unbatch()]
+        for row in rows:
+            number = int(tree.flatten(row)[0]) % 10
+            expected = tree.map_leaves(lambda leaf, number=number: int(leaf[number]), nest)
+            assert tree.map_leaves(int, row) == expected
+
+
 def test_dtypes_are_kept():
     arrays = (np.zeros(4, np.float16), np.zeros((4, 1), np.uint8), np.array(["a", "b", "c", "d"]))
     (batch,) = Dataset.from_tensor_slices(arrays).shuffle(4).batch(4)
@@ -149,6 +161,12 @@ def test_zip_takes_any_nest_of_datasets_and_of_re_iterables():
 def test_datasets_of_different_dtypes_are_concatenated_as_they_are():
     both = Dataset.range(1).concatenate(Dataset.from_tensor_slices([0.5]))
     assert [element.dtype for element in both] == [np.int64, np.float64]
+
+
+def test_one_array_in_different_structures_is_concatenated_as_it_is():
+    numbers = Dataset.range(2)
+    both = Dataset.zip((numbers, numbers)).concatenate(Dataset.zip([numbers, numbers]))
+    assert {type(element) for element in both.shuffle(4)} == {tuple, list}
 
 
 def test_a_generator_is_asked_anew_each_time():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -21,25 +19,13 @@ from ndistribute.data import (
 from ndistribute.data.steps import replica_slices
 from ndistribute.device import Device, is_gpu_array, to_host
 from ndistribute.values import PerReplica
-from tests.data.workers import distribute, distribute_from_function
-
-DEADLINE_SECONDS = 10
-
-
-def cpus(count):
-    return [Device(f"cpu:{i}") for i in range(count)]
-
-
-def pieces(distributed):
-    return [[piece.tolist() for piece in step.values] for step in distributed]
-
-
-def all_threads_end():
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    ours = [t for t in threading.enumerate() if t.name.startswith("ndistribute-")]
-    for thread in ours:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in ours)
+from tests.data.workers import (
+    all_threads_end,
+    cpus,
+    distribute,
+    distribute_from_function,
+    pieces_of,
+)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -62,24 +48,11 @@ def test_pieces_on_a_cpu_are_views():
         assert all(np.shares_memory(piece, array) for piece in step.values)
 
 
-@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
-def test_every_row_is_used_exactly_once_over_all_workers(rows, batch, replicas, workers):
-    dataset = Dataset.range(rows).batch(batch)
-    shares = [
-        pieces(distribute(dataset, cpus(replicas), num_workers=workers, worker_index=w))
-        for w in range(workers)
-    ]
-    alone = pieces(distribute(dataset, cpus(replicas * workers)))
-    assert [list(chain(*step)) for step in zip(*shares, strict=True)] == alone
-    used = [row for step in alone for piece in step for row in piece]
-    assert used == list(range(rows))
-
-
 def test_without_sharding_each_worker_goes_through_all_data_in_its_share_of_the_batch():
     options = InputOptions(auto_shard_policy="off")
     for worker in range(2):
         distributed = distribute(Dataset.range(8).batch(8), cpus(2), options, 2, worker)
-        assert pieces(distributed) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        assert pieces_of(distributed) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         assert distributed.cardinality() == 2
 
 
@@ -100,7 +73,7 @@ def test_any_re_iterable_of_batches_is_accepted():
 
 def test_an_empty_dataset_yields_nothing():
     for empty in (Dataset.range(0).batch(4), Dataset.from_generator(lambda: iter(())), []):
-        assert pieces(distribute(empty, cpus(2))) == []
+        assert pieces_of(distribute(empty, cpus(2))) == []
 
 
 def test_batches_may_differ_in_their_other_axes():
@@ -137,8 +110,8 @@ def test_a_function_gives_each_replica_its_own_batches():
         return Dataset.range(10).batch(input_context.get_per_replica_batch_size(4))
 
     distributed = distribute_from_function(make, cpus(2), num_workers=1)
-    assert pieces(distributed) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], []]]
-    assert pieces(distributed) == pieces(distributed)
+    assert pieces_of(distributed) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], []]]
+    assert pieces_of(distributed) == pieces_of(distributed)
     assert distributed.cardinality() == 3
     distribute_from_function(lambda c: seen.append(c) or [], cpus(2), None, 3, 1)
     assert seen == [InputContext(1, 0, 2), InputContext(3, 1, 6)]

@@ -113,6 +113,14 @@ def test_a_loader_that_can_not_be_resumed_says_so(build):
             call()
 
 
+def test_an_iterator_that_was_closed_is_gone_on_with():
+    closed, resumed = (iter(distribute(Stateful(), cpus(1))) for _ in range(2))
+    next(closed)
+    closed.close()
+    resumed.load_state_dict(closed.state_dict())
+    assert len(list(resumed)) == 5
+
+
 def test_a_part_of_a_loader_is_taken_by_position():
     everything = [batch.tolist() for batch in Stateful()]
     assert [batch.tolist() for batch in as_dataset(Stateful()).skip(2).take(3)] == everything[2:5]
@@ -198,6 +206,10 @@ def test_each_worker_may_have_another_order_without_sharding():
             r"first batch is int64\[4\] on worker 0 and int64\[3\] on worker 1",
         ),
         (
+            lambda rank: Dataset.from_generator(lambda: iter(range(4 * rank))).batch(4),
+            "number of rows of the epoch is 0 on worker 0 and missing on worker 1",
+        ),
+        (
             lambda rank: [np.zeros(4), np.zeros(4 - rank)],
             "number of rows of the epoch is 8 on worker 0 and 7 on worker 1",
         ),
@@ -206,7 +218,7 @@ def test_each_worker_may_have_another_order_without_sharding():
             "number of rows of the epoch is 4 on worker 0 and 3 on worker 1",
         ),
     ],
-    ids=["arrays", "batch size", "generator", "first batch", "list", "objects"],
+    ids=["arrays", "batch size", "generator", "first batch", "none", "list", "objects"],
 )
 def test_workers_whose_data_differ_in_rows_but_not_in_batches_are_told(build, message):
     def work(workers):

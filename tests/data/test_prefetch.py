@@ -7,27 +7,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import traceback
 
 import pytest
 
 from ndistribute.data import Dataset
 from ndistribute.data.prefetch import Ahead
-
-DEADLINE_SECONDS = 10
-
-
-def our_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("ndistribute-")]
-
-
-def all_end():
-    """Say whether our threads end before the deadline."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    for thread in our_threads():
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return not our_threads()
+from tests.data.workers import DEADLINE_SECONDS, all_threads_end
 
 
 class Source:
@@ -66,7 +52,7 @@ def test_elements_are_made_before_they_are_asked_for_and_not_without_bound():
     assert source.has_made(9)
     assert source.made == 9
     ahead.close()
-    assert all_end()
+    assert all_threads_end()
 
 
 def test_an_error_arrives_in_its_place_with_its_traceback():
@@ -76,7 +62,7 @@ def test_an_error_arrives_in_its_place_with_its_traceback():
         next(ahead)
     assert "__next__" in [frame.name for frame in traceback.extract_tb(caught.tb)]
     assert list(ahead) == []
-    assert all_end()
+    assert all_threads_end()
 
 
 @pytest.mark.parametrize("taken", [0, 1])
@@ -88,14 +74,14 @@ def test_the_thread_ends_when_the_iterator_is_dropped(taken):
     del ahead
     gc.collect()
     assert source.closed.wait(DEADLINE_SECONDS)
-    assert all_end()
+    assert all_threads_end()
 
 
 def test_the_thread_ends_when_the_iterator_is_closed():
     ahead = Ahead(Source(), depth=1)
     ahead.close()
     assert list(ahead) == []
-    assert all_end()
+    assert all_threads_end()
 
 
 PIPELINES = {
@@ -117,7 +103,7 @@ def test_no_thread_is_left_when_an_iteration_is_left(build, taken):
     for _ in range(taken):
         next(iterator)
     del iterator
-    assert all_end()
+    assert all_threads_end()
 
 
 @pytest.mark.parametrize("build", PIPELINES.values(), ids=PIPELINES)
@@ -127,7 +113,7 @@ def test_no_thread_is_left_by_an_error_that_somebody_keeps(build):
 
     with pytest.raises(ZeroDivisionError) as kept:
         list(build(Dataset.from_generator(Source)).map(fail))
-    assert all_end()
+    assert all_threads_end()
     assert kept.tb is not None
 
 
@@ -137,7 +123,14 @@ def test_a_map_fails_at_the_element_that_failed(calls):
     assert [int(next(iterator)) for _ in range(3)] == [0, 0, 1]
     with pytest.raises(ZeroDivisionError):
         next(iterator)
-    assert all_end()
+    assert all_threads_end()
+
+
+@pytest.mark.parametrize("calls", [None, 2])
+def test_a_map_whose_function_has_no_more_to_give_is_no_end_of_the_data(calls):
+    with pytest.raises(RuntimeError, match="map: fn raised StopIteration"):
+        list(Dataset.range(3).map(lambda x: next(iter(())), num_parallel_calls=calls))
+    assert all_threads_end()
 
 
 def test_an_error_of_the_source_comes_after_the_elements_before_it():
@@ -145,7 +138,7 @@ def test_an_error_of_the_source_comes_after_the_elements_before_it():
     assert [next(iterator), next(iterator)] == [0, 1]
     with pytest.raises(ZeroDivisionError):
         next(iterator)
-    assert all_end()
+    assert all_threads_end()
 
 
 def test_a_parallel_map_calls_the_function_on_several_threads_at_once():
@@ -156,6 +149,20 @@ def test_a_parallel_map_calls_the_function_on_several_threads_at_once():
         return x
 
     assert [int(x) for x in Dataset.range(6).map(meet, num_parallel_calls=3)] == [*range(6)]
+
+
+def test_a_generator_stays_on_one_thread_under_a_parallel_map():
+    threads = set()
+
+    def numbers():
+        for number in range(40):
+            threads.add(threading.current_thread())
+            yield number
+
+    doubled = Dataset.from_generator(numbers).map(lambda x: 2 * x, num_parallel_calls=4)
+    assert [int(x) for x in doubled] == [*range(0, 80, 2)]
+    assert len(threads) == 1
+    assert all_threads_end()
 
 
 def test_the_interpreter_ends_while_threads_wait():

@@ -55,16 +55,6 @@ def shares_of(build, counts, policy="auto", prefetch=0, epochs=1):
 
 
 @settings(max_examples=40)
-@given(file_lengths, st.integers(1, 9), replica_counts, st.sampled_from(["auto", "file", "data"]))
-def test_files_are_used_exactly_once_an_epoch(lengths, batch, counts, policy):
-    def build():
-        return number_files(lengths).shuffle(5).map(lambda x: x).batch(batch)
-
-    for shares in shares_of(build, counts, policy, epochs=2):
-        assert sorted(rows_of(shares)) == list(range(sum(lengths)))
-
-
-@settings(max_examples=40)
 @given(file_lengths, st.integers(1, 9), replica_counts)
 def test_no_replica_gets_more_than_its_share_of_the_global_batch(lengths, batch, counts):
     (shares,) = shares_of(lambda: number_files(lengths).batch(batch), counts, "file")

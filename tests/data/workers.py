@@ -20,6 +20,15 @@ def cpus(count: int) -> list[Device]:
     return [Device(f"cpu:{i}") for i in range(count)]
 
 
+def all_threads_end() -> bool:
+    """Return True if the threads of the package end before the deadline."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    ours = [each for each in threading.enumerate() if each.name.startswith("ndistribute-")]
+    for thread in ours:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in ours)
+
+
 def place_of(
     devices: Sequence[Device],
     num_workers: int = 1,
