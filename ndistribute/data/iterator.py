@@ -27,6 +27,7 @@ from ndistribute.data.steps import (
     empty_step,
     template_of,
 )
+from ndistribute.timeline import recorded
 
 __all__ = ["DistributedIterator", "steps_of"]
 
@@ -67,6 +68,7 @@ class DistributedIterator(Iterator[Any]):
         # Made when the first step is asked for, so that a state can be loaded at no cost.
         self._source: Iterator[Step] | None = None
 
+    @recorded(lambda *_: ("input", ""))
     def __next__(self) -> Any:
         if current_frame().replica is not None:
             raise RuntimeError(

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import itertools
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from msgspec.structs import replace
 
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.parameter_server import messages as m
+from ndistribute.timeline import enabled, recorded
 from ndistribute.transport.codec import Array, Record
 
 Changes = Mapping[int, Sequence[m.Change]]  # What to change on which server, and what became of it.
@@ -32,6 +34,9 @@ _BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # So much a closure keeps ba
 _REUSED_BYTES = 1 << 16  # Smaller arrays the allocator keeps by itself.
 _SMALL_BYTES = 1 << 14  # An initial value of so few bytes is sent without asking if it is wanted.
 _TURN_SECONDS = 0.1  # So long one of several replies is waited for before the others are looked at.
+_SPANS: dict[Any, str] = {m.Values: "pull", m.Changed: "push", m.Number: "wait"}  # By what a server replies.
+# A trace counts for a server what it is waited for; no server may be the first one always.
+_order = random.Random() if enabled() else None
 _ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
 _log = logging.getLogger("ndistribute")
 
@@ -205,6 +210,7 @@ class ServerClient:
     def current_life(self) -> m.Report | None:
         return self._lives.get(self._caller.instance)
 
+    @recorded(lambda reply, self, *_: (_SPANS.get(type(reply), "request"), self.title))
     def finish(self, call: Any, until: float = float("inf")) -> Any:
         """Return the reply to a request, None if it has not come by then; raise a failure."""
         reply = call.result(until)
@@ -266,7 +272,10 @@ class Servers:
         try:
             for i, request in requests.items():
                 calls[i] = self._clients[i].start(request)
-            for i, call in calls.items():
+            waiting = list(calls.items())
+            if _order is not None:
+                _order.shuffle(waiting)
+            for i, call in waiting:
                 try:
                     replies[i] = self._clients[i].finish(call)
                 except Exception as error:

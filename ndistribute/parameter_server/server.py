@@ -17,6 +17,7 @@ from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
+from ndistribute.timeline import recorded
 
 _CLOSE_SECONDS = 600.0
 _LOG_BYTES = 1 << 30  # A longer log is replaced by a snapshot before that is due.
@@ -71,6 +72,7 @@ class StoreService:
         with self._lock:
             self._peers[peer.name] = peer
 
+    @recorded(lambda reply, self, peer, *_: ("serve", peer.name))
     def handle(self, peer: Any, call: Any, request: m.Request) -> m.Reply | None:
         """Do what a request asks, and return the reply unless that comes later."""
         reads = isinstance(request, m.Read | m.Status)
