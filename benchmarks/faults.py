@@ -286,12 +286,17 @@ def lost_members(environ: dict[str, str], repetitions: int, rng: random.Random) 
 def random_kills(environ: dict[str, str], kills: int, rng: random.Random) -> str:
     """Kill workers and servers at random moments while they make unique changes; count those."""
     count, killed = kills * PER_KILL, collections.Counter[str]()
-    with tempfile.TemporaryDirectory() as folder:
-        logging_to = {"NDISTRIBUTE_SNAPSHOT_DIR": folder, "NDISTRIBUTE_DURABILITY": "log"}
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as runs:
+        logging_to, path = (
+            {"NDISTRIBUTE_SNAPSHOT_DIR": folder, "NDISTRIBUTE_DURABILITY": "log"},
+            runs.name,
+        )
         with _commanded(2, 2, environ | logging_to) as (tasks, strategy, chief):
             (first, mark_first), (second, mark_second) = (_marked(strategy, count) for _ in "ab")
 
             def mark_both(number: int) -> None:
+                with open(path, "ab", buffering=0) as file:
+                    file.write(b".")
                 mark_first(number)
                 first.numpy()  # What was changed goes out before it is read.
                 mark_second(number)
@@ -311,9 +316,11 @@ def random_kills(environ: dict[str, str], kills: int, rng: random.Random) -> str
                     (first, second)[victim].numpy()
             chief.join(timeout=DEADLINE)
             found = np.stack([first.numpy(), second.numpy()])
+        again = os.path.getsize(path) - count
     return (
         f"Random kills with a log: {killed['worker']} of workers and {killed['ps']} of servers, "
-        f"{found.size} updates in {count} functions: {np.sum(found == 0)} lost, "
+        f"{found.size} updates in {count} functions, {again} of them run again: "
+        f"{np.sum(found == 0)} lost, "
         f"{np.sum(found > 1)} made twice."
     )
 

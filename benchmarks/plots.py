@@ -46,7 +46,8 @@ def draw_curves(
         for name, (xs, ys) in curves.items():
             color, marker = styles[name]
             axis.plot(xs, ys, marker=marker, color=color, label=name, markersize=5)
-        axis.set(xscale="log", yscale="log", xlabel=axes[panel][0], ylabel=axes[panel][1])
+        axis.set_xscale("log", base=2)
+        axis.set(yscale="log", xlabel=axes[panel][0], ylabel=axes[panel][1])
         axis.set_title(panel, loc="left", fontsize=11)
         axis.grid(True, which="major", alpha=0.3)
         axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)

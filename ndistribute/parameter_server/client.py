@@ -34,8 +34,8 @@ _BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # So much a closure keeps ba
 _REUSED_BYTES = 1 << 16  # Smaller arrays the allocator keeps by itself.
 _SMALL_BYTES = 1 << 14  # An initial value of so few bytes is sent without asking if it is wanted.
 _TURN_SECONDS = 0.1  # So long one of several replies is waited for before the others are looked at.
-# What a trace calls a request, by the reply.
-_SPANS: dict[Any, str] = {m.Values: "pull", m.Changed: "push", m.Number: "wait"}
+# What a trace calls the wait for a reply of a kind, or for none yet.
+_SPANS: dict[Any, str] = {m.Values: "pull", m.Changed: "push", m.Number: "wait", type(None): "wait"}
 # A trace counts for a server what it is waited for; no server may be the first one always.
 _order = random.Random() if enabled() else None
 _ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
