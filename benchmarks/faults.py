@@ -34,6 +34,7 @@ from benchmarks.machine import machine
 from benchmarks.report import markdown, shown, write_json
 from tests.faults import steps
 from tests.faults.commands import commanded, taking_part
+from tests.faults.loops import Shared
 from tests.faults.tasks import Tasks, wait_until
 from tests.processes import Ranks
 
@@ -85,33 +86,32 @@ def hit(rank: int, size: int, who: int, fault: str, note: str) -> tuple[float, s
     return None
 
 
+def struck(wire: str, fault: str, number: int, heartbeat: float) -> tuple[float, set[str]] | None:
+    """Return how soon the last of the others knew of a fault, and what they raised."""
+    ranks = _ranks(wire, heartbeat)
+    who = number % ranks.size
+    others = [rank for rank in range(ranks.size) if rank != who]
+    try:
+        with tempfile.NamedTemporaryFile() as note:
+            ranks.start(hit, who, fault, note.name)
+            told = [one.value for one in ranks.collect(DEADLINE, others) if one.value is not None]
+            when = float(Path(note.name).read_text())
+        if fault not in DEADLY:
+            ranks.collect(DEADLINE, [who])
+            [one.result() for one in ranks.run(steps.worked_again, timeout=DEADLINE)]
+    finally:
+        _ended(ranks)
+    # mpiexec may have ended the others before they knew.
+    return (max(moment for moment, _ in told) - when, {e for _, e in told}) if told else None
+
+
 def detections(wire: str, repetitions: int, heartbeat: float) -> Iterator[Row]:
-    """Yield for each fault after how many seconds the last of the others knew of it, each time."""
+    """Yield for each fault how soon the others knew of it, each time."""
     for fault in FAULTS:
-        _log.info("%s: one worker %s", wire, fault)
-        seconds, errors = [], set()
-        ranks: Ranks | None = None
-        for number in range(repetitions):
-            if ranks is None:
-                ranks = _ranks(wire, heartbeat)
-            with tempfile.NamedTemporaryFile() as note:
-                who = number % ranks.size
-                ranks.start(hit, who, fault, note.name)
-                told = ranks.collect(DEADLINE, [rank for rank in range(ranks.size) if rank != who])
-                others = [one.value for one in told if one.value is not None]
-                # mpiexec may have ended the others before they knew.
-                if others:
-                    struck = float(Path(note.name).read_text())
-                    seconds.append(max(when for when, _ in others) - struck)
-                    errors |= {error for _, error in others}
-            if fault in DEADLY:
-                ranks = _ended(ranks)
-            else:
-                ranks.collect(DEADLINE, [who])
-                [one.result() for one in ranks.run(steps.worked_again, timeout=DEADLINE)]
-        if ranks is not None:
-            _ended(ranks)
-        yield {"wire": wire, "errors": sorted(errors), **_row(f"one worker {fault}", seconds)}
+        found = [struck(wire, fault, number, heartbeat) for number in range(repetitions)]
+        known = [one for one in found if one is not None]
+        row = _row(f"one worker {fault}", [seconds for seconds, _ in known])
+        yield {**row, "wire": wire, "errors": sorted(set().union(*(errors for _, errors in known)))}
 
 
 def _ranks(wire: str, heartbeat: float, size: int | None = None) -> Ranks:
@@ -183,104 +183,86 @@ def costs(wire: str, quick: bool) -> Iterator[list[str]]:
     _ended(ranks)
 
 
-def lost_workers(environ: dict[str, str], repetitions: int, rng: random.Random) -> Iterator[Row]:
-    """Measure what becomes of the function that a worker has which is killed, or stopped."""
-    seconds: dict[str, list[float]] = collections.defaultdict(list)
+def lost_worker(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
+    """Yield what becomes of the function that a worker has which is killed, or stopped."""
     with tempfile.TemporaryDirectory() as folder, _commanded(2, 1, environ) as (tasks, _, chief):
-        for number in range(2 * repetitions):
-            path = Path(folder, str(number))
+        for fault in ("killed", "stopped"):
+            path = Path(folder, fault)
             value = chief.schedule(_hang_once, args=(str(path),))
             wait_until(lambda path=path: path.exists() and bool(path.read_text()))
             victim, when = int(path.read_text()), time.monotonic()
-            if number % 2:
+            if fault == "stopped":
                 tasks.send("worker", victim, signal.SIGSTOP)
-                value.fetch(timeout=DEADLINE)
-                seconds["worker stopped: another has its function's result"].append(
-                    time.monotonic() - when
-                )
-                path.with_suffix(".go").touch()
-                tasks.send("worker", victim, signal.SIGCONT)
             else:
                 tasks.kill("worker", victim)
-                value.fetch(timeout=DEADLINE)
-                seconds["worker killed: another has its function's result"].append(
-                    time.monotonic() - when
-                )
+            value.fetch(timeout=DEADLINE)
+            yield f"worker {fault}: another has its function's result", time.monotonic() - when
+            if fault == "killed":
                 tasks.start("worker", victim)
                 again = _until_at_work(chief, victim) - when
-                seconds["worker killed, started again: it has taken work"].append(again)
-            _until_at_work(chief, victim)
-    return (_row(what, each) for what, each in seconds.items())
+                yield "worker killed, started again: it has taken work", again
 
 
-def lost_servers(environ: dict[str, str], repetitions: int, rng: random.Random) -> Iterator[Row]:
-    """Measure how soon updates go on when a server is killed, and how many are lost."""
-    seconds, lost, times = [], [], []
+def lost_server(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
+    """Yield how soon updates go on when a server is killed, and how many are lost."""
     with tempfile.TemporaryDirectory() as folder:
         saving = {"NDISTRIBUTE_SNAPSHOT_DIR": folder, "NDISTRIBUTE_SNAPSHOT_SECONDS": "1"}
         with _commanded(2, 1, environ | saving) as (tasks, strategy, chief):
             marks, mark = _marked(strategy, MARKS)
             strategy.save_snapshots()
-            enough = threading.Event()
+            times: list[float] = []
+            killed: list[tuple[float, int]] = []
 
-            def work() -> None:
-                for number in range(MARKS):
-                    chief.schedule(mark, args=(number,)).fetch(timeout=DEADLINE)
-                    times.append(time.monotonic())
-                    if enough.is_set():
-                        return
-
-            thread = threading.Thread(target=work)
-            thread.start()
-            for _ in range(repetitions):
-                threading.Event().wait(rng.uniform(1, 2))
-                when = time.monotonic()
+            def strike() -> None:
+                threading.Event().wait(random.Random(number).uniform(1, 2))
+                killed.append((time.monotonic(), len(times)))
                 tasks.kill("ps", 0)
-                before = len(times)
                 tasks.start("ps", 0)
-                # The next may be one that the old server made; the one after is not.
-                wait_until(lambda before=before: len(times) > before + 1, DEADLINE)
-                seconds.append(times[before + 1] - when)
-                lost.append(int(np.sum(marks.numpy()[:before] == 0)) - sum(lost))
-            enough.set()
+
+            thread = threading.Thread(target=strike)
+            thread.start()
+            # The first one after the kill may be one that the old server made.
+            while not killed or len(times) < killed[0][1] + 3:
+                chief.schedule(mark, args=(len(times),)).fetch(timeout=DEADLINE)
+                times.append(time.monotonic())
             thread.join()
-            twice = int(np.sum(marks.numpy() > 1))
-    row = _row("server killed, started again: an update is acknowledged", seconds)
-    yield {**row, "lost": lost, "twice": twice, "acknowledged": len(times)}
+            when, before = killed[0]
+            made = marks.numpy()
+            yield "server killed, started again: an update is acknowledged", times[-1] - when
+            yield "updates that a killed server lost", float(np.sum(made[:before] == 0))
+            yield "updates made twice", float(np.sum(made > 1))
 
 
-def lost_chiefs(environ: dict[str, str], repetitions: int, rng: random.Random) -> Iterator[Row]:
-    """Measure how soon all is over when the chief is killed."""
-    seconds = []
-    for _ in range(repetitions):
-        with Tasks(2, 2, **environ) as tasks:
-            tasks.start_all()
-            tasks.start("chief", 0, TASK_RUNS="command")
-            with taking_part(tasks) as strategy:
-                _until_moved(strategy)
-            when = time.monotonic()
-            tasks.kill("chief", 0)
-            for job, index in [(job, k) for job in ("ps", "worker") for k in range(2)]:
-                tasks.code(job, index)
-            seconds.append(time.monotonic() - when)
-    yield _row("chief killed: the last process of the job is gone", seconds)
+def lost_chief(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
+    """Yield how soon all is over when the chief is killed."""
+    with Tasks(2, 2, **environ) as tasks:
+        tasks.start_all()
+        tasks.start("chief", 0, TASK_RUNS="command")
+        rest = [(job, index) for job in ("ps", "worker") for index in range(2)]
+        what = "chief killed: the last process of the job is gone"
+        yield what, _ends_after(tasks, ("chief", 0), rest)
 
 
-def lost_members(environ: dict[str, str], repetitions: int, rng: random.Random) -> Iterator[Row]:
-    """Measure how soon a worker in step with another ends when the other one was killed."""
-    seconds = []
-    for number in range(repetitions):
-        together = {"TASK_RUNS": "train", "TASK_OPTIONS": '{"replicas_to_aggregate": 2}'}
-        with Tasks(2, 1, chief=False, **environ) as tasks:
-            tasks.start_all("ps")
-            tasks.start_all("worker", **together)
-            with taking_part(tasks) as strategy:
-                _until_moved(strategy)
-            when = time.monotonic()
-            tasks.kill("worker", number % 2)
-            tasks.code("worker", 1 - number % 2)  # The error ends it.
-            seconds.append(time.monotonic() - when)
-    yield _row("one of two synchronous workers killed: the other one ends", seconds)
+def lost_member(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
+    """Yield how soon a worker in step with another ends when the other one was killed."""
+    with Tasks(2, 1, chief=False, **environ) as tasks:
+        tasks.start_all("ps")
+        options = '{"replicas_to_aggregate": 2}'
+        tasks.start_all("worker", TASK_RUNS="train", TASK_OPTIONS=options)
+        what = "one of two synchronous workers killed: the other one ends"
+        yield what, _ends_after(tasks, ("worker", number % 2), [("worker", 1 - number % 2)])
+
+
+def _ends_after(tasks: Tasks, victim: tuple[str, int], rest: Sequence[tuple[str, int]]) -> float:
+    """Kill a task of a job that trains, and return how soon some others end."""
+    with taking_part(tasks) as strategy:
+        shared = Shared(strategy)
+        wait_until(lambda: bool(shared.steps.numpy().any() or shared.weights.numpy().any()))
+    when = time.monotonic()
+    tasks.kill(*victim)
+    for task in rest:
+        tasks.code(*task)
+    return time.monotonic() - when
 
 
 def random_kills(environ: dict[str, str], kills: int, rng: random.Random) -> str:
@@ -396,14 +378,6 @@ def _until_at_work(coordinator: Any, worker: int) -> float:
     raise TimeoutError(f"worker {worker} did not come")
 
 
-def _until_moved(strategy: Any) -> None:
-    """Wait until a job of `tests.faults.loops` trains."""
-    from tests.faults.loops import Shared
-
-    shared = Shared(strategy)
-    wait_until(lambda: bool(shared.steps.numpy().any() or shared.weights.numpy().any()), DEADLINE)
-
-
 def _who() -> tuple[int, float]:
     time.sleep(0.001)  # So that no worker takes all.
     return nd.cluster.worker_index(), time.monotonic()
@@ -418,18 +392,34 @@ def _hang_once(path: str) -> None:
     wait_until(lambda: os.path.exists(f"{path}.go"), DEADLINE)
 
 
-def _row(fault: str, seconds: Sequence[float]) -> Row:
-    _log.info("%s: %s", fault, [round(each, 4) for each in seconds])
-    median, most = (statistics.median(seconds), max(seconds)) if seconds else (0.0, 0.0)
-    return {"fault": fault, "median": median, "max": most, "all": list(seconds)}
+def _row(what: str, figures: Sequence[float]) -> Row:
+    _log.info("%s: %s", what, [round(each, 4) for each in figures])
+    median, most = (statistics.median(figures), max(figures)) if figures else (0.0, 0.0)
+    return {"what": what, "median": median, "max": most, "all": list(figures)}
+
+
+def _of_servers(names: Sequence[str], repetitions: int, environ: dict[str, str]) -> Iterator[Row]:
+    for name in names:
+        found: dict[str, list[float]] = collections.defaultdict(list)
+        for number in range(repetitions):
+            for what, figure in SERVERS[name](environ, number):
+                found[what].append(figure)
+        yield from (_row(what, figures) for what, figures in found.items())
 
 
 def _cells(row: Row) -> list[str]:
-    lost = f"{min(row['lost'])} to {max(row['lost'])}" if "lost" in row else "-"
-    figures = shown(1e3 * row["median"]), shown(1e3 * row["max"])
-    where = row.get("wire", "servers")
-    return [where, row["fault"], ", ".join(row.get("errors", [])), str(len(row["all"])), *figures,
-        lost]  # fmt: skip
+    scale, unit = (1.0, "") if row["what"].startswith("updates") else (1e3, " ms")
+    figures = [shown(scale * row[which]) + unit for which in ("median", "max")]
+    return [row.get("wire", "servers"), row["what"], ", ".join(row.get("errors", [])), *figures]
+
+
+SERVERS = {
+    "workers": lost_worker,
+    "servers": lost_server,
+    "chief": lost_chief,
+    "members": lost_member,
+}
+PARTS = [*WIRES, *SERVERS, "cost", "kills", "log"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -439,37 +429,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     parser.add_argument("--kills", type=int, help="at random; 100, quick 4")
     parser.add_argument("--heartbeat", type=float, default=2.0, help="timeout in seconds")
-    of_servers = {
-        "workers": lost_workers,
-        "servers": lost_servers,
-        "chief": lost_chiefs,
-        "members": lost_members,
-    }
-    parts = [*WIRES, "cost", *of_servers, "kills", "log"]
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = options_of(parser, arguments)
-    heartbeat = min(options.heartbeat, 1.5) if options.quick else options.heartbeat
-    environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(heartbeat)}
-    rng = random.Random(0)
+    quick, only = options.quick, options.only
+    environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(options.heartbeat)}
     logging.getLogger("ndistribute").setLevel(logging.ERROR)  # That something is lost is expected.
     rows: list[Row] = []
-    for wire in (wire for wire in WIRES if wire in options.only):
-        rows += detections(wire, options.repetitions, heartbeat)
-    for name, measure in of_servers.items():
-        if name in options.only:
-            rows += measure(environ, options.repetitions, rng)
-    head = ["", "what", "raised", "times", "median ms", "max ms", "updates lost"]
-    print(markdown(head, [_cells(row) for row in rows]))
-    if "cost" in options.only:
-        cost = [line for wire in ("shared", "ring") for line in costs(wire, options.quick)]
+    for wire in (wire for wire in WIRES if wire in only):
+        rows += detections(wire, options.repetitions, options.heartbeat)
+    rows += _of_servers([name for name in SERVERS if name in only], options.repetitions, environ)
+    print(markdown(["", "what", "raised", "median", "max"], [_cells(row) for row in rows]))
+    if "cost" in only:
+        cost = [line for wire in ("shared", "ring") for line in costs(wire, quick)]
         print(markdown(["", "KiB", "us, calls compared", "us, not", "% more"], cost))
-    if "kills" in options.only:
-        print(random_kills(environ, options.kills or (4 if options.quick else 100), rng))
-    if "log" in options.only:
-        found = list(log_costs(environ, 0.1 if options.quick else 3.0))
+    if "kills" in only:
+        kills = options.kills or (4 if quick else 100)
+        print(random_kills(environ, kills, random.Random(0)))
+    if "log" in only:
+        found = list(log_costs(environ, 0.1 if quick else 3.0))
         print(markdown(["bytes", "clients", "durability", "updates/s", "ms"], found))
     if options.out:
-        write_json({"machine": machine(), "heartbeat": heartbeat, "rows": rows}, options.out)
+        write_json(
+            {"machine": machine(), "heartbeat": options.heartbeat, "rows": rows}, options.out
+        )
 
 
 if __name__ == "__main__":
