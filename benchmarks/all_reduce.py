@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import peer, report
-from benchmarks.harness import MPICH, OPEN_MPI, OURS, TF, TORCH, Benchmark, Contender, Group, main
+from benchmarks.harness import MPICH, OURS, TF, TORCH, Benchmark, Contender, Group, contenders, main
 from benchmarks.worker import Prepared
 
 __all__ = ["BENCHMARK", "conclude"]
@@ -238,49 +238,39 @@ def _groups(quick: bool) -> list[Group]:
 def _processes(size: int) -> list[Contender]:
     calls = _calls(size)
     backends = {
-        "shared memory, reduce_update": ("shared", "reduce_update", "python"),
-        "shared memory, all_reduce": ("shared", "all_reduce", "python"),
-        "shared memory, in place": ("shared", "all_reduce, in place", "python"),
-        "ring over tcp": ("tcp", "all_reduce", "python"),
-        "ring over mpi": ("mpi", "all_reduce", "mpi"),
+        "shared memory, reduce_update": ("shared", "reduce_update"),
+        "shared memory, all_reduce": ("shared", "all_reduce"),
+        "shared memory, in place": ("shared", "all_reduce, in place"),
+        "ring over tcp": ("tcp", "all_reduce"),
+        "ring over mpi": ("mpi", "all_reduce"),
     }
-    ways: list[tuple[str, str, str, dict[str, Any], str]] = [
-        (OURS, name, "between_processes", {"way": way, "call": call}, wire)
-        for name, (way, call, wire) in backends.items()
+    ours = [
+        (name, OURS, "between_processes", {"size": size, "way": way, "call": call})
+        for name, (way, call) in backends.items()
     ]
-    ways += [
-        (OURS, "ctx.all_reduce", "in_steps", {"calls": calls}, "python"),
-        (MPICH, "Allreduce", "mpi", {}, "mpi"),
-        (OPEN_MPI, "Allreduce", "mpi", {}, "mpi"),
-        (TORCH, "gloo", "gloo", {}, "python"),
-        (TF, "RING", "tensorflow", {"calls": calls}, "python"),
+    in_steps = [
+        ("ctx.all_reduce", OURS, "in_steps", {"size": size, "calls": calls}),
+        ("RING", TF, "tensorflow", {"size": size, "calls": calls}),
     ]
+    allreduce = ("Allreduce", MPICH, "mpi", {"size": size})
+    gloo = ("gloo", TORCH, "gloo", {"size": size})
+    common: dict[str, Any] = {"jobs": ("worker", "worker"), "facts": {"bytes": size}}
     return [
-        Contender(
-            name,
-            side,
-            f"all_reduce:{maker}",
-            {"size": size, **params},
-            jobs=("worker", "worker"),
-            wire=wire,
-            units=params.get("calls", 1),
-            facts={"bytes": size},
-        )
-        for side, name, maker, params, wire in ways
+        *contenders("all_reduce", [*ours[:-1], gloo], **common),
+        *contenders("all_reduce", [ours[-1], allreduce], wire="mpi", **common),
+        *contenders("all_reduce", in_steps, units=calls, **common),
     ]
 
 
 def _replicas(size: int) -> list[Contender]:
     calls = _calls(size)
-    params, facts = {"size": size, "calls": calls, "replicas": 2}, {"bytes": size}
-    return [
-        Contender(name, side, f"all_reduce:{maker}", params, threads=2, units=calls, facts=facts)
-        for side, name, maker in (
-            (OURS, "ctx.all_reduce", "in_steps"),
-            (OURS, "SGD.apply_gradients", "applied"),
-            (TF, "ctx.all_reduce", "tensorflow"),
-        )
+    params = {"size": size, "calls": calls, "replicas": 2}
+    ways = [
+        ("ctx.all_reduce", OURS, "in_steps", params),
+        ("SGD.apply_gradients", OURS, "applied", params),
+        ("ctx.all_reduce", TF, "tensorflow", params),
     ]
+    return contenders("all_reduce", ways, threads=2, units=calls, facts={"bytes": size})
 
 
 def _calls(size: int) -> int:

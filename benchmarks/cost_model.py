@@ -90,12 +90,15 @@ def checks(written: Mapping[str, Any], inside: Curve) -> list[tuple[str, float, 
     and the all-reduce of the gradients, update included.
     """
     ours = [one for one in written["results"] if one["side"] == "ours" and one["threads"] == 1]
-    alone = {one["batch"]: one["batch"] / one["figure"]["median"] for one in ours
+    seconds = {one["batch"]: one["batch"] / one["figure"]["median"] for one in ours
         if one["workers"] == 1}  # fmt: skip
     found = []
-    for one in (one for one in ours if one["workers"] == 2 and len(alone) > 1):
-        compute = time_of(sorted(alone.items()), one["batch"] / 2)
-        predicted = compute + time_of(inside, GRADIENT_BYTES)
+    for one in (one for one in ours if one["workers"] == 2 and len(seconds) > 1):
+        half = one["batch"] / 2
+        # A step takes a while for itself, and one for each example: a line through the nearest two.
+        low, high = sorted(sorted(seconds, key=lambda batch: abs(math.log(batch / half)))[:2])
+        each = (seconds[high] - seconds[low]) / (high - low)
+        predicted = seconds[low] + each * (half - low) + time_of(inside, GRADIENT_BYTES)
         found.append((one["group"], one["batch"] / one["figure"]["median"], predicted))
     return found
 

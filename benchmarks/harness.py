@@ -26,18 +26,26 @@ from benchmarks import report, worker
 from benchmarks.machine import busy_seconds, machine, seconds_of
 from tests.processes import Ranks
 
-__all__ = ["Benchmark", "Contender", "Group", "add_options", "main", "measure", "options_of"]
+__all__ = [
+    "Benchmark",
+    "Contender",
+    "Group",
+    "add_options",
+    "contenders",
+    "main",
+    "measure",
+    "options_of",
+]
 
-OURS, TF, TORCH, MPICH, OPEN_MPI = "ours", "TF", "PyTorch", "MPICH", "Open MPI"
+OURS, TF, TORCH, MPICH = "ours", "TF", "PyTorch", "MPICH"
 # What a side's interpreter must have, and what else of it is worth noting.
 _PACKAGES = {
-    OURS: ["numpy", "mpi4py", "mpich", "openmpi"],
+    OURS: ["numpy", "mpi4py", "mpich"],
     TF: ["tensorflow"],
     TORCH: ["torch"],
     MPICH: ["mpi4py", "mpich"],
-    OPEN_MPI: ["mpi4py", "openmpi"],
 }
-_PYTHONS = {TF: "tf_python", TORCH: "torch_python", MPICH: "mpi_python", OPEN_MPI: "ompi_python"}
+_PYTHONS = {TF: "tf_python", TORCH: "torch_python", MPICH: "mpi_python"}
 
 # OpenBLAS's threads spin for 40 ms after their work (seen); the next contender must not share the
 # cores with them.
@@ -61,6 +69,7 @@ class Contender:
     jobs: tuple[str, ...] = ("worker",)  # Its processes, as tasks of a cluster.
     wire: str = "python"  # Or "mpi": they are started by mpiexec.
     threads: int = 1  # For arithmetic, in each process.
+    environ: Mapping[str, str] = field(default_factory=dict)  # Of its processes, besides.
     units: float = 1.0  # How much work a step is, in the benchmark's unit.
     facts: Mapping[str, Any] = field(default_factory=dict)  # What else the JSON says about it.
 
@@ -87,6 +96,16 @@ class Benchmark:
     conclude: Callable[[list[dict[str, Any]]], str] = lambda entries: ""  # More tables.
 
 
+def contenders(
+    module: str, ways: Sequence[tuple[str, str, str, Mapping[str, Any]]], **common: Any
+) -> list[Contender]:
+    """Return contenders from their name, side, maker and parameters, and what all have alike."""
+    return [
+        Contender(name, side, f"{module}:{maker}", params, **common)
+        for name, side, maker, params in ways
+    ]
+
+
 @dataclass
 class _Turn:
     one: Contender
@@ -107,7 +126,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tf-python", default=sys.executable, help="interpreter with TensorFlow")
     parser.add_argument("--torch-python", default=sys.executable, help="one with PyTorch")
     parser.add_argument("--mpi-python", default=sys.executable, help="one with mpi4py and MPICH")
-    parser.add_argument("--ompi-python", help="one with mpi4py and Open MPI")
     parser.add_argument("--cores", type=int, default=2, help="that all processes share; 2")
     parser.add_argument("--repetitions", type=int, help="of each contender; 9, quick 1")
 
@@ -123,7 +141,7 @@ def options_of(
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install '.[bench]'")
     for name in _PYTHONS.values():  # Given relative to where we are; workers run in the repository.
-        if os.sep in (getattr(options, name) or ""):
+        if os.sep in getattr(options, name):
             setattr(options, name, os.path.abspath(getattr(options, name)))
     options.repetitions = options.repetitions or (1 if options.quick else 9)
     return options
@@ -174,8 +192,7 @@ class _Run:
         self._teams: dict[Any, Ranks] = {}
         self._pythons = {OURS: sys.executable}
         if options.peers:
-            found = {side: getattr(options, name) for side, name in _PYTHONS.items()}
-            self._pythons |= {side: python for side, python in found.items() if python}
+            self._pythons |= {side: getattr(options, name) for side, name in _PYTHONS.items()}
         self.written: dict[str, Any] = {
             **{name: getattr(benchmark, name) for name in ("name", "title", "unit", "rate")},
             "quick": options.quick,
@@ -235,7 +252,7 @@ class _Run:
     def _ask(self, one: Contender, function: Callable[..., Any], *args: Any) -> list[Any]:
         if _key(one) not in self._teams:
             with _on_cores(self._options.cores):
-                environ = {**_pinned(one.threads), "RANKS_MPIEXEC": ""}
+                environ = {**_pinned(one.threads), **one.environ}
                 self._teams[_key(one)] = Ranks(
                     len(one.jobs), one.wire, environ, jobs=one.jobs, python=self._pythons[one.side]
                 )
@@ -247,9 +264,9 @@ class _Run:
     def _open(self, turn: _Turn) -> None:
         one = turn.one
         _log.info("%s: %s, %s %s", self._benchmark.name, one.side, one.name, dict(one.params))
-        turn.check = max(
-            self._ask(one, worker.open_case, turn.case, one.maker, dict(one.params)), default=None
-        )
+        server = "worker:serve" if one.side == OURS else "peer:server"
+        params = server, one.maker, dict(one.params)
+        turn.check = max(self._ask(one, worker.open_case, turn.case, *params), default=None)
         if self._options.quick:
             return
         seconds = 0.3

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import peer
-from benchmarks.harness import OURS, TF, Benchmark, Contender, Group, main
+from benchmarks.harness import OURS, TF, Benchmark, Group, contenders, main
 from benchmarks.worker import Prepared
 
 __all__ = ["BENCHMARK"]
@@ -63,24 +63,12 @@ def _epoch(batches: Iterable[Any], parts: Callable[[Any], Iterable[Any]]) -> Pre
 
 def _groups(quick: bool) -> list[Group]:
     rows = 6_000 if quick else 60_000
-    sides = {OURS: "ours", TF: "tensorflow"}
-    return [
-        Group(
-            title,
-            [
-                Contender(
-                    "Dataset",
-                    side,
-                    f"input:{maker}",
-                    {"rows": rows, "distributed": distributed},
-                    threads=2,
-                    units=rows,
-                )
-                for side, maker in sides.items()
-            ],
-        )
-        for title, distributed in (("shuffle + batch", False), ("distribute_dataset", True))
-    ]
+    groups = []
+    for title, distributed in (("shuffle + batch", False), ("distribute_dataset", True)):
+        params = {"rows": rows, "distributed": distributed}
+        ways = [("Dataset", OURS, "ours", params), ("Dataset", TF, "tensorflow", params)]
+        groups.append(Group(title, contenders("input", ways, threads=2, units=rows)))
+    return groups
 
 
 BENCHMARK = Benchmark(

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import peer
-from benchmarks.harness import OURS, TF, Benchmark, Contender, Group, main
+from benchmarks.harness import OURS, TF, Benchmark, Group, contenders, main
 from benchmarks.machine import facts
 from benchmarks.report import markdown
-from benchmarks.worker import Prepared, serve, task
+from benchmarks.worker import Prepared, serve, serves
 from tests.processes import ROOT, Ranks
 
 __all__ = ["BENCHMARK", "calls"]
@@ -91,21 +91,15 @@ def _groups(quick: bool) -> list[Group]:
         "run of a scalar all-reduce": "all_reduce",
         "reduce of a scalar": "reduce",
     }
-    ways: list[tuple[str, str, str, dict[str, Any]]] = [
-        ("2 replicas", OURS, "ours", {}),
-        ("eager", TF, "tensorflow", {"graph": False}),
-        ("tf.function", TF, "tensorflow", {"graph": True}),
-    ]
-    return [
-        Group(
-            title,
-            [
-                Contender(name, side, f"overhead:{maker}", {"work": work, **params}, threads=2)
-                for name, side, maker, params in ways
-            ],
-        )
-        for title, work in works.items()
-    ]
+    groups = []
+    for title, work in works.items():
+        ways: list[tuple[str, str, str, dict[str, Any]]] = [
+            ("2 replicas", OURS, "ours", {"work": work}),
+            ("eager", TF, "tensorflow", {"work": work, "graph": False}),
+            ("tf.function", TF, "tensorflow", {"work": work, "graph": True}),
+        ]
+        groups.append(Group(title, contenders("overhead", ways, threads=2)))
+    return groups
 
 
 def calls() -> str:
@@ -127,7 +121,7 @@ def calls() -> str:
 def count(rank: int, size: int, work: str) -> None:
     """Do the work so many times; the servers' part of it comes by itself."""
     _watched()
-    if task()[0] != "chief":
+    if serves():
         serve()
         return
     variable, coordinator = _parts()

@@ -12,7 +12,6 @@ import atexit
 import collections
 import functools
 import importlib
-import os
 import sys
 import threading
 import time
@@ -23,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import peer, report
-from benchmarks.harness import OURS, TF, Benchmark, Contender, Group, main
+from benchmarks.harness import OURS, TF, Benchmark, Contender, Group, contenders, main
 from benchmarks.machine import facts
 from benchmarks.training import CHECKED_STEPS, GRADIENT_BYTES, batch_of, step_of, tf_step_of
-from benchmarks.worker import Prepared, serve, task
+from benchmarks.worker import Prepared, serve, serves
 from tests.processes import Ranks
 
 __all__ = ["BENCHMARK", "limits"]
@@ -66,10 +65,6 @@ def _coordinator() -> Any:
 @contextmanager
 def coordinated(batch: int) -> Iterator[Prepared]:
     """Set up steps that a chief schedules, on ndistribute."""
-    if task()[0] != "chief":
-        serve()
-        yield Prepared(None)
-        return
     strategy = _strategy()
     train, arrays = step_of(strategy, batch), batch_of(batch)
     yield _scheduled(_coordinator(), lambda: strategy.run(train, args=arrays))
@@ -78,10 +73,6 @@ def coordinated(batch: int) -> Iterator[Prepared]:
 @contextmanager
 def tensorflow(batch: int) -> Iterator[Prepared]:
     """Set up the same on TensorFlow."""
-    if task()[0] != "chief":
-        peer.server()
-        yield Prepared(None)
-        return
     tf, (strategy, coordinator) = peer.tensorflow(), peer.parameter_server()
     step = tf_step_of(tf, strategy, batch)
     images, labels = batch_of(batch)
@@ -111,10 +102,6 @@ def _scheduled(coordinator: Any, train: Callable[[], Any]) -> Prepared:
 @contextmanager
 def looping(batch: int, mode: str) -> Iterator[Prepared]:
     """Set up the same step in a worker that runs its own loop, on ndistribute."""
-    if task()[0] == "ps":
-        serve()
-        yield Prepared(None)
-        return
     strategy = _strategy(**MODES[mode])
     train = step_of(strategy, batch)
     arrays = batch_of(batch)
@@ -122,13 +109,8 @@ def looping(batch: int, mode: str) -> Iterator[Prepared]:
 
 
 @contextmanager
-def round_trip(size: int, unix: bool) -> Iterator[Prepared]:
+def round_trip(size: int) -> Iterator[Prepared]:
     """Set up a write to a variable of one server, and a read of it after, on ndistribute."""
-    os.environ["NDISTRIBUTE_UNIX_SOCKETS"] = str(int(unix))
-    if task()[0] == "ps":
-        serve()
-        yield Prepared(None)
-        return
     import ndistribute as nd
 
     value = np.arange(size // 4, dtype=np.float32)
@@ -140,10 +122,6 @@ def round_trip(size: int, unix: bool) -> Iterator[Prepared]:
 @contextmanager
 def tensorflow_trip(size: int) -> Iterator[Prepared]:
     """Set up a write and a read after it on TensorFlow."""
-    if task()[0] != "chief":
-        peer.server()
-        yield Prepared(None)
-        return
     tf, (strategy, _) = peer.tensorflow(), peer.parameter_server()
     value = tf.constant(np.arange(size // 4, dtype=np.float32))
     with strategy.scope():
@@ -167,35 +145,28 @@ def _groups(quick: bool) -> list[Group]:
         for count in counts
     ]
     sizes = dict(list(SIZES.items())[:1]) if quick else SIZES
-    trips = [
-        Group(
-            f"write and read, {name}",
-            [
-                _trip_of("Unix socket", OURS, "round_trip", {"size": size, "unix": True}),
-                _trip_of("TCP", OURS, "round_trip", {"size": size, "unix": False}),
-                _trip_of("gRPC", TF, "tensorflow_trip", {"size": size}),
-            ],
-            unit="trips/s",
-        )
-        for name, size in sizes.items()
-    ]
+    trips = [Group(f"write and read, {name}", _trips(sizes[name]), "trips/s") for name in sizes]
     stale = [_looping(name, 32, name, 1) for name in MODES]
     return [*trained, *trips, Group("staleness, batch 32", stale)]
 
 
-def _trip_of(name: str, side: str, maker: str, params: dict[str, Any]) -> Contender:
-    jobs = ("chief", "ps", *(("worker",) if side == TF else ()))
-    return Contender(name, side, f"servers:{maker}", params, jobs)
+def _trips(size: int) -> list[Contender]:
+    jobs, made = ("chief", "ps"), []
+    for name, unix in (("Unix socket", "1"), ("TCP", "0")):
+        way = (name, OURS, "round_trip", {"size": size})
+        made += contenders("servers", [way], jobs=jobs, environ={"NDISTRIBUTE_UNIX_SOCKETS": unix})
+    theirs = ("gRPC", TF, "tensorflow_trip", {"size": size})
+    return made + contenders("servers", [theirs], jobs=(*jobs, "worker"))
 
 
 def _trainers(batch: int, servers: int) -> list[Contender]:
     jobs, units = ("chief", *("ps",) * servers, *WORKERS), batch * SCHEDULED
-    params = {"batch": batch}
-    return [
-        Contender("chief", OURS, "servers:coordinated", params, jobs, units=units),
-        _looping("own loops", batch, "asynchronous", servers),
-        Contender("chief", TF, "servers:tensorflow", params, jobs, units=units),
+    ways = [
+        ("chief", side, maker, {"batch": batch})
+        for side, maker in ((OURS, "coordinated"), (TF, "tensorflow"))
     ]
+    ours, theirs = contenders("servers", ways, jobs=jobs, units=units)
+    return [ours, _looping("own loops", batch, "asynchronous", servers), theirs]
 
 
 def _looping(name: str, batch: int, mode: str, servers: int) -> Contender:
@@ -218,7 +189,7 @@ def conclude(entries: list[dict[str, Any]]) -> str:
 
 def hold(rank: int, size: int, asked: Held) -> int:
     """Serve, or change each variable so many times and hold what was read; return its bytes."""
-    if task()[0] == "ps":
+    if serves():
         serve()
         return 0
     import ndistribute as nd
@@ -240,13 +211,13 @@ _held: list[Any] = []
 
 def leave(rank: int, size: int) -> None:
     """Leave the servers."""
-    if task()[0] != "ps":
+    if not serves():
         _strategy().close()
 
 
 def schedule(rank: int, size: int, count: int) -> None:
     """Serve, or schedule so many functions and wait for them."""
-    if task()[0] != "chief":
+    if serves():
         serve()
         return
     for number in range(count):

@@ -2,14 +2,14 @@
 
 The step is plain NumPy under `GradientTape`; TensorFlow and PyTorch do the same. All start from the
 same weights, and their losses after a few steps are compared before anything is timed. The batch is
-divided among replicas and workers; in weak scaling each worker has all of it.
+divided among replicas and workers.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -98,13 +98,13 @@ def _workers() -> Any:
     return strategy
 
 
-def _part(batch: int, parts: int, index: int, weak: bool) -> list[Any]:
+def _part(batch: int, parts: int, index: int) -> list[Any]:
     arrays = batch_of(batch)
-    return [array if weak else np.split(array, parts)[index] for array in arrays]
+    return [np.split(array, parts)[index] for array in arrays]
 
 
 @contextmanager
-def ours(batch: int, strategy: str, weak: bool = False) -> Iterator[Prepared]:
+def ours(batch: int, strategy: str) -> Iterator[Prepared]:
     """Set up a training step on ndistribute."""
     import ndistribute as nd
 
@@ -117,11 +117,11 @@ def ours(batch: int, strategy: str, weak: bool = False) -> Iterator[Prepared]:
     }
     chosen = made[strategy]()
     count = chosen.num_replicas_in_sync
-    train = step_of(chosen, batch * count if weak else batch)
+    train = step_of(chosen, batch)
     if strategy == "workers":
-        args = _part(batch, count, chosen.cluster_resolver.task_id, weak)
+        args = _part(batch, count, chosen.cluster_resolver.task_id)
     else:
-        parts = [_part(batch, count, index, weak) for index in range(count)]
+        parts = [_part(batch, count, index) for index in range(count)]
         args = [nd.PerReplica(part) for part in zip(*parts, strict=True)]
 
     def step() -> Any:
@@ -135,7 +135,7 @@ def ours(batch: int, strategy: str, weak: bool = False) -> Iterator[Prepared]:
 
 
 @contextmanager
-def tensorflow(batch: int, strategy: str, weak: bool = False) -> Iterator[Prepared]:
+def tensorflow(batch: int, strategy: str) -> Iterator[Prepared]:
     """Set up the same training step on TensorFlow; without a strategy for one replica."""
     made: dict[str, Callable[[], Any]] = {
         "one": lambda: None,
@@ -144,7 +144,7 @@ def tensorflow(batch: int, strategy: str, weak: bool = False) -> Iterator[Prepar
     }
     chosen, tf = made[strategy](), peer.tensorflow()
     count = 1 if chosen is None else chosen.num_replicas_in_sync
-    train = tf_step_of(tf, chosen, batch * count if weak else batch)
+    train = tf_step_of(tf, chosen, batch)
     if chosen is None:
         alone = [tf.constant(array) for array in batch_of(batch)]
         graph = tf.function(train)
@@ -154,7 +154,7 @@ def tensorflow(batch: int, strategy: str, weak: bool = False) -> Iterator[Prepar
     else:
         shares = [
             chosen.experimental_distribute_values_from_function(
-                lambda c, k=k: tf.constant(_part(batch, count, c.replica_id_in_sync_group, weak)[k])
+                lambda c, k=k: tf.constant(_part(batch, count, c.replica_id_in_sync_group)[k])
             )
             for k in range(2)
         ]
@@ -172,7 +172,7 @@ def tensorflow(batch: int, strategy: str, weak: bool = False) -> Iterator[Prepar
 
 
 @contextmanager
-def ddp(batch: int, weak: bool) -> Iterator[Prepared]:
+def ddp(batch: int, strategy: str) -> Iterator[Prepared]:
     """Set up the same step on PyTorch's DistributedDataParallel over gloo."""
     torch, rank = peer.torch_group()
     workers = torch.distributed.get_world_size()
@@ -187,7 +187,7 @@ def ddp(batch: int, weak: bool) -> Iterator[Prepared]:
         torch.nn.Sequential(*layers[:-1]), gradient_as_bucket_view=True
     )
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    x, y = (torch.from_numpy(array) for array in _part(batch, workers, rank, weak))
+    x, y = (torch.from_numpy(array) for array in _part(batch, workers, rank))
 
     def train() -> Any:
         optimizer.zero_grad()
@@ -207,51 +207,46 @@ def ddp(batch: int, weak: bool) -> Iterator[Prepared]:
 def _groups(quick: bool) -> list[Group]:
     batches = (32,) if quick else (32, 256, 2048)
     return [
-        Group(f"{title}, batch {batch}", tuple(_contenders(title, batch, ways)))
+        Group(f"{title}, batch {batch}", [_contender(batch, *way) for way in ways])
         for title, ways in _WAYS.items()
         for batch in batches
     ]
 
 
-Way = tuple[str, str, str, dict[str, Any], int]  # Side, name, maker, parameters, threads.
-_WEAK = ("2 workers, weak scaling", True)
-_WAYS: dict[str, Sequence[Way]] = {
-    "one replica": (
-        (OURS, "1 BLAS thread", "ours", {"strategy": "one"}, 1),
-        (OURS, "2 BLAS threads", "ours", {"strategy": "one"}, 2),
-        (TF, "2 threads", "tensorflow", {"strategy": "one"}, 2),
-    ),
-    "2 replicas": (
-        (OURS, "MirroredStrategy", "ours", {"strategy": "mirrored"}, 2),
-        (OURS, "CentralStorageStrategy", "ours", {"strategy": "central"}, 2),
-        (TF, "MirroredStrategy", "tensorflow", {"strategy": "mirrored"}, 2),
-    ),
-    **{
-        title: (
-            (OURS, "1 worker", "ours", {"strategy": "one"}, 1),
-            (OURS, "2 workers", "ours", {"strategy": "workers", "weak": weak}, 1),
-            (TF, "RING", "tensorflow", {"strategy": "workers", "weak": weak}, 1),
-            (TORCH, "DDP, gloo", "ddp", {"weak": weak}, 1),
-        )
-        for title, weak in (("2 workers", False), _WEAK)
-    },
+# Name, side, maker, strategy, processes and threads of each.
+_WAYS: dict[str, list[tuple[str, str, str, str, int, int]]] = {
+    "one replica": [
+        ("1 BLAS thread", OURS, "ours", "one", 1, 1),
+        ("2 BLAS threads", OURS, "ours", "one", 1, 2),
+        ("2 threads", TF, "tensorflow", "one", 1, 2),
+    ],
+    "2 replicas": [
+        ("MirroredStrategy", OURS, "ours", "mirrored", 1, 2),
+        ("CentralStorageStrategy", OURS, "ours", "central", 1, 2),
+        ("MirroredStrategy", TF, "tensorflow", "mirrored", 1, 2),
+    ],
+    "2 workers": [
+        ("1 worker", OURS, "ours", "one", 1, 1),
+        ("2 workers", OURS, "ours", "workers", 2, 1),
+        ("RING", TF, "tensorflow", "workers", 2, 1),
+        ("DDP, gloo", TORCH, "ddp", "workers", 2, 1),
+    ],
 }
 
 
-def _contenders(title: str, batch: int, ways: Sequence[Way]) -> Iterator[Contender]:
-    for side, name, maker, params, threads in ways:
-        workers = 1 + (title.startswith("2 workers") and name != "1 worker")
-        weak = workers if params.get("weak") else 1
-        yield Contender(
-            name,
-            side,
-            f"training:{maker}",
-            {"batch": batch, **params},
-            jobs=("worker",) * workers,
-            threads=threads,
-            units=batch * weak,
-            facts={"batch": batch * weak, "workers": workers, "threads": threads},
-        )
+def _contender(
+    batch: int, name: str, side: str, maker: str, strategy: str, processes: int, threads: int
+) -> Contender:
+    return Contender(
+        name,
+        side,
+        f"training:{maker}",
+        {"batch": batch, "strategy": strategy},
+        jobs=("worker",) * processes,
+        threads=threads,
+        units=batch,
+        facts={"batch": batch, "workers": processes, "threads": threads},
+    )
 
 
 BENCHMARK = Benchmark(

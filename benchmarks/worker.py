@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["Prepared", "close_case", "describe", "open_case", "run_case", "serve", "task"]
+__all__ = ["Prepared", "close_case", "describe", "open_case", "run_case", "serve", "serves", "task"]
 
 
 class Prepared(NamedTuple):
@@ -69,12 +69,22 @@ def describe(rank: int, size: int, packages: list[str]) -> dict[str, Any]:
     return found
 
 
-def open_case(rank: int, size: int, name: str, maker: str, params: dict[str, Any]) -> float | None:
-    """Set a contender's work up, and return what checks it."""
-    module, _, function = maker.partition(":")
-    stack = contextlib.ExitStack()
+def serves() -> bool:
+    """Return whether this process is a parameter server, or the worker of a chief."""
+    cluster = json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
+    return "ps" in cluster and task()[0] != ("chief" if "chief" in cluster else "worker")
+
+
+def open_case(
+    rank: int, size: int, name: str, server: str, maker: str, params: dict[str, Any]
+) -> float | None:
+    """Set a contender's work up, and return what checks it; a process that serves does so."""
+    module, _, function = (server if serves() else maker).partition(":")
     make = getattr(importlib.import_module(f"benchmarks.{module}"), function)
-    _cases[name] = stack, stack.enter_context(make(**params))
+    stack = contextlib.ExitStack()
+    if serves():
+        make()
+    _cases[name] = stack, Prepared(None) if serves() else stack.enter_context(make(**params))
     return _cases[name][1].check
 
 
