@@ -1,9 +1,9 @@
 """Predict the time of a training step on up to 4096 workers from what was measured on this host.
 
 No one bandwidth holds for all sizes, because of caches: so an all-reduce of two processes takes
-what was measured, between two sizes on a straight line in logarithms. More processes make more
-messages, and move and add more bytes at these rates. What can be checked is: each all-reduce from
-those of the sizes beside it, and the steps of two workers from those of one.
+what was measured, between two sizes on a straight line. More processes make more messages, and
+move and add more bytes at these rates. What can be checked is: each all-reduce from those of the
+sizes beside it, and the steps of two workers from those of one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import argparse
 import importlib.util
 import json
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from benchmarks.report import markdown, shown, write_json
 from benchmarks.training import GRADIENT_BYTES
@@ -58,7 +59,7 @@ def measured(written: Mapping[str, Any]) -> dict[str, Curve]:
 
 
 def time_of(curve: Curve, size: float) -> float:
-    """Return the seconds for a size: between two measured ones on a straight line in logarithms.
+    """Return the seconds for a size: between two measured ones on a straight line.
 
     Below the smallest nothing gets cheaper, and above the largest a byte costs what it does there.
 
@@ -67,14 +68,8 @@ def time_of(curve: Curve, size: float) -> float:
     """
     if len(curve) < 2:
         raise ValueError(f"{len(curve)} size(s) were measured; at least 2 are needed.")
-    if size <= curve[0][0]:
-        return curve[0][1]
-    if size >= curve[-1][0]:
-        return curve[-1][1] * size / curve[-1][0]
-    index = bisect_left(curve, (size, 0.0))
-    (low, fast), (high, slow) = curve[index - 1], curve[index]
-    part = math.log(size / low) / math.log(high / low)
-    return math.exp(math.log(fast) + part * math.log(slow / fast))
+    measured_sizes, seconds = zip(*curve, strict=True)
+    return float(np.interp(size, measured_sizes, seconds)) * max(1.0, size / measured_sizes[-1])
 
 
 def held_out(curve: Curve) -> list[tuple[float, float, float]]:
