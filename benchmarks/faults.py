@@ -1,4 +1,4 @@
-"""How soon a job knows of a fault in one of its processes, what is lost, and what checks cost.
+"""How soon a job knows of a fault in one of its processes, and what is lost.
 
 The jobs and the faults are those of `tests/faults`: real processes and signals. A time runs from
 the fault to what the table names: the exception in a step of the last of the other workers, or, for
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
 import importlib
-import itertools
 import logging
 import os
 import random
@@ -126,61 +124,6 @@ def _ended(ranks: Ranks) -> None:
     ranks.kill()
     with contextlib.suppress(AssertionError):
         ranks.close()
-
-
-def timed(rank: int, size: int, nbytes: int, turns: int) -> tuple[list[float], list[float]]:
-    """Time an all-reduce with the calls compared and without, in turns."""
-    from ndistribute.collective.backend import Call
-    from ndistribute.collective.reduce_op import ReduceOp
-
-    backend: Any = steps.strategy()._workers.backend
-    value = np.ones(nbytes // 4, np.float32)
-    total, calls = np.empty_like(value), max(1, min(200, (4 << 20) // nbytes))
-    call = Call(1, "all_reduce", "SUM", ((value.dtype, value.shape),))
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(2 * turns + 2):
-        compared = number // 2 % 2 == number % 2
-        with contextlib.nullcontext() if compared else _nothing_compared():
-            start = time.perf_counter()
-            for _ in range(calls):
-                backend.all_reduce(call, [value], [total], ReduceOp.SUM, DEADLINE)
-            seconds[compared].append((time.perf_counter() - start) / calls)
-    return seconds[True][1:], seconds[False][1:]
-
-
-@contextlib.contextmanager
-def _nothing_compared() -> Iterator[None]:
-    """Put a constant in the place of what is told of a call, and nothing in that of comparing."""
-    from ndistribute.collective import header, ring, segment
-
-    constant = bytes(header.HEADER_BYTES)
-
-    def encode(*told: Any) -> bytes:
-        return constant
-
-    def compare(*told: Any) -> None:
-        return None
-
-    with (
-        mock.patch.object(segment, "encode", encode),
-        mock.patch.object(ring, "encode", encode),
-        mock.patch.object(ring, "compare", compare),
-    ):
-        yield
-
-
-def costs(wire: str, quick: bool) -> Iterator[list[str]]:
-    """Yield what comparing the calls costs an all-reduce of two workers, by size."""
-    ranks = _ranks(wire, 10.0, size=2)
-    for power in range(12, 14 if quick else 27, 2):
-        each = [one.result() for one in ranks.run(timed, 1 << power, 2 if quick else 60)]
-        on, off = (
-            [max(pair) for pair in zip(*way, strict=True)] for way in zip(*each, strict=True)
-        )
-        more = statistics.median(100 * (a / b - 1) for a, b in zip(on, off, strict=True))
-        figures = 1e6 * statistics.median(on), 1e6 * statistics.median(off), more
-        yield [wire, f"{(1 << power) >> 10:,}", *map(shown, figures)]
-    _ended(ranks)
 
 
 def lost_worker(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
@@ -307,43 +250,6 @@ def random_kills(environ: dict[str, str], kills: int, rng: random.Random) -> str
     )
 
 
-def log_costs(environ: dict[str, str], seconds: float) -> Iterator[list[str]]:
-    """Yield updates a second with a log and without, of one client and of four."""
-    ways = itertools.product((1 << 10, 1 << 18), (1, 4), ("snapshot", "log"))
-    for elements, clients, durability in ways:
-        with tempfile.TemporaryDirectory() as folder:
-            saving = {"NDISTRIBUTE_SNAPSHOT_DIR": folder, "NDISTRIBUTE_DURABILITY": durability}
-            with Tasks(1, 1, chief=False, **environ, **saving) as tasks:
-                tasks.start_all("ps")
-                rate = _updates_per_second(tasks, elements, clients, seconds)
-        yield [
-            f"{4 * elements:,}",
-            str(clients),
-            durability,
-            shown(rate),
-            shown(1e3 * clients / rate),
-        ]
-
-
-def _updates_per_second(tasks: Tasks, elements: int, clients: int, seconds: float) -> float:
-    ones = np.ones(elements, np.float32)
-
-    def work(strategy: Any) -> int:
-        with strategy.scope():
-            variable = nd.Variable(np.zeros_like(ones))
-        end, count = time.monotonic() + seconds, 0
-        while time.monotonic() < end:
-            variable.assign_add(ones)
-            count += 1
-        return count
-
-    with contextlib.ExitStack() as stack:
-        # One each, for the updates of a connection are made, and synced, one after the other.
-        made = [stack.enter_context(taking_part(tasks)) for _ in range(clients)]
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(clients))
-        return sum(pool.map(work, made)) / seconds
-
-
 @contextlib.contextmanager
 def _commanded(
     workers: int, servers: int, environ: dict[str, str]
@@ -419,7 +325,7 @@ SERVERS = {
     "chief": lost_chief,
     "members": lost_member,
 }
-PARTS = [*WIRES, *SERVERS, "cost", "kills", "log"]
+PARTS = [*WIRES, *SERVERS, "kills"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -439,15 +345,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += detections(wire, options.repetitions, options.heartbeat)
     rows += _of_servers([name for name in SERVERS if name in only], options.repetitions, environ)
     print(markdown(["", "what", "raised", "median", "max"], [_cells(row) for row in rows]))
-    if "cost" in only:
-        cost = [line for wire in ("shared", "ring") for line in costs(wire, quick)]
-        print(markdown(["", "KiB", "us, calls compared", "us, not", "% more"], cost))
     if "kills" in only:
         kills = options.kills or (4 if quick else 100)
         print(random_kills(environ, kills, random.Random(0)))
-    if "log" in only:
-        found = list(log_costs(environ, 0.1 if quick else 3.0))
-        print(markdown(["bytes", "clients", "durability", "updates/s", "ms"], found))
     if options.out:
         write_json(
             {"machine": machine(), "heartbeat": options.heartbeat, "rows": rows}, options.out

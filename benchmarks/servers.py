@@ -25,7 +25,7 @@ from benchmarks import peer, report
 from benchmarks.harness import OURS, TF, Benchmark, Contender, Group, contenders, main
 from benchmarks.machine import facts
 from benchmarks.training import CHECKED_STEPS, GRADIENT_BYTES, batch_of, step_of, tf_step_of
-from benchmarks.worker import Prepared, serve, serves
+from benchmarks.worker import Prepared, serve, serves, task
 from tests.processes import Ranks
 
 __all__ = ["BENCHMARK", "limits"]
@@ -109,6 +109,18 @@ def looping(batch: int, mode: str) -> Iterator[Prepared]:
 
 
 @contextmanager
+def updates(elements: int) -> Iterator[Prepared]:
+    """Set up updates of a variable of each client's own."""
+    import ndistribute as nd
+
+    with _strategy().scope():
+        zeros = np.zeros(elements, np.float32)
+        variables = [nd.Variable(zeros) for _ in range(4)]
+    mine, ones = variables[task()[1]], np.ones(elements, np.float32)
+    yield Prepared(lambda: mine.assign_add(ones))
+
+
+@contextmanager
 def round_trip(size: int) -> Iterator[Prepared]:
     """Set up a write to a variable of one server, and a read of it after, on ndistribute."""
     import ndistribute as nd
@@ -147,7 +159,14 @@ def _groups(quick: bool) -> list[Group]:
     sizes = dict(list(SIZES.items())[:1]) if quick else SIZES
     trips = [Group(f"write and read, {name}", _trips(sizes[name]), "trips/s") for name in sizes]
     stale = [_looping(name, 32, name, 1) for name in MODES]
-    return [*trained, *trips, Group("staleness, batch 32", stale)]
+    logged = [
+        Group(
+            f"{4 * elements:,} bytes, {clients} client(s)", _updates(elements, clients), "updates/s"
+        )
+        for elements in (1 << 10, 1 << 18)
+        for clients in (1, 4)
+    ]
+    return [*trained, *trips, Group("staleness, batch 32", stale), *logged]
 
 
 def _trips(size: int) -> list[Contender]:
@@ -157,6 +176,16 @@ def _trips(size: int) -> list[Contender]:
         made += contenders("servers", [way], jobs=jobs, environ={"NDISTRIBUTE_UNIX_SOCKETS": unix})
     theirs = ("gRPC", TF, "tensorflow_trip", {"size": size})
     return made + contenders("servers", [theirs], jobs=(*jobs, "worker"))
+
+
+def _updates(elements: int, clients: int) -> list[Contender]:
+    """Return updates with snapshots alone and with a log, which is on the disk before an answer."""
+    jobs, made = ("ps", *("worker",) * clients), []
+    for durability in ("snapshot", "log"):
+        way = (durability, OURS, "updates", {"elements": elements})
+        environ = {"NDISTRIBUTE_DURABILITY": durability}
+        made += contenders("servers", [way], jobs=jobs, environ=environ, units=clients)
+    return made
 
 
 def _trainers(batch: int, servers: int) -> list[Contender]:

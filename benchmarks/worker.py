@@ -49,6 +49,9 @@ def serve() -> Any:
     """Be a server of ours from now on."""
     import ndistribute as nd
 
+    if "NDISTRIBUTE_DURABILITY" in os.environ:  # Its folder goes when its starter ends it.
+        os.environ["NDISTRIBUTE_SNAPSHOT_DIR"] = os.path.dirname(os.environ["RANKS_DOOR"])
+
     return nd.Server(json.loads(os.environ["TF_CONFIG"])["cluster"], *task())
 
 

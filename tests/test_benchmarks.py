@@ -65,7 +65,7 @@ def test_each_worker_is_one_more_connection_and_thread_of_a_server() -> None:
 
 
 def test_faults_are_measured_with_the_jobs_of_the_fault_tests(tmp_path: Path) -> None:
-    only = ("shared", "workers", "servers", "kills", "log")
+    only = ("shared", "workers", "servers", "kills")
     said = command("benchmarks.faults", "--quick", "--out", tmp_path / "f.json", "--only", *only)
     rows = {row["what"]: row for row in json.loads((tmp_path / "f.json").read_text())["rows"]}
     assert rows["one worker raises"]["errors"] == ["WorkerLostError"]
