@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["markdown", "ratio", "shown", "table", "write_json"]
+__all__ = ["markdown", "shown", "table", "write_json"]
 
 Entry = dict[str, Any]
 
@@ -48,18 +48,10 @@ def _times(written: dict[str, Any], one: Entry, peer: str) -> str:
     if one["side"] != "ours" or not theirs:
         return ""
     best = (max if written["rate"] else min)(theirs, key=lambda e: e["figure"]["median"])
-    times = ratio(one, best, written["rate"])
-    pairs = [
-        ratio({"figure": {"median": a}}, {"figure": {"median": b}}, written["rate"])
-        for a, b in zip(one["figure"]["all"], best["figure"]["all"], strict=False)
-    ]
+    own, other = one["figure"], best["figure"]
+    both = [(own["median"], other["median"]), *zip(own["all"], other["all"], strict=False)]
+    times, *pairs = [mine / its if written["rate"] else its / mine for mine, its in both]
     return f"{times:.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
-
-
-def ratio(one: Entry, other: Entry, rate: bool) -> float:
-    """Return how many times as good one's median is as another's."""
-    own, theirs = one["figure"]["median"], other["figure"]["median"]
-    return float(own / theirs if rate else theirs / own)
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -238,12 +238,6 @@ def hold(rank: int, size: int, asked: Held) -> int:
 _held: list[Any] = []
 
 
-def leave(rank: int, size: int) -> None:
-    """Leave the servers."""
-    if not serves():
-        _strategy().close()
-
-
 def schedule(rank: int, size: int, count: int) -> None:
     """Serve, or schedule so many functions and wait for them."""
     if serves():
@@ -294,7 +288,6 @@ def limits(quick: bool) -> str:
             took = time.monotonic() - began
             what = f"{workers} workers, {servers} servers, {total / 1e6 / workers:.0f} MB"
             note(f"{what}, {took:.0f} s", team, jobs)
-            team.run(leave)
     jobs, count = ("chief", "ps", "worker"), 1000 if quick else 100_000
     with Ranks(len(jobs), "python", environ, jobs=jobs) as team:
         for part in (count // 10, count - count // 10):

@@ -1,5 +1,7 @@
 """Runs functions on several real processes: starts them, collects results and tracebacks, kills.
 
+The benchmarks start theirs here too, as tasks of a cluster or with the interpreter of a peer.
+
 The processes stay, so that one start serves many tests. They are started like the workers of a job:
 over TCP with `TF_CONFIG` and a listening socket that they inherit, or by a real `mpiexec`. Those
 over TCP are forked from one that has imported the package: a start is a matter of milliseconds.
