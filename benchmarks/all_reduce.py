@@ -1,157 +1,292 @@
-"""All-reduce by size, in the columns of nccl-tests: between processes, and replicas of one.
+"""All-reduce of float32 by size: between processes, and between the replicas of one process.
 
-algbw is bytes over time; busbw is algbw times 2(n-1)/n, which does not depend on the number of
-ranks where the bus is the limit; the error is the largest difference of any element on any rank
-from the exact sum. More ranks than cores are marked: they show that sums are right, not speed.
+The speed is bytes over time. Between processes each of our backends is called as the strategies
+call it; `ctx.all_reduce` is what a user calls. Peers are MPI's Allreduce, gloo and TensorFlow.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import atexit
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import geometric_mean
 from typing import Any
 
-from benchmarks.case import MPICH, OPEN_MPI, OURS, PEER, TORCH, Benchmark, Contender, Group, Result
-from benchmarks.harness import main
-from ndistribute.collective import ring
+import numpy as np
 
-__all__ = ["BENCHMARK", "conclude", "of_processes"]
+from benchmarks import peer, report
+from benchmarks.harness import MPICH, OURS, TF, TORCH, Benchmark, Contender, Group, contenders, main
+from benchmarks.worker import Prepared
+
+__all__ = ["BENCHMARK", "conclude"]
 
 KIB, MIB = 1 << 10, 1 << 20
-PROCESS_SIZES = tuple(size * KIB for size in (4, 64, 1024, 4096, 16384, 65536, 262144))
-THREAD_SIZES = tuple(size * KIB for size in (4, 64, 256, 1024, 4096, 16384, 65536))
-QUICK_PROCESS_SIZES = PROCESS_SIZES[:3]
-QUICK_THREAD_SIZES = (4 * KIB, 1 * MIB)
-
-LARGE = (1 * MIB, 256 * MIB)
+SIZES = tuple(size * KIB for size in (4, 64, 1024, 4096, 16384, 65536, 262144))
+TIMEOUT = 60.0
+# The numbers repeat with this period, so that nobody needs the whole exact sum.
+PERIOD = 1 << 16
 
 
-@dataclass(frozen=True)
-class Reach:
-    """What one of ours is to reach beside a peer; what is None is not asked for.
-
-    Args:
-        mean: how many times as fast in the geometric mean over the large sizes.
-        least: the same for each of them.
-        small: at most how many times the peer's time at 4 KiB.
-    """
-
-    mean: float | None = None
-    least: float | None = None
-    small: float | None = None
+def contribution(rank: int, count: int) -> Any:
+    """Return what a rank brings; ranks bring different numbers."""
+    return np.resize(np.random.default_rng(rank).random(PERIOD, np.float32), count)
 
 
-REACH = {
-    ("shared memory, in place", MPICH): Reach(mean=3.0),
-    ("shared memory, in place", TORCH): Reach(mean=8.0),
-    ("shared memory, in place", PEER): Reach(mean=50.0),
-    ("shared memory, reduce_update", MPICH): Reach(mean=3.0, small=1.5),
-    ("shared memory, reduce_update", TORCH): Reach(mean=8.0),
-    ("shared memory, reduce_update", PEER): Reach(mean=50.0),
-    ("ring over tcp", MPICH): Reach(least=1.0),
-    ("ring over mpi", MPICH): Reach(least=1.0),
-}
-
-# Ours: name, maker, its arguments, wire, package that it needs, algorithm of the cost model.
-_OURS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
-    ("shared memory, reduce_update", "reduce_update", {}, "inherited", "", "shared_memory"),
-    (
-        "shared memory, all_reduce",
-        "all_reduce",
-        {"way": "shared"},
-        "inherited",
-        "",
-        "shared_memory",
-    ),
-    ("shared memory, in place", "in_place", {}, "inherited", "", ""),
-    ("ring over tcp", "all_reduce", {"way": "tcp"}, "inherited", "", "ring"),
-    ("ring over mpi", "all_reduce", {"way": "mpi"}, "mpi", "mpi4py", "ring"),
-    ("ctx.all_reduce", "context_all_reduce", {}, "inherited", "", ""),
-)
-_PEERS = (
-    (MPICH, "Allreduce", "mpi", "mpi"),
-    (OPEN_MPI, "Allreduce", "mpi", "mpi"),
-    (TORCH, "gloo", "gloo", "tcp"),
-    (PEER, "MultiWorkerMirrored RING", "tensorflow", "tcp"),
-)
+def check(total: Any, ranks: int) -> float:
+    """Return 1 if each element is near the exact sum over the ranks, else how far one is off."""
+    exact = np.sum([contribution(rank, PERIOD).astype(float) for rank in range(ranks)], axis=0)
+    flat, worst = np.asarray(total).reshape(-1), 0.0
+    for start in range(0, flat.size, PERIOD):
+        part = flat[start : start + PERIOD]
+        worst = max(worst, float(np.max(np.abs(part - exact[: part.size]))))
+    return 1.0 if worst < 1e-5 else 1.0 + worst
 
 
-def _groups(quick: bool, cores: int, processes: int) -> list[Group]:
-    across = [
-        Group(_title(processes, "process", size), tuple(_processes(size, processes, cores)))
-        for size in (QUICK_PROCESS_SIZES if quick else PROCESS_SIZES)
-    ]
-    within = [
-        Group(_title(n, "replica", size), tuple(_replicas(size, n, cores)))
-        for n in ((2,) if quick else (1, 2, 4))
-        for size in (QUICK_THREAD_SIZES if quick else THREAD_SIZES)
-    ]
-    return [*across, *within]
+@functools.cache
+def _workers() -> Any:
+    import ndistribute as nd
+
+    options = nd.CommunicationOptions(timeout_seconds=TIMEOUT)
+    strategy = nd.MultiWorkerMirroredStrategy(communication_options=options)
+    atexit.register(strategy.close)
+    return strategy
 
 
-def _processes(size: int, processes: int, cores: int) -> Iterator[Contender]:
-    facts = {"processes": processes, "oversubscribed": processes > cores}
-    calls = _calls(size)
-    for name, maker, arguments, wire, needs, algorithm in _OURS:
-        in_steps = maker == "context_all_reduce"
-        yield Contender(
-            name,
-            OURS,
-            f"all_reduce_ours:{maker}",
-            {"size": size, **arguments, **({"calls": calls} if in_steps else {})},
-            process=name,
-            team=processes,
-            wire=wire,
-            needs=needs,
-            units=calls if in_steps else 1,
-            facts={**facts, "algorithm": _algorithm(algorithm, size, processes)},
+def _compare_nothing() -> None:
+    """Put a constant in the place of what is told of a call, and nothing in that of comparing."""
+    from ndistribute.collective import header, ring, segment
+
+    constant = bytes(header.HEADER_BYTES)
+    for module in (segment, ring):
+        module.encode = lambda *told: constant  # type: ignore[assignment]
+    ring.compare = lambda *told: None  # type: ignore[assignment]
+
+
+@functools.cache
+def _backend(way: str) -> Any:
+    """Return a backend among our processes: ``shared``, ``tcp`` or ``mpi``."""
+    from ndistribute.collective import bootstrap
+    from ndistribute.collective.control import ControlPlane
+    from ndistribute.collective.ring import RingBackend
+    from ndistribute.collective.shared_memory import SharedMemoryBackend
+
+    if way == "mpi":
+        from ndistribute.cluster import MPIClusterResolver
+        from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
+
+        own = bootstrap.info_from_exchange(exchange_over_mpi, MPIClusterResolver().task_id)
+        plane = ControlPlane(own, timeout=TIMEOUT)
+        ring = RingBackend(plane, lambda: MpiTransport(plane))
+        atexit.register(plane.close)
+        atexit.register(ring.close)
+        return ring
+    from ndistribute.collective.tcp import TcpTransport
+
+    config = json.loads(os.environ["TF_CONFIG"])
+    addresses, rank = config["cluster"]["worker"], config["task"]["index"]
+    plane = ControlPlane(bootstrap.info_from_addresses(addresses, rank), timeout=TIMEOUT)
+    if way == "shared":
+        return SharedMemoryBackend(plane)
+    return RingBackend(plane, lambda: TcpTransport(plane))
+
+
+@contextmanager
+def between_processes(size: int, way: str, call: str, compared: bool = True) -> Iterator[Prepared]:
+    """Sum by a backend of ours; an update is that of an optimizer, which leaves the total alone."""
+    from ndistribute.collective.backend import Call
+    from ndistribute.collective.reduce_op import ReduceOp
+
+    if not compared:
+        _compare_nothing()
+    chosen = _backend(way)
+    mine = contribution(chosen.rank, size // 4)
+    made = Call(1, call.split(",", maxsplit=1)[0], "SUM", ((mine.dtype, mine.shape),))
+    total = np.zeros_like(mine)
+    if call == "reduce_update":
+        # Gradients lie where the tape writes those of weights.
+        memory = chosen.gradient_memory(mine.dtype, mine.shape)
+        gradient = mine if memory is None else memory
+        gradient[...] = mine
+
+        def update(keep: bool, leaf: int, start: int, stop: int, part: Any) -> None:
+            if keep:
+                total[start:stop] = part
+
+        def step(keep: bool = False) -> None:
+            chosen.reduce_update(made, [gradient], ReduceOp.SUM, lambda: keep, update, TIMEOUT)
+
+        step(keep=True)
+        yield Prepared(step, check(total, chosen.size))
+        return
+    arrays = [mine], [total]
+    if call == "all_reduce, in place":  # Where the processes see each other's arrays.
+        total = chosen.allocate(mine.dtype, mine.shape)
+        total[...] = mine
+        arrays = [total], [total]
+
+    def reduce() -> None:
+        chosen.all_reduce(made, *arrays, ReduceOp.SUM, TIMEOUT)
+
+    reduce()
+    found = check(total, chosen.size)
+    arrays[0][0][...] = 0.0  # What is not filled again would grow with each sum in place.
+    yield Prepared(reduce, found)
+
+
+@contextmanager
+def in_steps(size: int, calls: int, replicas: int = 0) -> Iterator[Prepared]:
+    """Sum with `ctx.all_reduce`, several times in a step: over workers, or over replicas."""
+    import ndistribute as nd
+
+    if replicas:
+        strategy = nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+    else:
+        strategy = _workers()
+    first = 0 if replicas else strategy.cluster_resolver.task_id
+    own = nd.PerReplica([contribution(first + i, size // 4) for i in range(replicas or 1)])
+
+    def summed(part: Any) -> Any:
+        context = nd.get_replica_context()
+        for _ in range(calls):
+            total = context.all_reduce("sum", part)
+        return total
+
+    total = strategy.local_results(strategy.run(summed, args=(own,)))[-1]
+    yield Prepared(
+        lambda: strategy.run(summed, args=(own,)), check(total, strategy.num_replicas_in_sync)
+    )
+    if replicas:
+        strategy.close()
+
+
+@contextmanager
+def applied(size: int, calls: int, replicas: int) -> Iterator[Prepared]:
+    """Sum and update with `optimizer.apply_gradients`: each replica updates the part it owns."""
+    import ndistribute as nd
+
+    own = nd.PerReplica([contribution(i, size // 4) for i in range(replicas)])
+    with nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]) as strategy:
+        with strategy.scope():
+            variable = nd.Variable(np.zeros(size // 4, np.float32))
+            optimizer = nd.optimizers.SGD(1.0)
+
+        def step(part: Any, count: int) -> None:
+            for _ in range(count):
+                optimizer.apply_gradients([(part, variable)])
+
+        strategy.run(step, args=(own, 1))
+        found = check(-variable.numpy(), replicas)
+        yield Prepared(lambda: strategy.run(step, args=(own, calls)), found)
+
+
+@contextmanager
+def mpi(size: int) -> Iterator[Prepared]:
+    """Sum with `Allreduce` of whichever MPI started this process."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    mine = contribution(world.Get_rank(), size // 4)
+    total = np.zeros_like(mine)
+    world.Allreduce(mine, total, MPI.SUM)
+    yield Prepared(lambda: world.Allreduce(mine, total, MPI.SUM), check(total, world.Get_size()))
+
+
+@contextmanager
+def gloo(size: int) -> Iterator[Prepared]:
+    """Sum in place with torch.distributed."""
+    torch, rank = peer.torch_group()
+    mine = torch.from_numpy(contribution(rank, size // 4))
+    torch.distributed.all_reduce(mine)
+    found = check(mine.numpy(), torch.distributed.get_world_size())
+    mine.zero_()  # In place, sums would grow from call to call; zeros do not, and take as long.
+    yield Prepared(lambda: torch.distributed.all_reduce(mine), found)
+
+
+@contextmanager
+def tensorflow(size: int, calls: int, replicas: int = 0) -> Iterator[Prepared]:
+    """Sum with TensorFlow's `ctx.all_reduce` in a graph, one call after another."""
+    strategy = peer.mirrored(replicas) if replicas else peer.multi_worker()
+    tf = peer.tensorflow()
+    first = 0 if replicas else strategy.cluster_resolver.task_id
+    mine = strategy.experimental_distribute_values_from_function(
+        lambda c: (
+            tf.constant(contribution(c.replica_id_in_sync_group, size // 4))
+            if replicas
+            else tf.constant(contribution(first, size // 4))
         )
-    for side, name, maker, wire in _PEERS:
-        in_steps = maker == "tensorflow"
-        yield Contender(
-            name,
-            side,
-            f"all_reduce_peers:{maker}",
-            {"size": size, **({"calls": calls} if in_steps else {})},
-            process="all_reduce",
-            team=processes,
-            wire=wire,
-            units=calls if in_steps else 1,
-            facts=facts,
-        )
-    # How fast one core adds, for the cost model.
-    local = {"processes": 1, "algorithm": "local"}
-    yield Contender(
-        "local", OURS, "all_reduce_ours:local", {"size": size}, blas_threads=1, facts=local
     )
 
+    def summed(part: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        # Placed on the replica's device by an operation: a lone replica's argument is on none.
+        total = context.all_reduce("sum", tf.identity(part))
+        firsts = [total[0]]
+        for _ in range(1, calls):
+            # A call waits for the one before it, and something of each sum is returned, or the
+            # graph would do fewer of them.
+            with tf.control_dependencies([firsts[-1]]):
+                firsts.append(context.all_reduce("sum", tf.identity(part))[0])
+        return total, firsts
 
-def _algorithm(usual: str, size: int, processes: int) -> str:
-    """Return what the cost model has to count: what is small goes whole instead of round a ring."""
-    small = ring.SMALL_BYTES_OF_TWO if processes == 2 else ring.SMALL_BYTES
-    return "recursive_doubling" if usual == "ring" and size <= small else usual
+    run = tf.function(lambda part: strategy.run(summed, args=(part,)))
+    total = strategy.experimental_local_results(run(mine)[0])[-1]
+    yield Prepared(lambda: run(mine), check(total.numpy(), strategy.num_replicas_in_sync))
 
 
-def _replicas(size: int, replicas: int, cores: int) -> Iterator[Contender]:
-    params = {"size": size, "replicas": replicas, "calls": _calls(size)}
-    facts = {"oversubscribed": replicas > cores}
-    ways = [
-        ("ctx.all_reduce", OURS, "ours_all_reduce"),
-        ("SGD.apply_gradients", OURS, "ours_apply"),
-        ("ctx.all_reduce", PEER, "tensorflow"),
+def _groups(quick: bool) -> list[Group]:
+    sizes = SIZES[:2] if quick else SIZES
+    ways: list[Callable[[int], list[Contender]]] = [_processes, _replicas]
+    titles = ("2 processes", "2 replicas")
+    return [
+        Group(f"{title}, {size // KIB:,} KiB", make(size))
+        for title, make in zip(titles, ways, strict=True)
+        for size in sizes
     ]
-    for name, side, maker in ways:
-        yield Contender(
-            name,
-            side,
-            f"all_reduce_threads:{maker}",
-            params,
-            process=f"{replicas} replicas" if side == PEER else "",
-            units=params["calls"],
-            facts=facts | ({"beside": [name]} if maker == "ours_all_reduce" else {}),
-        )
+
+
+def _processes(size: int) -> list[Contender]:
+    calls = _calls(size)
+    backends = {
+        "shared memory, reduce_update": ("shared", "reduce_update"),
+        "shared memory, all_reduce": ("shared", "all_reduce"),
+        "shared memory, in place": ("shared", "all_reduce, in place"),
+        "ring over tcp": ("tcp", "all_reduce"),
+        "ring over mpi": ("mpi", "all_reduce"),
+    }
+    ours: list[tuple[str, str, str, dict[str, Any]]] = [
+        (name, OURS, "between_processes", {"size": size, "way": way, "call": call})
+        for name, (way, call) in backends.items()
+    ]
+    # What it costs to compare the calls of all processes before anything moves.
+    for name, way in (("shared memory", "shared"), ("ring over tcp", "tcp")):
+        params = {"size": size, "way": way, "call": "all_reduce", "compared": False}
+        ours.insert(-1, (f"{name}, nothing compared", OURS, "between_processes", params))
+    in_steps = [
+        ("ctx.all_reduce", OURS, "in_steps", {"size": size, "calls": calls}),
+        ("RING", TF, "tensorflow", {"size": size, "calls": calls}),
+    ]
+    allreduce = ("Allreduce", MPICH, "mpi", {"size": size})
+    gloo = ("gloo", TORCH, "gloo", {"size": size})
+    common: dict[str, Any] = {"jobs": ("worker", "worker"), "facts": {"bytes": size}}
+    return [
+        *contenders("all_reduce", [*ours[:-1], gloo], **common),
+        *contenders("all_reduce", [ours[-1], allreduce], wire="mpi", **common),
+        *contenders("all_reduce", in_steps, units=calls, **common),
+    ]
+
+
+def _replicas(size: int) -> list[Contender]:
+    calls = _calls(size)
+    params = {"size": size, "calls": calls, "replicas": 2}
+    ways = [
+        ("ctx.all_reduce", OURS, "in_steps", params),
+        ("SGD.apply_gradients", OURS, "applied", params),
+        ("ctx.all_reduce", TF, "tensorflow", params),
+    ]
+    return contenders("all_reduce", ways, threads=2, units=calls, facts={"bytes": size})
 
 
 def _calls(size: int) -> int:
@@ -159,98 +294,34 @@ def _calls(size: int) -> int:
     return 16 if size <= MIB else 4 if size <= 16 * MIB else 1
 
 
-def _columns(result: Result) -> dict[str, Any]:
-    """Return the columns of nccl-tests."""
-    one = result.contender
-    size, ranks = one.params["size"], one.params.get("replicas", one.team)
-    algbw = size / statistics.median(result.seconds) / 1e9
-    return {
-        "bytes": size,
-        "count": size // 4,
-        "type": "float",
-        "redop": "sum",
-        "algbw GB/s": algbw,
-        "busbw GB/s": algbw * 2 * (ranks - 1) / ranks,
-        "error": f"{result.check:.0e}",
-    }
-
-
-def conclude(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare ours between processes with each peer: over the large sizes, and at the smallest.
-
-    Args:
-        entries: of the JSON.
-    """
-    times: dict[tuple[str, str], dict[int, float]] = {}
-    for entry in (entry for entry in entries if entry.get("processes", 1) > 1):
-        own = times.setdefault((entry["side"], entry["name"]), {})
-        own[entry["columns"]["bytes"]] = entry["figure"]["median"]
+def conclude(entries: list[dict[str, Any]]) -> str:
+    """Return the bandwidths, and how many times as fast ours are from 1 MiB on, in the mean."""
+    across = [one for one in entries if one["group"].startswith("2 processes")]
+    names = list(dict.fromkeys((one["side"], one["name"]) for one in across))
+    times = {(o["side"], o["name"], o["bytes"]): o["figure"]["median"] for o in across}
+    sizes = sorted({size for *_, size in times})
+    bandwidths = []
+    for size in sizes:
+        speeds = [
+            size / 1e3 / times[*name, size] if (*name, size) in times else 0 for name in names
+        ]
+        bandwidths.append([f"{size // KIB:,} KiB", *map(report.shown, speeds)])
     rows = []
-    for (side, name), own in times.items():
-        if side == OURS:
-            for (peer, _), theirs in times.items():
-                if peer != OURS:
-                    rows.append(_compared(name, own, peer, theirs))
-    return rows
-
-
-def _compared(
-    name: str, ours: dict[int, float], peer: str, theirs: dict[int, float]
-) -> dict[str, Any]:
-    common = sorted(ours.keys() & theirs.keys())
-    ratios = [theirs[size] / ours[size] for size in common if LARGE[0] <= size <= LARGE[1]]
-    mean = statistics.geometric_mean(ratios) if ratios else None
-    small = ours[4 * KIB] / theirs[4 * KIB] if 4 * KIB in common else None
-    least = min(ratios, default=None)
-    reach = REACH.get((name, peer), Reach())
-    asked = [
-        (f"{reach.mean}", mean, lambda times: times >= reach.mean),
-        (f"least {reach.least}", least, lambda times: times >= reach.least),
-        (f"4 KiB {reach.small}", small, lambda times: times <= reach.small),
-    ]
-    bounds = (reach.mean, reach.least, reach.small)
-    rules = [rule for rule, bound in zip(asked, bounds, strict=True) if bound is not None]
-    return {
-        "ours": name,
-        "peer": peer,
-        "times as fast, 1 to 256 MiB": _or_dash(mean),
-        "least": _or_dash(least),
-        "time at 4 KiB, of the peer's": _or_dash(small),
-        "reach": ", ".join(text for text, _, _ in rules) or "-",
-        "met": ", ".join(_met(figure, holds) for _, figure, holds in rules) or "-",
-    }
-
-
-def _met(figure: float | None, holds: Callable[[Any], bool]) -> str:
-    return "-" if figure is None else "yes" if holds(figure) else "no"
-
-
-def _or_dash(figure: float | None) -> float | str:
-    return "-" if figure is None else figure
-
-
-def _title(count: int, what: str, size: int) -> str:
-    many = "" if count == 1 else "es" if what.endswith("s") else "s"
-    return f"{count} {what}{many}, " + (
-        f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
-    )
-
-
-def of_processes(processes: int) -> Benchmark:
-    """Return the benchmark with another number of processes than two."""
-    return replace(BENCHMARK, groups=partial(_groups, processes=processes))
+    for own in (name for name in names if name[0] == OURS):
+        for other in (name for name in names if name[0] != OURS):
+            both = [s for s in sizes if (*own, s) in times and (*other, s) in times]
+            ratios = {size: times[*other, size] / times[*own, size] for size in both}
+            large = [times for size, times in ratios.items() if size >= MIB]
+            if large:
+                found = geometric_mean(large), min(large), 1 / ratios[min(ratios)]
+                rows.append([own[1], ": ".join(other), *map(report.shown, found)])
+    head = ["ours", "peer", "times as fast from 1 MiB on", "least", "time at the smallest"]
+    parts = [report.markdown(["GB/s", *(": ".join(name) for name in names)], bandwidths)]
+    return "\n\n".join([*parts, *([report.markdown(head, rows)] if rows else [])])
 
 
 BENCHMARK = Benchmark(
-    name="all_reduce",
-    title="All-reduce, float32",
-    unit="us",
-    groups=partial(_groups, processes=2),
-    rate=False,
-    columns=_columns,
-    max_cores=4,
-    conclude=conclude,
-    of_processes=of_processes,
+    "all_reduce", "All-reduce, float32", "us", _groups, rate=False, conclude=conclude
 )
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Predict the time of a training step on up to 4096 workers from what was measured on this host.
 
-Fits the model of `benchmarks.costs` to the JSON of `benchmarks.all_reduce`, says how well it fits,
-and applies it to a network. Where `benchmarks.scaling` was run, its steps are predicted too, and
-the error on them is shown.
+No one bandwidth holds for all sizes, because of caches: so an all-reduce of two processes takes
+what was measured, between two sizes on a straight line. More processes make more messages, and
+move and add more bytes at these rates. What can be checked is: each all-reduce from those of the
+sizes beside it, and the steps of two workers from those of one.
 """
 
 from __future__ import annotations
@@ -10,249 +11,184 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.costs import (
-    ALGORITHMS,
-    Fit,
-    Point,
-    Rates,
-    best,
-    described,
-    errors,
-    fit,
-    hierarchical,
-    leave_one_out,
-    on_network,
-    predict,
-    step_time,
-)
+import numpy as np
+
 from benchmarks.report import markdown, shown, write_json
+from benchmarks.training import GRADIENT_BYTES
 
-__all__ = ["Job", "fits", "main", "points", "predictions", "scaling_errors"]
+__all__ = [
+    "NETWORKS",
+    "between_hosts",
+    "checks",
+    "curves",
+    "held_out",
+    "main",
+    "measured",
+    "time_of",
+]
 
+Curve = Sequence[tuple[float, float]]  # Bytes and seconds of two processes, by rising size.
+
+# Latency and seconds a byte in one direction, as vendors and MPI latency tests give them.
+NETWORKS = {
+    "10GbE": (30e-6, 1 / 1.25e9),
+    "25GbE": (20e-6, 1 / 3.125e9),
+    "100Gb-IB": (2e-6, 1 / 12.5e9),
+    "400Gb-IB": (1.5e-6, 1 / 50e9),
+}
 WORKERS = tuple(2**power for power in range(13))
-INSIDE, LOCAL = "shared_memory", "local"
+INSIDE, WIRE = "shared memory, reduce_update", "ring over tcp"
+# What is predicted worse than this is said not to be predicted.
+TOLERANCE = 0.25
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is to be predicted.
-
-    Args:
-        gradient_bytes: that every step reduces.
-        compute_seconds: of a step on one worker.
-        network: between hosts.
-        per_host: workers that share a host's memory.
-        overlap: the part of the computing behind which communication can hide.
-    """
-
-    gradient_bytes: int
-    compute_seconds: float
-    network: str
-    per_host: int = 1
-    overlap: float = 0.0
+def measured(written: Mapping[str, Any]) -> dict[str, Curve]:
+    """Return what a JSON of all_reduce says of our all-reduces between two processes, by name."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one in written["results"]:
+        if one["side"] == "ours" and one["group"].startswith("2 processes"):
+            found[one["name"]].append((one["bytes"], one["figure"]["median"] / 1e6))
+    return {name: sorted(points) for name, points in found.items()}
 
 
-def points(written: Mapping[str, Any]) -> dict[str, list[Point]]:
-    """Return what a JSON of all_reduce says of our algorithms, by the contender's name."""
-    found: dict[str, list[Point]] = defaultdict(list)
-    for entry in written["results"]:
-        if entry["side"] == "ours" and entry.get("algorithm") in ALGORITHMS:
-            size, seconds = entry["columns"]["bytes"], entry["figure"]["median"] / 1e6
-            point = Point(entry["algorithm"], entry["processes"], size, seconds)
-            found[entry["name"]].append(point)
-    return dict(found)
+def time_of(curve: Curve, size: float) -> float:
+    """Return the seconds for a size: between two measured ones on a straight line.
 
-
-def fits(measured: Mapping[str, Sequence[Point]]) -> dict[str, Fit]:
-    """Fit each contender's rates; how fast a core adds, measured alone, is common to all.
+    Below the smallest nothing gets cheaper, and above the largest a byte costs what it does there.
 
     Raises:
-        ValueError: a contender has too few points.
+        ValueError: fewer than two sizes were measured.
     """
-    local = list(measured.get(LOCAL, ()))
-    made = {}
-    for name, own in measured.items():
-        if name != LOCAL:
-            if len(own) < 3:
-                raise ValueError(f"{name}: {len(own)} sizes were measured; at least 3 are needed.")
-            made[name] = fit([*own, *local])
-    if not made:
-        raise ValueError("the file holds no all-reduce between processes: run all_reduce first.")
-    return made
+    if len(curve) < 2:
+        raise ValueError(f"{len(curve)} size(s) were measured; at least 2 are needed.")
+    measured_sizes, seconds = zip(*curve, strict=True)
+    return float(np.interp(size, measured_sizes, seconds)) * max(1.0, size / measured_sizes[-1])
 
 
-def predictions(job: Job, inside: Rates, wire: Rates) -> list[dict[str, Any]]:
-    """Return for each number of workers the best algorithm, and the steps of both scalings."""
-    rates = on_network(wire, job.network)
+def held_out(curve: Curve) -> list[tuple[float, float, float]]:
+    """Return each size between others, its time, and that which the others predict for it."""
+    kept = [[*curve[:k], *curve[k + 1 :]] for k in range(1, len(curve) - 1)]
+    return [(*one, time_of(rest, one[0])) for one, rest in zip(curve[1:-1], kept, strict=True)]
+
+
+def checks(written: Mapping[str, Any], inside: Curve) -> list[tuple[str, float, float]]:
+    """Return the steps of two workers in a JSON of training, and their times as predicted.
+
+    A step takes what one worker needs for its part of the batch, with what else its thread does,
+    and the all-reduce of the gradients, update included.
+    """
+    ours = [one for one in written["results"] if one["side"] == "ours" and one["threads"] == 1]
+    seconds = {one["batch"]: one["batch"] / one["figure"]["median"] for one in ours
+        if one["workers"] == 1}  # fmt: skip
+    found = []
+    for one in (one for one in ours if one["workers"] == 2 and len(seconds) > 1):
+        half = one["batch"] / 2
+        # A step takes a while for itself, and one for each example: a line through the nearest two.
+        low, high = sorted(sorted(seconds, key=lambda batch: abs(math.log(batch / half)))[:2])
+        each = (seconds[high] - seconds[low]) / (high - low)
+        predicted = seconds[low] + each * (half - low) + time_of(inside, GRADIENT_BYTES)
+        found.append((one["group"], one["batch"] / one["figure"]["median"], predicted))
+    return found
+
+
+def between_hosts(curve: Curve, name: str, hosts: int, size: float) -> float:
+    """Return the seconds of an all-reduce of some hosts, by the better of ring and doubling.
+
+    The transport's own work, measured over loopback with two processes, adds to the network's
+    latency, and a byte costs what the slower of the two takes. Links are not shared.
+    """
+    if hosts == 1:
+        return 0.0
+    alpha, beta = NETWORKS[name] if name in NETWORKS else map(float, name.split(","))
+    latency = alpha + curve[0][1] / 2  # Two messages in a row were measured.
+    byte = max(beta, time_of(curve, size) / size)  # Each of two sends and gets the array once.
+    ring = 2 * (hosts - 1) * latency + 2 * (hosts - 1) / hosts * size * byte
+    doubling = math.ceil(math.log2(hosts)) * (latency + size * byte)
+    return float(min(ring, doubling))
+
+
+def curves(
+    size: float, compute: float, inside: Curve, wire: Curve, network: str, per_host: int
+) -> list[dict[str, float]]:
+    """Return for each number of workers the all-reduce, and the steps of both scalings."""
     rows = []
     for workers in WORKERS:
-        size = job.gradient_bytes
-        times = {
-            "ring": predict(rates, "ring", workers, size),
-            "recursive_doubling": predict(rates, "recursive_doubling", workers, size),
-        }
-        if job.per_host > 1:
-            times["hierarchical"] = hierarchical(inside, rates, workers, job.per_host, size)
-        chosen = best(times)
-        weak = step_time(job.compute_seconds, times[chosen], job.overlap)
-        strong = step_time(job.compute_seconds / workers, times[chosen], job.overlap)
+        here, hosts = min(workers, per_host), math.ceil(workers / per_host)
+        # The processes of a host share its memory's bandwidth.
+        reduce = time_of(inside, size) * here / 2 if here > 1 else 0.0
+        reduce += between_hosts(wire, network, hosts, size)
+        weak, strong = compute + reduce, compute / workers + reduce
         rows.append(
             {
                 "workers": workers,
-                "algorithm": chosen,
-                "all_reduce_seconds": times,
-                "weak_step_seconds": weak,
-                "weak_efficiency": job.compute_seconds / weak if weak else 1.0,
-                "strong_step_seconds": strong,
-                "strong_speedup": job.compute_seconds / strong if strong else float(workers),
+                "all_reduce": reduce,
+                "weak_efficiency": compute / weak,
+                "strong_speedup": compute / strong,
             }
         )
     return rows
 
 
-def scaling_errors(written: Mapping[str, Any], inside: Rates) -> list[dict[str, Any]]:
-    """Compare the steps of several workers in a JSON of scaling with what one worker's predict."""
-    ours = [entry for entry in written["results"] if entry["side"] == "ours"]
-    alone = {
-        (entry["group"]): entry
-        for entry in ours
-        if entry["workers"] == 1 and entry["single_threaded"]
-    }
-    rows = []
-    for entry in ours:
-        one = alone.get(entry["group"])
-        if one is None or entry["workers"] == 1:
-            continue
-        # Strong scaling divides the batch of one worker, weak scaling repeats it.
-        part = entry["global_batch"] / entry["workers"] / one["global_batch"]
-        compute = part * one["global_batch"] / one["figure"]["median"]
-        communicate = predict(inside, INSIDE, entry["workers"], entry["gradient_bytes"])
-        predicted = step_time(compute, communicate)
-        took = entry["global_batch"] / entry["figure"]["median"]
-        rows.append(
-            {
-                "group": entry["group"],
-                "workers": entry["workers"],
-                "measured_seconds": took,
-                "predicted_seconds": predicted,
-                "relative_error": abs(predicted / took - 1),
-            }
-        )
-    return rows
+def _checked(rows: Sequence[tuple[str, float, float]]) -> str:
+    cells = []
+    for what, took, predicted in rows:
+        error = abs(predicted / took - 1)
+        verdict = "" if error <= TOLERANCE else "not predicted"
+        cells.append([what, shown(1e3 * took), shown(1e3 * predicted), f"{error:.0%}", verdict])
+    return markdown(["not fitted to", "measured ms", "predicted ms", "error", ""], cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Fit and predict from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--fit", type=Path, required=True, help="JSON of benchmarks.all_reduce")
-    parser.add_argument("--scaling", type=Path, help="JSON of benchmarks.scaling")
-    parser.add_argument("--network", default="100Gb-IB", help="a name, or ALPHA,BETA in seconds")
-    parser.add_argument("--gradient-bytes", type=int, default=100 << 20)
+    """Predict from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--results", type=Path, required=True, help="folder of run_all")
+    parser.add_argument("--network", default="100Gb-IB", help=f"{', '.join(NETWORKS)}; or "
+        "ALPHA,BETA in seconds")  # fmt: skip
+    parser.add_argument("--gradient-bytes", type=float, default=1e8)
     parser.add_argument("--compute-seconds", type=float, default=0.1)
-    parser.add_argument("--workers-per-host", type=int, default=1)
-    parser.add_argument("--overlap", type=float, default=0.0, help="part of computing that hides")
-    parser.add_argument("--wire", default="ring over tcp", help="whose rates the network gets")
-    parser.add_argument("--inside", default="shared memory, reduce_update", help="and a host's")
-    parser.add_argument("--out", type=Path, help="folder for cost_model.json and cost_model.png")
+    parser.add_argument("--workers-per-host", type=int, default=8)
     options = parser.parse_args(arguments)
-    job = Job(
-        options.gradient_bytes,
-        options.compute_seconds,
-        options.network,
-        options.workers_per_host,
-        options.overlap,
-    )
+    found = measured(json.loads((options.results / "all_reduce.json").read_text()))
     try:
-        content = _content(job, options)
-    except ValueError as error:
-        parser.error(str(error))
-    print(_tables(content))
-    if options.out:
-        write_json(content, options.out / "cost_model.json")
-        if importlib.util.find_spec("matplotlib") is not None:
-            from benchmarks import plots
-
-            plots.draw_predictions(content, options.out / "cost_model.png")
-
-
-def _content(job: Job, options: argparse.Namespace) -> dict[str, Any]:
-    made = fits(points(json.loads(options.fit.read_text())))
-    for name in (options.wire, options.inside):
-        if name not in made:
-            raise ValueError(f"no contender {name!r} in {options.fit}; there are {list(made)}.")
-    inside, wire = made[options.inside].rates, made[options.wire].rates
-    content: dict[str, Any] = {
-        "job": vars(job),
-        "fits": {name: _fit_entry(one) for name, one in made.items()},
-        "predictions": predictions(job, inside, wire),
-    }
-    if options.scaling:
-        content["scaling"] = scaling_errors(json.loads(options.scaling.read_text()), inside)
-    return content
-
-
-def _fit_entry(one: Fit) -> dict[str, Any]:
-    own = [point for point in one.points if point.algorithm != LOCAL]
-    # Points of other algorithms lend their rates, but the error is that of this one.
-    left_out = leave_one_out(one.points) if len(one.points) > 3 else []
-    return {
-        **one.rates._asdict(),
-        "determined": one.determined,
-        "points": [point._asdict() for point in one.points],
-        "error": described(errors(one.rates, own)),
-        "leave_one_out": described(left_out[: len(own)]) if left_out else None,
-    }
-
-
-def _tables(content: Mapping[str, Any]) -> str:
-    head = ["", "alpha us", "beta ns/KiB", "gamma ns/KiB", "error", "largest", "left out"]
-    rows = [
-        [
-            name + ("" if one["determined"] else " \\*"),
-            *(shown(one[rate] * scale) for rate, scale in _SHOWN_RATES),
-            *(f"{one['error'][key]:.0%}" for key in ("median", "max")),
-            f"{one['leave_one_out']['median']:.0%}" if one["leave_one_out"] else "-",
+        errors = [
+            (f"{name}, {size / 1024:,.0f} KiB", took, predicted)
+            for name, curve in found.items()
+            for size, took, predicted in held_out(curve)
         ]
-        for name, one in content["fits"].items()
-    ]
-    steps = [
-        [
-            str(row["workers"]),
-            row["algorithm"],
-            shown(row["all_reduce_seconds"][row["algorithm"]] * 1e3),
-            shown(row["weak_step_seconds"] * 1e3),
-            f"{row['weak_efficiency']:.0%}",
-            shown(row["strong_step_seconds"] * 1e3),
-            f"{row['strong_speedup']:.1f}",
-        ]
-        for row in content["predictions"]
-    ]
-    names = ["workers", "", "all-reduce ms", "weak ms", "efficiency", "strong ms", "speedup"]
-    unclear = any(not one["determined"] for one in content["fits"].values())
-    parts = [markdown(head, rows), *([_NOTE] if unclear else []), markdown(names, steps)]
-    if content.get("scaling"):
-        compared = [
-            [
-                row["group"],
-                str(row["workers"]),
-                shown(row["measured_seconds"] * 1e3),
-                shown(row["predicted_seconds"] * 1e3),
-                f"{row['relative_error']:.0%}",
-            ]
-            for row in content["scaling"]
-        ]
-        parts.append(markdown(["", "workers", "measured ms", "predicted ms", "error"], compared))
-    return "\n\n".join(parts)
+        inside, wire = found[INSIDE], found[WIRE]
+        steps = checks(json.loads((options.results / "training.json").read_text()), inside)
+        job = (options.network, options.workers_per_host)
+        rows = curves(options.gradient_bytes, options.compute_seconds, inside, wire, *job)
+    except (KeyError, ValueError) as error:
+        parser.error(f"{error}: run benchmarks.all_reduce and benchmarks.training first; the "
+            f"network is one of {', '.join(NETWORKS)}, or two numbers.")  # fmt: skip
+    print(_checked([*errors, *steps]), end="\n\n")
+    if errors:
+        relative = [abs(predicted / took - 1) for _, took, predicted in errors]
+        print(f"All-reduces left out: median error {median(relative):.0%}\n")
+    cells = [[str(row["workers"]), *(shown(row[key]) for key in list(row)[1:])] for row in rows]
+    print(markdown(["workers", "all-reduce s", "weak: efficiency", "strong: speedup"], cells))
+    write_json({"checks": [*errors, *steps], "curves": rows}, options.results / "cost_model.json")
+    if importlib.util.find_spec("matplotlib") is not None:
+        from benchmarks import plots
 
+        xs = [row["workers"] for row in rows]
+        panels = {
+            f"{name} scaling": {"predicted": (xs, [row[key] for row in rows])}
+            for name, key in (("weak", "weak_efficiency"), ("strong", "strong_speedup"))
+        }
+        units = ("efficiency", "speedup")
+        axes = {name: ("workers", unit) for name, unit in zip(panels, units, strict=True)}
+        title = f"Predicted: {options.network}, {options.gradient_bytes:,.0f} bytes of gradients"
+        plots.draw_curves(panels, axes, title, options.results / "cost_model.png")
 
-_SHOWN_RATES = (("alpha", 1e6), ("beta", 1e9 * 1024), ("gamma", 1e9 * 1024))
-_NOTE = "\\* beta and gamma can not be told apart: their sum is right, each alone is not."
 
 if __name__ == "__main__":
     main()

@@ -1,295 +1,360 @@
-"""How soon all workers know of a fault in one of them, and what the checks cost without any.
+"""How soon a job knows of a fault in one of its processes, and what is lost.
 
-Every figure is of real processes of this machine, over shared memory, the TCP ring and the MPI ring
-(MPICH). A detection time runs from the fault to the exception in a step of the last of the others.
+The jobs and the faults are those of `tests/faults`: real processes and signals. A time runs from
+the fault to what the table names: the exception in a step of the last of the other workers, or, for
+jobs with parameter servers, work that goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
-import json
+import importlib
 import logging
 import os
-import secrets
+import random
 import signal
-import socket
 import statistics
-import subprocess
-import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from benchmarks.faulty import DEADLY, FAULTS
+import numpy as np
+
+import ndistribute as nd
+from benchmarks.harness import add_options, options_of
 from benchmarks.machine import machine
 from benchmarks.report import markdown, shown, write_json
-from benchmarks.workers import ROOT, WorkerError, read_line
-from ndistribute.launcher.mpiexec import find_mpiexec
+from tests.faults import steps
+from tests.faults.commands import commanded, taking_part
+from tests.faults.loops import Shared
+from tests.faults.tasks import Tasks, wait_until
+from tests.processes import Ranks
 
 __all__ = ["main"]
 
-SIZES = {"shared": 2, "ring": 3, "mpi": 3}
-_ANSWER_SECONDS = 120.0
+Row = dict[str, Any]
+WIRES = {"shared": (2, "tcp"), "ring": (3, "tcp"), "mpi": (3, "mpi")}
+DEADLY = ("is killed", "exits", "is stopped", "has finished")
+FAULTS = ("raises", "passes another shape", "asks for another op", "leaves a call out", "is late",
+    *DEADLY)  # fmt: skip
+LATE_SECONDS = 0.5
+MARKS, PER_KILL, KILL_WITHIN = 1 << 18, 8, 0.003
+DEADLINE = 120.0
 _log = logging.getLogger("benchmarks")
 
 
-class Job:
-    """The workers of one job.
-
-    Args:
-        wire: ``"shared"``, ``"ring"`` or ``"mpi"``.
-        size: how many workers.
-        heartbeat: after how many seconds of silence one counts as lost.
-    """
-
-    def __init__(self, wire: str, size: int, heartbeat: float) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            settings = {
-                "OPENBLAS_NUM_THREADS": "1",
-                "FAULTS_WIRE": "auto" if wire == "shared" else "ring",
-                "FAULTS_ADDRESS": f"127.0.0.1:{listener.getsockname()[1]}",
-                "NDISTRIBUTE_HEARTBEAT_SECONDS": str(heartbeat),
-            }
-            start = _start_over_mpi if wire == "mpi" else _start_over_tcp
-            self._processes = start(size, {**os.environ, **settings})
-            self._links: dict[int, socket.socket] = {}
-            self._pids: list[int] = []
-            listener.settimeout(_ANSWER_SECONDS)
-            for _ in range(size):
-                link, _ = listener.accept()
-                first = self._read(link, bytearray())
-                self._links[first["rank"]] = link
-                self._pids.append(first["pid"])
-        self.size = size
-        self._buffers = [bytearray() for _ in range(size)]
-        for rank in range(size):
-            self.answer(rank)
-
-    def ask(self, **request: Any) -> None:
-        """Send a request to all workers."""
-        for link in self._links.values():
-            link.sendall(json.dumps(request).encode() + b"\n")
-
-    def answer(self, rank: int) -> dict[str, Any]:
-        """Return the next answer of a worker."""
+def hit(rank: int, size: int, who: int, fault: str, note: str) -> tuple[float, str] | None:
+    """Let a fault hit one worker; return when and what another one raised."""
+    steps.worked(rank, size, 2)
+    if rank != who:
         try:
-            return self._read(self._links[rank], self._buffers[rank])
-        except (OSError, EOFError) as error:
-            raise WorkerError(f"worker {rank}: {error}") from None
+            steps.until_told(rank, size, timeout=LATE_SECONDS if fault == "is late" else DEADLINE)
+        except nd.DistributeError as error:
+            return time.monotonic(), type(error).__name__
+    deadly: dict[str, Callable[[], object]] = {
+        "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "exits": lambda: os._exit(1),
+        "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "has finished": lambda: steps.strategy().close(),
+    }
 
-    def close(self) -> None:
-        """End the workers."""
-        for link in self._links.values():
-            link.close()
-        for pid in self._pids:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGCONT)
-        for process in self._processes:
-            try:
-                process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10.0)
+    def step() -> None:
+        if fault == "raises":
+            raise ValueError("a bad batch")
+        if fault == "is late":
+            steps.broken()
+        if fault == "passes another shape":
+            steps.context().all_reduce("sum", np.ones(steps.SMALL + 1))
+        if fault == "asks for another op":
+            steps.context().all_reduce("max", np.ones(steps.SMALL))
 
-    def _read(self, link: socket.socket, buffer: bytearray) -> dict[str, Any]:
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        return dict(json.loads(read_line(link.fileno(), buffer, deadline)))
-
-
-def _start_over_tcp(size: int, environ: dict[str, str]) -> list[subprocess.Popen[bytes]]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
-    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in listeners]
-    environ["NDISTRIBUTE_SECRET"] = secrets.token_hex(16)
-    started = []
-    for rank, listener in enumerate(listeners):
-        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
-        place = {"NDISTRIBUTE_LISTEN_FD": str(listener.fileno()), "TF_CONFIG": json.dumps(config)}
-        started.append(_popen([], environ | place, [listener.fileno()]))
-        listener.close()
-    return started
+    Path(note).write_text(str(time.monotonic()))
+    if fault in deadly:
+        deadly[fault]()
+        return None
+    with contextlib.suppress(ValueError, nd.DistributeError):
+        steps.strategy().run(step)
+        steps.broken()
+    return None
 
 
-def _start_over_mpi(size: int, environ: dict[str, str]) -> list[subprocess.Popen[bytes]]:
+def struck(wire: str, fault: str, number: int, heartbeat: float) -> tuple[float, set[str]] | None:
+    """Return how soon the last of the others knew of a fault, and what they raised."""
+    ranks = _ranks(wire, heartbeat)
+    who = number % ranks.size
+    others = [rank for rank in range(ranks.size) if rank != who]
+    try:
+        with tempfile.NamedTemporaryFile() as note:
+            ranks.start(hit, who, fault, note.name)
+            told = [one.value for one in ranks.collect(DEADLINE, others) if one.value is not None]
+            when = float(Path(note.name).read_text())
+        if fault not in DEADLY:
+            ranks.collect(DEADLINE, [who])
+            [one.result() for one in ranks.run(steps.worked_again, timeout=DEADLINE)]
+    finally:
+        _ended(ranks)
+    # mpiexec may have ended the others before they knew.
+    return (max(moment for moment, _ in told) - when, {e for _, e in told}) if told else None
+
+
+def detections(wire: str, repetitions: int, heartbeat: float) -> Iterator[Row]:
+    """Yield for each fault how soon the others knew of it, each time."""
+    for fault in FAULTS:
+        found = [struck(wire, fault, number, heartbeat) for number in range(repetitions)]
+        known = [one for one in found if one is not None]
+        row = _row(f"one worker {fault}", [seconds for seconds, _ in known])
+        yield {**row, "wire": wire, "errors": sorted(set().union(*(errors for _, errors in known)))}
+
+
+def _ranks(wire: str, heartbeat: float, size: int | None = None) -> Ranks:
+    environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(heartbeat)}
+    environ["FAULTS_WIRE"] = "auto" if wire == "shared" else "ring"
     # Else mpiexec ends all ranks when one dies, before they can say when they knew.
-    return [_popen([find_mpiexec().path, "-n", str(size), "-disable-auto-cleanup"], environ, [])]
+    with mock.patch.dict(os.environ, {"RANKS_MPIEXEC": "-disable-auto-cleanup"}):
+        return Ranks(size or WIRES[wire][0], WIRES[wire][1], environ)
 
 
-def _popen(
-    prefix: list[str], environ: dict[str, str], files: Sequence[int]
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*prefix, sys.executable, "-m", "benchmarks.faulty"],
-        env=environ,
-        cwd=ROOT,
-        pass_fds=files,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        # What a process says when it fails is shown; a lost one's peers fail as well.
-        stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+def _ended(ranks: Ranks) -> None:
+    ranks.kill()
+    with contextlib.suppress(AssertionError):
+        ranks.close()
+
+
+def lost_worker(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
+    """Yield what becomes of the function that a worker has which is killed, or stopped."""
+    with tempfile.TemporaryDirectory() as folder, _commanded(2, 1, environ) as (tasks, _, chief):
+        for fault in ("killed", "stopped"):
+            path = Path(folder, fault)
+            value = chief.schedule(_hang_once, args=(str(path),))
+            wait_until(lambda path=path: path.exists() and bool(path.read_text()))
+            victim, when = int(path.read_text()), time.monotonic()
+            if fault == "stopped":
+                tasks.send("worker", victim, signal.SIGSTOP)
+            else:
+                tasks.kill("worker", victim)
+            value.fetch(timeout=DEADLINE)
+            yield f"worker {fault}: another has its function's result", time.monotonic() - when
+            if fault == "killed":
+                tasks.start("worker", victim)
+                again = _until_at_work(chief, victim) - when
+                yield "worker killed, started again: it has taken work", again
+
+
+def lost_server(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
+    """Yield how soon updates go on when a server is killed, and how many are lost."""
+    with tempfile.TemporaryDirectory() as folder:
+        saving = {"NDISTRIBUTE_SNAPSHOT_DIR": folder, "NDISTRIBUTE_SNAPSHOT_SECONDS": "1"}
+        with _commanded(2, 1, environ | saving) as (tasks, strategy, chief):
+            marks, mark = _marked(strategy, MARKS)
+            strategy.save_snapshots()
+            times: list[float] = []
+            killed: list[tuple[float, int]] = []
+
+            def strike() -> None:
+                threading.Event().wait(random.Random(number).uniform(1, 2))
+                killed.append((time.monotonic(), len(times)))
+                tasks.kill("ps", 0)
+                tasks.start("ps", 0)
+
+            thread = threading.Thread(target=strike)
+            thread.start()
+            # The first one after the kill may be one that the old server made.
+            while not killed or len(times) < killed[0][1] + 3:
+                chief.schedule(mark, args=(len(times),)).fetch(timeout=DEADLINE)
+                times.append(time.monotonic())
+            thread.join()
+            when, before = killed[0]
+            made = marks.numpy()
+            yield "server killed, started again: an update is acknowledged", times[-1] - when
+            yield "updates that a killed server lost", float(np.sum(made[:before] == 0))
+            yield "updates made twice", float(np.sum(made > 1))
+
+
+def lost_chief(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
+    """Yield how soon all is over when the chief is killed."""
+    with Tasks(2, 2, **environ) as tasks:
+        tasks.start_all()
+        tasks.start("chief", 0, TASK_RUNS="command")
+        rest = [(job, index) for job in ("ps", "worker") for index in range(2)]
+        what = "chief killed: the last process of the job is gone"
+        yield what, _ends_after(tasks, ("chief", 0), rest)
+
+
+def lost_member(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
+    """Yield how soon a worker in step with another ends when the other one was killed."""
+    with Tasks(2, 1, chief=False, **environ) as tasks:
+        tasks.start_all("ps")
+        options = '{"replicas_to_aggregate": 2}'
+        tasks.start_all("worker", TASK_RUNS="train", TASK_OPTIONS=options)
+        what = "one of two synchronous workers killed: the other one ends"
+        yield what, _ends_after(tasks, ("worker", number % 2), [("worker", 1 - number % 2)])
+
+
+def _ends_after(tasks: Tasks, victim: tuple[str, int], rest: Sequence[tuple[str, int]]) -> float:
+    """Kill a task of a job that trains, and return how soon some others end."""
+    with taking_part(tasks) as strategy:
+        shared = Shared(strategy)
+        wait_until(lambda: bool(shared.steps.numpy().any() or shared.weights.numpy().any()))
+    when = time.monotonic()
+    tasks.kill(*victim)
+    for task in rest:
+        tasks.code(*task)
+    return time.monotonic() - when
+
+
+def random_kills(environ: dict[str, str], kills: int, rng: random.Random) -> str:
+    """Kill workers and servers at random moments while they make unique changes; count those."""
+    count, killed = kills * PER_KILL, collections.Counter[str]()
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as runs:
+        logging_to, path = (
+            {"NDISTRIBUTE_SNAPSHOT_DIR": folder, "NDISTRIBUTE_DURABILITY": "log"},
+            runs.name,
+        )
+        with _commanded(2, 2, environ | logging_to) as (tasks, strategy, chief):
+            (first, mark_first), (second, mark_second) = (_marked(strategy, count) for _ in "ab")
+
+            def mark_both(number: int) -> None:
+                with open(path, "ab", buffering=0) as file:
+                    file.write(b".")
+                mark_first(number)
+                first.numpy()  # What was changed goes out before it is read.
+                mark_second(number)
+
+            for start in range(0, count, PER_KILL):
+                for number in range(start, start + PER_KILL):
+                    chief.schedule(mark_both, args=(number,))
+                threading.Event().wait(rng.uniform(0, KILL_WITHIN))
+                job, victim = rng.choice(["worker", "ps"]), rng.randrange(2)
+                tasks.kill(job, victim)
+                tasks.start(job, victim)
+                killed[job] += 1
+                # Else most would die before they have begun anything.
+                if job == "worker":
+                    _until_at_work(chief, victim)
+                else:
+                    (first, second)[victim].numpy()
+            chief.join(timeout=DEADLINE)
+            found = np.stack([first.numpy(), second.numpy()])
+        again = os.path.getsize(path) - count
+    return (
+        f"Random kills with a log: {killed['worker']} of workers and {killed['ps']} of servers, "
+        f"{found.size} updates in {count} functions, {again} of them run again: "
+        f"{np.sum(found == 0)} lost, "
+        f"{np.sum(found > 1)} made twice."
     )
 
 
 @contextlib.contextmanager
-def _job(wire: str, heartbeat: float, size: int | None = None) -> Iterator[Job]:
-    made = Job(wire, size or SIZES[wire], heartbeat)
+def _commanded(
+    workers: int, servers: int, environ: dict[str, str]
+) -> Iterator[tuple[Tasks, Any, Any]]:
+    with Tasks(workers, servers, **environ) as tasks:
+        tasks.start_all()
+        with commanded(tasks, timeout_seconds=DEADLINE) as (strategy, coordinator):
+            for index in range(workers):
+                _until_at_work(coordinator, index)
+            yield tasks, strategy, coordinator
+
+
+def _marked(strategy: Any, count: int) -> tuple[Any, Callable[[int], None]]:
+    """Return a variable of zeros, and a function that adds one at a place of it."""
+    with strategy.scope():
+        marks = nd.Variable(np.zeros(count, np.int64))
+
+    def mark(number: int) -> None:
+        marks.scatter_add([number], [1])
+
+    return marks, mark
+
+
+def _until_at_work(coordinator: Any, worker: int) -> float:
+    """Keep workers busy until a certain one has run something, and return when it did."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        done = coordinator.fetch([coordinator.schedule(_who) for _ in range(4)])
+        times = [when for index, when in done if index == worker]
+        if times:
+            return float(min(times))
+    raise TimeoutError(f"worker {worker} did not come")
+
+
+def _who() -> tuple[int, float]:
+    time.sleep(0.001)  # So that no worker takes all.
+    return nd.cluster.worker_index(), time.monotonic()
+
+
+def _hang_once(path: str) -> None:
     try:
-        yield made
-    finally:
-        made.close()
+        with open(path, "x") as file:
+            file.write(str(nd.cluster.worker_index()))
+    except FileExistsError:
+        return
+    wait_until(lambda: os.path.exists(f"{path}.go"), DEADLINE)
 
 
-def detections(wire: str, repetitions: int, heartbeat: float) -> Iterator[dict[str, Any]]:
-    """Yield for each fault after how many seconds the last of the others knew of it, each time."""
-    with _job(wire, heartbeat) as job:
-        for fault in FAULTS:
-            if fault not in DEADLY:
-                struck = [_strike(job, fault, number) for number in range(repetitions)]
-                yield _detection(wire, fault, struck)
-    for fault in DEADLY:
-        struck = []
+def _row(what: str, figures: Sequence[float]) -> Row:
+    _log.info("%s: %s", what, [round(each, 4) for each in figures])
+    median, most = (statistics.median(figures), max(figures)) if figures else (0.0, 0.0)
+    return {"what": what, "median": median, "max": most, "all": list(figures)}
+
+
+def _of_servers(names: Sequence[str], repetitions: int, environ: dict[str, str]) -> Iterator[Row]:
+    for name in names:
+        found: dict[str, list[float]] = collections.defaultdict(list)
         for number in range(repetitions):
-            with _job(wire, heartbeat) as job:
-                try:
-                    struck.append(_strike(job, fault, number))
-                except WorkerError:
-                    if wire != "mpi":  # There mpiexec may have ended the others before they knew.
-                        raise
-        yield _detection(wire, fault, struck)
+            for what, figure in SERVERS[name](environ, number):
+                found[what].append(figure)
+        yield from (_row(what, figures) for what, figures in found.items())
 
 
-def _detection(wire: str, fault: str, struck: list[tuple[float, set[str]]]) -> dict[str, Any]:
-    _log.info("faults, %s: %s", wire, fault)
-    seconds = [took for took, _ in struck]
-    return {
-        "wire": wire,
-        "fault": fault,
-        "workers": SIZES[wire],
-        "median": statistics.median(seconds),
-        "max": max(seconds),
-        "all": seconds,
-        "errors": sorted(set().union(*(names for _, names in struck))),
-    }
+def _cells(row: Row) -> list[str]:
+    scale, unit = (1.0, "") if row["what"].startswith("updates") else (1e3, " ms")
+    figures = [shown(scale * row[which]) + unit for which in ("median", "max")]
+    return [row.get("wire", "servers"), row["what"], ", ".join(row.get("errors", [])), *figures]
 
 
-def _strike(job: Job, fault: str, number: int) -> tuple[float, set[str]]:
-    """Let a fault hit another worker after more steps each time."""
-    who = number % job.size
-    job.ask(do="fault", fault=fault, who=who, steps=1 + number % 3)
-    struck = job.answer(who)["struck"]
-    others = [rank for rank in range(job.size) if rank != who]
-    answers = [job.answer(rank) for rank in others]
-    if fault not in DEADLY:
-        for rank in range(job.size):
-            job.answer(rank)  # That all are whole again.
-    return max(a["when"] for a in answers) - struck, {a["error"] for a in answers}
-
-
-def cost(wire: str, sizes: Sequence[int], repetitions: int) -> list[dict[str, Any]]:
-    """Return what comparing the calls costs an all-reduce of each size, in percent."""
-    rows = []
-    with _job(wire, 10.0, size=2) as job:
-        for size in sizes:
-            # About a hundredth of a second, so that many turns fit in a mood of the machine.
-            calls = max(1, min(200, (4 << 20) // size))
-            job.ask(do="cost", bytes=size, repetitions=repetitions, calls=calls)
-            answers = [job.answer(rank) for rank in range(2)]
-            on, off = (
-                [max(pair) for pair in zip(*(a[way] for a in answers), strict=True)]
-                for way in ("on", "off")
-            )
-            extra = [100 * (a / b - 1) for a, b in zip(on, off, strict=True)]
-            quartiles = statistics.quantiles(extra, n=4)
-            rows.append(
-                {
-                    "wire": wire,
-                    "bytes": size,
-                    "on": statistics.median(on),
-                    "off": statistics.median(off),
-                    "percent": statistics.median(extra),
-                    "percent_quartiles": [quartiles[0], quartiles[2]],
-                    "seconds": {"on": on, "off": off},
-                }
-            )
-    return rows
-
-
-def tables(written: dict[str, Any]) -> str:
-    """Return the figures as markdown."""
-    note = " (quick: the figures mean nothing)" if written["quick"] else ""
-    found = [
-        [
-            row["wire"],
-            row["fault"],
-            ", ".join(row["errors"]),
-            str(len(row["all"])),
-            shown(1e3 * row["median"]),
-            shown(1e3 * row["max"]),
-        ]
-        for row in written["detection"]
-    ]
-    costs = [
-        [
-            row["wire"],
-            f"{row['bytes'] // 1024:,}",
-            shown(1e6 * row["on"]),
-            shown(1e6 * row["off"]),
-            f"{row['percent']:+.1f}",
-            " to ".join(f"{quartile:+.1f}" for quartile in row["percent_quartiles"]),
-        ]
-        for row in written["cost"]
-    ]
-    return "\n".join(
-        [
-            f"How soon the others know; heartbeat timeout {written['heartbeat']:g} s{note}",
-            "",
-            markdown(
-                ["wire", "a worker", "the others raise", "times", "median ms", "max ms"], found
-            ),
-            "",
-            f"What comparing the calls costs an all-reduce of 2 workers{note}",
-            "",
-            markdown(["wire", "KiB", "us with", "us without", "% more", "quartiles"], costs),
-        ]
-    )
+SERVERS = {
+    "workers": lost_worker,
+    "servers": lost_server,
+    "chief": lost_chief,
+    "members": lost_member,
+}
+PARTS = [*WIRES, *SERVERS, "kills"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure from the command line, print tables and write what was asked for."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_options(parser)
     parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
-    parser.add_argument("--repetitions", type=int, help="of each fault; 20, quick 1")
-    parser.add_argument("--turns", type=int, help="of each all-reduce; 60, quick 2")
+    parser.add_argument("--kills", type=int, help="at random; 100, quick 4")
     parser.add_argument("--heartbeat", type=float, default=2.0, help="timeout in seconds")
-    parser.add_argument("--only", choices=["detection", "cost"])
-    parser.add_argument("--wires", nargs="+", choices=list(SIZES), default=list(SIZES))
-    options = parser.parse_args(arguments)
-    repetitions = options.repetitions or (1 if options.quick else 20)
-    turns = options.turns or (2 if options.quick else 60)
-    heartbeat = min(options.heartbeat, 1.5) if options.quick else options.heartbeat
-    top = 14 if options.quick else 26
-    sizes = [1 << power for power in range(12, top + 1, 2)]
-    written: dict[str, Any] = {
-        "benchmark": "faults",
-        "quick": options.quick,
-        "heartbeat": heartbeat,
-        "machine": machine(),
-        "detection": [],
-        "cost": [],
-    }
-    for wire in options.wires:
-        if options.only != "cost":
-            written["detection"] += detections(wire, repetitions, heartbeat)
-        if options.only != "detection":
-            _log.info("faults, %s: cost", wire)
-            written["cost"] += cost(wire, sizes, turns)
-    print(tables(written))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    options = options_of(parser, arguments)
+    quick, only = options.quick, options.only
+    environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(options.heartbeat)}
+    logging.getLogger("ndistribute").setLevel(logging.ERROR)  # That something is lost is expected.
+    rows: list[Row] = []
+    for wire in (wire for wire in WIRES if wire in only):
+        rows += detections(wire, options.repetitions, options.heartbeat)
+    rows += _of_servers([name for name in SERVERS if name in only], options.repetitions, environ)
+    print(markdown(["", "what", "raised", "median", "max"], [_cells(row) for row in rows]))
+    if "kills" in only:
+        kills = options.kills or (4 if quick else 100)
+        print(random_kills(environ, kills, random.Random(0)))
     if options.out:
-        write_json(written, options.out)
+        write_json(
+            {"machine": machine(), "heartbeat": options.heartbeat, "rows": rows}, options.out
+        )
 
 
 if __name__ == "__main__":
-    main()
+    # Under this name processes find what they are to run.
+    module = importlib.import_module("benchmarks.faults")
+    module.main()

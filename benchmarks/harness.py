@@ -1,120 +1,166 @@
 """Run a benchmark: contenders take turns, one repetition each, until all have done theirs.
 
-Taking turns spreads whatever else the machine does over all of them alike. The parent only tells
-workers what to do; it computes nothing while one of them works. A contender that fails is reported
-and left out, the others go on, and what is known is written after each group.
+Taking turns spreads whatever else the machine does over all of them alike. Every contender lives in
+processes of its own, which sleep until they are told to do a repetition. One that fails is reported
+and left out; the others go on, and what is known is written after each group.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import logging
 import math
 import os
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
-from benchmarks.case import (
-    OURS,
-    PACKAGES,
-    Benchmark,
-    Contender,
-    Group,
-    Result,
-)
-from benchmarks.machine import machine
-from benchmarks.options import add_options, parse, pythons
-from benchmarks.team import Workers
-from benchmarks.workers import WorkerError
+from benchmarks import report, worker
+from benchmarks.machine import busy_seconds, machine, seconds_of
+from tests.processes import Ranks
 
-__all__ = ["Settings", "main", "measure"]
+__all__ = [
+    "Benchmark",
+    "Contender",
+    "Group",
+    "add_options",
+    "contenders",
+    "main",
+    "measure",
+    "options_of",
+]
 
-_log = logging.getLogger("benchmarks")
+OURS, TF, TORCH, MPICH = "ours", "TF", "PyTorch", "MPICH"
+# What a side's interpreter must have, and what else of it is worth noting.
+_PACKAGES = {
+    OURS: ["numpy", "mpi4py", "mpich"],
+    TF: ["tensorflow"],
+    TORCH: ["torch"],
+    MPICH: ["mpi4py", "mpich"],
+}
+_PYTHONS = {TF: "tf_python", TORCH: "torch_python", MPICH: "mpi_python"}
 
 # OpenBLAS's threads spin for 40 ms after their work (seen); the next contender must not share the
 # cores with them.
-SETTLE_SECONDS = 0.1
-
+_SETTLE_SECONDS = 0.1
 # A first step may trace, page memory in, or start threads.
-WARM_STEPS = 3
-
-# A contender's processes are started again after a failure, but not for ever.
-MAX_FAILURES = 2
+_WARM_STEPS = 3
+# Importing TensorFlow takes ten seconds on a busy machine, tracing a step about as long.
+_ANSWER_SECONDS = 180.0
+_MAX_FAILURES = 2
+_log = logging.getLogger("benchmarks")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a benchmark is run.
+class Contender:
+    """One way to do the work of a group."""
 
-    Args:
-        repetitions: of each contender.
-        seconds: how long a repetition takes, about.
-        quick: whether the groups are small, a repetition is one step and the figures mean nothing.
-        cores: how many cores the workers may use.
-        pythons: the interpreter of each side that takes part.
-        only: groups whose names contain this take part.
-    """
+    name: str
+    side: str  # Whose it is; each side has its own interpreter.
+    maker: str  # ``module:function``, a context manager that yields a `worker.Prepared`.
+    params: Mapping[str, Any]
+    jobs: tuple[str, ...] = ("worker",)  # Its processes, as tasks of a cluster.
+    wire: str = "python"  # Or "mpi": they are started by mpiexec.
+    threads: int = 1  # For arithmetic, in each process.
+    environ: Mapping[str, str] = field(default_factory=dict)  # Of its processes, besides.
+    units: float = 1.0  # How much work a step is, in the benchmark's unit.
+    facts: Mapping[str, Any] = field(default_factory=dict)  # What else the JSON says about it.
 
-    repetitions: int
-    seconds: float
-    quick: bool
-    cores: int
-    pythons: dict[str, str]
-    only: str = ""
+
+@dataclass(frozen=True)
+class Group:
+    """Contenders that alternate, because their figures are compared."""
+
+    name: str
+    contenders: Sequence[Contender]
+    unit: str = ""  # If it is not the benchmark's.
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script: what it measures and how its figures read."""
+
+    name: str
+    title: str
+    unit: str
+    groups: Callable[[bool], list[Group]]  # Called with whether the run is quick.
+    rate: bool = True  # Whether a figure is units a second; else it is microseconds for one unit.
+    tolerance: float = 1e-3  # By which the checks of a group may differ, relatively.
+    conclude: Callable[[list[dict[str, Any]]], str] = lambda entries: ""  # More tables.
+
+
+def contenders(
+    module: str, ways: Sequence[tuple[str, str, str, Mapping[str, Any]]], **common: Any
+) -> list[Contender]:
+    """Return contenders from their name, side, maker and parameters, and what all have alike."""
+    return [
+        Contender(name, side, f"{module}:{maker}", params, **common)
+        for name, side, maker, params in ways
+    ]
 
 
 @dataclass
 class _Turn:
-    """A contender of the group that runs, and what it did so far."""
-
-    contender: Contender
+    one: Contender
     case: str
-    steps: int = 0
+    steps: int = 1
     check: float | None = None
-    runs: list[dict[str, float]] = field(default_factory=list)
+    told: list[Any] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    own_cores: list[float] = field(default_factory=list)
+    others_cores: list[float] = field(default_factory=list)
 
 
-def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
-    """Run a benchmark from the command line, print its table and write what was asked for.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all scripts share."""
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
+    parser.add_argument("--plot", action="store_true", help="draw a PNG as well (matplotlib)")
+    parser.add_argument("--peers", action="store_true", help="alternate with what is installed")
+    parser.add_argument("--tf-python", default=sys.executable, help="interpreter with TensorFlow")
+    parser.add_argument("--torch-python", default=sys.executable, help="one with PyTorch")
+    parser.add_argument("--mpi-python", default=sys.executable, help="one with mpi4py and MPICH")
+    parser.add_argument("--cores", type=int, default=2, help="that all processes share; 2")
+    parser.add_argument("--repetitions", type=int, help="of each contender; 9, quick 1")
 
-    Raises:
-        SystemExit: with status 1 where one of our own contenders failed.
-    """
+
+def options_of(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse the command line, and refuse now what would fail after minutes."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     # Whoever ends this process ends its workers as well.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    options = parser.parse_args(arguments)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install '.[bench]'")
+    for name in _PYTHONS.values():  # Given relative to where we are; workers run in the repository.
+        if os.sep in getattr(options, name):
+            setattr(options, name, os.path.abspath(getattr(options, name)))
+    options.repetitions = options.repetitions or (1 if options.quick else 9)
+    return options
+
+
+def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
+    """Run a benchmark from the command line, print its table and write what was asked for."""
     parser = argparse.ArgumentParser(description=benchmark.title)
-    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     add_options(parser)
-    parser.add_argument("--repetitions", type=int, help="of each contender; 9, quick 1")
+    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     parser.add_argument("--only", default="", metavar="TEXT", help="groups whose name has this")
-    if benchmark.of_processes:
-        parser.add_argument("--processes", type=int, default=2, help="that meet; 2")
-    options = parse(parser, arguments)
-    if benchmark.of_processes:
-        benchmark = benchmark.of_processes(options.processes)
-    available = len(os.sched_getaffinity(0))
-    settings = Settings(
-        repetitions=options.repetitions or (1 if options.quick else 9),
-        seconds=0.4,
-        quick=options.quick,
-        cores=options.cores or min(available, benchmark.max_cores),
-        pythons=pythons(options),
-        only=options.only,
-    )
+    options = options_of(parser, arguments)
 
     def save(written: dict[str, Any]) -> None:
         if options.out:
             report.write_json(written, options.out)
 
-    written = measure(benchmark, settings, save)
-    print(report.table(written))
+    written = measure(benchmark, options, save)
+    print(report.table(written) + "\n\n" + benchmark.conclude(written["results"]))
     if options.plot and written["results"]:
         from benchmarks import plots
 
@@ -125,150 +171,178 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
 
 def measure(
     benchmark: Benchmark,
-    settings: Settings,
+    options: argparse.Namespace,
     save: Callable[[dict[str, Any]], None] = lambda written: None,
 ) -> dict[str, Any]:
     """Run a benchmark and return what its JSON file holds; `save` gets it after each group."""
-    groups = [
-        g for g in benchmark.groups(settings.quick, settings.cores) if settings.only in g.name
-    ]
-    with Workers(settings.pythons, settings.cores) as workers:
-        run = _Run(benchmark, settings, workers)
+    groups = [one for one in benchmark.groups(options.quick) if options.only in one.name]
+    with contextlib.closing(_Run(benchmark, options)) as run:
         run.describe({one.side for group in groups for one in group.contenders})
         for group in groups:
             run.group(group)
-            save(run.written())
-        return run.written()
+            save(run.written)
+        return run.written
 
 
 class _Run:
     """One run of a benchmark: who takes part, what was measured, who failed."""
 
-    def __init__(self, benchmark: Benchmark, settings: Settings, workers: Workers) -> None:
-        self._benchmark = benchmark
-        self._settings = settings
-        self._workers = workers
-        self._described: dict[str, Any] = {"machine": machine()}
-        self._installed: dict[str, set[str]] = {}
-        self._results: list[Result] = []
-        self._failures: list[dict[str, Any]] = []
-
-    def written(self) -> dict[str, Any]:
-        """Return what the JSON file holds."""
-        return report.as_json(
-            self._benchmark,
-            self._results,
-            self._described,
-            self._failures,
-            quick=self._settings.quick,
-        )
+    def __init__(self, benchmark: Benchmark, options: argparse.Namespace) -> None:
+        self._benchmark, self._options = benchmark, options
+        self._teams: dict[Any, Ranks] = {}
+        self._pythons = {OURS: sys.executable}
+        if options.peers:
+            self._pythons |= {side: getattr(options, name) for side, name in _PYTHONS.items()}
+        self.written: dict[str, Any] = {
+            **{name: getattr(benchmark, name) for name in ("name", "title", "unit", "rate")},
+            "quick": options.quick,
+            "machine": machine(),
+            "sides": {},
+            "results": [],
+            "failures": [],
+        }
 
     def describe(self, sides: set[str]) -> None:
         """Find out what each side has."""
-        for side in (side for side in self._settings.pythons if side in sides):
-            packages = list(PACKAGES[side])
-            answer = self._workers.alone(side).ask(do="describe", packages=packages)
-            self._described[side] = answer
-            self._installed[side] = {n for n, version in answer["packages"].items() if version}
-            if packages[0] not in self._installed[side]:
-                python = self._settings.pythons[side]
-                _log.warning("%s: %s has no %s: left out", side, python, packages[0])
-                del self._installed[side]
+        for side in (side for side in self._pythons if side in sides):
+            python = self._pythons[side]
+            with Ranks(1, "python", python=python) as alone:
+                (found,) = alone.run(worker.describe, _PACKAGES[side])
+            if found.result()[_PACKAGES[side][0]] is None:
+                _log.warning("%s: %s has no %s: left out", side, python, _PACKAGES[side][0])
+            else:
+                self.written["sides"][side] = found.result()
 
     def group(self, group: Group) -> None:
         """Measure the contenders of a group, those that can."""
-        chosen = [one for one in group.contenders if self._can(one)]
-        turns = [_Turn(one, str(number)) for number, one in enumerate(chosen)]
+        able = [one for one in group.contenders if self._can(one)]
+        turns = [_Turn(one, str(number)) for number, one in enumerate(able)]
         turns = [turn for turn in turns if self._trying(group, turn, self._open)]
         self._compare_checks(group, turns)
-        for _ in range(self._settings.repetitions):
+        for _ in range(self._options.repetitions):
             turns = [turn for turn in turns if self._trying(group, turn, self._repeat)]
         turns = [turn for turn in turns if self._trying(group, turn, self._close)]
-        self._results += [_result(group, turn) for turn in turns]
+        self.written["results"] += [self._entry(group, turn) for turn in turns]
+
+    def close(self) -> None:
+        """End all processes."""
+        for key, team in self._teams.items():
+            if "mpi" not in key:  # They hold nothing that is worth saving.
+                team.kill()
+            _end(team)
 
     def _can(self, one: Contender) -> bool:
-        failed = [f for f in self._failures if (f["side"], f["name"]) == (one.side, one.name)]
-        installed = self._installed.get(one.side)
-        if installed is None or len(failed) >= MAX_FAILURES:
-            return False
-        return not one.needs or one.needs in installed
+        who = [(failure["side"], failure["name"]) for failure in self.written["failures"]]
+        return one.side in self.written["sides"] and who.count((one.side, one.name)) < _MAX_FAILURES
 
     def _trying(self, group: Group, turn: _Turn, action: Callable[[_Turn], None]) -> bool:
-        one = turn.contender
+        one = turn.one
         try:
             action(turn)
-        except WorkerError as error:
+        except (AssertionError, OSError) as error:
             _log.warning("%s, %s: %s failed: %s", group.name, one.side, one.name, error)
             failure = {"group": group.name, "side": one.side, "name": one.name}
-            self._failures.append({**failure, "error": str(error)})
-            self._workers.discard(one)
+            self.written["failures"].append({**failure, "error": str(error)})
+            if (failed := self._teams.pop(_key(one), None)) is not None:
+                failed.kill()
+                _end(failed)
             return False
         return True
 
-    def _open(self, turn: _Turn) -> None:
-        one = turn.contender
-        _log.info("%s: %s, %s %s", self._benchmark.name, one.side, one.name, dict(one.params))
-        module, _, maker = one.maker.rpartition(":")
-        answer = self._workers.of(one).ask(
-            do="open",
-            case=turn.case,
-            module=f"benchmarks.{module or self._benchmark.name}",
-            maker=maker,
-            params=dict(one.params),
-        )
-        turn.check = answer["check"]
-        turn.steps = self._steps(turn)
+    def _ask(self, one: Contender, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if _key(one) not in self._teams:
+            with _on_cores(self._options.cores):
+                environ = {**_pinned(one.threads), **one.environ}
+                self._teams[_key(one)] = Ranks(
+                    len(one.jobs), one.wire, environ, jobs=one.jobs, python=self._pythons[one.side]
+                )
+        outcomes = self._teams[_key(one)].run(function, *args, timeout=_ANSWER_SECONDS)
+        # Who failed first says why; that the others lost it is no news.
+        outcomes.sort(key=lambda outcome: outcome.error in (None, "WorkerLostError", "Lost"))
+        return [value for value in (outcome.result() for outcome in outcomes) if value is not None]
 
-    def _steps(self, turn: _Turn) -> int:
-        """Warm up, and return how many steps take about as long as a repetition should."""
-        seconds = self._settings.seconds
-        if self._settings.quick:
-            return 1
-        self._ask_to_run(turn, WARM_STEPS)
-        steps = 1
+    def _open(self, turn: _Turn) -> None:
+        one = turn.one
+        _log.info("%s: %s, %s %s", self._benchmark.name, one.side, one.name, dict(one.params))
+        server = "worker:serve" if one.side == OURS else "peer:server"
+        params = server, one.maker, dict(one.params)
+        turn.check = max(self._ask(one, worker.open_case, turn.case, *params), default=None)
+        if self._options.quick:
+            return
+        seconds = 0.3
+        self._seconds(turn, _WARM_STEPS)
         while True:
             # The fastest of three, lest a hiccup makes repetitions short from then on.
-            took = min(self._ask_to_run(turn, steps)["seconds"] for _ in range(3))
+            took = min(self._seconds(turn, turn.steps) for _ in range(3))
             if took >= seconds / 2:
-                return max(1, round(steps * seconds / took))
-            steps = max(2 * steps, int(steps * seconds / max(took, 1e-9) / 2))
+                turn.steps = max(1, round(turn.steps * seconds / took))
+                return
+            turn.steps = max(2 * turn.steps, int(turn.steps * seconds / max(took, 1e-9) / 2))
 
     def _repeat(self, turn: _Turn) -> None:
-        time.sleep(0 if self._settings.quick else SETTLE_SECONDS)
-        turn.runs.append(self._ask_to_run(turn, turn.steps))
+        time.sleep(0 if self._options.quick else _SETTLE_SECONDS)
+        pids = self._teams[_key(turn.one)].pids
+        busy, own = busy_seconds(), seconds_of(pids)
+        seconds = self._seconds(turn, turn.steps)
+        busy, own = busy_seconds() - busy, seconds_of(pids) - own
+        turn.seconds.append(seconds / turn.steps / turn.one.units)
+        turn.own_cores.append(own / seconds)
+        turn.others_cores.append(max(0.0, busy - own) / seconds)
+
+    def _seconds(self, turn: _Turn, steps: int) -> float:
+        return float(max(self._ask(turn.one, worker.run_case, turn.case, steps)))
 
     def _close(self, turn: _Turn) -> None:
-        self._workers.of(turn.contender).ask(do="close", case=turn.case)
-
-    def _ask_to_run(self, turn: _Turn, steps: int) -> dict[str, float]:
-        return self._workers.of(turn.contender).ask(do="run", case=turn.case, steps=steps)
+        turn.told = self._ask(turn.one, worker.close_case, turn.case)
 
     def _compare_checks(self, group: Group, turns: Sequence[_Turn]) -> None:
         """Refuse to compare contenders that do not compute the same."""
-        tolerance = self._benchmark.same_check
-        known = {
-            f"{turn.contender.side}: {turn.contender.name}": turn.check
-            for turn in turns
-            if turn.check is not None
+        tolerance = self._benchmark.tolerance
+        known = {f"{turn.one.side}: {turn.one.name}": turn.check for turn in turns}
+        checks = [check for check in known.values() if check is not None]
+        if not all(math.isclose(check, checks[0], rel_tol=tolerance) for check in checks):
+            raise RuntimeError(f"{group.name}: contenders compute different things: {known}")
+
+    def _entry(self, group: Group, turn: _Turn) -> dict[str, Any]:
+        one, rate = turn.one, self._benchmark.rate
+        figures = [1 / seconds if rate else seconds * 1e6 for seconds in turn.seconds]
+        return {
+            "group": group.name,
+            "unit": group.unit or self._benchmark.unit,
+            "side": one.side,
+            "name": one.name,
+            "parameters": dict(one.params),
+            **one.facts,
+            "figure": {"median": statistics.median(figures), "all": figures},
+            "own_cores": statistics.median(turn.own_cores),
+            "others_cores": statistics.median(turn.others_cores),
+            "check": turn.check,
+            "told": turn.told,
         }
-        if tolerance is None or not known:
-            return
-        first = next(iter(known.values()))
-        if any(not math.isclose(check, first, rel_tol=tolerance) for check in known.values()):
-            raise RuntimeError(
-                f"{self._benchmark.name}, {group.name}: the contenders compute different things: "
-                f"{known}"
-            )
 
 
-def _result(group: Group, turn: _Turn) -> Result:
-    steps, units = turn.steps, turn.contender.units
-    return Result(
-        group=group.name,
-        contender=turn.contender,
-        steps=steps,
-        seconds=tuple(run["seconds"] / steps / units for run in turn.runs),
-        own_cores=tuple(run["own_cpu"] / run["seconds"] for run in turn.runs),
-        others_cores=tuple(run["others_cpu"] / run["seconds"] for run in turn.runs),
-        check=turn.check,
-    )
+def _key(one: Contender) -> tuple[Any, ...]:
+    return (one.side, one.name, one.jobs, one.wire, one.threads)
+
+
+def _pinned(threads: int) -> dict[str, str]:
+    """Return the environment that all processes get, whoever's they are."""
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+    return dict.fromkeys(names, str(threads)) | quiet
+
+
+@contextlib.contextmanager
+def _on_cores(count: int) -> Any:
+    """Let processes that are started meanwhile run on the first so many cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _end(team: Ranks) -> None:
+    with contextlib.suppress(AssertionError):
+        team.close()

@@ -1,65 +1,35 @@
-"""What a figure depends on besides the code: the machine, its load, versions and BLAS kernels."""
+"""What a figure depends on besides the code: the machine, its load, and who computes meanwhile."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import os
 import platform
 import subprocess
-import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["busy_seconds", "libraries", "machine", "own_seconds"]
+from tests.processes import ROOT
 
-_BLAS_FACTS = ("internal_api", "version", "architecture", "num_threads")
+__all__ = ["busy_seconds", "facts", "machine", "seconds_of"]
 
-ROOT = Path(__file__).resolve().parents[1]
+_MEMORY = {"resident": "VmRSS", "shared": "RssShmem", "peak": "VmHWM"}
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine and the moment; loads no library."""
+    """Describe the machine and the moment."""
+    models = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    git = ["git", "describe", "--always", "--dirty=*"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_model(),
+        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(_memory_bytes() / 2**30, 1),
         "kernel": platform.release(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
-        "commit": _commit(),
-        "environment": {
-            key: value
-            for key, value in sorted(os.environ.items())
-            if key.startswith(("OPENBLAS_", "OMP_", "MKL_", "MALLOC_", "TF_", "XLA_"))
-        },
+        "commit": commit.stdout.strip() or None,
     }
-
-
-def libraries(packages: list[str]) -> dict[str, Any]:
-    """Describe this process: interpreter, versions, pinned threads and the BLAS in use."""
-    return {
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ["numpy", *packages]},
-        "cores": len(os.sched_getaffinity(0)),
-        "blas": _blas(),
-    }
-
-
-def _blas() -> list[dict[str, Any]]:
-    """Describe the BLAS that NumPy loaded; TensorFlow's environment may lack threadpoolctl."""
-    try:
-        import numpy as np  # noqa: F401, its BLAS is what threadpoolctl finds
-        import threadpoolctl
-    except ImportError:
-        return []
-    pools = threadpoolctl.threadpool_info()
-    return [
-        {key: pool.get(key) for key in _BLAS_FACTS}
-        for pool in pools
-        if pool.get("user_api") == "blas"
-    ]
 
 
 def busy_seconds() -> float:
@@ -69,43 +39,30 @@ def busy_seconds() -> float:
     return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
 
 
-def own_seconds() -> float:
-    """Return how long this process and those that it started have computed."""
-    found, waiting = time.process_time(), _children(os.getpid())
-    while waiting:
-        child = waiting.pop()
-        fields = _read(f"/proc/{child}/stat").rpartition(")")[2].split()
-        if fields:
-            found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            waiting += _children(child)
+def seconds_of(processes: Sequence[int]) -> float:
+    """Return how long some processes have computed, all together."""
+    found = 0.0
+    for process in processes:
+        fields = _read(f"/proc/{process}/stat").rpartition(")")[2].split()
+        found += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
     return found
 
 
-def _children(process: int) -> list[int]:
-    tasks = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(child) for task in tasks for child in _read(str(task)).split()]
-
-
-def _version(package: str) -> str | None:
-    for name in (package, f"{package}-cpu"):
+def facts(process: int) -> dict[str, float]:
+    """Return how many threads and sockets a process has, and its memory in MB."""
+    links = []
+    for entry in Path(f"/proc/{process}/fd").iterdir():
         try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            links.append(os.readlink(entry))
+        except OSError:  # Closed meanwhile.
             continue
-    # Run from the repository, ndistribute need not be installed.
-    is_here = (ROOT / package / "__init__.py").exists()
-    return str(importlib.import_module(package).__version__) if is_here else None
-
-
-def _cpu_model() -> str:
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = _read(f"/proc/{process}/status").splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    return {
+        **{name: int(status[key].split()[0]) / 1e3 for name, key in _MEMORY.items()},
+        "threads": int(status["Threads"]),
+        "sockets": sum(link.startswith("socket:") for link in links),
+    }
 
 
 def _read(path: str) -> str:
@@ -113,19 +70,3 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-def _commit() -> str | None:
-    """Return the commit, with a star where files have changed since; None outside a repository."""
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty=*"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return described.stdout.strip()

@@ -8,24 +8,30 @@ function that a chief schedules; and threads of processes that have nothing to d
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from benchmarks import peer
-from benchmarks.case import OURS, PEER, Benchmark, Contender, Group, Prepared
-from benchmarks.cluster import Cluster, commanded
-from benchmarks.harness import main
+from benchmarks.harness import OURS, TF, Benchmark, Group, contenders, main
+from benchmarks.machine import facts
 from benchmarks.report import markdown
-from benchmarks.task import Calls, facts
+from benchmarks.worker import Prepared, serve, serves
+from tests.processes import ROOT, Ranks
 
-__all__ = ["BENCHMARK", "calls", "ours", "tensorflow"]
+__all__ = ["BENCHMARK", "calls"]
 
-REPLICAS = 2
-COUNTED = 100
+REPLICAS, COUNTED = 2, 100
+_PACKAGE = str(ROOT / "ndistribute")
+_seen: list[str] = []  # The file of each call.
 
 
 @contextmanager
@@ -33,18 +39,15 @@ def ours(work: str) -> Iterator[Prepared]:
     """Set up one of the three kinds of work on ndistribute."""
     import ndistribute as nd
 
-    with closing(nd.MirroredStrategy([f"cpu:{i}" for i in range(REPLICAS)])) as strategy:
+    with nd.MirroredStrategy([f"cpu:{i}" for i in range(REPLICAS)]) as strategy:
         one = np.float32(1)
         values = nd.PerReplica([one] * REPLICAS)
-
-        def empty() -> None:
-            return None
 
         def summed() -> Any:
             return nd.get_replica_context().all_reduce("sum", one)
 
         works: dict[str, Callable[[], Any]] = {
-            "empty": lambda: strategy.run(empty),
+            "empty": lambda: strategy.run(_nothing),
             "all_reduce": lambda: strategy.run(summed),
             "reduce": lambda: strategy.reduce("sum", values),
         }
@@ -54,26 +57,26 @@ def ours(work: str) -> Iterator[Prepared]:
 @contextmanager
 def tensorflow(work: str, graph: bool) -> Iterator[Prepared]:
     """Set up the same on TensorFlow, op by op or as one graph."""
-    tf = peer.tensorflow()
-    strategy = peer.mirrored(REPLICAS)
+    strategy, tf = peer.mirrored(REPLICAS), peer.tensorflow()
     one = tf.constant(1.0)  # Captured by a graph, so it can not be folded into one.
     values = strategy.experimental_distribute_values_from_function(lambda _: one)
     add = tf.distribute.ReduceOp.SUM
-
-    def empty() -> None:
-        return None
 
     def summed() -> Any:
         # Passed as it is, one object would count as mirrored, and would not be summed at all.
         return tf.distribute.get_replica_context().all_reduce(add, tf.identity(one))
 
     works: dict[str, Callable[[], Any]] = {
-        "empty": lambda: strategy.run(empty),
+        "empty": lambda: strategy.run(_nothing),
         "all_reduce": lambda: strategy.run(summed),
         "reduce": lambda: strategy.reduce(add, values, axis=None),
     }
     step = tf.function(works[work]) if graph else works[work]
     yield Prepared(step, _number(step(), strategy.experimental_local_results))
+
+
+def _nothing() -> None:
+    return None
 
 
 def _number(value: Any, local_results: Callable[[Any], tuple[Any, ...]]) -> float:
@@ -82,75 +85,92 @@ def _number(value: Any, local_results: Callable[[Any], tuple[Any, ...]]) -> floa
     return 0.0 if first is None else float(first)
 
 
-def _groups(quick: bool, cores: int) -> list[Group]:
+def _groups(quick: bool) -> list[Group]:
     works = {
-        "run of an empty step": ("empty", 100.0),
-        "run of a scalar all-reduce": ("all_reduce", 200.0),
-        "reduce of a scalar": ("reduce", 30.0),
+        "run of an empty step": "empty",
+        "run of a scalar all-reduce": "all_reduce",
+        "reduce of a scalar": "reduce",
     }
-    return [Group(title, tuple(_contenders(*work))) for title, work in works.items()]
-
-
-def _contenders(work: str, bound: float) -> Iterator[Contender]:
-    facts = {"beside": ["eager", "tf.function"], "bound": bound}
-    yield Contender("2 replicas", OURS, "ours", {"work": work}, facts=facts)
-    yield Contender("eager", PEER, "tensorflow", {"work": work, "graph": False})
-    yield Contender("tf.function", PEER, "tensorflow", {"work": work, "graph": True})
+    groups = []
+    for title, work in works.items():
+        ways: list[tuple[str, str, str, dict[str, Any]]] = [
+            ("2 replicas", OURS, "ours", {"work": work}),
+            ("eager", TF, "tensorflow", {"work": work, "graph": False}),
+            ("tf.function", TF, "tensorflow", {"work": work, "graph": True}),
+        ]
+        groups.append(Group(title, contenders("overhead", ways, threads=2)))
+    return groups
 
 
 def calls() -> str:
     """Return a table of the calls that an update and a scheduled function make, and of threads."""
-    import ndistribute as nd
-
-    before = facts()["threads"]
-    own = Calls()  # From here on also on the threads of the strategy and the coordinator.
-    cluster = Cluster(1, 1, {"BENCHMARK_CALLS": "1"})
-    with commanded(cluster) as (strategy, coordinator):
-        with strategy.scope():
-            variable = nd.Variable(np.zeros(1024, np.float32))
-        ones = np.ones(1024, np.float32)
-
-        def empty() -> None:
-            return None
-
-        def scheduled() -> None:
-            coordinator.schedule(empty)
-            coordinator.join()
-
-        def everybody() -> dict[str, dict[str, Any]]:
-            served = {job: cluster.facts(job, 0) for job in ("ps", "worker")}
-            return {"chief": facts(own), **served}
-
-        rows = []
-        works = {"assign_add of 4 KB": lambda: variable.assign_add(ones), "schedule": scheduled}
-        for name, work in works.items():
-            for _ in range(COUNTED):
-                work()
-            everybody()
-            for _ in range(COUNTED):
-                work()
-            found = everybody()
-            each = [str(round(one["calls"] / COUNTED)) for one in found.values()]
-            files = {file for one in found.values() for file in one["files"]}
-            rows.append([name, *each, str(len(files))])
-    # Tasks have one more, which listens to this process.
-    found["chief"]["threads"] -= before
-    threads = [one["threads"] + (1 if one is found["chief"] else -1) for one in found.values()]
-    rows.append(["threads when idle", *map(str, threads), "-"])
+    jobs, rows = ("chief", "ps", "worker"), []
+    with Ranks(3, "python", {"OPENBLAS_NUM_THREADS": "1"}, jobs=jobs) as ranks:
+        for work in ("assign_add of 4 KB", "schedule of an empty function"):
+            for _ in range(2):  # The first time, to warm up.
+                ranks.run(taken)
+                [one.result() for one in ranks.run(count, work)]
+            found = [one.result() for one in ranks.run(taken)]
+            each = [str(round(len(files) / COUNTED)) for files in found]
+            rows.append([work, *each, str(len({file for files in found for file in files}))])
+        threads = [str(round(facts(pid)["threads"])) for pid in ranks.pids]
+    rows.append(["threads when idle", *threads, "-"])
     return markdown(["calls", "chief", "server", "worker", "files"], rows)
 
 
-BENCHMARK = Benchmark(
-    name="overhead",
-    title="Cost of a call, 2 replicas",
-    unit="us",
-    groups=_groups,
-    rate=False,
-    same_check=1e-6,
-)
+def count(rank: int, size: int, work: str) -> None:
+    """Do the work so many times; the servers' part of it comes by itself."""
+    _watched()
+    if serves():
+        serve()
+        return
+    variable, coordinator = _parts()
+    ones = np.ones(1024, np.float32)
+    for _ in range(COUNTED):
+        if work.startswith("assign_add"):
+            variable.assign_add(ones)
+        else:
+            coordinator.schedule(_nothing)
+            coordinator.join()
+
+
+def taken(rank: int, size: int) -> list[str]:
+    """Return the files of the calls since the last time, one for each call."""
+    files = [name for name in _seen if name.startswith(_PACKAGE)]
+    _seen.clear()
+    return files
+
+
+@functools.cache
+def _watched() -> None:
+    """See the calls of this thread, and of those that begin later."""
+    threading.setprofile(_see)
+    sys.setprofile(_see)
+
+
+def _see(frame: FrameType, event: str, argument: Any) -> None:
+    if event == "call":
+        _seen.append(frame.f_code.co_filename)
+
+
+@functools.cache
+def _parts() -> tuple[Any, Any]:
+    import ndistribute as nd
+
+    strategy = nd.ParameterServerStrategy()
+    atexit.register(strategy.close)
+    coordinator = nd.ClusterCoordinator(strategy)
+    atexit.register(coordinator.close)
+    with strategy.scope():
+        return nd.Variable(np.zeros(1024, np.float32)), coordinator
+
+
+BENCHMARK = Benchmark("overhead", "Cost of a call, 2 replicas", "us", _groups, rate=False)
 
 if __name__ == "__main__":
+    # Under this name processes find what they are to run.
+    module = importlib.import_module("benchmarks.overhead")
     if sys.argv[1:] == ["--calls"]:
-        print(calls())
+        print(module.calls())
     else:
         main(BENCHMARK)

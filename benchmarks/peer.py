@@ -1,100 +1,26 @@
-"""TensorFlow and PyTorch, set up once in a worker: the only file that imports them."""
+"""TensorFlow and PyTorch, set up once in a process: the only file that imports them."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import functools
+import json
 import os
 from types import ModuleType
 from typing import Any
 
-__all__ = [
-    "mirrored",
-    "multi_worker",
-    "parameter_server",
-    "server",
-    "tensorflow",
-    "torch_group",
-]
+from benchmarks.worker import task
 
-# Logical devices are fixed when TensorFlow starts, so a worker has as many as any group needs.
-# They share one pool of threads: a single device computes as fast beside idle ones as alone.
-LOGICAL_DEVICES = 4
+__all__ = ["mirrored", "multi_worker", "parameter_server", "server", "tensorflow", "torch_group"]
 
 
 @functools.cache
 def tensorflow() -> ModuleType:
-    """Return TensorFlow with its threads pinned to this worker's cores."""
-    import tensorflow as tf
-
-    cores = len(os.sched_getaffinity(0))
-    tf.config.threading.set_intra_op_parallelism_threads(cores)
-    tf.config.threading.set_inter_op_parallelism_threads(cores)
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    logical = [tf.config.LogicalDeviceConfiguration() for _ in range(LOGICAL_DEVICES)]
-    tf.config.set_logical_device_configuration(cpu, logical)
-    return tf
-
-
-@functools.cache
-def mirrored(replicas: int) -> Any:
-    """Return the worker's MirroredStrategy over the first logical CPU devices.
-
-    Only one in a process: a second one gives its collectives the keys of the first one's, and
-    TensorFlow then refuses them ("Shape mismatch in the collective instance 100").
-    """
-    tf = tensorflow()
-    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
-
-
-@functools.cache
-def multi_worker() -> tuple[ModuleType, Any]:
-    """Return TensorFlow and a team's MultiWorkerMirroredStrategy, whose processes make a ring."""
-    tf = _single_device()
-    communication = tf.distribute.experimental.CommunicationImplementation.RING
-    options = tf.distribute.experimental.CommunicationOptions(
-        implementation=communication, timeout_seconds=60.0
-    )
-    return tf, tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-
-
-@functools.cache
-def parameter_server() -> tuple[ModuleType, Any, Any]:
-    """Return TensorFlow, and the strategy and coordinator of a chief of parameter servers."""
-    tf = _single_device()
-    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    strategy = tf.distribute.ParameterServerStrategy(resolver)
-    return tf, strategy, tf.distribute.coordinator.ClusterCoordinator(strategy)
-
-
-def server(cluster: dict[str, list[str]], job: str, index: int) -> Any:
-    """Return a running server of TensorFlow for a task of a cluster."""
-    tf = _single_device()
-    return tf.distribute.Server(tf.train.ClusterSpec(cluster), job, index, protocol="grpc")
-
-
-@functools.cache
-def torch_group() -> tuple[ModuleType, int]:
-    """Return PyTorch and the size of a team, whose processes meet by gloo."""
-    import torch
-    import torch.distributed
-
-    torch.set_num_threads(_threads())
-    size = int(os.environ["BENCHMARK_SIZE"])
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['BENCHMARK_DIRECTORY']}/gloo",
-        rank=int(os.environ["BENCHMARK_RANK"]),
-        world_size=size,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    atexit.register(torch.distributed.destroy_process_group)
-    return torch, size
-
-
-def _single_device() -> ModuleType:
     """Return TensorFlow with as many threads as this process has for BLAS."""
+    with contextlib.suppress(KeyError, OSError):  # It listens itself, at the address in TF_CONFIG.
+        os.close(int(os.environ.pop("NDISTRIBUTE_LISTEN_FD")))
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(_threads())
@@ -102,6 +28,67 @@ def _single_device() -> ModuleType:
     return tf
 
 
+@functools.cache
+def mirrored(replicas: int) -> Any:
+    """Return the process's MirroredStrategy over logical CPU devices.
+
+    Only one in a process: a second one gives its collectives the keys of the first one's, and
+    TensorFlow then refuses them ("Shape mismatch in the collective instance 100").
+    """
+    os.environ.pop("TF_CONFIG", None)
+    tf = tensorflow()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    logical = [tf.config.LogicalDeviceConfiguration() for _ in range(replicas)]
+    tf.config.set_logical_device_configuration(cpu, logical)
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+
+
+@functools.cache
+def multi_worker() -> Any:
+    """Return the MultiWorkerMirroredStrategy of a group, whose processes make a ring."""
+    tf = tensorflow()
+    communication = tf.distribute.experimental.CommunicationImplementation.RING
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=communication, timeout_seconds=60.0
+    )
+    return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+@functools.cache
+def parameter_server() -> tuple[Any, Any]:
+    """Return the strategy and coordinator of a chief of parameter servers."""
+    tf = tensorflow()
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    return strategy, tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+
+@functools.cache
+def server() -> Any:
+    """Be a server of TensorFlow from now on."""
+    tf = tensorflow()
+    cluster = tf.train.ClusterSpec(json.loads(os.environ["TF_CONFIG"])["cluster"])
+    return tf.distribute.Server(cluster, *task(), protocol="grpc")
+
+
+@functools.cache
+def torch_group() -> tuple[ModuleType, int]:
+    """Return PyTorch and this process's rank in a group that meets by gloo."""
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(_threads())
+    rank, size = int(os.environ["RANKS_RANK"]), int(os.environ["RANKS_SIZE"])
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{os.path.dirname(os.environ['RANKS_DOOR'])}/gloo",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    atexit.register(torch.distributed.destroy_process_group)
+    return torch, rank
+
+
 def _threads() -> int:
-    """Return how many threads each process of a team gets, as many as its BLAS."""
     return int(os.environ["OMP_NUM_THREADS"])

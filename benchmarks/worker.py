@@ -1,100 +1,112 @@
-"""A process that does the work of contenders, one repetition whenever it is told to.
+"""What a process of a contender runs when the harness asks: set work up, do it, let go of it.
 
-It reads one JSON object a line from a socket, and answers each with one. Between requests it
-sleeps, so that only one contender of a run is active at any time. It ends when its input ends.
+`tests.processes.Ranks` calls these functions in the processes that it started, so this file imports
+nothing that another side's interpreter may lack.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
-import socket
+import platform
 import time
-import traceback
-from collections.abc import Iterable
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from benchmarks.machine import busy_seconds, libraries, own_seconds
-
-__all__ = ["main", "rank"]
+__all__ = ["Prepared", "close_case", "describe", "open_case", "run_case", "serve", "serves", "task"]
 
 
-class _Case:
-    """A contender's work, set up and warm."""
+class Prepared(NamedTuple):
+    """What a maker yields.
 
-    def __init__(self, module: str, maker: str, params: dict[str, Any]) -> None:
-        self._stack = contextlib.ExitStack()
-        make = getattr(importlib.import_module(module), maker)
-        self._step, self.check = self._stack.enter_context(make(**params))
+    Args:
+        step: does the work once; None where this process only serves the others.
+        check: a number on which the contenders of a group must agree.
+        tell: called when all is measured; what it returns is written beside the figures.
+    """
 
-    def run(self, steps: int) -> dict[str, float]:
-        """Do the work, and return the seconds of wall clock, of our cores, and of others'."""
-        step = self._step
-        gc.collect()
-        all_cores, own, start = busy_seconds(), own_seconds(), time.perf_counter()
-        for _ in range(steps):
-            step()
-        seconds = time.perf_counter() - start
-        own = own_seconds() - own
-        others = max(0.0, busy_seconds() - all_cores - own)
-        return {"seconds": seconds, "own_cpu": own, "others_cpu": others}
-
-    def close(self) -> None:
-        """Let go of what the work holds."""
-        self._stack.close()
-        gc.collect()
+    step: Callable[[], Any] | None
+    check: float | None = None
+    tell: Callable[[], Any] | None = None
 
 
-def main() -> None:
-    """Serve requests until the parent goes away."""
-    with socket.socket(socket.AF_UNIX) as line:
-        line.connect(os.environ["BENCHMARK_DOOR"])
-        with line.makefile("r") as requests, line.makefile("w") as answers:
-            answers.write(json.dumps({"rank": rank()}) + "\n")
-            answers.flush()
-            _serve(requests, answers)
+_cases: dict[str, tuple[contextlib.ExitStack, Prepared]] = {}
 
 
-def rank() -> int:
-    """Return which process of its team this is."""
-    for name in ("BENCHMARK_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
-        if name in os.environ:
-            return int(os.environ[name])
-    raise RuntimeError("the environment does not say which rank this is")
+def task() -> tuple[str, int]:
+    """Return which task of its cluster this process is, from `TF_CONFIG`."""
+    named = json.loads(os.environ["TF_CONFIG"])["task"]
+    return named["type"], named["index"]
 
 
-def _serve(requests: Iterable[str], answers: TextIO) -> None:
-    cases: dict[str, _Case] = {}
-    with contextlib.suppress(ConnectionError):
-        for line in requests:
-            try:
-                answer = _handle(json.loads(line), cases)
-            except Exception:
-                answer = {"error": traceback.format_exc()}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
-        for case in cases.values():
-            case.close()
+@functools.cache
+def serve() -> Any:
+    """Be a server of ours from now on."""
+    import ndistribute as nd
+
+    if "NDISTRIBUTE_DURABILITY" in os.environ:  # Its folder goes when its starter ends it.
+        os.environ["NDISTRIBUTE_SNAPSHOT_DIR"] = os.path.dirname(os.environ["RANKS_DOOR"])
+
+    return nd.Server(json.loads(os.environ["TF_CONFIG"])["cluster"], *task())
 
 
-def _handle(request: dict[str, Any], cases: dict[str, _Case]) -> dict[str, Any]:
-    name = request.get("case", "")
-    match request["do"]:
-        case "describe":
-            return libraries(request["packages"])
-        case "open":
-            cases[name] = _Case(request["module"], request["maker"], request["params"])
-            return {"check": cases[name].check}
-        case "run":
-            return dict(cases[name].run(request["steps"]))
-        case "close":
-            cases.pop(name).close()
-            return {}
-    raise ValueError(f"no such request: {request}")
+def describe(rank: int, size: int, packages: list[str]) -> dict[str, Any]:
+    """Return the versions of what is installed here, None for what is not, and the BLAS."""
+    found: dict[str, Any] = {"python": platform.python_version(), "blas": []}
+    for package in packages:
+        found[package] = None
+        for name in (package, f"{package}-cpu"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[package] = found[package] or importlib.metadata.version(name)
+    with contextlib.suppress(ImportError):
+        import numpy as np  # noqa: F401, its BLAS is what threadpoolctl finds
+        import threadpoolctl
+
+        for pool in threadpoolctl.threadpool_info():
+            found["blas"].append(f"{pool['internal_api']} {pool.get('architecture')}")
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def serves() -> bool:
+    """Return whether this process is a parameter server, or the worker of a chief."""
+    cluster = json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
+    return "ps" in cluster and task()[0] != ("chief" if "chief" in cluster else "worker")
+
+
+def open_case(
+    rank: int, size: int, name: str, server: str, maker: str, params: dict[str, Any]
+) -> float | None:
+    """Set a contender's work up, and return what checks it; a process that serves does so."""
+    module, _, function = (server if serves() else maker).partition(":")
+    make = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+    stack = contextlib.ExitStack()
+    if serves():
+        make()
+    _cases[name] = stack, Prepared(None) if serves() else stack.enter_context(make(**params))
+    return _cases[name][1].check
+
+
+def run_case(rank: int, size: int, name: str, steps: int) -> float | None:
+    """Do the work so many times, and return the seconds."""
+    step = _cases[name][1].step
+    if step is None:
+        return None
+    gc.collect()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return time.perf_counter() - start
+
+
+def close_case(rank: int, size: int, name: str) -> Any:
+    """Let go of what the work holds."""
+    stack, prepared = _cases.pop(name)
+    told = prepared.tell() if prepared.tell is not None else None
+    stack.close()
+    gc.collect()
+    return told

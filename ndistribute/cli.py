@@ -21,10 +21,7 @@ from ndistribute.launcher.launch import DEFAULT_PORT, JobOptions, dry_run, launc
 __all__ = ["job_options", "main", "parser"]
 
 _USAGE_ERROR = 2
-_BENCHMARKS = (
-    "all_reduce cost_model faults input_pipeline mlp overhead parameter_server scaling "
-    "server_faults server_limits staleness"
-).split()
+_BENCHMARKS = "all_reduce cost_model faults input overhead run_all servers training".split()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -189,12 +186,15 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    root = Path(__file__).resolve().parents[1]
-    script = root / "benchmarks" / f"{options.name}.py"
-    if not script.is_file():
+    # The package may be installed elsewhere than in the clone in which the user stands.
+    roots = [Path(__file__).resolve().parents[1], Path.cwd()]
+    name = Path("benchmarks", f"{options.name}.py")
+    root = next((root for root in roots if (root / name).is_file()), None)
+    if root is None:
         raise ValueError(
-            f"there is no {script}: the benchmarks come with the repository, not with the package. "
-            "Clone it and run this there."
+            f"there is no {name} in {' nor in '.join(map(str, roots))}: the benchmarks come with "
+            "the repository, not with the package. Clone it, run `pip install --editable "
+            "'.[bench,test]'` there, and then this command."
         )
     command = [sys.executable, "-m", f"benchmarks.{options.name}", *options.arguments]
     # No limit: how long a benchmark takes is the user's choice, and Ctrl-C reaches it.

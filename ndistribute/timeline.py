@@ -8,19 +8,22 @@ and explains them. Without it a span costs next to nothing.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
 import os
 import platform
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-__all__ = ["Recorder", "enabled", "flush", "identify", "span"]
+__all__ = ["Recorder", "enabled", "flush", "identify", "recorded", "span"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _log = logging.getLogger("ndistribute")
 
@@ -46,8 +49,8 @@ class Recorder:
         self._directory = Path(directory)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._rank: int | None = None
-        self._size = 1
+        self._name = ""
+        self._names: tuple[str, ...] = ()
         self._file: BinaryIO | None = None
         self._start_over()
 
@@ -60,14 +63,14 @@ class Recorder:
         if len(self._events) >= _FLUSH_EVENTS or end - self._flushed > _FLUSH_NANOSECONDS:
             self.flush()
 
-    def identify(self, rank: int, size: int) -> None:
-        """Say who this process is; what it recorded under another rank stays in that file."""
+    def identify(self, name: str, names: Sequence[str]) -> None:
+        """Say who this process is; what it recorded under another name stays in that file."""
         with self._lock:
-            if self._file is not None and rank != self._rank:
+            if self._file is not None and name != self._name:
                 self._write()
                 self._file.close()
                 self._file = None
-            self._rank, self._size = rank, size
+            self._name, self._names = name, tuple(names)
 
     def flush(self) -> None:
         """Write what is kept in memory."""
@@ -85,7 +88,7 @@ class Recorder:
     def forget(self) -> None:
         """Start over in a forked child: the parent's events and file are the parent's."""
         self._lock = threading.Lock()
-        self._rank, self._size = None, 1
+        self._name, self._names = "", ()
         if self._file is not None:
             self._file.close()  # Everything was written through, so nothing is written twice.
             self._file = None
@@ -123,7 +126,7 @@ class Recorder:
             self._file = self._open()
         if self._end > self._max_bytes:
             self._dropped += len(events)
-            lines: Iterable[str] = [_metadata(self._pid, 0, "dropped_events", self._dropped)]
+            lines: Iterable[str] = [_metadata(0, "dropped_events", self._dropped)]
         else:
             lines = [*self._new_thread_names(), *map(self._line, events)]
         text = "".join(f"{line},\n" for line in lines).encode()
@@ -135,39 +138,37 @@ class Recorder:
 
     def _open(self) -> BinaryIO:
         self._directory.mkdir(parents=True, exist_ok=True)
-        name = f"process-{os.getpid()}" if self._rank is None else str(self._rank)
         about = {
-            "rank": self._rank,
-            "size": self._size,
-            "process": os.getpid(),
+            "name": self._title,
+            "names": self._names,
             "host": platform.node(),
             "clock": _clock(),
             "wall_minus_clock_us": (time.time_ns() - time.monotonic_ns()) / 1000,
         }
         head = f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n'
+        name = self._title.removeprefix("rank ").replace(":", "-").replace(" ", "-")
         file = (self._directory / f"trace-{name}.json").open("wb", buffering=0)
         self._end = file.write(head.encode())
         self._named = 0
         return file
 
     @property
-    def _pid(self) -> int:
-        return os.getpid() if self._rank is None else self._rank
+    def _title(self) -> str:
+        return self._name or f"process {os.getpid()}"
 
     def _process_name(self) -> str:
-        title = f"process {os.getpid()}" if self._rank is None else f"rank {self._rank}"
-        return _metadata(self._pid, 0, "process_name", f"{title} on {platform.node()}")
+        return _metadata(0, "process_name", f"{self._title} on {platform.node()}")
 
     def _new_thread_names(self) -> list[str]:
         threads = list(self._threads.values())[self._named :]
         self._named += len(threads)
-        return [_metadata(self._pid, number, "thread_name", name) for number, name in threads]
+        return [_metadata(number, "thread_name", name) for number, name in threads]
 
     def _line(self, event: _Event) -> str:
         name, title, start, end, thread = event
         args = f',"args":{{"title":{json.dumps(title)}}}' if title else ""
         return (
-            f'{{"ph":"X","name":{json.dumps(name)},"pid":{self._pid},'
+            f'{{"ph":"X","name":{json.dumps(name)},"pid":{os.getpid()},'
             f'"tid":{self._threads[thread][0]},"ts":{start / 1000:.3f},'
             f'"dur":{(end - start) / 1000:.3f}{args}}}'
         )
@@ -205,7 +206,7 @@ def span(name: str, title: str = "") -> AbstractContextManager[None]:
     """Return a context manager that records how long its block took, where a trace is asked for.
 
     Args:
-        name: one of ``compute pack wait reduce update``, or another word.
+        name: one of ``input compute pull push pack wait reduce update``, or another word.
         title: which call it belongs to, such as ``all_reduce #12``: the calls of the ranks that
             have one title are taken for one collective.
 
@@ -215,15 +216,42 @@ def span(name: str, title: str = "") -> AbstractContextManager[None]:
     return _NOTHING if _recorder is None else _Span(_recorder, name, title)
 
 
+def recorded(describe: Callable[..., tuple[str, str]]) -> Callable[[F], F]:
+    """Return a decorator that records each call of a function, where a trace is asked for.
+
+    Without a trace it returns the function as it is, so that calls cost nothing more.
+
+    Args:
+        describe: called with what the function returned and its arguments, returns the name and
+            the title of the span. A call that raises is not recorded.
+    """
+
+    def decorate(function: F) -> F:
+        recorder = _recorder
+        if recorder is None:
+            return function
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.monotonic_ns()
+            result = function(*args, **kwargs)
+            recorder.add(*describe(result, *args, **kwargs), start, time.monotonic_ns())
+            return result
+
+        return timed  # type: ignore[return-value]
+
+    return decorate
+
+
 def enabled() -> bool:
     """Return whether a trace is written."""
     return _recorder is not None
 
 
-def identify(rank: int, size: int) -> None:
-    """Say which process of how many this is; its trace is named after the rank."""
+def identify(name: str, names: Sequence[str]) -> None:
+    """Say which process of a job this is, such as ``"rank 0"`` or ``"ps:1"``, and all there are."""
     if _recorder is not None:
-        _recorder.identify(rank, size)
+        _recorder.identify(name, names)
 
 
 def flush() -> None:
@@ -232,9 +260,9 @@ def flush() -> None:
         _recorder.flush()
 
 
-def _metadata(pid: int, tid: int, name: str, value: Any) -> str:
+def _metadata(tid: int, name: str, value: Any) -> str:
     args = {"name": value}
-    return json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args})
+    return json.dumps({"ph": "M", "pid": os.getpid(), "tid": tid, "name": name, "args": args})
 
 
 def _clock() -> str:

@@ -1,5 +1,7 @@
 """Runs functions on several real processes: starts them, collects results and tracebacks, kills.
 
+The benchmarks start theirs here too, as tasks of a cluster or with the interpreter of a peer.
+
 The processes stay, so that one start serves many tests. They are started like the workers of a job:
 over TCP with `TF_CONFIG` and a listening socket that they inherit, or by a real `mpiexec`. Those
 over TCP are forked from one that has imported the package: a start is a matter of milliseconds.
@@ -72,6 +74,8 @@ class Ranks:
         wire: ``"tcp"`` for `TF_CONFIG` and sockets, ``"python"`` for the same with a new
             interpreter for each, where the environment matters at import, ``"mpi"`` for `mpiexec`.
         environ: more environment variables; a list gives each rank its own.
+        jobs: which job of the cluster each rank is a task of; all are workers otherwise.
+        python: their interpreter.
     """
 
     def __init__(
@@ -79,6 +83,9 @@ class Ranks:
         size: int,
         wire: str = "tcp",
         environ: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
+        *,
+        jobs: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> None:
         self.size = size
         self._directory = tempfile.mkdtemp(prefix="ranks-")
@@ -94,7 +101,8 @@ class Ranks:
             "OPENBLAS_NUM_THREADS": "1",
             "RANKS_DOOR": f"{self._directory}/door",
         }
-        self._processes = _STARTS[wire](size, base, each)
+        command = [python, "-m", "tests.processes"]
+        self._processes = _STARTS[wire](list(jobs) or ["worker"] * size, base, each, command)
         try:
             self._welcome()
         except BaseException:
@@ -192,57 +200,66 @@ class Ranks:
         self._lines = [came[rank][1] for rank in range(self.size)]
 
 
-def find_mpiexec() -> str | None:
-    """Return the `mpiexec` beside this Python, or another one."""
-    beside = Path(sys.executable).parent / "mpiexec"
+def find_mpiexec(python: str = sys.executable) -> str | None:
+    """Return the `mpiexec` beside a Python, or another one."""
+    beside = Path(python).parent / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 def _start_forks(
-    size: int, base: Mapping[str, str], each: Sequence[Mapping[str, str]]
+    jobs: Sequence[str],
+    base: Mapping[str, str],
+    each: Sequence[Mapping[str, str]],
+    command: Sequence[str],
 ) -> list[_Process]:
     with contextlib.ExitStack() as stack:
         return [
             shared_zygote().start(
                 "tests.processes:serve", {**base, **environ}, {LISTEN: door.fileno()}
             )
-            for door, environ in _doors(stack, size, each)
+            for door, environ in _doors(stack, jobs, each)
         ]
 
 
 def _start_pythons(
-    size: int, base: Mapping[str, str], each: Sequence[Mapping[str, str]]
+    jobs: Sequence[str],
+    base: Mapping[str, str],
+    each: Sequence[Mapping[str, str]],
+    command: Sequence[str],
 ) -> list[_Process]:
     with contextlib.ExitStack() as stack:
         return [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.processes"],
+                command,
                 env={**base, **environ, LISTEN: str(door.fileno())},
                 cwd=ROOT,
                 pass_fds=[door.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,
             )
-            for door, environ in _doors(stack, size, each)
+            for door, environ in _doors(stack, jobs, each)
         ]
 
 
 def _doors(
-    stack: contextlib.ExitStack, size: int, each: Sequence[Mapping[str, str]]
+    stack: contextlib.ExitStack, jobs: Sequence[str], each: Sequence[Mapping[str, str]]
 ) -> list[tuple[socket.socket, dict[str, str]]]:
     """Listen for every rank, and return what its environment says of it."""
-    doors = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(size)]
-    addresses = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
+    doors = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in jobs]
+    cluster: dict[str, list[str]] = {}
+    for job, door in zip(jobs, doors, strict=True):
+        cluster.setdefault(job, []).append(f"127.0.0.1:{door.getsockname()[1]}")
     secret = secrets.token_hex(16)
     environs = []
     for rank, extra in enumerate(each):
-        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        task = {"type": jobs[rank], "index": list(jobs[:rank]).count(jobs[rank])}
+        config = {"cluster": cluster, "task": task}
         environs.append(
             {
                 "TF_CONFIG": json.dumps(config),
                 "NDISTRIBUTE_SECRET": secret,
                 "RANKS_RANK": str(rank),
-                "RANKS_SIZE": str(size),
+                "RANKS_SIZE": str(len(jobs)),
                 **extra,
             }
         )
@@ -250,20 +267,22 @@ def _doors(
 
 
 def _start_over_mpi(
-    size: int, base: Mapping[str, str], each: Sequence[Mapping[str, str]]
+    jobs: Sequence[str],
+    base: Mapping[str, str],
+    each: Sequence[Mapping[str, str]],
+    command: Sequence[str],
 ) -> list[_Process]:
-    mpiexec = find_mpiexec()
+    mpiexec = find_mpiexec(command[0])
     if mpiexec is None:
         raise FileNotFoundError("no mpiexec: pip install 'ndistribute[mpi]'")
-    command = [mpiexec]
-    for rank in range(size):
+    started = [mpiexec, *base.get("RANKS_MPIEXEC", "").split()]
+    for rank in range(len(jobs)):
         # By env, for each MPI has a flag of its own for this.
         extra = ["env", *(f"{name}={value}" for name, value in each[rank].items())]
-        command += [":"] * (rank > 0) + ["-n", "1", *(extra if each[rank] else [])]
-        command += [sys.executable, "-m", "tests.processes"]
+        started += [":"] * (rank > 0) + ["-n", "1", *(extra if each[rank] else []), *command]
     plain = {k: v for k, v in base.items() if k not in ("TF_CONFIG", LISTEN)}
     return [
-        subprocess.Popen(command, env=plain, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0)
+        subprocess.Popen(started, env=plain, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0)
     ]
 
 

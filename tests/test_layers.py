@@ -33,6 +33,7 @@ LAYERS = (
         "tensor_files",
         "timeline",
         "trace_report",
+        "traces",
         "update_rules",
         "version",
     },

@@ -117,6 +117,11 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()!r})"
 
 
+def task_names(cluster: ClusterSpec) -> list[str]:
+    """Return the names of all tasks, such as ``"ps:0"``."""
+    return [f"{job}:{index}" for job in cluster.jobs for index in cluster.task_indices(job)]
+
+
 def only_task(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
     """Return a task's job and index; what is None is known where there is only one."""
     jobs = cluster.jobs if job is None else [job]

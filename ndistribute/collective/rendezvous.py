@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ndistribute.collective.backend import Call, check_calls
 from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError
+from ndistribute.timeline import recorded
 
 __all__ = ["Meeting", "Rendezvous"]
 
@@ -108,6 +109,7 @@ class Rendezvous:
                 meeting.result = combine(meeting.values)
         return meeting.result  # type: ignore[no-any-return]
 
+    @recorded(lambda meeting, self, rank, call, *_: ("wait", call.title))
     def join(self, rank: int, call: Call, value: Any, timeout: float) -> Meeting:
         """Return a meeting when it is over; to the last to arrive at once, which has to enter it.
 

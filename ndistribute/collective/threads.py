@@ -16,6 +16,7 @@ from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.device import Array, array_namespace, copy_to, device_of, is_gpu_array
 from ndistribute.stream import Stream, settle, write_to
+from ndistribute.timeline import recorded
 
 __all__ = ["ThreadBackend", "owned_blocks"]
 
@@ -98,6 +99,7 @@ class ThreadBackend:
             self.reduce_parts(op, meeting.values)
             self._meet_again(call, timeout)
 
+    @recorded(lambda *_, **__: ("reduce", ""))
     def reduce_parts(self, op: ReduceOp, everyone: Sequence[Any], *, whole: bool = False) -> None:
         """Reduce this replica's slice of the leaves, or whole leaves, for all replicas.
 
@@ -120,6 +122,7 @@ class ThreadBackend:
                 else:
                     target[...] = total
 
+    @recorded(lambda prepared, self, call, *_: ("update", call.title))
     def reduce_update(
         self,
         call: Call,

@@ -112,7 +112,7 @@ class Workers:
         options: CommunicationOptions,
     ) -> None:
         self.rank, self.size = peers.rank, peers.size
-        timeline.identify(self.rank, self.size)
+        timeline.identify(f"rank {self.rank}", [f"rank {k}" for k in range(self.size)])
         self.peers = peers
         self.backend = backend
         self.communicator = Communicator(backend, options, where=peers.where)

@@ -28,6 +28,7 @@ from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, requir
 from ndistribute.coordinator.queue import ClosureQueue
 from ndistribute.coordinator.remote_value import Closure, PerWorkerDataset, RemoteValue, dump_for
 from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, WorkerService
+from ndistribute.timeline import recorded
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.handshake import Hello
@@ -134,6 +135,7 @@ class ClusterCoordinator:
         self._wake()
         return closure.result
 
+    @recorded(lambda *_, **__: ("wait", ""))
     def join(self, timeout: float | None = None) -> None:
         """Wait until all scheduled functions have ended.
 

@@ -19,10 +19,11 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from ndistribute.cluster.resolvers import ClusterResolver, enter_task, seconds_of
-from ndistribute.cluster.spec import ClusterSpec, only_task
+from ndistribute.cluster.spec import ClusterSpec, only_task, task_names
 from ndistribute.coordinator.worker import WorkerService
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.parameter_server.server import StoreService
+from ndistribute.timeline import identify
 from ndistribute.transport.address import split_address
 from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.rpc import Peer, RpcServer, Service
@@ -266,6 +267,7 @@ class Server:
             # All addresses count: if all tasks are local, the secret is local too.
             credentials = credentials_of(self.cluster_spec.addresses(), self._environ)
             services = self._services()
+            identify(self.name, task_names(self.cluster_spec))
             try:
                 self._rpc = RpcServer(
                     self._address, credentials, self.name, services, environ=self._environ

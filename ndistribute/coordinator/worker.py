@@ -20,6 +20,7 @@ from typing import Any
 from ndistribute.coordinator.pickling import Pickled, dump, load
 from ndistribute.parameter_server.client import closure
 from ndistribute.parameter_server.messages import Report
+from ndistribute.timeline import recorded
 from ndistribute.transport.codec import MalformedError, Record
 
 MAX_FUNCTIONS = 256
@@ -181,6 +182,7 @@ class WorkerService:
                 _Session.current = None
         peer.send(Outcome(order.number, value, time.perf_counter() - begun, trace, reports))
 
+    @recorded(lambda *_: ("compute", ""))
     def _call(self, order: Run, function: Loader) -> tuple[Pickled, tuple[Report, ...]]:
         called = function()
         args, kwargs = load(order.arguments)

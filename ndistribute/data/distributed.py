@@ -41,6 +41,7 @@ from ndistribute.data.steps import (
     template_of,
 )
 from ndistribute.device import Device
+from ndistribute.timeline import recorded
 
 
 def distribute(
@@ -175,6 +176,7 @@ class DistributedIterator(Iterator[Any]):
         self._compared_with = topology.workers if compares else None
         self._rows = 0
 
+    @recorded(lambda *_: ("input", ""))
     def __next__(self) -> Any:
         if current_frame().replica is not None:
             raise RuntimeError(

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import itertools
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from msgspec.structs import replace
 
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.parameter_server import messages as m
+from ndistribute.timeline import enabled, recorded
 from ndistribute.transport.codec import Array, Record
 
 Changes = Mapping[int, Sequence[m.Change]]  # By server: changes, and below their outcomes.
@@ -32,6 +34,10 @@ _BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # The most that a closure ho
 _REUSED_BYTES = 1 << 16  # The allocator reuses smaller arrays.
 _SMALL_BYTES = 1 << 14  # Initial values up to this size are sent without asking.
 _TURN_SECONDS = 0.1  # The wait for one reply before polling the others.
+# The kind of the span that a trace records for a reply, or for none yet.
+_SPANS: dict[Any, str] = {m.Values: "pull", m.Changed: "push", m.Number: "wait", type(None): "wait"}
+# A trace attributes waits to the server that is asked first, so the order is random in a trace.
+_order = random.Random() if enabled() else None
 _ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
 _log = logging.getLogger("ndistribute")
 
@@ -205,6 +211,7 @@ class ServerClient:
     def current_life(self) -> m.Report | None:
         return self._lives.get(self._caller.instance)
 
+    @recorded(lambda reply, self, *_: (_SPANS.get(type(reply), "request"), self.title))
     def finish(self, call: Any, until: float = float("inf")) -> Any:
         """Return the reply to a request, or None if there is none yet; raise a `Failure`."""
         reply = call.result(until)
@@ -266,7 +273,10 @@ class Servers:
         try:
             for i, request in requests.items():
                 calls[i] = self._clients[i].start(request)
-            for i, call in calls.items():
+            waiting = list(calls.items())
+            if _order is not None:
+                _order.shuffle(waiting)
+            for i, call in waiting:
                 try:
                     replies[i] = self._clients[i].finish(call)
                 except Exception as error:

@@ -17,6 +17,7 @@ from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
+from ndistribute.timeline import recorded
 
 _CLOSE_SECONDS = 600.0
 _LOG_BYTES = 1 << 30  # A longer log triggers a snapshot.
@@ -72,6 +73,7 @@ class StoreService:
         with self._lock:
             self._peers[peer.name] = peer
 
+    @recorded(lambda reply, self, peer, *_: ("serve", peer.name))
     def handle(self, peer: Any, call: Any, request: m.Request) -> m.Reply | None:
         """Execute a request; return the reply, or None if it is sent later."""
         reads = isinstance(request, m.Read | m.Status)

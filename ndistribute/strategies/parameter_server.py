@@ -20,6 +20,7 @@ from typing import Any, Literal
 from ndistribute import tree
 from ndistribute.cluster import ClusterResolver, ClusterSpec, resolve
 from ndistribute.cluster.resolvers import current_task
+from ndistribute.cluster.spec import task_names
 from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.remote_value import keep_until_run
 from ndistribute.coordinator.worker import keep
@@ -30,7 +31,7 @@ from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Do
 from ndistribute.parameter_server.server import LocalServer
 from ndistribute.strategies.base import Strategy, T
 from ndistribute.strategies.update_mode import update_mode_of
-from ndistribute.timeline import span
+from ndistribute.timeline import identify, span
 from ndistribute.transport.failure_detector import detector
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
@@ -210,6 +211,8 @@ class ParameterServerStrategy(Strategy):
         self.handles = weakref.WeakValueDictionary()
         """The variables of this process by their names on the servers."""
         super().__init__(resolve_devices(devices), resolver)
+        if self._cluster is not None:
+            identify(self._role.task, task_names(self._cluster))
         self._servers = Servers(self.connect())
         self._copies = VariableCache(self._servers)
         weakref.finalize(self, detector.close_soon, self._servers.close).atexit = False

@@ -180,10 +180,15 @@ def test_every_benchmark_that_is_offered_is_there():
     assert missing == []
 
 
-def test_without_the_repository_a_benchmark_says_so(monkeypatch, capfd, tmp_path):
+def test_a_benchmark_runs_in_a_clone_and_says_what_to_do_elsewhere(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "ndistribute" / "cli.py"))
+    monkeypatch.chdir(ROOT)  # As where the package is installed and the user stands in a clone.
+    assert cli.main(["bench", "all_reduce", "--help"]) == 0
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["bench", "all_reduce"]) == 2
-    assert "the benchmarks come with the repository" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "the benchmarks come with the repository" in said
+    assert "pip install --editable '.[bench,test]'" in said
 
 
 @pytest.mark.parametrize("what", ["merge", "report"])

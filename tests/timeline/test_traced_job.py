@@ -1,8 +1,11 @@
-"""A real job of two workers is traced, and the report finds the one that is made late."""
+"""Real jobs are traced, and the report finds what is made late in them."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 from ndistribute import timeline, trace_report
-from tests.processes import Ranks
+from tests.processes import ROOT, Ranks
 
 STEPS, LATE = 20, 0.02
 
@@ -54,4 +57,87 @@ def test_the_late_worker_of_a_real_job_is_found(tmp_path: Path, late: int):
     assert lost.steps >= STEPS
     assert lost.cost / lost.steps / 1e6 > 0.5 * LATE
     merged = json.loads(trace_report.merge(tmp_path).read_text())
-    assert merged["otherData"]["clock_offsets_us"] == {"0": 0.0, "1": 0.0}
+    assert merged["otherData"]["clock_offsets_us"] == {"rank 0": 0.0, "rank 1": 0.0}
+
+
+REPLICAS = f"""
+import time
+import numpy as np
+import ndistribute as nd
+
+with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+    with strategy.scope():
+        variable = nd.Variable(np.zeros(50_000, np.float32))
+        optimizer = nd.optimizers.SGD(0.1)
+    dataset = strategy.distribute_dataset(nd.Dataset.range({2 * STEPS}).batch(2))
+
+    def step(numbers):
+        if nd.get_replica_context().replica_id_in_sync_group == 1:
+            time.sleep({LATE})
+        optimizer.apply_gradients([(np.ones(50_000, np.float32), variable)])
+
+    for batch in dataset:
+        strategy.run(step, args=(batch,))
+"""
+
+SERVERS = f"""
+import time
+import numpy as np
+import ndistribute as nd
+from ndistribute.parameter_server.store import Store
+
+task = nd.TFConfigClusterResolver()
+if task.task_type == "ps":
+    if task.task_id == 1:
+        answer = Store.handle
+        Store.handle = lambda *asked: time.sleep({LATE}) or answer(*asked)
+    nd.Server(task.cluster_spec(), "ps", task.task_id).join()
+else:
+    with nd.ParameterServerStrategy() as strategy:
+        with strategy.scope():
+            variables = [nd.Variable(np.zeros(5_000, np.float32)) for _ in range(2)]
+            optimizer = nd.optimizers.SGD(0.1)
+
+        def step():
+            gradients = [variable + 1.0 for variable in variables]
+            optimizer.apply_gradients(zip(gradients, variables))
+
+        for _ in range({STEPS}):
+            strategy.run(step)
+"""
+
+
+def traced(directory: Path, program: str, *launcher: str) -> str:
+    """Run a program, with the launcher or alone, and return what the report says of it."""
+    script, traces = directory / "train.py", directory / "traces"
+    script.write_text(program)
+    environ = {**os.environ, "NDISTRIBUTE_TRACE": str(traces), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *launcher, str(script)]
+    done = subprocess.run(
+        command, env=environ, timeout=100, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "ndistribute", "trace", "report", str(traces)]
+    return subprocess.run(
+        command, cwd=ROOT, timeout=60, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_the_late_replica_of_a_single_process_is_found(tmp_path: Path):
+    said = traced(tmp_path, REPLICAS)
+    assert said.startswith("1 process, ")
+    for word in ("input", "compute", "wait", "update"):
+        assert word in said.splitlines()[2]
+    assert "Replica 1 is late: it comes last to " in said, said
+    assert "It computes " in said
+
+
+def test_the_late_server_of_a_job_with_two_is_found(tmp_path: Path):
+    said = traced(tmp_path, SERVERS, "-m", "ndistribute", "run", "--workers", "2", "--ps", "2")
+    assert said.startswith("4 processes, "), said
+    rows = {line.split("  ")[0].strip(): line for line in said.splitlines()}
+    assert {"worker:0", "worker:1", "ps:0", "ps:1"} <= rows.keys()
+    for word in ("compute", "pull", "push", "serve"):
+        assert word in said.splitlines()[2]
+    assert "Server ps:1 is late: " in said, said
+    assert "No trace of" not in said

@@ -1,0 +1,253 @@
+"""A report in words: where the time of a job goes, who is late, and what may help.
+
+Each moment of a thread counts for the innermost span around it. Who makes the others wait is seen
+in the collectives that all share, and which server does in how long its answers take.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from ndistribute.traces import Event, Trace, calls, merge, offsets, read
+
+__all__ = ["Event", "Lateness", "Trace", "explain", "lateness", "merge", "read", "report"]
+
+UNTRACED = "untraced"
+_COLUMNS = ("input", "compute", "pull", "push", "pack", "wait", "reduce", "update", "serve")
+
+# One is called late where the others lose clearly more to it than to each other, so far from its
+# fair share towards everything, and more than the second figure of the run. Below, chance is as
+# good an explanation.
+_MORE_THAN_SHARE = 0.3
+_LATE_COST = 0.02
+
+# From which share of the time on a kind deserves a sentence.
+_ADVICE = {
+    "wait": (0.2, "Waiting takes {:.0%} and nobody is to blame: a larger batch makes fewer calls."),
+    "input": (0.15, "Input takes {:.0%}: `prefetch` prepares batches while steps compute."),
+    "pull": (0.2, "Pulling variables takes {:.0%}: a larger batch pulls less often."),
+    "push": (0.2, "Pushing gradients takes {:.0%}: a larger batch pushes less often."),
+    "pack": (0.15, "Copying gradients takes {:.0%}: a larger batch copies them less often."),
+    "reduce": (0.2, "Adding takes {:.0%}, bound by memory: a larger batch adds less often."),
+    "update": (0.25, "Updating variables takes {:.0%}: a larger batch updates less often."),
+    "compute": (0.7, "Computing takes {:.0%}: that is what the machine is for."),
+    UNTRACED: (0.3, "{:.0%} of the time is in no span: `timeline.span` around parts shows which."),
+}
+
+_SERVER = re.compile(r"ps:\d+")
+_REPLICA = re.compile(r":(\d+)$")
+
+
+class Lateness(NamedTuple):
+    """How a process, or a replica, came to the calls that all share."""
+
+    name: str
+    calls: int  # How many there are,
+    steps: int  # and to how many steps they belong.
+    last: int  # To how many it came last,
+    behind: float  # by how many microseconds after the one before it, in the median of those.
+    cost: float  # For how many microseconds the others waited for nobody but it, in all calls.
+
+
+def exclusive(events: Iterable[Event]) -> dict[str, float]:
+    """Return the microseconds by name, of which a span does not count those of spans in it.
+
+    What stands between the first and the last event of a thread and in no span is `UNTRACED`.
+    """
+    threads: dict[int, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda e: (e.start, -e.end)):
+        threads[event.thread].append(event)
+    total: dict[str, float] = defaultdict(float)
+    for own in threads.values():
+        now = own[0].start
+        around = [Event(UNTRACED, "", now, float("inf"), 0)]
+        for event in [*own, Event("", "", float("inf"), float("inf"), 0)]:
+            while around[-1].end <= event.start and len(around) > 1:
+                inner = around.pop()
+                total[inner.name] += max(0.0, inner.end - now)
+                now = max(now, inner.end)
+            if event.name:
+                total[around[-1].name] += event.start - now
+                now = event.start
+                around.append(event)
+    return {name: time for name, time in total.items() if time}
+
+
+def shares(events: Iterable[Event]) -> dict[str, float]:
+    """Return the same as parts of the whole, which add up to 1."""
+    times = exclusive(events)
+    whole = sum(times.values())
+    return {name: time / whole for name, time in times.items()}
+
+
+def lateness(traces: Sequence[Trace]) -> list[Lateness]:
+    """Return how each of those that make collective calls came to the common ones."""
+    shifts = offsets(traces)
+    made = [calls(trace.events, shift) for trace, shift in zip(traces, shifts, strict=True)]
+    callers = [(trace.name, own) for trace, own in zip(traces, made, strict=True) if own]
+    keys = set.intersection(*(set(own) for _, own in callers)) if len(callers) > 1 else set()
+    gaps: list[list[float]] = [[] for _ in callers]
+    for key in keys:
+        came = [own[key][0] for _, own in callers]
+        *_, second, last = sorted(came)
+        gaps[came.index(last)].append(last - second)
+    steps = len({step for _, step in keys})
+    return [
+        Lateness(name, len(keys), steps, len(own), median(own or [0.0]), sum(own))
+        for (name, _), own in zip(callers, gaps, strict=True)
+    ]
+
+
+def report(directory: str | os.PathLike[str]) -> str:
+    """Say in words what the traces in a directory show.
+
+    Raises:
+        FileNotFoundError: the directory has no trace.
+    """
+    return explain(read(directory))
+
+
+def explain(traces: Sequence[Trace]) -> str:
+    """Say where the time of some processes goes, who is late, and what to do about it.
+
+    >>> from ndistribute.trace_report import Event, Trace
+    >>> print(explain([Trace("rank 0", events=(Event("compute", "", 0, 3e6, 1),))]))
+    1 process, 3.0 s.
+    <BLANKLINE>
+            compute  other
+    rank 0     100%     0%
+    <BLANKLINE>
+    One process with one replica waits for nobody.
+    Computing takes 100%: that is what the machine is for.
+    """
+    seconds = max(trace.seconds for trace in traces)
+    members = _replicas(traces[0]) if len(traces) == 1 else list(traces)
+    late = lateness(members)
+    worst = _latest({one.name: one.cost for one in late}, seconds)
+    lines = [f"{len(traces)} process{'es' * (len(traces) > 1)}, {seconds:.1f} s."]
+    absent = [name for name in traces[0].names if name not in {trace.name for trace in traces}]
+    lines += [f"No trace of {', '.join(absent)}."] if absent else []
+    lines += ["", *_table(members), ""]
+    lines += list(_servers(members, seconds)) or _who_is_late(members, late, worst, seconds)
+    workers = [one for one in members if not _SERVER.fullmatch(one.name)]
+    mean = _mean([shares(trace.events) for trace in workers or members])
+    for kind, (large, advice) in _ADVICE.items():
+        if mean.get(kind, 0.0) > large and not (kind == "wait" and worst):
+            lines.append(advice.format(mean[kind]))
+    return "\n".join(lines)
+
+
+def _replicas(trace: Trace) -> list[Trace]:
+    """Return what each replica of a process recorded, or the process where it has one."""
+    numbers = {}
+    for thread in {event.thread for event in trace.events if event.name == "compute"}:
+        found = _REPLICA.search(trace.threads.get(thread, ""))
+        numbers[thread] = int(found[1]) if found else 0
+    own: dict[int, list[Event]] = defaultdict(list)
+    for event in trace.events:
+        if event.thread in numbers:
+            own[numbers[event.thread]].append(event)
+    replicas = [replace(trace, name=f"replica {k}", events=tuple(own[k])) for k in sorted(own)]
+    return replicas if len(replicas) > 1 else [trace]
+
+
+def _table(traces: Sequence[Trace]) -> Iterator[str]:
+    parts = [shares(trace.events) for trace in traces]
+    kinds = [kind for kind in _COLUMNS if any(kind in own for own in parts)]
+    rows = [["", *kinds, "other"]]
+    for trace, own in zip(traces, parts, strict=True):
+        rest = abs(1 - sum(own.get(kind, 0.0) for kind in kinds))
+        known = [f"{own[kind]:.0%}" if kind in own else "-" for kind in kinds]
+        rows.append([trace.name, *known, f"{rest:.0%}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *cells])
+
+
+def _latest(cost: Mapping[str, float], seconds: float) -> str:
+    """Return who makes the others wait, where it is more than chance and worth a word, or ''."""
+    if len(cost) < 2:
+        return ""
+    worst = max(cost, key=lambda name: cost[name])
+    most = _MORE_THAN_SHARE + (1 - _MORE_THAN_SHARE) / len(cost)
+    stands_out = cost[worst] > most * sum(cost.values())
+    return worst if stands_out and cost[worst] > _LATE_COST * seconds * 1e6 else ""
+
+
+def _who_is_late(
+    members: Sequence[Trace], late: Sequence[Lateness], worst: str, seconds: float
+) -> Iterator[str]:
+    """Say who is late, and what it does more of than the others."""
+    if len(members) == 1:
+        yield "One process with one replica waits for nobody."
+    elif not late or late[0].calls == 0:
+        yield "They share no collective that would show who waits for whom."
+    elif not worst:
+        yield f"Nobody is late: over {late[0].calls} calls they wait for each other in turn."
+    else:
+        one = next(one for one in late if one.name == worst)
+        yield (
+            f"{worst.capitalize()} is late: it comes last to {one.last / one.calls:.0%} of "
+            f"{one.calls} calls, {_time(one.behind)} after the others in the median. Waiting for "
+            f"it takes {_time(one.cost / one.steps)} a step, {one.cost / 1e6 / seconds:.0%} of the "
+            "run."
+        )
+        times = {trace.name: exclusive(trace.events) for trace in members}
+        own, others = times.pop(worst), _mean(list(times.values()))
+        more = {k: own.get(k, 0.0) - others.get(k, 0.0) for k in {**own, **others} if k != "wait"}
+        kind = max(more, key=lambda name: more[name], default=UNTRACED)
+        host = next(trace.host for trace in members if trace.name == worst) or "its host"
+        per_step = f"{_time(max(0.0, more.get(kind, 0.0)) / one.steps)} a step more"
+        known = {
+            "compute": f"It computes {per_step} than the others: look at what else runs on {host}, "
+            "at its cores and BLAS threads (`ndistribute doctor`), or give it a smaller batch.",
+            UNTRACED: f"It spends {per_step} than the others in no span: its input, its logging or "
+            "its checkpoints. Prefetch the input, or do the rest on all of them less often.",
+        }
+        yield known.get(kind, f"It spends {per_step} than the others in `{kind}`.")
+
+
+def _servers(members: Sequence[Trace], seconds: float) -> Iterator[str]:
+    """Say how long each server's answers took those who asked, and which server is late."""
+    waits: dict[str, list[float]] = defaultdict(list)
+    for event in (event for trace in members for event in trace.events):
+        if event.name in ("pull", "push") and _SERVER.fullmatch(event.title):
+            waits[event.title].append(event.end - event.start)
+    cost = {name: sum(own) for name, own in sorted(waits.items())}
+    if cost:
+        each = [f"{name} {_time(cost[name] / len(waits[name]))}" for name in cost]
+        yield f"For an answer of a server its clients wait, in the mean: {', '.join(each)}."
+    clients = sum("pull" in shares(trace.events) for trace in members)
+    worst = _latest(cost, seconds * clients)
+    if worst:
+        part = cost[worst] / sum(cost.values())
+        yield f"Server {worst} is late: {part:.0%} of the waiting for servers is for it."
+        for trace in (trace for trace in members if trace.name == worst):
+            yield (
+                f"It is at work for {shares(trace.events).get('serve', 0.0):.0%} of the time: if "
+                "that is much, give it less (`nd.partitioners`) or a faster host; else look at its "
+                "network."
+            )
+
+
+def _mean(of_many: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in of_many for name in one)
+    return {name: sum(one.get(name, 0.0) for one in of_many) / len(of_many) for name in names}
+
+
+def _time(microseconds: float) -> str:
+    """Return a time with a unit that suits it.
+
+    >>> _time(12.34), _time(4_321.0), _time(2_500_000.0)
+    ('12 us', '4.3 ms', '2.5 s')
+    """
+    if microseconds < 1e3:
+        return f"{microseconds:.0f} us"
+    return f"{microseconds / 1e3:.1f} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.1f} s"
