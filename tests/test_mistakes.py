@@ -362,6 +362,74 @@ def optimizer_of_another_strategy(strategy):
         other.run(lambda: optimizer.apply_gradients([(np.ones(2), weights)]))
 
 
+# Input.
+
+
+@mistake(ValueError, "unbatched", "dataset.batch(global_batch_size)")
+def dataset_without_batches(strategy):
+    strategy.distribute_dataset(nd.Dataset.range(4))
+
+
+@mistake(ValueError, "float64[3], float64[4]", "the same leading length")
+def arrays_of_unequal_lengths(_):
+    nd.Dataset.from_tensor_slices((np.ones(3), np.ones(4)))
+
+
+@mistake(ValueError, "list_iterator", "only once", "Dataset.from_generator")
+def input_that_can_be_read_once(strategy):
+    strategy.distribute_dataset(iter([np.ones(2)]))
+
+
+@mistake(RuntimeError, "inside a replica", "strategy.run(step, args=(batch,))", "replica 0 of 2")
+def batch_taken_in_a_step(strategy):
+    batches = strategy.distribute_dataset(nd.Dataset.range(4).batch(2))
+    strategy.run(lambda: next(iter(batches)))
+
+
+# Gradients.
+
+
+@mistake(RuntimeError, "not persistent", "pass them together", "persistent=True")
+def two_gradients_of_one_tape(_):
+    weights = nd.Variable([1.0, 2.0])
+    with nd.GradientTape() as tape:
+        loss = np.sum(weights * weights)
+    tape.gradient(loss, weights)
+    tape.gradient(loss, weights)
+
+
+@mistake(TypeError, "ndarray", "variables", "tape.watch(array)")
+def gradient_of_a_plain_array(_):
+    weights = nd.Variable([1.0, 2.0])
+    with nd.GradientTape() as tape:
+        loss = np.sum(weights * weights)
+    tape.gradient(loss, weights.numpy())
+
+
+@mistake(TypeError, "np.unwrap", "nd.custom_gradient")
+def function_without_a_derivative(_):
+    weights = nd.Variable([1.0, 2.0])
+    with nd.GradientTape() as tape:
+        loss = np.sum(np.unwrap(weights))
+    tape.gradient(loss, weights)
+
+
+@mistake(TypeError, "x[i] = v", "np.where(mask, v, x)")
+def element_of_a_result_set(_):
+    weights = nd.Variable([1.0, 2.0])
+    with nd.GradientTape():
+        doubled = weights * 2.0
+        doubled[0] = 5.0
+
+
+@mistake(TypeError, "var_list", "list of variables", "[variable]")
+def variable_that_stands_in_no_list(_):
+    weights = nd.Variable([1.0, 2.0])
+    with nd.GradientTape() as tape:
+        loss = np.sum(weights * weights)
+    nd.optimizers.SGD(0.1).minimize(loss, weights, tape)
+
+
 def made(one: Mistake) -> Exception:
     """Make a mistake beside a strategy of two replicas, and return the error."""
     strategy = nd.MirroredStrategy(["cpu:0", "cpu:1"])

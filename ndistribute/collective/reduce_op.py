@@ -52,8 +52,8 @@ class ReduceOp(enum.Enum):
         name = op.rpartition(".")[2].upper() if isinstance(op, str) else ""
         if name not in cls.__members__:
             raise ValueError(
-                f"the first argument must be a reduction, {', '.join(cls.__members__)}, as "
-                f"nd.ReduceOp.SUM or by its name; got {op!r}."
+                f"{op!r} is no reduction: the first argument is one of "
+                f"{', '.join(cls.__members__)}, as nd.ReduceOp.SUM or by its name."
             )
         return cls[name]
 

@@ -139,10 +139,9 @@ class Rendezvous:
         with self._mutex:
             self._returned = self._returned or (rank, calls_made)
             meeting = self._meeting
-            calls = enumerate(meeting.calls if meeting is not None else ())
-            waiting = next(((call, other) for other, call in calls if call is not None), None)
-        if waiting is not None:
-            self.end(meeting, self._skipped(*waiting))
+            calls = [] if meeting is None else list(filter(None, meeting.calls))
+        if meeting is not None and calls:
+            self.end(meeting, self._skipped(calls[0], meeting.calls.index(calls[0])))
 
     def abort(self, cause: BaseException) -> None:
         """Release everyone who waits, and everyone who comes later, with the first cause given."""

@@ -154,7 +154,9 @@ class Optimizer:
         variables = list(variables)
         for variable in variables:
             if not isinstance(variable, Variable):
-                raise TypeError(f"build takes variables, got {type(variable).__name__}.")
+                raise TypeError(
+                    f"build takes a list of variables, got {type(variable).__name__} in it."
+                )
             if not can_train(variable.dtype, variable.dtype):
                 raise ValueError(
                     f"variable {variable.name!r} of dtype {variable.dtype} can not be trained: "
@@ -217,7 +219,12 @@ class Optimizer:
             loss: computed inside the tape.
             var_list: what to update.
             tape: the `GradientTape`.
+
+        Raises:
+            TypeError: `var_list` is one variable.
         """
+        if isinstance(var_list, Variable):
+            raise TypeError("var_list is a variable, not a list of variables: write [variable].")
         self.apply_gradients(zip(tape.gradient(loss, list(var_list)), var_list, strict=True))
 
     def _build(self, variables: Sequence[Variable]) -> Any:
