@@ -16,7 +16,6 @@ from tests.worker_kinds import TIMEOUT_SECONDS, join
 
 Counts = tuple[int, ...]
 OPTIONS = nd.CommunicationOptions(timeout_seconds=TIMEOUT_SECONDS)
-AGGREGATIONS = ("sum", "mean", "only_first_replica")
 
 
 def first_values(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
@@ -57,37 +56,6 @@ def disagreeing(worker: int, size: int, how: str, counts: Counts) -> list[str]:
                 told.append(type(error).__name__)
         nd.Variable(0.0, name="same")
     return told
-
-
-def aggregated(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
-    """Write to variables of each synchronization and aggregation in every replica."""
-    with join(how, counts) as strategy:
-        return aggregate_over(strategy)
-
-
-def aggregate_over(strategy: nd.Strategy) -> dict[str, Any]:
-    with strategy.scope():
-        made = {
-            (synchronization, aggregation): nd.Variable(
-                np.full(3, 10.0), synchronization=synchronization, aggregation=aggregation
-            )
-            for synchronization in ("on_write", "on_read")
-            for aggregation in AGGREGATIONS
-        }
-
-    def step() -> None:
-        for variable in made.values():
-            variable.assign_add(np.full(3, rank() + 1.0))
-            variable.scatter_sub([rank() % 3], [0.5])
-
-    strategy.run(step)
-    seen = {" ".join(key): v.numpy().tolist() for key, v in made.items()}
-    for (synchronization, aggregation), variable in made.items():
-        if synchronization == "on_read":
-            variable.assign(np.full(3, 6.0))
-            variable.assign_add(np.full(3, 3.0))
-            seen[f"{aggregation} assigned"] = variable.numpy().tolist()
-    return seen
 
 
 def reduced(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
@@ -152,7 +120,7 @@ def met(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
 
 def meet_over(strategy: nd.Strategy) -> dict[str, Any]:
     """Return what the first replica of this process got, as arrays."""
-    dtypes = "bool int8 uint8 int32 int64 float16 float32 float64 complex64".split()
+    dtypes = "bool uint8 int64 float16 complex64".split()
     shapes: list[tuple[int, ...]] = [(), (0,), (2, 3), (LARGE,)]
 
     def reduce_all(op: str) -> Any:

@@ -65,14 +65,6 @@ def test_secrets_that_are_referred_to_exist_and_hold_nothing_yet():
     assert len(references) == 2
 
 
-def test_every_mounted_volume_exists():
-    for document in documents():
-        for pod in (t["spec"] for t in values_of(document, "template")):
-            volumes = {volume["name"] for volume in pod.get("volumes", [])}
-            for container in pod["containers"]:
-                assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
-
-
 def test_each_pod_reads_its_own_place_from_its_tf_config():
     service, job = the("Service"), the("Job")
     spec = job["spec"]
@@ -119,11 +111,6 @@ def test_mpi_starts_as_many_ranks_as_there_are_slots():
     (worker,) = roles["Worker"]["template"]["spec"]["containers"]
     assert worker["image"] == launcher["image"]
     assert worker["readinessProbe"]["tcpSocket"]["port"] == worker["ports"][0]["containerPort"]
-
-
-def test_blas_threads_are_the_cores_of_a_worker():
-    (worker,) = the("Job")["spec"]["template"]["spec"]["containers"]
-    assert variables(worker)["OMP_NUM_THREADS"]["value"] == worker["resources"]["limits"]["cpu"]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -93,12 +93,6 @@ def test_a_stranger_is_told_no_address_and_keeps_nobody_from_meeting(port):
             assert all(output.endswith(SAYS) for output in outputs([*first, *second]))
 
 
-def test_a_process_of_another_size_is_refused(port):
-    with ranks(port, [0], TIMEOUT="5") as first, ranks(port, [2], 3) as other:
-        assert "it is worker 2 of 3, here is worker 0 of 2" in outputs(other)[0]
-        assert "worker 0 waited 5 s for worker 1 to start" in outputs(first)[0]
-
-
 def test_a_port_that_is_taken_is_an_error_that_names_the_option(port):
     with ranks(port - 1, [0]) as processes:
         (output,) = outputs(processes)

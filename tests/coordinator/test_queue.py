@@ -135,31 +135,6 @@ def test_an_error_cancels_what_waits_and_is_raised_once_when_nothing_flies():
     assert (queue.low_water, queue.take(1, 2)) == (5, [])
 
 
-def test_what_a_worker_had_is_cancelled_when_it_is_lost_after_an_error():
-    queue = queue_for(2)
-    two = [add(queue), add(queue)][1]
-    queue.take(0, 2)
-    queue.take(1, 2)
-    queue.finish(0, 1, LookupError("one"))
-    queue.lose(1, GONE)
-    with pytest.raises(CancelledError):
-        two.result.fetch()
-    with pytest.raises(LookupError):
-        queue.join(0)
-
-
-def test_an_input_without_a_value_is_refused_and_takes_no_number():
-    queue = queue_for(1)
-    one = add(queue)
-    queue.take(0, 1)
-    queue.finish(0, 1, LookupError("one"))
-    with pytest.raises(LookupError):
-        queue.join(0)
-    with pytest.raises(ValueError, match="which has no value"):
-        add(queue, one)
-    assert add(queue).number == queue.low_water == 2
-
-
 def test_all_workers_away_is_an_error_only_while_something_waits():
     queue = ClosureQueue(["worker:0", "worker:1"], patience=0.0)
     for worker in (0, 1):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.launcher.jobs import SECONDS, environment, run
+from tests.launcher.jobs import run
 from tests.launcher.test_mpiexec import has_mpi
 
 SCRIPT = """
@@ -44,25 +42,6 @@ def script(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_workers_find_each_other_and_sum(script, way):
-    done = run("run", *way, "-n", "2", script)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] 2 {3.0}", "[1] 2 {3.0}"]
-
-
-def test_the_same_script_works_alone(script):
-    done = subprocess.run(
-        [sys.executable, script],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=True,
-    )
-    assert done.stdout == "1 {1.0}\n"
 
 
 @pytest.mark.parametrize("way", WAYS)

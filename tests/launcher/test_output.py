@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import subprocess
 import sys
 
@@ -61,10 +59,6 @@ def test_a_progress_bar_is_seen_as_it_goes_on():
     assert shown(b"10%\r20%\r", b"30%\r\nnext") == [[b"10%"], [b"20%", b"30%"], [b"next"]]
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory():
-    assert shown(b"x" * 100_000) == [[b"x" * 100_000], []]
-
-
 def test_a_log_holds_both_streams_without_the_rank(tmp_path, console):
     opened, written = console
     shown = opened(tmp_path / "new" / "logs")
@@ -95,23 +89,6 @@ def test_a_message_of_the_launcher_is_not_taken_for_a_ranks(console):
     assert shown.kept("ps:0") == []
     out, err = written(shown)
     assert (out, err.endswith(b"last):\nndistribute run: well.\n[0] a\n")) == (b"", True)
-
-
-def test_lines_that_are_not_read_are_dropped_and_counted(tmp_path):
-    """The newest are kept, and a line stands where the others were."""
-    reader, writer = os.pipe()
-    out = Writer(writer, most=100_000)
-    with contextlib.closing(os.fdopen(reader, "rb")) as pipe:
-        for number in range(1000):
-            out.write(b"%09d " % number * 100 + b"\n")
-        lines = [pipe.readline() for _ in range(50)]
-        while not lines[-1].startswith(b"000000999"):
-            lines.append(pipe.readline())
-        assert out.close() == 0
-    os.close(writer)
-    told = [int(line.split()[2]) for line in lines if line.startswith(b"ndistribute run: ")]
-    assert sum(told) == (1000 + len(told) - len(lines)) * 1001
-    assert told
 
 
 def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path, console):

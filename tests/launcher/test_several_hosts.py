@@ -7,7 +7,7 @@ import socket
 import stat
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndistribute.launcher.hosts import (
@@ -20,12 +20,13 @@ from ndistribute.launcher.hosts import (
 )
 from tests.launcher.jobs import lasting, read_pids, run, started
 
-NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,9}", fullmatch=True)
+NAMES = st.text("ab1.-", min_size=1, max_size=9).map("h".__add__)
 HOSTS = st.lists(
     st.builds(Host, NAMES, st.integers(1, 9)), min_size=1, max_size=5, unique_by=lambda h: h.name
 )
 
 
+@settings(max_examples=20)
 @given(HOSTS)
 def test_hosts_are_read_as_they_were_written(hosts):
     assert parse_hosts(",".join(f"{host.name}:{host.slots}" for host in hosts)) == hosts
@@ -34,6 +35,7 @@ def test_hosts_are_read_as_they_were_written(hosts):
         assert parse_hosts("\n# a comment\n\n" + "\n".join(lines), "\n") == hosts
 
 
+@settings(max_examples=20)
 @given(HOSTS, st.data())
 def test_hosts_are_filled_in_order(hosts, data):
     room = sum(host.slots for host in hosts)

@@ -26,7 +26,7 @@ def workers() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.fixture(scope="module", params=["shared memory", "ring", "hosts"])
+@pytest.fixture(scope="module", params=["ring", "hosts"])
 def run(request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Any]]]:
     """Return what runs a step on all workers and collects what each returned."""
     hosts = "aba" if request.param == "hosts" else "aaa"
@@ -55,17 +55,6 @@ def test_variables_start_from_the_chiefs_value(run):
 
 def test_workers_that_create_different_variables_are_all_told(run):
     assert run(worker_steps.disagreeing) == [["CollectiveMismatchError"] * 5] * WORKERS
-
-
-def test_writes_and_reads_are_aggregated_over_all_replicas_of_all_workers(run):
-    with mirrored(REPLICAS) as strategy:
-        expected = worker_steps.aggregate_over(strategy)
-    for seen in run(worker_steps.aggregated):
-        assert seen.keys() == expected.keys()
-        for name, value in seen.items():
-            assert np.allclose(value, expected[name]), name
-    assert np.isclose(expected["on_write only_first_replica"][1], 11)
-    assert np.isclose(expected["on_read sum"][2], 50 - 0.5)
 
 
 def test_reduce_and_gather_over_workers_equal_those_of_one_process(run):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.optimizers import SGD, Adagrad, Adam, Optimizer
+from ndistribute.optimizers import SGD, Adam, Optimizer
 from ndistribute.parameter_server.client import closure
 from ndistribute.update_rules import Rule
 from tests.kinds import DEADLINE, closing, in_thread
@@ -28,10 +28,7 @@ WANTED = RNG.normal(size=(5, 12, 3))
 STEPS = 5
 
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
-    "sgd": lambda: SGD(0.1),
     "momentum": lambda: SGD(0.1, 0.9),
-    "nesterov": lambda: SGD(0.1, 0.9, nesterov=True),
-    "adagrad": lambda: Adagrad(0.1),
     "adam": lambda: Adam(0.1),
     "schedule": lambda: Adam(lambda step: 0.1 / (1 + step)),
     "clipped": lambda: Adam(0.1, global_clipnorm=0.5),
@@ -66,8 +63,7 @@ def expected(optimizer: Optimizer) -> list[Any]:
         return Model(one, optimizer).train()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(("servers", "replicas"), [(1, 1), (3, 2)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_gives_what_one_device_gives(name: str, servers: int, replicas: int) -> None:
     wanted = expected(OPTIMIZERS[name]())
@@ -76,16 +72,6 @@ def test_one_worker_gives_what_one_device_gives(name: str, servers: int, replica
         trained = Model(strategy, optimizer).train()
         assert optimizer.iterations == STEPS
         assert strategy.staleness() == {0: STEPS}
-    for value, other in zip(trained, wanted, strict=True):
-        np.testing.assert_allclose(value, other, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", ["nesterov", "adam"])
-def test_shards_train_like_the_whole(name: str) -> None:
-    wanted = expected(OPTIMIZERS[name]())
-    cut = nd.partitioners.FixedShardsPartitioner(2)
-    with served(3, replicas=2, variable_partitioner=cut) as strategy:
-        trained = Model(strategy, OPTIMIZERS[name]()).train()
     for value, other in zip(trained, wanted, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-12, atol=1e-14)
 
