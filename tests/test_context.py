@@ -88,13 +88,6 @@ def test_merge_call_of_the_default_strategy_is_across_replicas_of_no_other():
     assert where() == (nd.get_strategy(), False, False, True)
 
 
-def test_a_scope_is_entered_again_by_the_same_strategy(pair):
-    with pair.scope():
-        with pair.scope():
-            assert nd.get_strategy() is pair
-        assert where() == (pair, True, True, False)
-
-
 def test_a_scope_ends_with_an_exception(pair):
     with pytest.raises(KeyError), pair.scope(), pair.scope():
         raise KeyError
@@ -112,11 +105,6 @@ def test_the_default_scope_inside_another_is_refused(pair):
     default = nd.get_strategy()
     with pair.scope(), pytest.raises(RuntimeError, match="Mixing"), default.scope():
         pass
-
-
-def test_the_default_scope_changes_nothing():
-    with nd.get_strategy().scope() as entered:
-        assert where() == (entered, False, False, True)
 
 
 @pytest.mark.parametrize(
@@ -160,14 +148,6 @@ def test_set_strategy_is_a_scope_that_is_never_left(pair, other):
     assert nd.get_strategy() is other
     nd.set_strategy(None)
     assert where() == (nd.get_strategy(), False, False, True)
-
-
-@pytest.mark.usefixtures("back_to_default")
-def test_setting_the_default_strategy_goes_back_to_it(pair):
-    default = nd.get_strategy()
-    nd.set_strategy(pair)
-    nd.set_strategy(default)
-    assert where() == (default, False, False, True)
 
 
 def test_set_strategy_in_a_scope_is_refused(pair):

@@ -104,26 +104,6 @@ def test_arrays_travel_and_can_be_written_to(coordinator):
     assert value.fetch() is value.fetch()
 
 
-def test_arguments_and_results_are_those_of_the_moment(coordinator):
-    gate = coordinator.schedule(pass_gate)
-    batch, totals = np.zeros(10_000), []
-    for number in range(3):
-        batch[:] = number
-        totals.append(coordinator.schedule(lambda batch, _: batch.sum(), (batch, gate)))
-    GATE.set()
-    assert coordinator.fetch(totals) == [0, 10_000, 20_000]
-    reused = [coordinator.schedule(fill, (number,)) for number in range(3)]
-    assert [result.sum() for result in coordinator.fetch(reused)] == [0, 10_000, 20_000]
-
-
-_buffer = np.zeros(10_000)
-
-
-def fill(number: int) -> np.ndarray:
-    _buffer[:] = number
-    return _buffer
-
-
 def test_a_per_worker_iterator_goes_on_where_it_was(coordinator):
     dataset = coordinator.create_per_worker_dataset(lambda: [worker_index() + n for n in range(3)])
     one, two = iter(dataset), iter(dataset)

@@ -30,22 +30,6 @@ def add(queue: ClosureQueue, *inputs: Closure) -> Closure:
     return made
 
 
-def test_closures_go_out_in_order_and_come_back_in_any():
-    queue = queue_for(2)
-    one, two, three = (add(queue) for _ in range(3))
-    assert queue.idle_worker() == 0
-    assert queue.take(0, 2) == [one, two]
-    assert queue.idle_worker() == 1
-    assert queue.take(1, 2) == [three]
-    assert queue.idle_worker() is None
-    queue.finish(1, 3, NOTHING)
-    assert (queue.low_water, queue.done()) == (1, False)
-    queue.finish(0, 2, NOTHING)
-    queue.finish(0, 1, NOTHING)
-    assert (queue.low_water, queue.done()) == (4, True)
-    queue.join(0)
-
-
 def test_a_worker_gets_nothing_in_advance_while_another_might_be_idle():
     queue = queue_for(2)
     one, two = add(queue), add(queue)
@@ -59,17 +43,6 @@ def test_a_fast_worker_gets_several_in_advance_while_there_are_plenty():
     made = [add(queue) for _ in range(12)]
     assert queue.take(0, depth=8) == made[:5]  # Of the other 7 each worker may have 3.
     assert queue.take(1, depth=2) == made[5:7]
-
-
-def test_a_closure_waits_for_its_inputs():
-    queue = queue_for(1)
-    one, two = add(queue), add(queue)
-    both = add(queue, one, two, one)
-    assert queue.take(0, 2) == [one, two]
-    queue.finish(0, 2, NOTHING)
-    assert queue.take(0, 2) == []
-    queue.finish(0, 1, NOTHING)
-    assert queue.take(0, 2) == [both]
 
 
 def test_what_a_lost_worker_had_goes_first():
@@ -150,16 +123,6 @@ def test_all_workers_away_is_an_error_only_while_something_waits():
         queue.join(0)
 
 
-def test_all_workers_that_refuse_are_an_error_at_once():
-    queue = ClosureQueue(["worker:0", "worker:1"], patience=60.0)
-    value = add(queue).result
-    for worker in (0, 1):
-        assert not value.done()
-        queue.lose(worker, AuthenticationError("another secret"))
-    with pytest.raises(AuthenticationError, match="No worker let this process in: another"):
-        queue.join(0)
-
-
 def test_a_worker_that_refuses_is_named_at_once_and_once(caplog):
     """It was tried again in silence, for as long as another worker was there."""
     queue = ClosureQueue(["worker:0", "worker:1"])
@@ -171,19 +134,3 @@ def test_a_worker_that_refuses_is_named_at_once_and_once(caplog):
         "WARNING",
         "worker:1 gets no work, for it refuses: it belongs to another job",
     )
-
-
-def test_the_queue_is_full_of_many_closures_or_of_long_arguments():
-    queue = queue_for(1)
-    queue.capacity = 2
-    assert not queue.is_full()
-    add(queue), add(queue)
-    assert queue.is_full()
-    queue.capacity, queue.capacity_bytes = 10, 2 * NOTHING.nbytes
-    assert queue.is_full()
-    queue.take(0, 1)
-    assert not queue.is_full()
-    queue.lose(0, GONE)
-    assert queue.is_full()
-    queue.close()
-    assert not queue.is_full()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -202,20 +201,3 @@ def test_servers_that_do_not_end_are_stopped_once_the_work_is_done(script, tmp_p
     assert sorted(out.read_text().splitlines()) == ["[worker:0] done", "[worker:1] done"]
     assert err.read_text() == ""
     assert lasting(lives(tmp_path, "ps0"), 0) == []
-
-
-def test_a_dry_run_shows_every_task(tmp_path):
-    more = ("--chief", "--snapshot-dir", tmp_path, "--snapshot-seconds", "5", "--dry-run", "x.py")
-    done = run(*cluster(1, 2, *more))
-    assert done.returncode == 0
-    lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["[ps:0]", "[ps:1]", "[worker:0]", "[chief]"]
-    assert all(line.endswith(f"{sys.executable} x.py") for line in lines)
-    spec = '{"ps": ["127.0.0.1:PORT0", "127.0.0.1:PORT1"], "worker": ["127.0.0.1:PORT2"], '
-    assert all(spec in line for line in lines)
-    assert ["NDISTRIBUTE_SNAPSHOT_SECONDS=5.0" in line for line in lines] == [
-        True,
-        True,
-        False,
-        False,
-    ]

@@ -59,27 +59,6 @@ def test_a_progress_bar_is_seen_as_it_goes_on():
     assert shown(b"10%\r20%\r", b"30%\r\nnext") == [[b"10%"], [b"20%", b"30%"], [b"next"]]
 
 
-def test_a_log_holds_both_streams_without_the_rank(tmp_path, console):
-    opened, written = console
-    shown = opened(tmp_path / "new" / "logs")
-    shown.take("1", "stdout", [b"a", b"b"])
-    shown.take("1", "stderr", [b"c"])
-    assert (shown.kept("1"), shown.kept("0")) == ([b"c"], [])
-    assert written(shown) == (b"[1] a\n[1] b\n", b"[1] c\n")
-    assert (tmp_path / "new" / "logs" / "rank-1.log").read_bytes() == b"a\nb\nc\n"
-
-
-@pytest.mark.parametrize(("label", "name"), [("1", "rank-1"), ("ps:0", "ps-0"), ("chief", "chief")])
-def test_a_log_is_named_after_its_process_and_attempt(tmp_path, console, label, name):
-    opened, written = console
-    shown = opened(tmp_path)
-    for attempt, suffix in ((0, ""), (2, ".2")):
-        shown.begin(attempt)
-        shown.take(label, "stdout", [b"a"])
-        assert (tmp_path / f"{name}{suffix}.log").read_bytes() == b"a\n"
-    written(shown)
-
-
 def test_a_message_of_the_launcher_is_not_taken_for_a_ranks(console):
     opened, written = console
     shown = opened()

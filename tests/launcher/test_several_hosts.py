@@ -182,11 +182,3 @@ def test_no_process_outlives_the_launcher_on_another_host(tmp_path, fake_ssh, en
         getattr(job, end)()
         job.wait(50)
         assert lasting(pids) == []
-
-
-def test_a_dry_run_shows_where_each_process_would_start():
-    done = run("run", "--hosts", "far:1,farther:1", "--dry-run", "x.py")
-    first, second = done.stdout.splitlines()
-    assert first.startswith("[0] ssh -o BatchMode=yes -- far 'exec /bin/sh -s' <<<")
-    assert second.startswith("[1] ssh -o BatchMode=yes -- farther ")
-    assert "NDISTRIBUTE_SECRET='(hidden)'" in first.replace("\\'", "'")

@@ -46,18 +46,6 @@ def wait(calls, client, step, count=2):
     return calls.send(client, AwaitStep("t", step, count))
 
 
-def test_the_step_rises_with_the_set_that_completes_it(calls):
-    assert give(calls, "a", [4, 0, 0, 0]) == (True, 0)
-    waits = wait(calls, "a", 1)
-    assert waits not in calls.replies
-    assert calls.value("v").tolist() == [0, 0, 0, 0]
-    assert give(calls, "b", [0, 2, 0, 0]) == (True, 1)
-    assert calls.replies[waits].value == 1
-    assert calls.ask("b", AwaitStep("t", 1, 2)).value == 1
-    assert calls.value("v").tolist() == [-2, -1, 0, 0]
-    assert calls.value("n") == 1
-
-
 def test_a_late_set_and_a_second_one_of_a_client_are_dropped(calls):
     give(calls, "a", [1, 1, 1, 1])
     assert give(calls, "a", [9, 9, 9, 9]) == (False, 0)
@@ -123,21 +111,6 @@ def test_who_waits_learns_that_a_member_left_and_goes_on_with_its_successor(call
     assert calls.ask("a", AwaitStep("t", 2, 2)).kind == "left"
     assert give(calls, "b2", [1, 1, 1, 1], step=1) == (True, 2)
     assert calls.ask("a", AwaitStep("t", 2, 2)).value == 2
-
-
-def test_a_set_of_a_client_that_left_still_counts(calls):
-    give(calls, "a", [1, 1, 1, 1])
-    calls.leave("a")
-    assert give(calls, "b", [3, 3, 3, 3]) == (True, 1)
-    assert calls.value("v").tolist() == [-2, -2, -2, -2]
-
-
-def test_who_asks_again_waits_once(calls):
-    give(calls, "a", [1, 1, 1, 1])
-    first, second = wait(calls, "a", 1), wait(calls, "a", 1)
-    assert calls.replies[first].kind == "superseded"
-    give(calls, "b", [1, 1, 1, 1])
-    assert calls.replies[second].value == 1
 
 
 def test_a_server_restored_from_before_follows_its_clients(calls):
@@ -247,18 +220,6 @@ def may(calls, client, clock, slack=0, count=2):
     return isinstance(calls.replies.get(begin(calls, client, clock, slack, count)), Number)
 
 
-def test_all_wait_until_all_came_and_then_none_runs_away(calls):
-    first = begin(calls, "a", 0, slack=1)
-    assert first not in calls.replies
-    assert may(calls, "b", 0, slack=1)
-    assert calls.replies[first].value == 0
-    assert may(calls, "a", 1, slack=1)
-    ahead = begin(calls, "a", 2, slack=1)
-    assert ahead not in calls.replies
-    assert may(calls, "b", 1, slack=1)
-    assert calls.replies[ahead].value == 2
-
-
 def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls):
     begin(calls, "w:0#1", 0, count=3)
     begin(calls, "w:1#1", 0, count=3)
@@ -297,13 +258,6 @@ def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(c
     assert ahead not in calls.replies
     assert may(calls, "w:1#2", 10, slack=1)
     assert calls.replies[ahead].value == 11
-
-
-def test_a_client_stands_at_a_clock_once(calls):
-    first, second = begin(calls, "a", 0), begin(calls, "a", 0)
-    assert calls.replies[first].kind == "superseded"
-    begin(calls, "b", 0)
-    assert calls.replies[second].value == 0
 
 
 def test_numbers_without_sense_are_refused(calls):

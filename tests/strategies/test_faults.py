@@ -14,11 +14,9 @@ from ndistribute.strategies import replicas
 from tests.kinds import (
     DEADLINE,
     LARGE,
-    closing,
     context,
     cpus,
     each,
-    in_thread,
     meet,
     mirrored,
     one_process,
@@ -98,20 +96,6 @@ def test_the_others_are_told_who_failed(several):
     for lost in told.values():
         assert "the cause" in str(lost)
         assert isinstance(lost, ConnectionError)
-    assert recovers(several)
-
-
-def test_when_all_replicas_fail_one_of_their_errors_is_raised(several):
-    errors = [MineError(i) for i in range(several.num_replicas_in_sync)]
-
-    def step():
-        raise errors[rank()]
-
-    with raised_in(several, None, MineError) as caught:
-        several.run(step)
-    if isinstance(caught.value, MineError):
-        assert caught.value is errors[caught.value.args[0]]
-        assert f"replica {caught.value.args[0]} " in caught.value.__notes__[0]
     assert recovers(several)
 
 
@@ -264,34 +248,3 @@ def test_a_group_that_can_not_be_made_anew_is_made_by_the_next_step(monkeypatch)
         assert works(strategy)  # The replica that was given up has no part in it.
         go_on.set()
         assert works(strategy)
-
-
-def test_closing_after_a_fault_ends_all_threads(several):
-    with raised_in(several, 1, ZeroDivisionError):
-        several.run(lambda: 1 / 0 if rank() == 1 else meet())
-    several.close()
-    assert not pool_threads()
-
-
-def test_a_fault_of_one_strategy_does_not_touch_another():
-    began, go_on = threading.Event(), threading.Event()
-
-    def long_step():
-        began.set()
-        assert go_on.wait(DEADLINE)
-        return meet()
-
-    with (
-        closing(mirrored(2)) as two,
-        closing(mirrored(3)) as three,
-        in_thread(lambda: two.run(long_step)) as other,
-    ):
-        assert began.wait(DEADLINE)
-        with pytest.raises(MineError):
-            three.run(_raise_mine)
-        go_on.set()
-        assert other.result(DEADLINE).values == (2, 2)
-
-
-def _raise_mine():
-    raise MineError

@@ -103,20 +103,6 @@ def test_while_main_waits_in_a_collective(several, size):
     assert recovers(several)
 
 
-def test_while_main_waits_for_a_merge_call(several):
-    def step():
-        if rank() == 1:
-            wait_until_main_is_in("_wait")
-            interrupt_main()
-            wait_until_main_is_in("wait")
-            return
-        context().merge_call(lambda _: None)
-
-    with pytest.raises(KeyboardInterrupt):
-        several.run(step)
-    assert recovers(several)
-
-
 def test_while_main_runs_a_merge_call_for_all(several):
     def merged(_):
         interrupt_here()

@@ -64,24 +64,6 @@ def test_a_with_block_that_raises_leaves_the_scope_and_closes():
     assert not pool_threads()
 
 
-def test_with_blocks_on_two_threads_leave_their_own_scopes():
-    strategy = mirrored(2)
-    inside, leave = threading.Event(), threading.Event()
-
-    def enter():
-        with strategy:
-            inside.set()
-            assert leave.wait(DEADLINE)
-            return nd.get_strategy() is strategy
-
-    with strategy, in_thread(enter) as theirs:
-        assert inside.wait(DEADLINE)
-        leave.set()
-        assert theirs.result(DEADLINE)
-        assert nd.get_strategy() is strategy
-    assert not nd.has_strategy()
-
-
 def test_a_with_block_that_has_not_begun_can_not_end(several):
     with several.scope(), pytest.raises(RuntimeError, match="no `with` block"):
         several.__exit__(None, None, None)

@@ -195,28 +195,6 @@ def test_returning_early_is_named(several, who, made, size):
     assert f"replica {early} returned after {made}" in str(error)
 
 
-@one_process(SAID_OF_WORKERS)
-def test_a_call_too_many_is_named(several):
-    def step():
-        meet()
-        if rank() == 1:
-            all_reduce(np.zeros(3))
-
-    error = skips(several, step)
-    assert "all_reduce #2" in str(error)
-    assert "float64[3]" in str(error)
-
-
-@one_process(SAID_OF_WORKERS)
-def test_calls_in_another_order_do_not_pair(several):
-    def step():
-        calls = [lambda: all_reduce(np.zeros(3)), lambda: context().merge_call(lambda _: None)]
-        for call in reversed(calls) if rank() == 1 else calls:
-            call()
-
-    assert skips(several, step).sequence == 1
-
-
 @one_process("processes do not meet in a merge_call")
 @pytest.mark.parametrize("more", ["first", "last"])
 def test_unequal_numbers_of_merge_call(several, more):

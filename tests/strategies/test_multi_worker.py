@@ -57,13 +57,6 @@ def test_workers_that_create_different_variables_are_all_told(run):
     assert run(worker_steps.disagreeing) == [["CollectiveMismatchError"] * 5] * WORKERS
 
 
-def test_reduce_and_gather_over_workers_equal_those_of_one_process(run):
-    with mirrored(REPLICAS) as strategy:
-        expected = worker_steps.reduce_over(strategy)
-    for seen in run(worker_steps.reduced):
-        assert seen == expected
-
-
 def test_collectives_over_workers_equal_those_of_one_process(run):
     with mirrored(REPLICAS) as strategy:
         expected = worker_steps.meet_over(strategy)
@@ -144,11 +137,6 @@ def test_a_process_that_nothing_says_is_one_of_several_works_alone():
     with Ranks(1, environ={"TF_CONFIG": ""}) as alone:
         (seen,) = alone.run(worker_steps.one_script)
     assert (seen.result()["replicas"], seen.result()["total"]) == (1, [66.0, 66.0])
-
-
-def test_strategies_follow_each_other_in_one_job(workers):
-    for outcome in workers.run(worker_steps.one_after_the_other):
-        assert outcome.result() == [0.0 + 3, 1.0 + 4, 2.0 + 4, 3.0 + 3]
 
 
 def unlike(rank: int, size: int, name: str, values: Sequence[Any]) -> str:

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.parameter_server.client import Servers, closure
 from ndistribute.parameter_server.messages import Read, Transaction
 from ndistribute.variables.partitioners import FixedShardsPartitioner
 from ndistribute.variables.served import ServedVariable
-from ndistribute.variables.write import Write
 from tests.strategies import on_servers
 
 EVERY = [(1, 3), (2, 3), (3, 2)]  # Numbers of servers and of shards.
@@ -249,39 +247,6 @@ def test_writes_of_replicas_are_aggregated(aggregation, factor):
         assert all(np.array_equal(part, expected[[0, 1, 699]]) for part in rows.values)
 
 
-def test_another_process_writes_between_two_reads():
-    with served(2, 3) as (strategy, clients):
-        v = make(strategy)
-        v.numpy()
-        part = v.variables[1]
-        changes = part.changes_of(Write("assign_add", np.ones(part.shape)))
-        Servers(clients).change(changes)
-        expected = np.concatenate([TABLE[:234], TABLE[234:467] + 1, TABLE[467:]])
-        assert np.array_equal(v, expected)
-        assert np.array_equal(v[200:300], expected[200:300])
-
-
-def test_a_function_that_was_sent_reads_what_it_wrote_and_sends_no_half():
-    with served(2, 2) as (strategy, clients):
-        v = make(strategy)
-        with closure("chief", 1):
-            v.scatter_add([0, 699], np.ones((2, 10)))
-            assert not asked_for(clients, Transaction)
-            assert np.array_equal(v[[0, 699]], TABLE[[0, 699]] + 1)
-        with pytest.raises(RuntimeError, match="on purpose"), closure("chief", 2):  # noqa: PT012
-            v.assign_add(TABLE)
-            raise RuntimeError("on purpose")
-        assert [len(asked_for([client], Transaction)) for client in clients] == [1, 1]
-
-
-def test_a_pickled_variable_is_the_same_one_here():
-    with served(2, 3) as (strategy, _):
-        v = make(strategy)
-        again, part = pickle.loads(pickle.dumps((v, v.variables[1])))
-        assert again is v
-        assert part is v.variables[1]
-
-
 def test_a_variable_that_was_sent_reads_and_changes_the_same_rows():
     with served(2, 3) as (strategy, _):
         v = make(strategy, name="table", aggregation="sum")
@@ -378,14 +343,6 @@ def test_what_an_optimizer_keeps_is_sharded_like_the_variable():
         assert int(count) == 1
         assert [place.servers for place in slot.places] == [place.servers for place in v.places]
         assert np.array_equal(slot, np.full_like(TABLE, 4.5))
-
-
-def test_a_variable_is_readable_after_its_strategy_was_closed():
-    with served(2, 3) as (strategy, _):
-        v = make(strategy)
-        v.numpy()
-    assert np.array_equal(v, TABLE)
-    assert np.array_equal(v[[699, 0]], TABLE[[699, 0]])
 
 
 @pytest.mark.parametrize("shards", [1, 3])
