@@ -18,12 +18,6 @@ yaml = pytest.importorskip("yaml")
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sbatch"))
-KINDS = {
-    "Secret": "v1",
-    "Service": "v1",
-    "Job": "batch/v1",
-    "MPIJob": "kubeflow.org/v2beta1",
-}
 
 
 def documents():
@@ -49,12 +43,6 @@ def values_of(node, key):
     elif isinstance(node, list):
         for value in node:
             yield from values_of(value, key)
-
-
-def test_every_document_is_of_a_known_kind_and_version():
-    found = {document["kind"]: document["apiVersion"] for document in documents()}
-    assert found == KINDS
-    assert all(document["metadata"]["name"] for document in documents())
 
 
 def test_secrets_that_are_referred_to_exist_and_hold_nothing_yet():

@@ -181,7 +181,7 @@ def test_without_the_chief_all_is_over(script):
         assert "chief failed first (signal 9)" in job.stderr.read()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_no_task_outlives_the_launcher(script, signum):
     with started(*cluster(1, 1, "--chief", "--max-restarts", "5", script(HANG))) as job:
         pids = read_pids(job, 3)

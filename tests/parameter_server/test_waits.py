@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ndistribute.optimizers.algorithms import AdamRule
 from ndistribute.parameter_server.messages import (
     Aggregate,
-    Apply,
     AwaitClock,
     AwaitStep,
     Gradient,
@@ -46,24 +45,6 @@ def wait(calls, client, step, count=2):
     return calls.send(client, AwaitStep("t", step, count))
 
 
-def test_a_late_set_and_a_second_one_of_a_client_are_dropped(calls):
-    give(calls, "a", [1, 1, 1, 1])
-    assert give(calls, "a", [9, 9, 9, 9]) == (False, 0)
-    assert give(calls, "b", [1, 1, 1, 1]) == (True, 1)
-    assert give(calls, "c", [9, 9, 9, 9]) == (False, 1)
-    assert calls.value("v").tolist() == [-1, -1, -1, -1]
-
-
-def test_rows_and_several_variables_are_in_one_set(calls):
-    gradients = (Gradient(np.full((2, 2), 3.0), rows(1, 1)), Gradient(FOUR + 1))
-    change = Apply(("w", "v"), gradients, ((), ()), "n", "sgd", 1.0)
-    for step in range(20):  # More than are kept before they are added up.
-        for client in "ab":
-            calls.change(client, Aggregate("t", step, 2, change))
-    assert calls.value("w").tolist() == [[0, 0], [-120, -120], [0, 0], [0, 0], [0, 0]]
-    assert calls.value("v").tolist() == [-20] * 4
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_of_16_bits_are_summed_in_32(calls, dtype, sparse):
@@ -90,27 +71,6 @@ def test_a_set_unlike_the_steps_first_is_refused_and_the_next_step_may_differ(ca
     assert calls.change("b", Aggregate("t", 0, 2, other)).kind == "mismatch"
     assert give(calls, "b", [1, 1, 1, 1]) == (True, 1)
     assert calls.change("b", Aggregate("t", 1, 1, other)).step == 2
-
-
-def test_who_waits_without_a_set_there_is_told_the_step(calls):
-    assert calls.ask("a", AwaitStep("t", 1, 2)).value == 0
-    for client in "abc":
-        give(calls, client, [1, 1, 1, 1])
-    assert calls.ask("c", AwaitStep("t", 2, 2)).value == 1
-    assert calls.ask("c", AwaitStep("t", 2, 0)).kind == "mismatch"
-
-
-def test_who_waits_learns_that_a_member_left_and_goes_on_with_its_successor(calls):
-    for client in "ab":
-        give(calls, client, [1, 1, 1, 1])
-    give(calls, "a", [1, 1, 1, 1], step=1)
-    waits = wait(calls, "a", 2)
-    calls.leave("b")
-    assert calls.replies[waits].kind == "left"
-    assert "'b' left last; 1 of 2 needed" in calls.replies[waits].message
-    assert calls.ask("a", AwaitStep("t", 2, 2)).kind == "left"
-    assert give(calls, "b2", [1, 1, 1, 1], step=1) == (True, 2)
-    assert calls.ask("a", AwaitStep("t", 2, 2)).value == 2
 
 
 def test_a_server_restored_from_before_follows_its_clients(calls):
@@ -233,16 +193,6 @@ def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls
     assert ahead not in calls.replies
     calls.leave("w:2#1")
     assert calls.replies[ahead].value == 1
-
-
-def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(calls):
-    begin(calls, "w:0#1", 0)
-    begin(calls, "w:1#1", 0)
-    ahead = begin(calls, "w:0#1", 1)
-    assert may(calls, "w:1#2", 1)
-    assert calls.replies[ahead].value == 1
-    calls.leave("w:1#1")
-    assert begin(calls, "w:0#1", 2) not in calls.replies  # The second one is still there.
 
 
 def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(calls):

@@ -132,20 +132,6 @@ def test_what_closures_keep_of_large_values_does_not_mix() -> None:
         assert [v.numpy()[[0, -1]].tolist() for v in ours] == [[100.0] * 2, [104.0] * 2]
 
 
-def test_a_closure_that_fails_changes_nothing() -> None:
-    with served() as strategy:
-        v = variable(strategy, 1.0)
-
-        def fail() -> None:
-            with closure("chief", 1):
-                v.assign_add(1.0)
-                raise KeyError
-
-        with pytest.raises(KeyError):
-            fail()
-        assert float(v) == 1.0
-
-
 def test_a_closure_reads_what_it_wrote() -> None:
     with (
         holders(2) as held,
