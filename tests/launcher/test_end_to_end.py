@@ -9,7 +9,7 @@ import pytest
 from tests.launcher.jobs import run
 from tests.launcher.test_mpiexec import has_mpi
 
-SCRIPT = """
+PREAMBLE = """
 import sys
 import numpy as np
 import ndistribute as nd
@@ -37,16 +37,9 @@ WAYS = [
 ]
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return path
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_the_rank_that_raised_is_named_and_not_those_that_lost_it(script, way):
-    done = run("run", *way, "-n", "2", script, "fail")
+    done = run("run", *way, "-n", "2", script(""), "fail")
     assert done.returncode == 1
     _, _, end = done.stderr.partition("ndistribute run: rank 1 failed first (exit code 1)")
     assert "[1] KeyError: 'mine'" in end
@@ -54,7 +47,7 @@ def test_the_rank_that_raised_is_named_and_not_those_that_lost_it(script, way):
 
 def test_the_trace_of_a_job_is_merged_and_explained(script, tmp_path):
     folder = tmp_path / "trace"
-    assert run("run", "-n", "2", script, env={"NDISTRIBUTE_TRACE": str(folder)}).returncode == 0
+    assert run("run", "-n", "2", script(""), env={"NDISTRIBUTE_TRACE": str(folder)}).returncode == 0
     merged = run("trace", "merge", folder)
     assert merged.returncode == 0, merged.stderr
     (path,) = merged.stdout.splitlines()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,16 +17,6 @@ config = json.loads(os.environ["TF_CONFIG"])
 rank = config["task"]["index"]
 wait = signal.pause
 """
-
-
-@pytest.fixture
-def script(tmp_path):
-    def write(text: str) -> Path:
-        path = tmp_path / "script.py"
-        path.write_text(PREAMBLE + text)
-        return path
-
-    return write
 
 
 def test_every_rank_listens_at_the_address_that_the_others_know(script):

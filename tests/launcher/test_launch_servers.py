@@ -52,16 +52,6 @@ def tell(index, word):
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text: str) -> Path:
-        path = tmp_path / "script.py"
-        path.write_text(PREAMBLE + text)
-        return path
-
-    return write
-
-
 def cluster(workers: int, servers: int, *more: str | Path) -> tuple[str | Path, ...]:
     return ("run", "--workers", str(workers), "--ps", str(servers), *more)
 

@@ -111,16 +111,11 @@ def has_mpi() -> bool:
 real = pytest.mark.skipif(not has_mpi(), reason="mpi4py and mpiexec are not installed")
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        path = tmp_path / "script.py"
-        path.write_text(
-            "import os, signal, sys\nfrom mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\n" + text
-        )
-        return path
-
-    return write
+PREAMBLE = """
+import os, signal, sys
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+"""
 
 
 @real

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -45,16 +44,6 @@ def say_pid(name, pid=os.getpid()):
     os.rename(file.name, os.path.join(folder, name))
     print("pid", os.getpid())
 """
-
-
-@pytest.fixture
-def script(tmp_path):
-    def write(text: str) -> Path:
-        path = tmp_path / "script.py"
-        path.write_text(PREAMBLE + text)
-        return path
-
-    return write
 
 
 @pytest.mark.parametrize("closed", ["< /dev/null > /dev/null 2>&1", "<&- >&- 2>&-"])
