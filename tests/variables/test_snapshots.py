@@ -113,6 +113,10 @@ def test_an_update_goes_elsewhere_while_a_read_is_held_and_stays_there():
     del held
     v.assign_add(np.ones((3, 4)))
     assert address(v) == moved
+    held = v[1:]
+    v.scatter_update([1], np.zeros((1, 4)))
+    assert np.array_equal(v[[0, 2]], np.arange(12.0).reshape(3, 4)[[0, 2]] + 3)
+    assert held.all()
 
 
 def test_updates_in_replicas_are_in_place(strategy):
