@@ -101,27 +101,6 @@ def meet_over(strategy: nd.Strategy) -> dict[str, Any]:
     return {name: np.asarray(value) for name, value in results[0].items()}
 
 
-def byte_orders(worker: int, size: int, how: str, counts: Counts) -> list[list[Any]]:
-    """Pass the same numbers, in another byte order on every second replica."""
-    with join(how, counts) as strategy, strategy.scope():
-        v = nd.Variable(np.zeros(3, np.float32), aggregation="sum")
-
-        def step() -> list[Any]:
-            numbers = (np.arange(3) + rank()).astype("<f4" if rank() % 2 else ">f4")
-            v.assign_add(numbers)
-            communicator = context().communicator
-            return [
-                communicator.all_reduce("sum", numbers),
-                communicator.all_gather(numbers, axis=0),
-                communicator.broadcast(numbers, root=communicator.size - 1),
-                communicator.all_reduce("sum", np.full(LARGE, numbers[-1], numbers.dtype))[-1],
-            ]
-
-        results = strategy.local_results(strategy.run(step))
-        assert all(array.dtype.isnative for result in results for array in result)
-        return [[np.asarray(array).tolist() for array in result] for result in [*results, [v]]]
-
-
 def refused(worker: int, size: int, how: str, counts: Counts) -> list[str]:
     """Pass what only the first worker may not pass; all must hear of it, and go on."""
     wrong = [nd.PerReplica([1.0] * 7), nd.PerReplica([object()] * counts[worker])]
@@ -149,28 +128,6 @@ def draws(worker: int, size: int, how: str, counts: Counts) -> list[list[int]]:
     return [seen[0]]
 
 
-def places(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
-    """Return what the replicas and value functions are told of their places."""
-    with join(how, counts) as strategy:
-        made = strategy.distribute_values_from_function(
-            lambda c: (c.replica_id_in_sync_group, c.num_replicas_in_sync)
-        )
-        own = strategy.run(
-            lambda given: (rank(), context().local_replica_id, given[0] == rank()), args=(made,)
-        )
-        resolver = strategy.cluster_resolver
-        assert resolver is not None
-        return {
-            "made": [leaf.values for leaf in made],
-            "own": [leaf.values for leaf in own],
-            "ids": replica_ids(strategy),
-            "devices": len(strategy.devices),
-            "chief": strategy.is_chief,
-            "task": (resolver.task_type, resolver.task_id),
-            "repr": repr(strategy),
-        }
-
-
 def roles(worker: int, size: int, jobs: Sequence[tuple[str, int]]) -> dict[str, Any]:
     """Take the role that stands at this worker's place, in a cluster of all of them."""
     addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
@@ -189,6 +146,7 @@ def roles(worker: int, size: int, jobs: Sequence[tuple[str, int]]) -> dict[str, 
             "replicas": strategy.num_replicas_in_sync,
             "chief": strategy.is_chief,
             "value": float(v),
+            "repr": repr(strategy),
         }
 
 

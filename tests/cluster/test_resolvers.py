@@ -99,16 +99,13 @@ def test_an_empty_variable_is_a_process_that_works_alone(environ):
     ("text", "message"),
     [
         ("{", "not JSON: Expecting"),
-        ("[1]", "it is list, not an object"),
         ('{"cluster": 3}', "'cluster' is int, not an object"),
         ('{"cluster": {"worker": "a:1"}}', "'worker' must be a list"),
         ('{"cluster": {"worker": {"x": "a:1"}}}', "'x', which is no number"),
         ('{"cluster": {"worker": ["a"]}}', "task 0 of 'worker' has the address 'a'"),
         ('{"cluster": {"worker": ["a:99999"]}}', "'a:99999', which is not HOST:PORT"),
         ('{"cluster": {"worker": ["a:1"]}}', "which of them this process is was not said"),
-        ('{"cluster": {"worker": ["a:1"]}, "task": 1}', "'task' is int"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": 1}}', "'type' in 'task' is 1"),
-        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}', "was not said"),
         (
             '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1.5}}',
             "'index' in 'task' is 1.5",

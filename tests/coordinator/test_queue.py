@@ -45,6 +45,17 @@ def test_a_fast_worker_gets_several_in_advance_while_there_are_plenty():
     assert queue.take(1, depth=2) == made[5:7]
 
 
+def test_a_closure_waits_for_its_inputs():
+    queue = queue_for(1)
+    one, two = add(queue), add(queue)
+    both = add(queue, one, two, one)
+    assert queue.take(0, 2) == [one, two]
+    queue.finish(0, 2, NOTHING)
+    assert queue.take(0, 2) == []
+    queue.finish(0, 1, NOTHING)
+    assert queue.take(0, 2) == [both]
+
+
 def test_what_a_lost_worker_had_goes_first():
     queue = queue_for(2)
     one, two, three = (add(queue) for _ in range(3))

@@ -59,17 +59,6 @@ def test_a_progress_bar_is_seen_as_it_goes_on():
     assert shown(b"10%\r20%\r", b"30%\r\nnext") == [[b"10%"], [b"20%", b"30%"], [b"next"]]
 
 
-def test_a_message_of_the_launcher_is_not_taken_for_a_ranks(console):
-    opened, written = console
-    shown = opened()
-    shown.take("ps:0", "stderr", [b"Traceback (most recent call last):"])
-    shown.forget("ps:0")
-    shown.say("well.", [b"[0] a"])
-    assert shown.kept("ps:0") == []
-    out, err = written(shown)
-    assert (out, err.endswith(b"last):\nndistribute run: well.\n[0] a\n")) == (b"", True)
-
-
 def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path, console):
     opened, written = console
     shown = opened(tmp_path)

@@ -102,27 +102,6 @@ def test_a_replica_sums_gradients_unless_told_that_they_are_summed() -> None:
     assert set(variables[1].numpy()) == {-1.0}
 
 
-def test_a_step_updates_in_place_when_no_read_is_held() -> None:
-    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        with strategy.scope():
-            variable, optimizer = nd.Variable(np.zeros(100_000)), Adam()
-
-        def step() -> None:
-            optimizer.apply_gradients([(np.ones(100_000), variable)])
-
-        strategy.run(step)
-        owned = [variable, *optimizer.variables[1:]]
-        before = [v.component().__array_interface__["data"][0] for v in owned]
-        strategy.run(step)
-        after = [v.component().__array_interface__["data"][0] for v in owned]
-        assert before == after
-        held = variable.value
-        copy = held.copy()
-        strategy.run(step)
-        np.testing.assert_array_equal(held, copy)
-        assert not np.array_equal(variable.numpy(), copy)
-
-
 @pytest.mark.parametrize("summed", [False, True])
 def test_clipnorm_bounds_each_gradient_after_it_is_summed(summed: bool) -> None:
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
@@ -173,20 +152,6 @@ def test_numbers_out_of_range_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"must be|needs|at most one"):
             make()
-
-
-def test_a_schedule_sees_the_number_of_steps_done() -> None:
-    seen: list[int] = []
-
-    def rate(step: int) -> float:
-        seen.append(step)
-        return 0.1
-
-    optimizer: Optimizer = SGD(rate)
-    variable = nd.Variable(START)
-    for gradient in GRADIENTS:
-        optimizer.apply_gradients([(gradient, variable)])
-    assert seen == [0, 1, 2, 3]
 
 
 def test_minimize_is_apply_gradients_of_the_tapes_gradients(strategy: nd.Strategy) -> None:

@@ -94,6 +94,14 @@ def test_a_store_keeps_no_array_of_a_request(calls):
     assert held.tolist() == [1, 1]
 
 
+def test_a_read_moves_only_what_is_newer(calls):
+    calls.create(v=np.zeros(2), w=np.ones(2))
+    assert calls.change("a", assign("v", np.ones(2))).versions == (2,)
+    reply = calls.ask("a", Read((Item("v", 1), Item("w", 1))))
+    assert reply.versions == (2, 1)
+    assert (reply.arrays[0].tolist(), reply.arrays[1]) == ([1, 1], None)
+
+
 def test_numbers_that_overflow_warn_nobody(calls):
     calls.create(v=np.full(2, 3e38, np.float32))
     with np.errstate(all="raise"):
@@ -178,6 +186,18 @@ def test_a_counter_of_any_value_is_taken(calls):
     calls.create(v=np.zeros(2), m=np.zeros(2), s=np.zeros(2), n=np.array(-1))
     calls.change("a", apply("adam", "v", Gradient(np.ones(2)), 0.1, ("m", "s")))
     assert calls.value("n") == 0
+
+
+@pytest.mark.parametrize("indices", [[], [2], [3, 0, 3]])
+def test_rows_are_read_in_the_order_asked(calls, indices):
+    values = np.arange(8.0).reshape(4, 2)
+    calls.create(v=values, w=values + 1)
+    items = (Item("v", rows=rows(*indices)), Item("w", 1, rows(1)))
+    reply = calls.ask("a", Read(items))
+    assert reply.versions == (1, 1)
+    v, w = reply.arrays
+    assert v.tolist() == values[indices].tolist()
+    assert w.tolist() == [[3, 4]]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,14 @@ def wait(calls, client, step, count=2):
     return calls.send(client, AwaitStep("t", step, count))
 
 
+def test_a_late_set_and_a_second_one_of_a_client_are_dropped(calls):
+    give(calls, "a", [1, 1, 1, 1])
+    assert give(calls, "a", [9, 9, 9, 9]) == (False, 0)
+    assert give(calls, "b", [1, 1, 1, 1]) == (True, 1)
+    assert give(calls, "c", [9, 9, 9, 9]) == (False, 1)
+    assert calls.value("v").tolist() == [-1, -1, -1, -1]
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_of_16_bits_are_summed_in_32(calls, dtype, sparse):

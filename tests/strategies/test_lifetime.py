@@ -36,12 +36,6 @@ def test_closing_ends_all_threads(kind):
     assert not started & set(threading.enumerate())
 
 
-def test_making_a_strategy_starts_no_thread():
-    before = threading.active_count()
-    with mirrored(4):
-        assert threading.active_count() == before
-
-
 def test_a_strategy_is_a_context_manager_of_its_scope_that_closes(several):
     with several as entered:
         assert entered is several
