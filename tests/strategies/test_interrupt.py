@@ -72,6 +72,13 @@ def recovers(strategy):
     return working and len(pool_threads()) == strategy.num_replicas_in_sync - 1
 
 
+def interrupted(strategy, step):
+    """Run a step that is interrupted; the strategy works afterwards, with its own threads alone."""
+    with pytest.raises(KeyboardInterrupt):
+        strategy.run(step)
+    assert recovers(strategy)
+
+
 def test_while_main_computes(strategy):
     def step():
         meet()
@@ -98,9 +105,7 @@ def test_while_main_waits_in_a_collective(several, size):
             return
         context().all_reduce("sum", np.ones(size))
 
-    with pytest.raises(KeyboardInterrupt):
-        several.run(step)
-    assert recovers(several)
+    interrupted(several, step)
 
 
 def test_while_main_runs_a_merge_call_for_all(several):
@@ -113,9 +118,7 @@ def test_while_main_runs_a_merge_call_for_all(several):
             wait_until_in("_wait", [thread.ident for thread in pool_threads()])
         context().merge_call(merged)
 
-    with pytest.raises(KeyboardInterrupt):
-        several.run(step)
-    assert recovers(several)
+    interrupted(several, step)
 
 
 def test_while_main_waits_for_replicas_that_still_compute(several):
@@ -126,9 +129,7 @@ def test_while_main_waits_for_replicas_that_still_compute(several):
             wait_until_main_is_in("wait")
 
     for _ in range(5):
-        with pytest.raises(KeyboardInterrupt):
-            several.run(step)
-        assert recovers(several)
+        interrupted(several, step)
 
 
 def test_a_replica_that_does_not_end_is_given_up_after_an_interrupt(monkeypatch):
