@@ -22,34 +22,7 @@ from ndistribute.collective.threads import SMALL_BYTES
 from tests.contract_rows import STRATEGIES, central, cpus, mirrored, served
 from tests.worker_kinds import inside_worker, worker_kinds
 
-__all__ = [
-    "ALL",
-    "DEADLINE",
-    "LARGE",
-    "SEVERAL",
-    "central",
-    "closing",
-    "context",
-    "cpus",
-    "each",
-    "everyones",
-    "fixture_over",
-    "in_thread",
-    "meet",
-    "mine",
-    "mirrored",
-    "one_process",
-    "parts",
-    "pool_threads",
-    "raised_in",
-    "rank",
-    "replica_ids",
-    "served",
-    "several",
-    "strategy",
-    "wait_until_in",
-    "works",
-]
+__all__ = ["central", "cpus", "mirrored", "served"]  # Which tests take from here.
 
 # No wait of a test may take longer, in seconds.
 DEADLINE = 40.0
