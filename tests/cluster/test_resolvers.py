@@ -28,13 +28,7 @@ def tf_config(cluster=CLUSTER, job="worker", index=0, **more):
 
 @pytest.mark.parametrize(
     ("job", "index", "rank"),
-    [
-        ("chief", 0, 0),
-        ("worker", 0, 1),
-        ("worker", 1, 2),
-        ("ps", 0, None),
-        ("evaluator", 0, None),
-    ],
+    [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2), ("ps", 0, None), ("evaluator", 0, None)],
 )
 def test_the_chief_comes_first_and_servers_have_no_rank(job, index, rank):
     me = TFConfigClusterResolver(environ=tf_config(job=job, index=index, environment="cloud"))

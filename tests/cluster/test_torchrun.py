@@ -83,10 +83,7 @@ def test_hosts_find_each_other_by_the_address_of_rank_0_alone(port):
 def test_a_stranger_is_told_no_address_and_keeps_nobody_from_meeting(port):
     several = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     secrets = [{**several, "NDISTRIBUTE_SECRET": 32 * name} for name in ("A", "B")]
-    with (
-        ranks(port, [0], **secrets[0]) as first,
-        ranks(port, [1], **secrets[1]) as stranger,
-    ):
+    with ranks(port, [0], **secrets[0]) as first, ranks(port, [1], **secrets[1]) as stranger:
         (said,) = outputs(stranger)
         assert "has another secret" in said
         with ranks(port, [1], **secrets[0]) as second:

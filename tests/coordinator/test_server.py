@@ -17,11 +17,7 @@ import pytest
 
 from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.coordinator.server import Server
-from ndistribute.errors import (
-    AuthenticationError,
-    DistributeError,
-    WorkerLostError,
-)
+from ndistribute.errors import AuthenticationError, DistributeError, WorkerLostError
 from ndistribute.parameter_server.messages import (
     Create,
     Item,

@@ -76,10 +76,7 @@ wait()
 
 @pytest.mark.parametrize(
     ("end", "code", "words"),
-    [
-        ("sys.exit(7)", 7, "exit code 7"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal 11"),
-    ],
+    [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal 11")],
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed(script, end, code, words):
     done = run("run", "-n", "2", script(f"if rank == 0:\n    {end}\nwait()"))

@@ -113,10 +113,7 @@ def test_clipnorm_bounds_each_gradient_after_it_is_summed(summed: bool) -> None:
 
 @pytest.mark.parametrize(
     ("gradient", "message"),
-    [
-        (np.zeros((3, 6)), "has shape"),
-        (np.zeros((6, 3), np.int64), "int64"),
-    ],
+    [(np.zeros((3, 6)), "has shape"), (np.zeros((6, 3), np.int64), "int64")],
 )
 def test_a_gradient_that_does_not_fit_changes_nothing(gradient: Any, message: str) -> None:
     optimizer, good, bad = Adam(), nd.Variable(START), nd.Variable(START)

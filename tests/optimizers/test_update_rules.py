@@ -12,13 +12,7 @@ import ndistribute as nd
 from ndistribute import update_rules
 from ndistribute.optimizers.algorithms import SGD, AdagradRule, AdamRule, SGDRule
 from ndistribute.optimizers.optimizer import Optimizer
-from ndistribute.update_rules import (
-    Rule,
-    hyperparameters_of,
-    rule_named,
-    update_rows,
-    update_whole,
-)
+from ndistribute.update_rules import Rule, hyperparameters_of, rule_named, update_rows, update_whole
 
 CASES = [
     SGDRule(),

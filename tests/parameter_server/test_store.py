@@ -22,16 +22,7 @@ from ndistribute.parameter_server.messages import (
     Status,
     Transaction,
 )
-from tests.parameter_server.calls import (
-    Calls,
-    add,
-    apply,
-    assign,
-    content,
-    new,
-    read,
-    rows,
-)
+from tests.parameter_server.calls import Calls, add, apply, assign, content, new, read, rows
 
 
 @pytest.fixture

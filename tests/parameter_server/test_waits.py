@@ -9,13 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndistribute.optimizers.algorithms import AdamRule
-from ndistribute.parameter_server.messages import (
-    Aggregate,
-    AwaitClock,
-    AwaitStep,
-    Gradient,
-    Number,
-)
+from ndistribute.parameter_server.messages import Aggregate, AwaitClock, AwaitStep, Gradient, Number
 from tests.parameter_server.calls import Calls, apply, rows
 
 FOUR = np.zeros(4, np.float32)

@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import (
-    DEADLINE,
-    context,
-    each,
-    mine,
-    parts,
-    raised_in,
-    rank,
-    works,
-)
+from tests.kinds import DEADLINE, context, each, mine, parts, raised_in, rank, works
 
 
 def test_a_merge_call_runs_once_for_all_replicas(strategy):

@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import (
-    DEADLINE,
-    context,
-    cpus,
-    each,
-    mine,
-    mirrored,
-    one_process,
-    parts,
-    rank,
-)
+from tests.kinds import DEADLINE, context, cpus, each, mine, mirrored, one_process, parts, rank
 
 
 class Pair(NamedTuple):
@@ -162,8 +152,7 @@ def test_floating_point_settings_reach_every_replica(strategy):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["distribute_dataset", "distribute_values_from_function", "local_results", "run"],
+    "name", ["distribute_dataset", "distribute_values_from_function", "local_results", "run"]
 )
 def test_the_old_name_calls_what_a_subclass_overrides(name):
     class Mine(nd.OneDeviceStrategy):

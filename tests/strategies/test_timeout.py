@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import (
-    DEADLINE,
-    LARGE,
-    context,
-    each,
-    meet,
-    pool_threads,
-    rank,
-    works,
-)
+from tests.kinds import DEADLINE, LARGE, context, each, meet, pool_threads, rank, works
 
 SOON = nd.CommunicationOptions(timeout_seconds=0.2)
 

@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import (
-    context,
-    mirrored,
-    one_process,
-    parts,
-    raised_in,
-    rank,
-    wait_until_in,
-)
+from tests.kinds import context, mirrored, one_process, parts, raised_in, rank, wait_until_in
 
 
 def make(strategy, *args, **kwargs):

@@ -314,9 +314,7 @@ def trained(strategy, make_optimizer, steps=5):
             hidden = np.tanh(table[ids].sum(axis=1))
             loss = np.mean((hidden @ weights + bias - targets) ** 2)
         variables = [table, weights, bias]
-        optimizer.apply_gradients(
-            zip(tape.gradient(loss, variables), variables, strict=True),
-        )
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 
     for ids in batches:
         strategy.run(step, args=(ids,))
