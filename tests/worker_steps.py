@@ -101,6 +101,27 @@ def meet_over(strategy: nd.Strategy) -> dict[str, Any]:
     return {name: np.asarray(value) for name, value in results[0].items()}
 
 
+def byte_orders(worker: int, size: int, how: str, counts: Counts) -> list[list[Any]]:
+    """Pass the same numbers, in another byte order on every second replica."""
+    with join(how, counts) as strategy, strategy.scope():
+        v = nd.Variable(np.zeros(3, np.float32), aggregation="sum")
+
+        def step() -> list[Any]:
+            numbers = (np.arange(3) + rank()).astype("<f4" if rank() % 2 else ">f4")
+            v.assign_add(numbers)
+            communicator = context().communicator
+            return [
+                communicator.all_reduce("sum", numbers),
+                communicator.all_gather(numbers, axis=0),
+                communicator.broadcast(numbers, root=communicator.size - 1),
+                communicator.all_reduce("sum", np.full(LARGE, numbers[-1], numbers.dtype))[-1],
+            ]
+
+        results = strategy.local_results(strategy.run(step))
+        assert all(array.dtype.isnative for result in results for array in result)
+        return [[np.asarray(array).tolist() for array in result] for result in [*results, [v]]]
+
+
 def refused(worker: int, size: int, how: str, counts: Counts) -> list[str]:
     """Pass what only the first worker may not pass; all must hear of it, and go on."""
     wrong = [nd.PerReplica([1.0] * 7), nd.PerReplica([object()] * counts[worker])]
