@@ -276,7 +276,13 @@ def test_a_cluster_without_servers_is_refused() -> None:
         nd.ParameterServerStrategy(resolver)
 
 
-Pusher = tuple[nd.Strategy, Callable[[], None]]
+Pusher = tuple[nd.Strategy, functools.partial[None]]
+
+
+def value_after(made: Pusher) -> float:
+    """Return the variable whose gradients are pushed."""
+    ((pair,),) = made[1].args
+    return float(pair[1])
 
 
 @contextlib.contextmanager
@@ -318,17 +324,19 @@ def test_workers_within_bounds_go_on_without_who_leaves() -> None:
             made[1][0].close()
             waiting.result(DEADLINE)
         made[0][1]()
+        assert value_after(made[0]) == -4.0
 
 
 def test_workers_in_step_do_not_miss_those_of_earlier_work() -> None:
     with holders(1) as held:
-        for _ in range(2):
+        for again in range(2):
             with contextlib.ExitStack() as stack:
                 made = [pusher(stack, held, i, "same") for i in range(2)]
                 both(made)  # The second time these are dropped, which tells the step.
                 with in_thread(made[0][1]) as waiting:
                     made[1][1]()
                     waiting.result(DEADLINE)
+                assert value_after(made[0]) == (-2.0, -3.0)[again]
         with contextlib.ExitStack() as early, contextlib.ExitStack() as late:
             both([pusher(stack, held, i, "first") for i, stack in enumerate((early, late))])
             early.close()
@@ -337,6 +345,7 @@ def test_workers_in_step_do_not_miss_those_of_earlier_work() -> None:
                 late.close()
                 later[1][1]()
                 waiting.result(DEADLINE)
+            assert value_after(later[0]) == value_after(later[1]) < -3.0
 
 
 @pytest.mark.parametrize("options", [{"replicas_to_aggregate": 2}, {"max_staleness": 0}])
