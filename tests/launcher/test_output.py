@@ -59,6 +59,10 @@ def test_a_progress_bar_is_seen_as_it_goes_on():
     assert shown(b"10%\r20%\r", b"30%\r\nnext") == [[b"10%"], [b"20%", b"30%"], [b"next"]]
 
 
+def test_a_line_without_an_end_does_not_fill_the_memory():
+    assert shown(b"x" * 100_000) == [[b"x" * 100_000], []]
+
+
 def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path, console):
     opened, written = console
     shown = opened(tmp_path)
