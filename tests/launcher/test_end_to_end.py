@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from ndistribute import cli
 from tests.launcher.jobs import run
 from tests.launcher.test_mpiexec import has_mpi
 
@@ -45,12 +47,11 @@ def test_the_rank_that_raised_is_named_and_not_those_that_lost_it(script, way):
     assert "[1] KeyError: 'mine'" in end
 
 
-def test_the_trace_of_a_job_is_merged_and_explained(script, tmp_path):
-    folder = tmp_path / "trace"
-    assert run("run", "-n", "2", script(""), env={"NDISTRIBUTE_TRACE": str(folder)}).returncode == 0
-    merged = run("trace", "merge", folder)
-    assert merged.returncode == 0, merged.stderr
-    (path,) = merged.stdout.splitlines()
-    with open(path) as file:
-        assert json.load(file)["traceEvents"]
-    assert "2 ranks" in run("trace", "report", folder).stdout
+def test_the_trace_of_a_job_is_merged_and_explained(script, tmp_path, capfd):
+    folder = str(tmp_path / "trace")
+    assert run("run", "-n", "2", script(""), env={"NDISTRIBUTE_TRACE": folder}).returncode == 0
+    assert cli.main(["trace", "merge", folder]) == 0
+    (path,) = capfd.readouterr().out.splitlines()
+    assert json.loads(Path(path).read_text())["traceEvents"]
+    assert cli.main(["trace", "report", folder]) == 0
+    assert "2 ranks" in capfd.readouterr().out

@@ -145,26 +145,22 @@ while True:
 """
 
 
-def test_what_ignores_sigterm_is_killed_after_a_grace(script):
+def test_what_ignores_sigterm_or_was_stopped_is_killed_after_a_grace(script):
     """By the launcher, and where that is killed itself by the reaper."""
     path = script(STUBBORN)
-    with started("run", "-n", "1", path) as job, started("run", "-n", "2", path) as killed:
-        pids, orphans = read_pids(job, 2), read_pids(killed, 4)
+    with (
+        started("run", "-n", "1", path) as job,
+        started("run", "-n", "1", path) as stopped,
+        started("run", "-n", "2", path) as killed,
+    ):
+        pids, asleep, orphans = read_pids(job, 2), read_pids(stopped, 2), read_pids(killed, 4)
         killed.kill()
-        job.terminate()
-        assert job.wait(50) == 128 + signal.SIGTERM
-        assert lasting(pids, 0) == []
+        os.kill(asleep[0], signal.SIGSTOP)
+        for one in (job, stopped, stopped):  # Asked twice, it does not wait for the grace to pass.
+            one.terminate()
+        assert job.wait(50) == stopped.wait(50) == 128 + signal.SIGTERM
+        assert lasting([*pids, *asleep], 0) == []
         assert lasting(orphans) == []
-
-
-def test_a_rank_that_was_stopped_is_killed_as_well(script):
-    with started("run", "-n", "2", script("print('pid', os.getpid())\nwait()")) as job:
-        pids = read_pids(job, 2)
-        os.kill(pids[0], signal.SIGSTOP)
-        job.terminate()
-        job.terminate()  # Asked twice, it does not wait for the grace to pass.
-        assert job.wait(50) == 128 + signal.SIGTERM
-        assert lasting(pids, 0) == []
 
 
 def test_a_host_that_can_not_be_reached_is_an_error(script, tmp_path):
