@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -22,32 +22,7 @@ from ndistribute.collective.threads import SMALL_BYTES
 from tests.contract_rows import STRATEGIES, central, cpus, mirrored, served
 from tests.worker_kinds import inside_worker, worker_kinds
 
-__all__ = [
-    "ALL",
-    "DEADLINE",
-    "LARGE",
-    "central",
-    "closing",
-    "context",
-    "cpus",
-    "each",
-    "everyones",
-    "in_thread",
-    "meet",
-    "mine",
-    "mirrored",
-    "one_process",
-    "parts",
-    "pool_threads",
-    "raised_in",
-    "rank",
-    "replica_ids",
-    "served",
-    "several",
-    "strategy",
-    "wait_until_in",
-    "works",
-]
+__all__ = ["central", "cpus", "mirrored", "served"]  # Which tests take from here.
 
 # No wait of a test may take longer, in seconds.
 DEADLINE = 40.0
@@ -61,18 +36,19 @@ SEVERAL = worker_kinds() if inside_worker() else STRATEGIES
 ALL = SEVERAL if inside_worker() else {"default": nd.get_strategy, **STRATEGIES}
 
 
-@pytest.fixture(params=ALL)
-def strategy(request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
-    """Each strategy in turn, the default one among them."""
-    with closing(ALL[request.param]()) as made:
-        yield made
+def fixture_over(kinds: Mapping[str, Callable[[], nd.Strategy]], *without: str) -> Any:
+    """Return a fixture that makes a strategy of each kind in turn, leaving out what is named."""
+
+    @pytest.fixture(params=[kind for kind in kinds if kind not in without])
+    def made(request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
+        with closing(kinds[request.param]()) as strategy:
+            yield strategy
+
+    return made
 
 
-@pytest.fixture(params=SEVERAL)
-def several(request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
-    """Each strategy of two replicas or more in turn."""
-    with closing(SEVERAL[request.param]()) as made:
-        yield made
+strategy = fixture_over(ALL)  # The default one among them.
+several = fixture_over(SEVERAL)  # Those of two replicas or more.
 
 
 @contextmanager

@@ -43,7 +43,6 @@ def test_outside_any_scope_the_default_strategy_and_its_replica_are_current():
     strategy = nd.get_strategy()
     assert where() == (strategy, False, False, True)
     assert strategy.num_replicas_in_sync == 1
-    assert nd.get_strategy() is strategy
     assert nd.get_replica_context().strategy is strategy
     assert nd.get_replica_context().replica_id_in_sync_group == 0
 
@@ -51,8 +50,15 @@ def test_outside_any_scope_the_default_strategy_and_its_replica_are_current():
 def test_a_scope_makes_its_strategy_current_across_replicas(pair):
     with pair.scope() as entered:
         assert entered is pair
+        with pair.scope():
+            assert where() == (pair, True, True, False)
         assert where() == (pair, True, True, False)
     assert where() == (nd.get_strategy(), False, False, True)
+    with pytest.raises(KeyError), pair.scope(), pair.scope():
+        raise KeyError
+    assert not nd.has_strategy()
+    with nd.get_strategy().scope() as entered:  # It changes nothing.
+        assert where() == (entered, False, False, True)
 
 
 def test_type_checkers_know_what_the_current_strategy_offers():
@@ -63,84 +69,45 @@ def test_type_checkers_know_what_the_current_strategy_offers():
             assert list(known) == list(inspect.signature(method).parameters), name
 
 
-def test_a_replica_is_in_its_strategy(pair):
-    strategy, has, across, inside = pair.run(where)
-    assert strategy.values == (pair, pair)
-    assert (has.values, across.values, inside.values) == ((True,) * 2, (False,) * 2, (True,) * 2)
-
-
-def test_a_replica_of_the_default_strategy_is_in_no_other():
-    strategy, has, across, inside = nd.get_strategy().run(where)
-    assert strategy.values == (nd.get_strategy(),)
-    assert (has.values, across.values, inside.values) == ((False,), (False,), (True,))
-
-
-def test_merge_call_is_across_replicas(pair):
+@pytest.mark.parametrize("default", [False, True])
+def test_a_replica_is_in_its_strategy_and_a_merge_call_across_its_replicas(pair, default):
+    strategy = nd.get_strategy() if default else pair
     places = []
-    pair.run(lambda: nd.get_replica_context().merge_call(lambda _: places.append(where())))
-    assert places == [(pair, True, True, False)]
 
+    def step():
+        nd.get_replica_context().merge_call(lambda _: places.append(where()))
+        return [where()]
 
-def test_merge_call_of_the_default_strategy_is_across_replicas_of_no_other():
-    places = []
-    nd.get_replica_context().merge_call(lambda _: places.append(where()))
-    assert places == [(nd.get_strategy(), False, True, False)]
+    (seen,) = strategy.run(step)
+    inside = (strategy, not default, False, True)
+    assert tuple(zip(*(part.values for part in seen), strict=True)) == (inside,) * len(
+        strategy.devices
+    )
+    assert places == [(strategy, not default, True, False)]
     assert where() == (nd.get_strategy(), False, False, True)
 
 
-def test_a_scope_is_entered_again_by_the_same_strategy(pair):
+def test_another_strategy_in_a_scope_is_refused(pair, other):
+    default = nd.get_strategy()
     with pair.scope():
-        with pair.scope():
-            assert nd.get_strategy() is pair
-        assert where() == (pair, True, True, False)
-
-
-def test_a_scope_ends_with_an_exception(pair):
-    with pytest.raises(KeyError), pair.scope(), pair.scope():
-        raise KeyError
-    assert not nd.has_strategy()
-
-
-def test_a_scope_of_another_strategy_inside_is_refused(pair, other):
-    with pair.scope():
-        with pytest.raises(RuntimeError, match=r"^Mixing different strategies: "), other.scope():
-            pass
+        for use in (
+            lambda: other.scope().__enter__(),
+            lambda: default.scope().__enter__(),
+            lambda: other.run(lambda: None),
+            lambda: other.reduce("sum", 1.0),
+            lambda: other.gather([1.0], axis=0),
+        ):
+            with pytest.raises(RuntimeError, match=r"^Mixing different strategies: "):
+                use()
         assert nd.get_strategy() is pair
 
 
-def test_the_default_scope_inside_another_is_refused(pair):
-    default = nd.get_strategy()
-    with pair.scope(), pytest.raises(RuntimeError, match="Mixing"), default.scope():
-        pass
-
-
-def test_the_default_scope_changes_nothing():
-    with nd.get_strategy().scope() as entered:
-        assert where() == (entered, False, False, True)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda strategy: strategy.run(lambda: None),
-        lambda strategy: strategy.reduce("sum", 1.0),
-        lambda strategy: strategy.gather([1.0], axis=0),
-    ],
-)
-def test_calls_of_another_strategy_in_a_scope_are_refused(pair, other, call):
-    with pair.scope(), pytest.raises(RuntimeError, match="Mixing different strategies"):
-        call(other)
-
-
-def test_scopes_are_per_thread(pair):
-    default = nd.get_strategy()
-    with pair.scope(), in_thread(where) as theirs:
-        assert theirs.result(DEADLINE) == (default, False, False, True)
-
-
 @pytest.mark.parametrize("own", [True, False])
-def test_a_scope_may_be_entered_on_two_threads(pair, other, own):
+def test_scopes_are_per_thread(pair, other, own):
+    default = nd.get_strategy()
+
     def enter():
+        assert where() == (default, False, False, True)
         with (pair if own else other).scope() as entered:
             return nd.get_strategy() is entered
 
@@ -150,6 +117,7 @@ def test_a_scope_may_be_entered_on_two_threads(pair, other, own):
 
 @pytest.mark.usefixtures("back_to_default")
 def test_set_strategy_is_a_scope_that_is_never_left(pair, other):
+    default = nd.get_strategy()
     nd.set_strategy(pair)
     assert where() == (pair, True, True, False)
     with pair.scope():
@@ -158,29 +126,21 @@ def test_set_strategy_is_a_scope_that_is_never_left(pair, other):
         pass
     nd.set_strategy(other)
     assert nd.get_strategy() is other
-    nd.set_strategy(None)
-    assert where() == (nd.get_strategy(), False, False, True)
+    for back in (None, default):
+        nd.set_strategy(back)
+        assert where() == (default, False, False, True)
 
 
-@pytest.mark.usefixtures("back_to_default")
-def test_setting_the_default_strategy_goes_back_to_it(pair):
-    default = nd.get_strategy()
-    nd.set_strategy(pair)
-    nd.set_strategy(default)
-    assert where() == (default, False, False, True)
+def test_set_strategy_in_a_scope_a_replica_or_a_merge_call_is_refused(pair):
+    def reset(*_):
+        nd.set_strategy(None)
 
-
-def test_set_strategy_in_a_scope_is_refused(pair):
-    with pair.scope(), pytest.raises(RuntimeError, match="set_strategy"):
-        nd.set_strategy(pair)
-
-
-def test_set_strategy_in_a_replica_is_refused(pair):
-    for strategy in (pair, nd.get_strategy()):
+    for use in (
+        lambda: pair.run(reset),
+        lambda: nd.get_strategy().run(reset),
+        lambda: nd.get_replica_context().merge_call(reset),
+    ):
         with pytest.raises(RuntimeError, match="set_strategy"):
-            strategy.run(lambda: nd.set_strategy(None))
-
-
-def test_set_strategy_in_a_merge_call_is_refused():
-    with pytest.raises(RuntimeError, match="set_strategy"):
-        nd.get_replica_context().merge_call(lambda _: nd.set_strategy(None))
+            use()
+    with pair.scope(), pytest.raises(RuntimeError, match="set_strategy"):
+        reset()

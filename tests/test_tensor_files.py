@@ -143,22 +143,19 @@ def test_the_last_two_are_kept_and_files_are_private(tmp_path):
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "longer", "missing"])
+HARMS = {
+    "flip": lambda path: flip(path, path.stat().st_size // 2),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b" "),
+    "missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize(("harm", "file"), [*zip(HARMS, FILES * 2, strict=False)])
 def test_a_broken_generation_is_set_aside_and_the_one_before_taken(tmp_path, caplog, harm, file):
     write(tmp_path, 1)
-    path = write(tmp_path, 2) / file
-    match harm:
-        case "flip":
-            flip(path, path.stat().st_size // 2)
-        case "cut":
-            path.write_bytes(path.read_bytes()[:-1])
-        case "empty":
-            path.write_bytes(b"")
-        case "longer":
-            path.write_bytes(path.read_bytes() + b" ")
-        case "missing":
-            path.unlink()
+    HARMS[harm](write(tmp_path, 2) / file)
     with caplog.at_level(logging.WARNING, "ndistribute"):
         assert newest_step(tmp_path) == 1
     assert "ps-0.000002 is set aside" in caplog.text
@@ -206,19 +203,16 @@ def test_a_whole_generation_of_another_form_is_refused(tmp_path, found, error, s
     assert folders(tmp_path) == ["ps-0.000001"]
 
 
-@pytest.mark.parametrize(
-    ("tensors", "data"),
-    [
+def test_what_can_not_be_stored_is_refused_before_anything_is_written(tmp_path):
+    for tensors, data in (
         ({"x": np.array(["text"])}, None),
         ({"x": np.array([None])}, None),
         ({}, float("nan")),
         ({}, {"x": {1}}),
-    ],
-)
-def test_what_can_not_be_stored_is_refused_before_anything_is_written(tmp_path, tensors, data):
-    with pytest.raises((TypeError, ValueError)):
-        tensor_files.write(tmp_path / "x", "ps-0", tensors, data)
-    assert not (tmp_path / "x").exists()
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            tensor_files.write(tmp_path / "x", "ps-0", tensors, data)
+        assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ import pytest
 
 import ndistribute as nd
 
-KINDS = [nd.PerReplica, nd.Mirrored]
 BINARY = (
     "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift lt le gt ge".split()
 )
 UNARY = "neg pos abs invert".split()
+IN_PLACE = "iadd isub imul itruediv ipow imatmul".split()
+PAIR = [np.ones(2), np.ones(2)]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[nd.PerReplica, nd.Mirrored])
 def kind(request):
     return request.param
 
@@ -25,42 +26,28 @@ def test_components_are_a_tuple_in_replica_order(kind):
     held = kind([3, "b", None])
     assert held.values == (3, "b", None)
     assert isinstance(held, nd.DistributedValues)
-
-
-def test_the_two_kinds_are_not_each_other():
-    assert not isinstance(nd.PerReplica([1]), nd.Mirrored)
-    assert not isinstance(nd.Mirrored([1]), nd.PerReplica)
-
-
-def test_without_a_component_there_is_no_value(kind):
+    assert not (isinstance(held, nd.PerReplica) and isinstance(held, nd.Mirrored))
     with pytest.raises(ValueError, match="at least one"):
         kind([])
 
 
-@pytest.mark.parametrize("name", BINARY)
-def test_arithmetic_is_refused_on_both_sides(kind, name):
-    function = getattr(operator, name)
-    for arguments in ((kind([1, 2]), 3), (3, kind([1, 2])), (kind([1, 2]), kind([1, 2]))):
-        with pytest.raises(TypeError, match=r"local_results.*reduce"):
-            function(*arguments)
-
-
-@pytest.mark.parametrize("name", [*UNARY, "iadd", "isub", "imul", "itruediv", "ipow", "imatmul"])
-def test_unary_and_in_place_arithmetic_is_refused(kind, name):
-    function = getattr(operator, name)
-    arguments = (kind([1, 2]),) if name in UNARY else (kind([1, 2]), 3)
-    with pytest.raises(TypeError, match=r"local_results.*reduce"):
-        function(*arguments)
+def test_arithmetic_is_refused_on_both_sides_even_of_a_single_value(kind):
+    for values in ([1, 2], [1.0]):
+        held = kind(values)
+        for function in (getattr(operator, name) for name in BINARY):
+            for arguments in ((held, 3), (3, held), (held, held)):
+                with pytest.raises(TypeError, match=r"local_results.*reduce"):
+                    function(*arguments)
+        for name in (*UNARY, *IN_PLACE):
+            with pytest.raises(TypeError, match=r"local_results.*reduce"):
+                getattr(operator, name)(*([held] if name in UNARY else [held, 3]))
 
 
 @pytest.mark.parametrize(
     "use",
     [
         lambda x: np.ones(2) + x,
-        lambda x: x * np.ones(2),
-        lambda x: np.float32(2) * x,
         lambda x: x @ np.ones((2, 2)),
-        lambda x: np.add(x, 1),
         np.exp,
         np.add.reduce,
         lambda x: divmod(x, 2),
@@ -80,7 +67,7 @@ def test_unary_and_in_place_arithmetic_is_refused(kind, name):
 )
 def test_use_as_an_array_or_number_is_refused_by_name(kind, use):
     with pytest.raises(TypeError, match=r"local_results.*reduce"):
-        use(kind([np.ones(2), np.ones(2)]))
+        use(kind(PAIR))
 
 
 def test_a_single_number_converts(kind):
@@ -106,11 +93,6 @@ def test_a_single_array_converts(kind):
     assert np.array_equal(converted, array)
     assert np.asarray(kind([array]), dtype=np.float64).dtype == np.float64
     assert np.asarray(kind([array.tolist()])).shape == (2, 3)
-
-
-def test_a_single_value_refuses_arithmetic_all_the_same(kind):
-    with pytest.raises(TypeError, match=r"local_results.*reduce"):
-        kind([1.0]) + 1
 
 
 def test_values_are_told_apart_by_identity_and_can_be_keys(kind):

@@ -17,7 +17,6 @@ from tests.worker_kinds import TIMEOUT_SECONDS, join
 
 Counts = tuple[int, ...]
 OPTIONS = nd.CommunicationOptions(timeout_seconds=TIMEOUT_SECONDS)
-AGGREGATIONS = ("sum", "mean", "only_first_replica")
 
 
 def first_values(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
@@ -60,91 +59,6 @@ def disagreeing(worker: int, size: int, how: str, counts: Counts) -> list[str]:
     return told
 
 
-def aggregated(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
-    """Write to variables of each synchronization and aggregation in every replica."""
-    with join(how, counts) as strategy:
-        return aggregate_over(strategy)
-
-
-def aggregate_over(strategy: nd.Strategy) -> dict[str, Any]:
-    with strategy.scope():
-        made = {
-            (synchronization, aggregation): nd.Variable(
-                np.full(3, 10.0), synchronization=synchronization, aggregation=aggregation
-            )
-            for synchronization in ("on_write", "on_read")
-            for aggregation in AGGREGATIONS
-        }
-
-    def step() -> None:
-        for variable in made.values():
-            variable.assign_add(np.full(3, rank() + 1.0))
-            variable.scatter_sub([rank() % 3], [0.5])
-
-    strategy.run(step)
-    seen = {" ".join(key): v.numpy().tolist() for key, v in made.items()}
-    for (synchronization, aggregation), variable in made.items():
-        if synchronization == "on_read":
-            variable.assign(np.full(3, 6.0))
-            variable.assign_add(np.full(3, 3.0))
-            seen[f"{aggregation} assigned"] = variable.numpy().tolist()
-    return seen
-
-
-def reduced(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
-    """Reduce and gather what this worker's replicas hold."""
-    with join(how, counts) as strategy:
-        return reduce_over(strategy)
-
-
-def reduce_over(strategy: nd.Strategy) -> dict[str, Any]:
-    """Return results that depend on the number of replicas alone, as plain lists."""
-
-    def rows(i: int) -> Any:
-        return np.arange(3.0 * i).reshape(-1, 3) + i
-
-    def slices(i: int) -> Any:
-        return nd.IndexedSlices(np.full((2, 2), i + 1.0), np.array([i, 7]), (8, 2))
-
-    nest = {
-        "b": [parts(strategy, lambda i: 0.1 * i), 2.0],
-        "a": (parts(strategy, lambda i: np.int32([i, -i])),),
-    }
-    ragged = parts(strategy, rows)
-    half = parts(strategy, lambda i: np.float16(1 if i else 2048))
-    summed = strategy.reduce("sum", {"rows": [parts(strategy, slices)]})["rows"][0]
-    with strategy.scope():
-        local = nd.Variable(np.zeros(1), synchronization="on_read")
-    strategy.run(lambda: local.assign([rank() + 1.0]))
-    seen: dict[str, Any] = {
-        f"{op} of a nest": strategy.reduce(op, nest) for op in ("sum", "mean", "min", "max", "prod")
-    }
-    seen |= {
-        "sum along an axis": strategy.reduce("sum", ragged, axis=0),
-        "mean by true counts": strategy.reduce("mean", {"x": ragged}, axis=0)["x"],
-        "mean of all": strategy.reduce("mean", ragged, axis=(0, 1)),
-        "half precision": strategy.reduce("sum", half),
-        "indices": summed.indices,
-        "values": summed.values,
-        "gathered": strategy.gather(ragged, axis=0),
-        "gathered nest": strategy.gather({"x": [ragged], "y": np.arange(2)}, axis=0),
-        "texts": strategy.gather(parts(strategy, lambda i: [f"replica {i}"]), axis=0),
-        "variable": [strategy.reduce("max", local), strategy.gather(local, axis=0)],
-        "in a merge call": strategy.run(
-            lambda: context().merge_call(lambda s, x: s.reduce("sum", x), args=(rank(),))
-        ).values[0],
-    }
-    return {name: _plain(value) for name, value in seen.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return (str(np.asarray(value).dtype), np.asarray(value).tolist())
-
-
 def met(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
     """Make each collective in every replica."""
     with join(how, counts) as strategy:
@@ -153,7 +67,7 @@ def met(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
 
 def meet_over(strategy: nd.Strategy) -> dict[str, Any]:
     """Return what the first replica of this process got, as arrays."""
-    dtypes = "bool int8 uint8 int32 int64 float16 float32 float64 complex64".split()
+    dtypes = "bool uint8 int64 float16 complex64".split()
     shapes: list[tuple[int, ...]] = [(), (0,), (2, 3), (LARGE,)]
 
     def reduce_all(op: str) -> Any:
@@ -236,28 +150,6 @@ def draws(worker: int, size: int, how: str, counts: Counts) -> list[list[int]]:
     return [seen[0]]
 
 
-def places(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
-    """Return what the replicas and value functions are told of their places."""
-    with join(how, counts) as strategy:
-        made = strategy.distribute_values_from_function(
-            lambda c: (c.replica_id_in_sync_group, c.num_replicas_in_sync)
-        )
-        own = strategy.run(
-            lambda given: (rank(), context().local_replica_id, given[0] == rank()), args=(made,)
-        )
-        resolver = strategy.cluster_resolver
-        assert resolver is not None
-        return {
-            "made": [leaf.values for leaf in made],
-            "own": [leaf.values for leaf in own],
-            "ids": replica_ids(strategy),
-            "devices": len(strategy.devices),
-            "chief": strategy.is_chief,
-            "task": (resolver.task_type, resolver.task_id),
-            "repr": repr(strategy),
-        }
-
-
 def roles(worker: int, size: int, jobs: Sequence[tuple[str, int]]) -> dict[str, Any]:
     """Take the role that stands at this worker's place, in a cluster of all of them."""
     addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
@@ -276,6 +168,7 @@ def roles(worker: int, size: int, jobs: Sequence[tuple[str, int]]) -> dict[str, 
             "replicas": strategy.num_replicas_in_sync,
             "chief": strategy.is_chief,
             "value": float(v),
+            "repr": repr(strategy),
         }
 
 
@@ -295,19 +188,6 @@ def one_script(worker: int, size: int) -> dict[str, Any]:
             "workers": 1 if resolver is None else resolver.num_workers,
             "chief": strategy.is_chief,
         }
-
-
-def one_after_the_other(worker: int, size: int) -> list[float]:
-    """Use several strategies in turn, each meeting in another way and with other devices."""
-    seen = []
-    for turn, (how, most) in enumerate([("auto", 1), ("ring", 2), ("auto", 2), ("ring", 1)]):
-        counts = tuple(1 + other % most for other in range(size))
-        with join(how, counts) as strategy:
-            with strategy.scope():
-                v = nd.Variable(turn + worker, aggregation="sum", dtype="f8")
-            strategy.run(lambda v=v: v.assign_add(1.0))
-        seen.append(float(v))  # It stays readable when its strategy is closed.
-    return seen
 
 
 def two_at_a_time(worker: int, size: int) -> list[float]:

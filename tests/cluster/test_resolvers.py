@@ -28,13 +28,7 @@ def tf_config(cluster=CLUSTER, job="worker", index=0, **more):
 
 @pytest.mark.parametrize(
     ("job", "index", "rank"),
-    [
-        ("chief", 0, 0),
-        ("worker", 0, 1),
-        ("worker", 1, 2),
-        ("ps", 0, None),
-        ("evaluator", 0, None),
-    ],
+    [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2), ("ps", 0, None), ("evaluator", 0, None)],
 )
 def test_the_chief_comes_first_and_servers_have_no_rank(job, index, rank):
     me = TFConfigClusterResolver(environ=tf_config(job=job, index=index, environment="cloud"))
@@ -101,16 +95,13 @@ def test_an_empty_variable_is_a_process_that_works_alone(environ):
     ("text", "message"),
     [
         ("{", "not JSON: Expecting"),
-        ("[1]", "it is list, not an object"),
         ('{"cluster": 3}', "'cluster' is int, not an object"),
         ('{"cluster": {"worker": "a:1"}}', "'worker' must be a list"),
         ('{"cluster": {"worker": {"x": "a:1"}}}', "'x', which is no number"),
         ('{"cluster": {"worker": ["a"]}}', "task 0 of 'worker' has the address 'a'"),
         ('{"cluster": {"worker": ["a:99999"]}}', "'a:99999', which is not HOST:PORT"),
         ('{"cluster": {"worker": ["a:1"]}}', "which of them this process is was not said"),
-        ('{"cluster": {"worker": ["a:1"]}, "task": 1}', "'task' is int"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": 1}}', "'type' in 'task' is 1"),
-        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}', "was not said"),
         (
             '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1.5}}',
             "'index' in 'task' is 1.5",

@@ -30,22 +30,6 @@ def add(queue: ClosureQueue, *inputs: Closure) -> Closure:
     return made
 
 
-def test_closures_go_out_in_order_and_come_back_in_any():
-    queue = queue_for(2)
-    one, two, three = (add(queue) for _ in range(3))
-    assert queue.idle_worker() == 0
-    assert queue.take(0, 2) == [one, two]
-    assert queue.idle_worker() == 1
-    assert queue.take(1, 2) == [three]
-    assert queue.idle_worker() is None
-    queue.finish(1, 3, NOTHING)
-    assert (queue.low_water, queue.done()) == (1, False)
-    queue.finish(0, 2, NOTHING)
-    queue.finish(0, 1, NOTHING)
-    assert (queue.low_water, queue.done()) == (4, True)
-    queue.join(0)
-
-
 def test_a_worker_gets_nothing_in_advance_while_another_might_be_idle():
     queue = queue_for(2)
     one, two = add(queue), add(queue)
@@ -135,31 +119,6 @@ def test_an_error_cancels_what_waits_and_is_raised_once_when_nothing_flies():
     assert (queue.low_water, queue.take(1, 2)) == (5, [])
 
 
-def test_what_a_worker_had_is_cancelled_when_it_is_lost_after_an_error():
-    queue = queue_for(2)
-    two = [add(queue), add(queue)][1]
-    queue.take(0, 2)
-    queue.take(1, 2)
-    queue.finish(0, 1, LookupError("one"))
-    queue.lose(1, GONE)
-    with pytest.raises(CancelledError):
-        two.result.fetch()
-    with pytest.raises(LookupError):
-        queue.join(0)
-
-
-def test_an_input_without_a_value_is_refused_and_takes_no_number():
-    queue = queue_for(1)
-    one = add(queue)
-    queue.take(0, 1)
-    queue.finish(0, 1, LookupError("one"))
-    with pytest.raises(LookupError):
-        queue.join(0)
-    with pytest.raises(ValueError, match="which has no value"):
-        add(queue, one)
-    assert add(queue).number == queue.low_water == 2
-
-
 def test_all_workers_away_is_an_error_only_while_something_waits():
     queue = ClosureQueue(["worker:0", "worker:1"], patience=0.0)
     for worker in (0, 1):
@@ -175,16 +134,6 @@ def test_all_workers_away_is_an_error_only_while_something_waits():
         queue.join(0)
 
 
-def test_all_workers_that_refuse_are_an_error_at_once():
-    queue = ClosureQueue(["worker:0", "worker:1"], patience=60.0)
-    value = add(queue).result
-    for worker in (0, 1):
-        assert not value.done()
-        queue.lose(worker, AuthenticationError("another secret"))
-    with pytest.raises(AuthenticationError, match="No worker let this process in: another"):
-        queue.join(0)
-
-
 def test_a_worker_that_refuses_is_named_at_once_and_once(caplog):
     """It was tried again in silence, for as long as another worker was there."""
     queue = ClosureQueue(["worker:0", "worker:1"])
@@ -196,19 +145,3 @@ def test_a_worker_that_refuses_is_named_at_once_and_once(caplog):
         "WARNING",
         "worker:1 gets no work, for it refuses: it belongs to another job",
     )
-
-
-def test_the_queue_is_full_of_many_closures_or_of_long_arguments():
-    queue = queue_for(1)
-    queue.capacity = 2
-    assert not queue.is_full()
-    add(queue), add(queue)
-    assert queue.is_full()
-    queue.capacity, queue.capacity_bytes = 10, 2 * NOTHING.nbytes
-    assert queue.is_full()
-    queue.take(0, 1)
-    assert not queue.is_full()
-    queue.lose(0, GONE)
-    assert queue.is_full()
-    queue.close()
-    assert not queue.is_full()

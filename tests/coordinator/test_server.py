@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import shutil
 import signal
 import socket
-import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -21,12 +17,7 @@ import pytest
 
 from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.coordinator.server import Server
-from ndistribute.errors import (
-    AuthenticationError,
-    CheckpointCorruptError,
-    DistributeError,
-    WorkerLostError,
-)
+from ndistribute.errors import AuthenticationError, DistributeError, WorkerLostError
 from ndistribute.parameter_server.messages import (
     Create,
     Item,
@@ -39,14 +30,13 @@ from ndistribute.parameter_server.messages import (
 )
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
-from tests.faults.tasks import Tasks, free_addresses
+from tests.faults.tasks import Tasks
 
 ENVIRON = {
     "NDISTRIBUTE_SECRET": secrets.token_hex(16),
     "NDISTRIBUTE_JOB_ID": "this one",
     "NDISTRIBUTE_HEARTBEAT_SECONDS": "2",
 }
-KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes".split()
 ANYWHERE = {"ps": ["127.0.0.1:0"]}
 ONE_WORKER = {**ANYWHERE, "worker": ["127.0.0.1:1"]}
 
@@ -103,13 +93,6 @@ def joined(server: Server) -> Iterator[Future[bool]]:
             server.stop()
 
 
-def test_a_local_server_holds_variables():
-    with Server.create_local_server(environ=ENVIRON) as server, reach(server) as client:
-        value = np.arange(600_000.0).reshape(2, -1)
-        create(client, value)
-        np.testing.assert_array_equal(read(client), value)
-
-
 def test_join_returns_once_the_server_is_stopped():
     with serving() as server:
         assert not server.join(timeout=0.05)
@@ -119,21 +102,6 @@ def test_join_returns_once_the_server_is_stopped():
         waiting.join(timeout=50)
         assert not waiting.is_alive()
         server.stop()
-
-
-def test_many_starts_and_stops_leave_nothing_and_the_port_is_free_at_once():
-    def held() -> tuple[int, int]:
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-    cluster = free_addresses({"ps": 1})
-    before = held()
-    for _ in range(10):
-        with serving(cluster) as server, reach(server):
-            assert server.target == cluster["ps"][0]
-    deadline = time.monotonic() + 5
-    while held() > before and time.monotonic() < deadline:
-        threading.Event().wait(timeout=0.01)
-    assert held() <= before
 
 
 def test_a_port_in_use_is_named_and_nothing_is_left_behind():
@@ -201,37 +169,14 @@ def test_beyond_this_host_a_secret_is_needed():
         Server({"ps": ["localhost:0"], "worker": ["node1:2222"]}, "ps", 0, environ={})
 
 
-@pytest.mark.parametrize("name", ["SNAPSHOT", "RETURN", "START"])
-def test_seconds_that_are_none_are_refused(name):
-    with pytest.raises(ValueError, match=rf"NDISTRIBUTE_{name}_SECONDS.*'soon'"):
-        serving(**{f"NDISTRIBUTE_{name}_SECONDS": "soon"})
+def test_seconds_that_are_none_are_refused():
+    for name in ("SNAPSHOT", "RETURN", "START"):
+        with pytest.raises(ValueError, match=rf"NDISTRIBUTE_{name}_SECONDS.*'soon'"):
+            serving(**{f"NDISTRIBUTE_{name}_SECONDS": "soon"})
 
 
-def test_with_certificates_of_one_authority_both_speak_tls_and_nobody_else(tmp_path):
-    if shutil.which("openssl") is None:
-        pytest.skip("the openssl program, which makes the certificates, is not here")
-
-    def openssl(*words: str) -> None:
-        command = ["openssl", *words]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
-
-    openssl("req", "-x509", *KEY, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
-    openssl("req", *KEY, "-keyout", "key.pem", "-out", "request", "-subj", "/CN=worker")
-    openssl(*"x509 -req -in request -CA ca.pem -CAkey ca.key -CAcreateserial -out cert.pem".split())
-    files = {"CERT": "cert.pem", "KEY": "key.pem", "CA": "ca.pem"}
-    environ = {f"NDISTRIBUTE_TLS_{name}": f"{tmp_path / file}" for name, file in files.items()}
-    environ["NDISTRIBUTE_UNIX_SOCKETS"] = "0"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NDISTRIBUTE_UNIX_SOCKETS", "0")
-        with serving(**environ) as server:
-            with reach(server, environ={**ENVIRON, **environ}) as client:
-                create(client, np.zeros(1_000_000))
-                assert read(client).shape == (1_000_000,)
-            with pytest.raises(AuthenticationError, match="TLS"), reach(server):
-                pass
-
-
-def test_when_the_chief_leaves_its_servers_end_well():
+def test_when_the_chief_leaves_its_servers_end_well(monkeypatch):
+    monkeypatch.setattr("ndistribute.coordinator.server._GRACE_SECONDS", 0.1)
     server = serving({**ONE_WORKER, "chief": ["127.0.0.1:2"]})
     with joined(server) as outcome, reach(server, "worker:0"):
         with reach(server, "chief:0"):
@@ -252,30 +197,13 @@ def test_a_chief_that_connected_again_is_here_although_its_old_connection_ends_l
         assert server._membership.policy.outlook().lost == "the chief died"
 
 
-def test_servers_end_once_all_workers_have_left_whoever_else_is_there():
-    workers = ["127.0.0.1:1", "127.0.0.1:2"]
-    server = serving({**ANYWHERE, "worker": workers, "evaluator": ["127.0.0.1:3"]})
-    with joined(server) as outcome, reach(server, "evaluator:0"):
-        with reach(server, "worker:1"), reach(server, "worker:0"):
-            assert not server.join(timeout=0.2)
-        assert outcome.result(timeout=50) is True
-
-
-@pytest.mark.parametrize("returns", [True, False])
-def test_a_worker_that_dies_is_waited_for_and_no_longer_than_said(returns):
-    server = serving(ONE_WORKER, NDISTRIBUTE_RETURN_SECONDS="20" if returns else "0.2")
+def test_a_worker_that_dies_is_waited_for_no_longer_than_said():
+    server = serving(ONE_WORKER, NDISTRIBUTE_RETURN_SECONDS="0.2")
     with joined(server) as outcome, reach(server, "worker:0") as client:
         client._closing.set()  # It does not connect again.
         client._connection.abort("it is killed")
-        if not returns:
-            with pytest.raises(WorkerLostError, match="worker:0 died and did not come back"):
-                outcome.result(timeout=50)
-            return
-        with pytest.raises(TimeoutError):
-            outcome.result(timeout=0.5)
-        with reach(server, "worker:0"):
-            pass
-        assert outcome.result(timeout=50) is True
+        with pytest.raises(WorkerLostError, match="worker:0 died and did not come back"):
+            outcome.result(timeout=50)
 
 
 def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tmp_path):
@@ -327,10 +255,3 @@ def test_a_last_snapshot_that_can_not_be_written_is_an_error_that_names_the_plac
     with pytest.raises(DistributeError, match=rf"last snapshot to {tmp_path}"):
         server.stop()
     server.stop()
-
-
-def test_a_server_whose_snapshots_are_broken_does_not_start(tmp_path):
-    (tmp_path / "ps-0.000001").mkdir()
-    (tmp_path / "ps-0.000001" / "data.json").write_bytes(b"nonsense")
-    with pytest.raises(CheckpointCorruptError):
-        Server(ANYWHERE, environ=ENVIRON, snapshot_directory=tmp_path)

@@ -22,7 +22,6 @@ from ndistribute.coordinator.pickling import dump, key_of, load
 from ndistribute.coordinator.remote_value import keep_until_run
 from ndistribute.coordinator.worker import Outcome, Run, WorkerService, keep
 from ndistribute.errors import AuthenticationError
-from ndistribute.parameter_server.client import current_closure
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.handshake import Hello
@@ -133,16 +132,6 @@ def test_what_a_coordinator_left_behind_is_not_run(caller):
         GATE.set()
         assert value(other) == 4
     assert NOTED == []
-
-
-def test_a_function_runs_as_its_closure(caller):
-    def numbers() -> Any:
-        running = current_closure()
-        return running.series, running.sequence() >> 16, running.low_water >> 16
-
-    with contextlib.closing(caller.connect()) as connection:
-        connection.send(order(7, numbers))
-        assert value(connection) == ("series", 7, 1)
 
 
 def test_nothing_is_unpickled_for_a_stranger(caller, tmp_path):

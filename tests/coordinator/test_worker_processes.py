@@ -16,7 +16,7 @@ import pytest
 
 from ndistribute.coordinator.coordinator import ClusterCoordinator
 from ndistribute.coordinator.queue import ATTEMPTS
-from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
+from ndistribute.errors import WorkerLostError
 from tests.coordinator import errands
 from tests.faults.tasks import Tasks, wait_until
 
@@ -113,13 +113,6 @@ def test_errors_of_all_workers_are_raised_once(coordinator, fifo):
     assert meet(coordinator, fifo) == [0, 1]
 
 
-def test_a_result_that_is_too_large_is_refused(coordinator):
-    coordinator.schedule(np.zeros, (257 << 20, np.uint8))
-    with pytest.raises(ValueError, match=r"returned 269484.* bytes: at most 268435456 travel"):
-        coordinator.join(timeout=SECONDS)
-    assert coordinator.schedule(errands.double, (1,)).fetch(SECONDS) == 2
-
-
 def test_short_functions_are_sent_ahead_and_long_ones_are_not(coordinator, fifo):
     """A worker that is busy holds nothing back that the other one could run."""
     for n in range(64):
@@ -131,23 +124,6 @@ def test_short_functions_are_sent_ahead_and_long_ones_are_not(coordinator, fifo)
     assert not waiting.done()
     coordinator.schedule(errands.meet, (fifo, "out"))
     coordinator.join(timeout=SECONDS)
-
-
-def test_join_gives_up_waiting_and_the_function_is_run_once(coordinator, fifo, tmp_path):
-    marks = tmp_path / "marks"
-
-    def wait() -> int:
-        with marks.open("ab") as file:
-            file.write(b".")
-        return errands.meet(fifo, "in")
-
-    waiting = coordinator.schedule(wait)
-    with pytest.raises(CollectiveTimeoutError):
-        coordinator.join(timeout=0.6)
-    index = coordinator.schedule(errands.meet, (fifo, "out"))
-    coordinator.join(timeout=SECONDS)
-    assert {waiting.fetch(), index.fetch()} == {0, 1}
-    assert marks.read_bytes() == b"."
 
 
 def test_what_a_killed_worker_had_runs_elsewhere_and_it_comes_back(
@@ -210,19 +186,15 @@ def test_a_function_that_holds_the_interpreter_is_run_once(coordinator, tmp_path
     assert marks.read_bytes() == b"."
 
 
-@pytest.mark.parametrize("end", ["exit", "kill"])
-def test_a_function_that_ends_its_worker_is_tried_a_few_times(
-    command, workers, tmp_path, monkeypatch, end
-):
+def test_a_function_that_ends_its_worker_is_tried_a_few_times(command, workers, tmp_path):
+    """It was run for ever, as long as its workers were started again."""
     coordinator = command(timeout_seconds=SECONDS)
     marks = tmp_path / "marks"
 
     def suicide() -> None:
         with marks.open("ab") as file:
             file.write(b"%d" % errands.index())
-        if end == "exit":
-            os._exit(3)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)
 
     behind = [coordinator.schedule(errands.double, (n,)) for n in range(4)]
     coordinator.join(timeout=SECONDS)
@@ -232,8 +204,7 @@ def test_a_function_that_ends_its_worker_is_tried_a_few_times(
         ended = bad.done()  # Both workers may have ended by then, so they are looked at once more.
         for index in range(2):
             with contextlib.suppress(TimeoutError):
-                code = workers.code("worker", index, 0.05)
-                assert code == (3 if end == "exit" else -signal.SIGKILL)
+                assert workers.code("worker", index, 0.05) == 3
                 workers.start("worker", index)
     with pytest.raises(WorkerLostError) as caught:
         coordinator.join(timeout=SECONDS)
@@ -262,14 +233,6 @@ def test_all_workers_gone_is_an_error_until_they_are_back(command, workers, fifo
         with contextlib.suppress(WorkerLostError):
             coordinator.join(timeout=SECONDS)
     assert value.fetch() == 4
-
-
-def test_another_secret_lets_nobody_in(command, monkeypatch):
-    monkeypatch.setenv("NDISTRIBUTE_SECRET", "f" * 32)
-    coordinator = command()
-    coordinator.schedule(errands.double, (1,))
-    with pytest.raises(AuthenticationError, match="No worker let this process in"):
-        coordinator.join(timeout=SECONDS)
 
 
 def test_two_coordinators_share_workers(command, fifo):

@@ -102,9 +102,6 @@ def test_python_m_is_the_same_command(tmp_path):
     (tmp_path / "x.py").write_text("import sys\nprint(sys.argv[1:])\n")
     done = run("run", "-n", "1", tmp_path / "x.py", "--help")
     assert (done.returncode, done.stdout) == (0, "[0] ['--help']\n")
-    help_text = run("--help")
-    assert help_text.returncode == 0
-    assert all(name in help_text.stdout for name in ("run", "doctor", "bench", "trace"))
 
 
 def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(capfd):
@@ -133,25 +130,13 @@ def test_the_doctor_says_what_is_missing_for_every_job(monkeypatch, capfd):
 AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl", "avx2"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "architecture", "better"),
-    [
-        (AVX512, "Haswell", "SkylakeX"),
-        (AVX512, "Zen", "SkylakeX"),
-        (AVX512, "SkylakeX", None),
-        (AVX512, "Cooperlake", None),
-        (AVX512, "SapphireRapids", None),
-        (AVX512, "neoversen1", None),
-        (AVX512, None, None),
-        (AVX512 - {"avx512vl"}, "Haswell", None),
-        ({"avx2"}, "Haswell", None),
-        ((), "Haswell", None),
-    ],
-)
-def test_other_kernels_are_asked_for_only_where_blas_chose_below_the_processor(
-    flags, architecture, better
-):
-    assert doctor.better_kernel(flags, architecture) == better
+def test_other_kernels_are_asked_for_only_where_blas_chose_below_the_processor():
+    for architecture in ("Haswell", "Zen"):
+        assert doctor.better_kernel(AVX512, architecture) == "SkylakeX"
+    for architecture in ("SkylakeX", "Cooperlake", "SapphireRapids", "neoversen1", None):
+        assert doctor.better_kernel(AVX512, architecture) is None
+    for flags in (AVX512 - {"avx512vl"}, {"avx2"}, ()):
+        assert doctor.better_kernel(flags, "Haswell") is None
 
 
 def test_ranks_get_the_better_kernel_but_never_in_place_of_the_users(monkeypatch):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
-from tests.launcher.jobs import SECONDS, environment, run
+from ndistribute import cli
+from tests.launcher.jobs import run
 from tests.launcher.test_mpiexec import has_mpi
 
-SCRIPT = """
+PREAMBLE = """
 import sys
 import numpy as np
 import ndistribute as nd
@@ -39,46 +39,19 @@ WAYS = [
 ]
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_workers_find_each_other_and_sum(script, way):
-    done = run("run", *way, "-n", "2", script)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] 2 {3.0}", "[1] 2 {3.0}"]
-
-
-def test_the_same_script_works_alone(script):
-    done = subprocess.run(
-        [sys.executable, script],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=True,
-    )
-    assert done.stdout == "1 {1.0}\n"
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_the_rank_that_raised_is_named_and_not_those_that_lost_it(script, way):
-    done = run("run", *way, "-n", "2", script, "fail")
+    done = run("run", *way, "-n", "2", script(""), "fail")
     assert done.returncode == 1
     _, _, end = done.stderr.partition("ndistribute run: rank 1 failed first (exit code 1)")
     assert "[1] KeyError: 'mine'" in end
 
 
-def test_the_trace_of_a_job_is_merged_and_explained(script, tmp_path):
-    folder = tmp_path / "trace"
-    assert run("run", "-n", "2", script, env={"NDISTRIBUTE_TRACE": str(folder)}).returncode == 0
-    merged = run("trace", "merge", folder)
-    assert merged.returncode == 0, merged.stderr
-    (path,) = merged.stdout.splitlines()
-    with open(path) as file:
-        assert json.load(file)["traceEvents"]
-    assert "2 ranks" in run("trace", "report", folder).stdout
+def test_the_trace_of_a_job_is_merged_and_explained(script, tmp_path, capfd):
+    folder = str(tmp_path / "trace")
+    assert run("run", "-n", "2", script(""), env={"NDISTRIBUTE_TRACE": folder}).returncode == 0
+    assert cli.main(["trace", "merge", folder]) == 0
+    (path,) = capfd.readouterr().out.splitlines()
+    assert json.loads(Path(path).read_text())["traceEvents"]
+    assert cli.main(["trace", "report", folder]) == 0
+    assert "2 ranks" in capfd.readouterr().out

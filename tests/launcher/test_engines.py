@@ -116,23 +116,6 @@ def test_a_function_runs_in_each_worker_and_its_results_come_in_order(driver):
     assert sorted(answer["output"]) == ["[worker:0] I am 0", "[worker:1] I am 1"]
 
 
-def test_a_script_runs_in_each_worker(driver, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, ndistribute as nd\n"
-        "with nd.MultiWorkerMirroredStrategy() as strategy:\n"
-        "    print(strategy.num_replicas_in_sync, sys.argv[1:])\n"
-        "sys.exit(5 * int(sys.argv[1]) * strategy.cluster_resolver.worker_index)\n"
-    )
-    answer = driver.run(str(script), args=[0, "--fast"])
-    assert answer["results"] == [None, None]
-    assert sorted(answer["output"]) == [f"[worker:{i}] 2 ['0', '--fast']" for i in (0, 1)]
-    answer = driver.run(str(script), args=[1])
-    assert answer["error"] == "WorkerLostError"
-    assert "ended with exit code 5" in answer["text"]
-    assert answer["text"].startswith("worker:1 at ")
-
-
 def test_what_a_worker_raises_is_raised_and_ends_the_others(driver, tmp_path):
     answer = driver.run("fail", args=[str(tmp_path)])
     assert answer["error"] == "LookupError"
@@ -180,12 +163,6 @@ def test_an_interrupt_ends_the_job(driver, tmp_path):
     driver.process.send_signal(signal.SIGINT)
     assert driver.answer()["error"] == "KeyboardInterrupt"
     assert have_ended(tmp_path)
-
-
-def test_a_timeout_ends_the_job(driver, tmp_path):
-    answer = driver.run("sleep", args=[str(tmp_path)], timeout=5.0)
-    assert answer["error"] == "TimeoutError"
-    assert not any(tmp_path.iterdir()) or have_ended(tmp_path)
 
 
 def test_what_the_engine_has_not_is_asked_for_in_vain(driver):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import subprocess
 import sys
 
@@ -63,55 +61,6 @@ def test_a_progress_bar_is_seen_as_it_goes_on():
 
 def test_a_line_without_an_end_does_not_fill_the_memory():
     assert shown(b"x" * 100_000) == [[b"x" * 100_000], []]
-
-
-def test_a_log_holds_both_streams_without_the_rank(tmp_path, console):
-    opened, written = console
-    shown = opened(tmp_path / "new" / "logs")
-    shown.take("1", "stdout", [b"a", b"b"])
-    shown.take("1", "stderr", [b"c"])
-    assert (shown.kept("1"), shown.kept("0")) == ([b"c"], [])
-    assert written(shown) == (b"[1] a\n[1] b\n", b"[1] c\n")
-    assert (tmp_path / "new" / "logs" / "rank-1.log").read_bytes() == b"a\nb\nc\n"
-
-
-@pytest.mark.parametrize(("label", "name"), [("1", "rank-1"), ("ps:0", "ps-0"), ("chief", "chief")])
-def test_a_log_is_named_after_its_process_and_attempt(tmp_path, console, label, name):
-    opened, written = console
-    shown = opened(tmp_path)
-    for attempt, suffix in ((0, ""), (2, ".2")):
-        shown.begin(attempt)
-        shown.take(label, "stdout", [b"a"])
-        assert (tmp_path / f"{name}{suffix}.log").read_bytes() == b"a\n"
-    written(shown)
-
-
-def test_a_message_of_the_launcher_is_not_taken_for_a_ranks(console):
-    opened, written = console
-    shown = opened()
-    shown.take("ps:0", "stderr", [b"Traceback (most recent call last):"])
-    shown.forget("ps:0")
-    shown.say("well.", [b"[0] a"])
-    assert shown.kept("ps:0") == []
-    out, err = written(shown)
-    assert (out, err.endswith(b"last):\nndistribute run: well.\n[0] a\n")) == (b"", True)
-
-
-def test_lines_that_are_not_read_are_dropped_and_counted(tmp_path):
-    """The newest are kept, and a line stands where the others were."""
-    reader, writer = os.pipe()
-    out = Writer(writer, most=100_000)
-    with contextlib.closing(os.fdopen(reader, "rb")) as pipe:
-        for number in range(1000):
-            out.write(b"%09d " % number * 100 + b"\n")
-        lines = [pipe.readline() for _ in range(50)]
-        while not lines[-1].startswith(b"000000999"):
-            lines.append(pipe.readline())
-        assert out.close() == 0
-    os.close(writer)
-    told = [int(line.split()[2]) for line in lines if line.startswith(b"ndistribute run: ")]
-    assert sum(told) == (1000 + len(told) - len(lines)) * 1001
-    assert told
 
 
 def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path, console):

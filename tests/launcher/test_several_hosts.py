@@ -7,25 +7,19 @@ import socket
 import stat
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.launcher.hosts import (
-    Host,
-    assign,
-    is_this_machine,
-    parse_hosts,
-    remote_script,
-    ssh_command,
-)
+from ndistribute.launcher.hosts import Host, assign, is_this_machine, parse_hosts
 from tests.launcher.jobs import lasting, read_pids, run, started
 
-NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,9}", fullmatch=True)
+NAMES = st.text("ab1.-", min_size=1, max_size=9).map("h".__add__)
 HOSTS = st.lists(
     st.builds(Host, NAMES, st.integers(1, 9)), min_size=1, max_size=5, unique_by=lambda h: h.name
 )
 
 
+@settings(max_examples=20)
 @given(HOSTS)
 def test_hosts_are_read_as_they_were_written(hosts):
     assert parse_hosts(",".join(f"{host.name}:{host.slots}" for host in hosts)) == hosts
@@ -34,6 +28,7 @@ def test_hosts_are_read_as_they_were_written(hosts):
         assert parse_hosts("\n# a comment\n\n" + "\n".join(lines), "\n") == hosts
 
 
+@settings(max_examples=20)
 @given(HOSTS, st.data())
 def test_hosts_are_filled_in_order(hosts, data):
     room = sum(host.slots for host in hosts)
@@ -49,24 +44,16 @@ def test_a_name_alone_takes_one_process():
     assert parse_hosts("me@a,[::1]:2") == [Host("me@a", 1), Host("[::1]", 2)]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a:", "a:0", "a:x", "a,,b", "a b", "-oProxyCommand=x", "a,a:2"]
-)
-def test_malformed_hosts_are_named(text):
-    with pytest.raises(ValueError, match=r"is not HOST or HOST:PROCESSES|named twice"):
-        parse_hosts(text)
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", "a slots=", "a:2 slots=2", "a slots=2 b"])
-def test_a_malformed_hostfile_is_named(text):
-    with pytest.raises(ValueError, match=r"hostfile|is not HOST"):
-        parse_hosts(text, "\n")
-
-
-@pytest.mark.parametrize("processes", [0, -1, 3])
-def test_what_the_hosts_do_not_take_is_refused(processes):
-    with pytest.raises(ValueError, match=r"-n"):
-        assign([Host("a", 2)], processes)
+def test_malformed_hosts_are_named():
+    for text in ("", "a:", "a:0", "a:x", "a,,b", "a b", "-oProxyCommand=x", "a,a:2"):
+        with pytest.raises(ValueError, match=r"is not HOST or HOST:PROCESSES|named twice"):
+            parse_hosts(text)
+    for text in ("", "# nothing\n", "a slots=", "a:2 slots=2", "a slots=2 b"):
+        with pytest.raises(ValueError, match=r"hostfile|is not HOST"):
+            parse_hosts(text, "\n")
+    for processes in (0, -1, 3):
+        with pytest.raises(ValueError, match=r"-n"):
+            assign([Host("a", 2)], processes)
 
 
 def test_this_machine_is_known_by_its_names():
@@ -74,22 +61,6 @@ def test_this_machine_is_known_by_its_names():
         is_this_machine(n) for n in ("localhost", "127.0.0.1", "[::1]", socket.gethostname())
     )
     assert not is_this_machine("elsewhere.example")
-
-
-def test_the_command_line_of_ssh_says_nothing_of_the_job():
-    assert ssh_command("me@b") == ["ssh", "-o", "BatchMode=yes", "--", "me@b", "exec /bin/sh -s"]
-
-
-def test_the_script_for_the_other_side_carries_what_belongs_to_the_job():
-    environ = {"NDISTRIBUTE_SECRET": "it's", "NDISTRIBUTE_LISTEN_FD": "7", "HOME": "/h", "A": "b"}
-    script = remote_script(["python", "x y.py"], {"TF_CONFIG": '{"a": 1}'}, environ, 2)
-    lines = script.splitlines()
-    assert lines[0] == f"cd {os.getcwd()} || exit 72"
-    assert "export TF_CONFIG='{\"a\": 1}'" in lines
-    assert """export NDISTRIBUTE_SECRET='it'"'"'s'""" in lines
-    assert not any(name in script.partition("exec ")[0] for name in ("LISTEN_FD", "HOME", "A="))
-    assert "/ 2 ))" in script
-    assert script.endswith(" 3.0 python 'x y.py'\n")
 
 
 @pytest.fixture
@@ -181,20 +152,11 @@ def test_a_host_that_ssh_can_not_connect_to_is_named(tmp_path, fake_ssh):
     assert "No route to host" in done.stderr
 
 
-@pytest.mark.parametrize("end", ["terminate", "kill"])
-def test_no_process_outlives_the_launcher_on_another_host(tmp_path, fake_ssh, end):
+def test_no_process_outlives_the_launcher_on_another_host(tmp_path, fake_ssh):
     script = tmp_path / "hang.py"
     script.write_text("import os, signal\nprint('pid', os.getpid())\nsignal.pause()\n")
     with started("run", "--hosts", "far:1,farther:1", script, env=fake_ssh) as job:
         pids = read_pids(job, 2)
-        getattr(job, end)()
+        job.kill()
         job.wait(50)
         assert lasting(pids) == []
-
-
-def test_a_dry_run_shows_where_each_process_would_start():
-    done = run("run", "--hosts", "far:1,farther:1", "--dry-run", "x.py")
-    first, second = done.stdout.splitlines()
-    assert first.startswith("[0] ssh -o BatchMode=yes -- far 'exec /bin/sh -s' <<<")
-    assert second.startswith("[1] ssh -o BatchMode=yes -- farther ")
-    assert "NDISTRIBUTE_SECRET='(hidden)'" in first.replace("\\'", "'")

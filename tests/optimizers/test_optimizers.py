@@ -75,16 +75,12 @@ def test_rows_update_like_the_dense_gradient_that_they_stand_for(name: str) -> N
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_gradients_stay_as_they_are(name: str) -> None:
-    gradient = GRADIENTS[0].copy()
-    FORMULAS[name][0]().apply_gradients([(gradient, nd.Variable(START))])
-    np.testing.assert_array_equal(gradient, GRADIENTS[0])
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_float32_stays_float32(name: str) -> None:
+def test_float32_stays_float32_and_gradients_as_they_are(name: str) -> None:
     optimizer, variable = FORMULAS[name][0](), nd.Variable(START.astype(np.float32))
-    optimizer.apply_gradients([(GRADIENTS[0].astype(np.float32), variable)])
+    gradient = GRADIENTS[0].astype(np.float32)
+    before = gradient.copy()
+    optimizer.apply_gradients([(gradient, variable)])
+    np.testing.assert_array_equal(gradient, before)
     assert variable.dtype == np.float32
     assert all(slot.dtype == np.float32 for slot in optimizer.variables[1:])
 
@@ -106,50 +102,18 @@ def test_a_replica_sums_gradients_unless_told_that_they_are_summed() -> None:
     assert set(variables[1].numpy()) == {-1.0}
 
 
-def test_a_step_updates_in_place_when_no_read_is_held() -> None:
-    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        with strategy.scope():
-            variable, optimizer = nd.Variable(np.zeros(100_000)), Adam()
-
-        def step() -> None:
-            optimizer.apply_gradients([(np.ones(100_000), variable)])
-
-        strategy.run(step)
-        owned = [variable, *optimizer.variables[1:]]
-        before = [v.component().__array_interface__["data"][0] for v in owned]
-        strategy.run(step)
-        after = [v.component().__array_interface__["data"][0] for v in owned]
-        assert before == after
-        held = variable.value
-        copy = held.copy()
-        strategy.run(step)
-        np.testing.assert_array_equal(held, copy)
-        assert not np.array_equal(variable.numpy(), copy)
-
-
-def test_clipnorm_bounds_each_gradient_after_it_is_summed() -> None:
-    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        with strategy.scope():
-            variable = nd.Variable(np.zeros(2))
-        optimizer = SGD(1.0, clipnorm=1.0)
-        strategy.run(lambda: optimizer.apply_gradients([(np.array([3.0, 4.0]), variable)]))
-    np.testing.assert_allclose(variable.numpy(), [-0.6, -0.8])
-
-
-def test_gradients_that_are_summed_already_are_clipped_too() -> None:
+@pytest.mark.parametrize("summed", [False, True])
+def test_clipnorm_bounds_each_gradient_after_it_is_summed(summed: bool) -> None:
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         variable, gradient = nd.Variable(np.zeros(2)), np.array([3.0, 4.0])
         optimizer = SGD(1.0, clipnorm=1.0)
-        strategy.run(lambda: optimizer.apply_gradients([(gradient, variable)], True))
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, variable)], summed))
         np.testing.assert_allclose(variable.numpy(), [-0.6, -0.8])
 
 
 @pytest.mark.parametrize(
     ("gradient", "message"),
-    [
-        (np.zeros((3, 6)), "has shape"),
-        (np.zeros((6, 3), np.int64), "int64"),
-    ],
+    [(np.zeros((3, 6)), "has shape"), (np.zeros((6, 3), np.int64), "int64")],
 )
 def test_a_gradient_that_does_not_fit_changes_nothing(gradient: Any, message: str) -> None:
     optimizer, good, bad = Adam(), nd.Variable(START), nd.Variable(START)
@@ -190,32 +154,36 @@ def test_a_variable_read_across_replicas_is_refused() -> None:
             strategy.run(lambda: SGD(0.1).apply_gradients([(np.array(1.0), variable)]))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_numbers_out_of_range_are_refused() -> None:
+    for make in (
         lambda: SGD(-0.1),
-        lambda: SGD(0.1, momentum=1.5),
         lambda: SGD(0.1, nesterov=True),
         lambda: SGD(0.1, clipnorm=1.0, clipvalue=1.0),
         lambda: SGD(0.1, clipnorm=0.0),
-        lambda: Adam(0.1, beta_1=1.0),
-        lambda: Adagrad(0.1, initial_accumulator_value=-1.0),
-    ],
-)
-def test_numbers_out_of_range_are_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be|needs|at most one"):
-        make()
+    ):
+        with pytest.raises(ValueError, match=r"must be|needs|at most one"):
+            make()
 
 
-def test_a_schedule_sees_the_number_of_steps_done() -> None:
-    seen: list[int] = []
+def test_minimize_is_apply_gradients_of_the_tapes_gradients(strategy: nd.Strategy) -> None:
+    rows = RNG.normal(size=(8, 6))
+    with strategy.scope():
+        pairs = [[nd.Variable(START), nd.Variable(START.T)] for _ in range(2)]
 
-    def rate(step: int) -> float:
-        seen.append(step)
-        return 0.1
+    def step(optimizer: Optimizer, variables: list[nd.Variable], minimize: bool) -> None:
+        hidden, output = variables
+        with nd.GradientTape() as tape:
+            loss = np.sum((np.tanh(rows @ hidden) @ output) ** 2) / 8
+        if minimize:
+            optimizer.minimize(loss, variables, tape)
+        else:
+            gradients = tape.gradient(loss, variables)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
-    optimizer: Optimizer = SGD(rate)
-    variable = nd.Variable(START)
-    for gradient in GRADIENTS:
-        optimizer.apply_gradients([(gradient, variable)])
-    assert seen == [0, 1, 2, 3]
+    for how, variables in enumerate(pairs):
+        optimizer = SGD(0.1, momentum=0.9)
+        for _ in range(3):
+            strategy.run(step, (optimizer, variables, bool(how)))
+    for one, other in zip(*pairs, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+    assert not np.array_equal(pairs[0][0].numpy(), START)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,14 +12,7 @@ import ndistribute as nd
 from ndistribute import update_rules
 from ndistribute.optimizers.algorithms import SGD, AdagradRule, AdamRule, SGDRule
 from ndistribute.optimizers.optimizer import Optimizer
-from ndistribute.update_rules import (
-    Rule,
-    hyperparameters_of,
-    rule_named,
-    update_block,
-    update_rows,
-    update_whole,
-)
+from ndistribute.update_rules import Rule, hyperparameters_of, rule_named, update_rows, update_whole
 
 CASES = [
     SGDRule(),
@@ -32,42 +24,11 @@ CASES = [
 ]
 
 
-def formula(rule, variable, gradient, slots, step, rate):
-    """Return the variable and the slots after a step, computed as one would write it down."""
-    match rule:
-        case SGDRule(momentum=0.0):
-            return variable - rate * gradient, []
-        case SGDRule(momentum=m, nesterov=ahead):
-            velocity = m * slots[0] - rate * gradient
-            return variable + (m * velocity - rate * gradient if ahead else velocity), [velocity]
-        case AdagradRule(epsilon=e):
-            total = slots[0] + gradient**2
-            return variable - rate * gradient / np.sqrt(total + e), [total]
-        case AdamRule(beta_1=b1, beta_2=b2, epsilon=e):
-            mean = b1 * slots[0] + (1 - b1) * gradient
-            square = b2 * slots[1] + (1 - b2) * gradient**2
-            corrected = rate * np.sqrt(1 - b2**step) / (1 - b1**step)
-            return variable - corrected * mean / (np.sqrt(square) + e), [mean, square]
-
-
 def start(rule, size=101, dtype=float):
     """Return a variable and its slots."""
     rng = np.random.default_rng(1)
     slots = [np.full(size, rule.initial_slot(name), dtype) for name in rule.slot_names]
     return rng, rng.standard_normal(size), slots
-
-
-@pytest.mark.parametrize("rule", CASES, ids=str)
-def test_a_rule_is_its_formula(rule):
-    rng, variable, slots = start(rule)
-    expected, expected_slots = variable.copy(), [slot.copy() for slot in slots]
-    for step in range(1, 6):
-        gradient = rng.standard_normal(len(variable))
-        expected, expected_slots = formula(rule, expected, gradient, expected_slots, step, 0.1)
-        rule.update(variable, gradient.copy(), slots, rule.rate(step, 0.1))
-        np.testing.assert_allclose(variable, expected, rtol=1e-12, atol=1e-12)
-        for slot, other in zip(slots, expected_slots, strict=True):
-            np.testing.assert_allclose(slot, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", CASES, ids=str)
@@ -85,32 +46,6 @@ def test_blocks_and_rows_give_the_bits_of_the_whole(rule, monkeypatch):
         assert {form[0].tobytes() for form in forms} == {whole.tobytes()}
 
 
-@pytest.mark.parametrize("rule", CASES, ids=str)
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_16_bits_are_updated_as_float32_rounded(rule, dtype):
-    _, variable, slots = start(rule, dtype=np.float32)
-    variable = variable.astype(dtype)
-    wide, wide_slots = variable.astype(np.float32), [slot.copy() for slot in slots]
-    gradient = np.full(len(variable), 300, dtype)  # Its square is beyond float16.
-    rule.update(wide, gradient.astype(np.float32), wide_slots, rule.rate(1, 0.1))
-    update_block(rule, [variable, *slots], gradient, rule.rate(1, 0.1))
-    assert variable.tobytes() == wide.astype(dtype).tobytes()
-    for slot, other in zip(slots, wide_slots, strict=True):
-        assert slot.tobytes() == other.tobytes()
-
-
-@pytest.mark.parametrize("rule", CASES, ids=str)
-def test_complex_numbers_are_updated_like_pairs_of_real_ones(rule):
-    rng, _, pairs = start(rule, 6)
-    slots = [slot.astype(complex) + 1j * slot for slot in pairs]
-    pair_slots = [slot.view(float) for slot in (one.copy() for one in slots)]
-    variable, gradient = rng.standard_normal((2, 12)).view(complex)
-    pair = variable.copy().view(float)
-    rule.update(pair, gradient.copy().view(float), pair_slots, rule.rate(1, 0.1))
-    update_block(rule, [variable, *slots], gradient, rule.rate(1, 0.1))
-    assert variable.tobytes() == pair.tobytes()
-
-
 @pytest.mark.parametrize("rule", [case for case in CASES if case.rows_alone], ids=str)
 def test_a_rule_that_touches_rows_alone_leaves_the_others_without_gradient(rule):
     _, variable, slots = start(rule)
@@ -119,25 +54,21 @@ def test_a_rule_that_touches_rows_alone_leaves_the_others_without_gradient(rule)
     assert variable.tobytes() == before.tobytes()
 
 
-@pytest.mark.parametrize("rule", CASES, ids=str)
-def test_a_rule_can_be_named_and_made_again(rule):
-    assert rule_named(*hyperparameters_of(rule)) == rule
+def test_a_rule_can_be_named_and_made_again():
+    assert [rule_named(*hyperparameters_of(rule)) for rule in CASES] == CASES
 
 
-@pytest.mark.parametrize(
-    ("name", "numbers", "says"),
-    [
+def test_a_rule_that_makes_no_sense_is_refused():
+    for name, numbers, says in (
         ("lion", {}, "no update rule 'lion'.*adagrad"),
         ("sgd", {"beta_1": 0.9}, "no beta_1"),
         ("sgd", {"momentum": 2.0}, "momentum must be in"),
         ("sgd", {"nesterov": 1.0}, "above 0"),
         ("adam", {"beta_2": 1.0}, "beta_2 must be in"),
         ("adagrad", {"initial_accumulator_value": -1.0}, "0 or more"),
-    ],
-)
-def test_a_rule_that_makes_no_sense_is_refused(name, numbers, says):
-    with pytest.raises(ValueError, match=says):
-        rule_named(name, numbers)
+    ):
+        with pytest.raises(ValueError, match=says):
+            rule_named(name, numbers)
 
 
 def test_a_rule_needs_a_name_of_its_own() -> None:

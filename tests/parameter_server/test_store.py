@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import ndistribute as nd
 from ndistribute.parameter_server.messages import (
     Aggregate,
     Apply,
@@ -24,29 +22,12 @@ from ndistribute.parameter_server.messages import (
     Status,
     Transaction,
 )
-from ndistribute.update_rules import hyperparameters_of
-from tests.parameter_server.calls import (
-    Calls,
-    add,
-    apply,
-    assign,
-    content,
-    new,
-    read,
-    rows,
-    subtract,
-)
+from tests.parameter_server.calls import Calls, add, apply, assign, content, new, read, rows
 
 
 @pytest.fixture
 def calls():
     return Calls()
-
-
-def test_the_first_value_stays_and_later_creators_learn_it(calls):
-    assert calls.create(v=np.float32([1, 2])).states == ("made",)
-    assert calls.create(v=np.float32([3, 4]), w=0.0).states == ("found", "made")
-    assert calls.value("v").tolist() == [1, 2]
 
 
 def test_a_value_is_asked_for_only_where_there_is_none(calls):
@@ -110,41 +91,6 @@ def test_a_read_moves_only_what_is_newer(calls):
     reply = calls.ask("a", Read((Item("v", 1), Item("w", 1))))
     assert reply.versions == (2, 1)
     assert (reply.arrays[0].tolist(), reply.arrays[1]) == ([1, 1], None)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        assign("v", np.full(3, 5.0)),
-        add("v", np.ones(3)),
-        add("v", np.ones(1), rows(1)),
-        apply("sgd", "v", Gradient(np.ones(3))),
-    ],
-    ids=["assign", "add", "add rows", "apply"],
-)
-def test_a_value_that_was_read_never_changes_and_else_it_does_in_place(calls, change):
-    calls.create(v=np.zeros(3), n=np.array(0))
-    held = calls.value("v")
-    with pytest.raises(ValueError, match="read-only"):
-        held[0] = 1
-    view, address = memoryview(held[1:]), held.ctypes.data
-    del held
-    calls.change("a", change)
-    assert view.tolist() == [0, 0]
-    assert calls.value("v")[1] != 0
-    assert calls.value("v").ctypes.data != address
-    address = calls.value("v").ctypes.data
-    calls.change("a", change)
-    assert calls.value("v").ctypes.data == address
-
-
-def test_add_subtract_and_scatter(calls):
-    calls.create(v=np.ones((3, 1)))
-    calls.change("a", add("v", np.full((3, 1), 4.0)), subtract("v", np.full((3, 1), 2.0)))
-    values = np.array([[1.0], [5.0], [3.0]])
-    for how, expected in ((add, [7, 3, 8]), (subtract, [3, 3, 3]), (assign, [3, 3, 5])):
-        calls.change("a", how("v", values, rows(0, 2, 0)))
-        assert calls.value("v").ravel().tolist() == expected
 
 
 def test_numbers_that_overflow_warn_nobody(calls):
@@ -227,49 +173,6 @@ def test_the_changes_are_made_in_order_and_each_has_its_outcome(calls):
     assert calls.value("n") == 2
 
 
-OPTIMIZERS = [
-    lambda: nd.optimizers.SGD(0.3),
-    lambda: nd.optimizers.SGD(0.3, momentum=0.9, nesterov=True),
-    lambda: nd.optimizers.Adagrad(0.3),
-    lambda: nd.optimizers.Adam(0.3),
-]
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("sparse", [False, True])
-def test_a_step_on_the_server_gives_the_bits_of_one_here(calls, make, sparse):
-    rng = np.random.default_rng(3)
-    start = rng.standard_normal((30, 1500)).astype(np.float32)
-    optimizer, variable = make(), nd.Variable(start)
-    rule = optimizer.rule
-    name, hyperparameters = hyperparameters_of(rule)
-    slots = {
-        f"v/{slot}": np.full(start.shape, rule.initial_slot(slot), np.float32)
-        for slot in rule.slot_names
-    }
-    calls.create(v=start, n=np.array(0), **slots)
-    for _ in range(4):
-        if sparse:
-            indices = rng.integers(0, 30, 12)
-            values = rng.standard_normal((12, 1500)).astype(np.float32)
-            here, there = nd.IndexedSlices(values, indices, start.shape), Gradient(values, indices)
-        else:
-            here = rng.standard_normal(start.shape).astype(np.float32)
-            there = Gradient(here)
-        optimizer.apply_gradients([(here, variable)])
-        calls.change("a", apply(name, "v", there, 0.3, tuple(slots), **hyperparameters))
-    assert calls.value("n") == 4
-    assert calls.value("v").tobytes() == variable.numpy().tobytes()
-
-
-def test_bfloat16_is_trained(calls):
-    ones = np.ones(3, ml_dtypes.bfloat16)
-    calls.create(v=ones, n=np.array(0))
-    calls.change("a", apply("sgd", "v", Gradient(ones), 0.5), add("v", ones))
-    assert calls.value("v").astype(float).tolist() == [1.5] * 3
-    assert calls.restored().value("v").dtype == ml_dtypes.bfloat16
-
-
 def test_a_counter_of_any_value_is_taken(calls):
     calls.create(v=np.zeros(2), m=np.zeros(2), s=np.zeros(2), n=np.array(-1))
     calls.change("a", apply("adam", "v", Gradient(np.ones(2)), 0.1, ("m", "s")))
@@ -306,10 +209,6 @@ def test_a_variable_that_is_made_again_does_not_pass_for_the_one_before(calls):
     assert calls.ask("a", read("v")).kind == "unknown"
     calls.create(v=np.zeros(2))
     assert calls.read("v", known=2).array.tolist() == [0, 0]
-
-
-def test_a_store_alone_writes_no_snapshots(calls):
-    assert calls.ask("a", Status("snapshot")).kind == "unknown"
 
 
 def test_a_repetition_changes_nothing_and_tells_what_is_there_now(calls):

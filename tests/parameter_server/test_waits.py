@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndistribute.optimizers.algorithms import AdamRule
-from ndistribute.parameter_server.messages import (
-    Aggregate,
-    Apply,
-    AwaitClock,
-    AwaitStep,
-    Gradient,
-    Number,
-)
+from ndistribute.parameter_server.messages import Aggregate, AwaitClock, AwaitStep, Gradient, Number
 from tests.parameter_server.calls import Calls, apply, rows
 
 FOUR = np.zeros(4, np.float32)
@@ -46,34 +39,12 @@ def wait(calls, client, step, count=2):
     return calls.send(client, AwaitStep("t", step, count))
 
 
-def test_the_step_rises_with_the_set_that_completes_it(calls):
-    assert give(calls, "a", [4, 0, 0, 0]) == (True, 0)
-    waits = wait(calls, "a", 1)
-    assert waits not in calls.replies
-    assert calls.value("v").tolist() == [0, 0, 0, 0]
-    assert give(calls, "b", [0, 2, 0, 0]) == (True, 1)
-    assert calls.replies[waits].value == 1
-    assert calls.ask("b", AwaitStep("t", 1, 2)).value == 1
-    assert calls.value("v").tolist() == [-2, -1, 0, 0]
-    assert calls.value("n") == 1
-
-
 def test_a_late_set_and_a_second_one_of_a_client_are_dropped(calls):
     give(calls, "a", [1, 1, 1, 1])
     assert give(calls, "a", [9, 9, 9, 9]) == (False, 0)
     assert give(calls, "b", [1, 1, 1, 1]) == (True, 1)
     assert give(calls, "c", [9, 9, 9, 9]) == (False, 1)
     assert calls.value("v").tolist() == [-1, -1, -1, -1]
-
-
-def test_rows_and_several_variables_are_in_one_set(calls):
-    gradients = (Gradient(np.full((2, 2), 3.0), rows(1, 1)), Gradient(FOUR + 1))
-    change = Apply(("w", "v"), gradients, ((), ()), "n", "sgd", 1.0)
-    for step in range(20):  # More than are kept before they are added up.
-        for client in "ab":
-            calls.change(client, Aggregate("t", step, 2, change))
-    assert calls.value("w").tolist() == [[0, 0], [-120, -120], [0, 0], [0, 0], [0, 0]]
-    assert calls.value("v").tolist() == [-20] * 4
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -102,42 +73,6 @@ def test_a_set_unlike_the_steps_first_is_refused_and_the_next_step_may_differ(ca
     assert calls.change("b", Aggregate("t", 0, 2, other)).kind == "mismatch"
     assert give(calls, "b", [1, 1, 1, 1]) == (True, 1)
     assert calls.change("b", Aggregate("t", 1, 1, other)).step == 2
-
-
-def test_who_waits_without_a_set_there_is_told_the_step(calls):
-    assert calls.ask("a", AwaitStep("t", 1, 2)).value == 0
-    for client in "abc":
-        give(calls, client, [1, 1, 1, 1])
-    assert calls.ask("c", AwaitStep("t", 2, 2)).value == 1
-    assert calls.ask("c", AwaitStep("t", 2, 0)).kind == "mismatch"
-
-
-def test_who_waits_learns_that_a_member_left_and_goes_on_with_its_successor(calls):
-    for client in "ab":
-        give(calls, client, [1, 1, 1, 1])
-    give(calls, "a", [1, 1, 1, 1], step=1)
-    waits = wait(calls, "a", 2)
-    calls.leave("b")
-    assert calls.replies[waits].kind == "left"
-    assert "'b' left last; 1 of 2 needed" in calls.replies[waits].message
-    assert calls.ask("a", AwaitStep("t", 2, 2)).kind == "left"
-    assert give(calls, "b2", [1, 1, 1, 1], step=1) == (True, 2)
-    assert calls.ask("a", AwaitStep("t", 2, 2)).value == 2
-
-
-def test_a_set_of_a_client_that_left_still_counts(calls):
-    give(calls, "a", [1, 1, 1, 1])
-    calls.leave("a")
-    assert give(calls, "b", [3, 3, 3, 3]) == (True, 1)
-    assert calls.value("v").tolist() == [-2, -2, -2, -2]
-
-
-def test_who_asks_again_waits_once(calls):
-    give(calls, "a", [1, 1, 1, 1])
-    first, second = wait(calls, "a", 1), wait(calls, "a", 1)
-    assert calls.replies[first].kind == "superseded"
-    give(calls, "b", [1, 1, 1, 1])
-    assert calls.replies[second].value == 1
 
 
 def test_a_server_restored_from_before_follows_its_clients(calls):
@@ -247,18 +182,6 @@ def may(calls, client, clock, slack=0, count=2):
     return isinstance(calls.replies.get(begin(calls, client, clock, slack, count)), Number)
 
 
-def test_all_wait_until_all_came_and_then_none_runs_away(calls):
-    first = begin(calls, "a", 0, slack=1)
-    assert first not in calls.replies
-    assert may(calls, "b", 0, slack=1)
-    assert calls.replies[first].value == 0
-    assert may(calls, "a", 1, slack=1)
-    ahead = begin(calls, "a", 2, slack=1)
-    assert ahead not in calls.replies
-    assert may(calls, "b", 1, slack=1)
-    assert calls.replies[ahead].value == 2
-
-
 def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls):
     begin(calls, "w:0#1", 0, count=3)
     begin(calls, "w:1#1", 0, count=3)
@@ -274,16 +197,6 @@ def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls
     assert calls.replies[ahead].value == 1
 
 
-def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(calls):
-    begin(calls, "w:0#1", 0)
-    begin(calls, "w:1#1", 0)
-    ahead = begin(calls, "w:0#1", 1)
-    assert may(calls, "w:1#2", 1)
-    assert calls.replies[ahead].value == 1
-    calls.leave("w:1#1")
-    assert begin(calls, "w:0#1", 2) not in calls.replies  # The second one is still there.
-
-
 def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(calls):
     for clock in range(10):
         begin(calls, "w:0#1", clock, slack=1)
@@ -297,13 +210,6 @@ def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(c
     assert ahead not in calls.replies
     assert may(calls, "w:1#2", 10, slack=1)
     assert calls.replies[ahead].value == 11
-
-
-def test_a_client_stands_at_a_clock_once(calls):
-    first, second = begin(calls, "a", 0), begin(calls, "a", 0)
-    assert calls.replies[first].kind == "superseded"
-    begin(calls, "b", 0)
-    assert calls.replies[second].value == 0
 
 
 def test_numbers_without_sense_are_refused(calls):

@@ -1,5 +1,9 @@
-"""Contract tests of strategies run over every kind of them."""
+"""Contract tests of strategies run over every kind whose replicas meet or run in its own way.
 
-from tests.kinds import several, strategy
+Two mirrored replicas and central ones do as three mirrored do; equivalence and variables have them.
+"""
 
-__all__ = ["several", "strategy"]
+from tests.kinds import ALL, SEVERAL, fixture_over
+
+strategy = fixture_over(ALL, "mirrored-2", "central-3")
+several = fixture_over(SEVERAL, "mirrored-2", "central-3")

@@ -52,6 +52,15 @@ def worker_of(
 
 
 @contextlib.contextmanager
+def workers(count: int, servers: int = 1, **options: Any) -> Iterator[list[LocallyServed]]:
+    """The strategies of the workers of a cluster, which end together."""
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(holders(servers))
+        made = [worker_of(held, index, count, **options) for index in range(count)]
+        yield [stack.enter_context(contextlib.closing(one)) for one in made]
+
+
+@contextlib.contextmanager
 def served(servers: int = 1, **options: Any) -> Iterator[LocallyServed]:
     """A strategy with servers of its own."""
     with holders(servers) as held, worker_of(held, **options) as strategy:

@@ -7,7 +7,7 @@ import pytest
 import threadpoolctl
 
 import ndistribute as nd
-from ndistribute.blas import cores, limited_blas
+from ndistribute.blas import cores
 from tests.kinds import closing, in_thread, mirrored, raised_in
 from tests.processes import Ranks
 
@@ -33,11 +33,6 @@ def test_replicas_share_the_cores(several):
     assert threads() == before
 
 
-def test_one_replica_keeps_them_all():
-    with mirrored(1) as strategy:
-        assert strategy.run(lambda: max(threads())).values[0] == max(threads())
-
-
 def test_a_failed_step_gives_them_back(several):
     before = threads()
     with raised_in(several, None, ZeroDivisionError):
@@ -52,15 +47,6 @@ def test_the_last_of_two_strategies_gives_them_back():
             for _ in range(20):
                 three.run(threads)
         assert threads() == before
-
-
-def test_of_several_limits_the_least_counts():
-    before = threads()
-    with limited_blas(2):
-        with limited_blas(1):
-            assert max(threads()) == 1
-        assert max(threads()) == min(2, max(before))
-    assert threads() == before
 
 
 def threads_of_a_worker(rank, size):

@@ -37,19 +37,16 @@ def test_lengths_along_the_axis_may_differ(strategy):
 
 
 def test_nests_are_gathered_leaf_by_leaf(strategy):
-    nest = {"b": [parts(strategy, lambda i: [i])], "a": (parts(strategy, lambda _: ["x"]),)}
-    result = strategy.gather(nest, axis=0)
-    assert list(result) == ["b", "a"]
-    assert result["b"][0].tolist() == list(range(strategy.num_replicas_in_sync))
-    assert result["a"][0].tolist() == ["x"] * strategy.num_replicas_in_sync
-
-
-def test_a_plain_value_is_the_same_on_every_replica(strategy):
     size = strategy.num_replicas_in_sync
     with strategy.scope():
         v = nd.Variable([1.0])
+    nest = {"b": [parts(strategy, lambda i: [i])], "a": (parts(strategy, lambda _: ["x"]),), "v": v}
+    result = strategy.gather(nest, axis=0)
+    assert list(result) == ["b", "a", "v"]
+    assert result["b"][0].tolist() == list(range(size))
+    assert result["a"][0].tolist() == ["x"] * size
+    assert result["v"].tolist() == [1.0] * size
     assert strategy.gather(np.array([1, 2]), axis=0).tolist() == [1, 2] * size
-    assert strategy.gather([v], axis=0)[0].tolist() == [1.0] * size
 
 
 def test_an_axis_that_is_not_there_is_refused(strategy):
@@ -58,20 +55,12 @@ def test_an_axis_that_is_not_there_is_refused(strategy):
             strategy.gather(parts(strategy, lambda _, value=value: value), axis=axis)
 
 
-def test_other_lengths_must_agree(several):
+def test_other_lengths_and_the_number_of_components_must_agree(several):
     for make in (lambda i: np.zeros((2, 2 + i)), lambda i: np.zeros((2,) * (1 + (i == 1)))):
         with pytest.raises(ValueError, match="dimension"):
             several.gather(parts(several, make), axis=0)
-
-
-def test_a_wrong_number_of_components_is_refused(several):
     with pytest.raises(ValueError, match="component"):
         several.gather(nd.PerReplica([np.zeros(1)] * (len(several.devices) + 1)), axis=0)
-
-
-def test_gather_in_a_replica_is_refused_and_names_what_to_call(strategy):
-    with pytest.raises(RuntimeError, match="all_gather"):
-        strategy.run(lambda: strategy.gather(np.zeros(1), axis=0))
 
 
 def test_gather_in_a_merge_call(strategy):
@@ -89,18 +78,11 @@ def test_local_results_are_the_components(strategy):
     given = parts(strategy, lambda i: i)
     assert strategy.local_results(given) == given.values
     assert strategy.local_results(nd.Mirrored(given.values)) == given.values
-
-
-@pytest.mark.parametrize("value", [1, None, "text", (), [], {}, (1, [2]), {"a": None}])
-def test_local_results_of_a_plain_value_are_itself(strategy, value):
-    results = strategy.local_results(value)
-    assert len(results) == 1
-    assert results[0] is value
-
-
-def test_local_results_of_a_nest_are_nests(strategy):
-    results = strategy.local_results({"b": [parts(strategy, lambda i: i), "same"], "a": None})
+    results = strategy.local_results({"b": [given, "same"], "a": None})
     assert results == mine(strategy, lambda i: {"b": [i, "same"], "a": None})
+    for value in (1, None, "text", (), [], {}, (1, [2]), {"a": None}):
+        (result,) = strategy.local_results(value)
+        assert result is value
 
 
 def test_local_results_of_variables(strategy):
@@ -121,35 +103,18 @@ def test_local_results_refuse_components_that_do_not_fit_together(several):
         several.local_results([parts(several, float), nd.PerReplica(range(9))])
 
 
-def test_results_of_a_run_come_apart(strategy):
-    result = strategy.run(lambda: {"id": nd.get_replica_context().replica_id_in_sync_group})
-    assert strategy.local_results(result) == mine(strategy, lambda i: {"id": i})
-
-
 def test_a_value_is_made_for_each_replica(strategy):
     size = strategy.num_replicas_in_sync
     made = strategy.distribute_values_from_function(
-        lambda c: (c.replica_id_in_sync_group, c.num_replicas_in_sync)
+        lambda c: {"x": 10 * c.replica_id_in_sync_group, "n": c.num_replicas_in_sync}
     )
-    assert [type(leaf) for leaf in made] == [nd.PerReplica] * 2
-    assert made[0].values == mine(strategy, range(size))
-    assert made[1].values == each(strategy, size)
-
-
-def test_made_values_are_always_per_replica(strategy):
-    for value in (1, None, "text", np.zeros(2)):
-        made = strategy.experimental_distribute_values_from_function(lambda _, value=value: value)
-        assert type(made) is nd.PerReplica
-        assert len(made.values) == len(strategy.devices)
-        assert all(part is value for part in made.values)
-
-
-def test_made_values_reach_their_replicas(strategy):
-    made = strategy.distribute_values_from_function(
-        lambda c: {"x": 10 * c.replica_id_in_sync_group}
-    )
+    assert [type(leaf) for leaf in made.values()] == [nd.PerReplica] * 2
+    assert made["n"].values == each(strategy, size)
     result = strategy.run(lambda nest: nest["x"], args=(made,))
     assert result.values == mine(strategy, lambda i: 10 * i)
+    for value in (None, "text", np.zeros(2)):
+        (leaf,) = {type(strategy.distribute_values_from_function(lambda _, v=value: v))}
+        assert leaf is nd.PerReplica
 
 
 @one_process("values are compared within a process alone")

@@ -86,37 +86,3 @@ def test_gradients_in_shared_memory_are_the_users_own_and_train_alike() -> None:
     found = np.frombuffer(first["weights"], np.float32).reshape(SHAPE)
     np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(np.frombuffer(first["bias"], np.float32), bias, rtol=1e-4, atol=1e-6)
-
-
-def fail_in_an_update(rank: int, size: int) -> list[str]:
-    """Train two steps, in the second of which one worker fails when the other has updated."""
-    told = []
-
-    def rate(steps: int) -> float:
-        if rank == 1 and steps == 1:
-            raise LookupError("no rate")
-        return 0.001
-
-    with nd.MultiWorkerMirroredStrategy() as strategy:
-        with strategy.scope():
-            weights = nd.Variable(np.full(SHAPE, 0.01, np.float32))
-            optimizer = nd.optimizers.SGD(rate)
-
-        def step(x: Any) -> None:
-            with nd.GradientTape() as tape:
-                loss = loss_of(weights, 0.0, x)
-            optimizer.apply_gradients([(tape.gradient(loss, weights), weights)])
-
-        for _ in range(3):
-            try:
-                strategy.run(step, (batch(rank),))
-            except Exception as error:
-                told.append(type(error).__name__)
-        return told
-
-
-def test_an_update_that_one_worker_has_made_alone_is_told_to_all() -> None:
-    with Ranks(2) as ranks:
-        told = [outcome.result() for outcome in ranks.run(fail_in_an_update)]
-    assert told[1] == ["LookupError", "CollectiveMismatchError"]
-    assert told[0][-1] == "CollectiveMismatchError"

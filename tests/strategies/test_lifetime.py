@@ -37,21 +37,6 @@ def test_closing_ends_all_threads(kind):
     assert not started & set(threading.enumerate())
 
 
-def test_making_a_strategy_starts_no_thread():
-    before = threading.active_count()
-    with mirrored(4):
-        assert threading.active_count() == before
-
-
-def test_threads_are_started_once():
-    with mirrored(3) as strategy:
-        works(strategy)
-        first = set(pool_threads())
-        for _ in range(5):
-            works(strategy)
-        assert set(pool_threads()) == first
-
-
 def test_a_strategy_is_a_context_manager_of_its_scope_that_closes(several):
     with several as entered:
         assert entered is several
@@ -72,32 +57,6 @@ def test_a_with_block_that_raises_leaves_the_scope_and_closes():
         raise KeyError
     assert not nd.has_strategy()
     assert not pool_threads()
-
-
-def test_a_with_block_of_another_strategy_inside_is_refused():
-    with mirrored(2) as two, closing(mirrored(3)) as three:
-        with pytest.raises(RuntimeError, match="Mixing different strategies"), three:
-            pass
-        assert nd.get_strategy() is two
-        assert works(two)
-
-
-def test_with_blocks_on_two_threads_leave_their_own_scopes():
-    strategy = mirrored(2)
-    inside, leave = threading.Event(), threading.Event()
-
-    def enter():
-        with strategy:
-            inside.set()
-            assert leave.wait(DEADLINE)
-            return nd.get_strategy() is strategy
-
-    with strategy, in_thread(enter) as theirs:
-        assert inside.wait(DEADLINE)
-        leave.set()
-        assert theirs.result(DEADLINE)
-        assert nd.get_strategy() is strategy
-    assert not nd.has_strategy()
 
 
 def test_a_with_block_that_has_not_begun_can_not_end(several):
@@ -234,13 +193,6 @@ def test_while_no_step_of_several_replicas_runs_each_thread_is_a_replica_of_its_
             assert answer.result(DEADLINE) == 1.0
 
 
-def test_a_strategy_of_one_replica_closes_too():
-    strategy = nd.OneDeviceStrategy("cpu:0")
-    strategy.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        strategy.run(lambda: None)
-
-
 def test_the_default_strategy_belongs_to_the_process_and_stays_open():
     with nd.get_strategy():
         pass
@@ -283,21 +235,6 @@ def test_a_strategy_that_nobody_holds_is_collected():
     del strategy
     gc.collect()
     assert gone() is None  # The leak check then waits for its threads.
-
-
-def test_two_strategies_are_alive_at_once():
-    one = nd.OneDeviceStrategy("cpu:0")
-    with closing(mirrored(2)) as two, closing(mirrored(3)) as three, closing(one):
-        with two.scope():
-            v = nd.Variable(0.0, aggregation="sum")
-        with three.scope():
-            w = nd.Variable(0.0, aggregation="sum")
-        for _ in range(3):
-            two.run(lambda: v.assign_add(1.0))
-            three.run(lambda: w.assign_add(1.0))
-            assert one.run(meet).values == (1,)
-        assert (float(v), float(w)) == (6, 9)
-    assert not pool_threads()
 
 
 def test_a_strategy_does_not_run_inside_another(several):
@@ -345,23 +282,6 @@ def test_runs_of_one_strategy_from_two_threads_take_turns(strategy):
         runs = [pool.submit(strategy.run, step) for _ in range(20)]
         assert all(run.result(DEADLINE).values == (size,) * size for run in runs)
     assert most == [size] * 20
-
-
-def test_another_thread_waits_until_the_step_is_over():
-    began, go_on = threading.Event(), threading.Event()
-    order = []
-
-    def first():
-        began.set()
-        assert go_on.wait(DEADLINE)
-        order.append("first")
-
-    with mirrored(2) as strategy, in_thread(lambda: strategy.run(first)):
-        assert began.wait(DEADLINE)
-        with in_thread(lambda: strategy.run(lambda: order.append("second"))) as later:
-            go_on.set()
-            later.result(DEADLINE)
-        assert order == ["first"] * 2 + ["second"] * 2
 
 
 @one_process("the order of threads is each process's own")

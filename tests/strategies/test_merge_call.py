@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import (
-    DEADLINE,
-    context,
-    each,
-    mine,
-    parts,
-    raised_in,
-    rank,
-    works,
-)
+from tests.kinds import DEADLINE, context, each, mine, parts, raised_in, rank, works
 
 
 def test_a_merge_call_runs_once_for_all_replicas(strategy):
@@ -28,24 +19,16 @@ def test_a_merge_call_runs_once_for_all_replicas(strategy):
         calls.append((current, args, kwargs))
         return "done"
 
-    result = strategy.run(lambda: context().merge_call(merged, args=(rank(),), kwargs={"x": 1}))
-    ((current, args, kwargs),) = calls
+    result = strategy.run(
+        lambda: context().merge_call(merged, args=({"a": [rank()], "b": None},), kwargs={"x": 1})
+    )
+    ((current, (nest,), kwargs),) = calls
     assert current is strategy
     ids = mine(strategy, lambda i: i)
-    assert [type(args[0]), args[0].values] == [nd.PerReplica, ids]
+    assert [type(nest["a"][0]), nest["a"][0].values] == [nd.PerReplica, ids]
+    assert nest["b"] is None
     assert [type(kwargs["x"]), kwargs["x"].values] == [nd.PerReplica, each(strategy, 1)]
     assert result.values == each(strategy, "done")
-
-
-def test_its_arguments_may_be_nested(strategy):
-    def merged(_, nest):
-        assert nest["none"] is None
-        return strategy.reduce("sum", nest["a"][0])
-
-    result = strategy.run(
-        lambda: context().merge_call(merged, args=({"a": [rank()], "none": None},))
-    )
-    assert result.values[0] == sum(range(strategy.num_replicas_in_sync))
 
 
 def test_a_per_replica_that_it_returns_comes_apart_again(strategy):
@@ -61,8 +44,10 @@ def test_a_variable_passes_as_itself_and_takes_a_cross_replica_write(strategy):
     with strategy.scope():
         v = nd.Variable(1.0)
 
-    def merged(_, variable, x):
+    def merged(current, variable, x):
         assert variable is v
+        with current.scope():
+            assert nd.get_strategy() is strategy
         return variable.assign_add(strategy.reduce("sum", x))
 
     assert strategy.run(lambda: context().merge_call(merged, args=(v, 1.0))) is v
@@ -75,83 +60,52 @@ def test_run_in_a_merge_call_is_refused(strategy):
     assert works(strategy)
 
 
-def test_a_scope_in_a_merge_call(strategy):
-    def merged(current):
-        with current.scope():
-            return nd.get_strategy() is strategy
+CROSS_REPLICA = {
+    "run": lambda strategy: strategy.run(lambda: None),
+    "scope": lambda strategy: strategy.scope().__enter__(),
+    "reduce": lambda strategy: strategy.reduce("sum", 1.0),
+    "gather": lambda strategy: strategy.gather(np.zeros(1), axis=0),
+}
 
-    assert all(strategy.run(lambda: context().merge_call(merged)).values)
 
-
-def test_an_exception_in_a_merge_call_leaves_run_as_it_was_raised(strategy):
-    error = KeyError("mine")
-
-    def merged(_):
-        raise error
-
-    with raised_in(strategy, None, KeyError) as caught:
-        strategy.run(lambda: context().merge_call(merged))
-    assert caught.value is error or isinstance(caught.value, nd.WorkerLostError)
+@pytest.mark.parametrize("method", CROSS_REPLICA)
+def test_cross_replica_methods_in_a_replica_name_what_to_call(strategy, method):
+    instead = "all_gather" if method == "gather" else "merge_call"
+    with raised_in(strategy, None, RuntimeError, instead):
+        strategy.run(lambda: CROSS_REPLICA[method](strategy))
     assert works(strategy)
 
 
-@pytest.mark.parametrize("method", ["run", "scope", "reduce"])
-def test_cross_replica_methods_in_a_replica_name_merge_call(strategy, method):
-    def step():
-        if method == "run":
-            strategy.run(lambda: None)
-        elif method == "reduce":
-            strategy.reduce("sum", 1.0)
-        with strategy.scope():
-            pass
-
-    with raised_in(strategy, None, RuntimeError, "merge_call"):
-        strategy.run(step)
-    assert works(strategy)
-
-
-def test_a_context_that_outlived_its_replica_is_refused(several):
-    kept = several.run(context).values[-1]
-    for call in _calls(kept):
-        with pytest.raises(RuntimeError, match="outside"):
-            call()
-        with several.scope(), pytest.raises(RuntimeError, match="outside"):
-            call()
-
-
-def test_the_context_of_another_replica_is_refused(several):
+def test_a_context_is_refused_outside_its_replica_and_its_thread(several):
+    """After the step, in another replica or strategy, and on a thread that the step started."""
     contexts = several.run(context).values
+    with several.scope():
+        _are_refused([contexts[-1]])
+    _are_refused([contexts[-1]])
+    default = nd.get_replica_context()
 
     def step():
-        others = [other for other in contexts if other is not context()]
-        for call in itertools.chain(*map(_calls, others)):
-            with pytest.raises(RuntimeError, match="outside"):
-                call()
+        _are_refused([default, *(other for other in contexts if other is not context())])
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(_are_refused, [context()]).result(DEADLINE)
 
     several.run(step)
     assert works(several)
 
 
-def test_the_context_of_another_strategy_is_refused(several):
-    default = nd.get_replica_context()
-
-    def step():
-        for call in _calls(default):
-            with pytest.raises(RuntimeError, match="outside"):
-                call()
-
-    several.run(step)
+def _are_refused(contexts):
+    for call in itertools.chain(*map(_calls, contexts)):
+        with pytest.raises(RuntimeError, match="outside"):
+            call()
 
 
-def test_a_context_is_refused_on_a_thread_that_the_step_started(several):
-    def step():
-        own = context()
-        with ThreadPoolExecutor(1) as pool:
-            for call in _calls(own):
-                with pytest.raises(RuntimeError, match="outside"):
-                    pool.submit(call).result(DEADLINE)
-
-    several.run(step)
+def _calls(own):
+    return (
+        lambda: own.all_reduce("sum", 1.0),
+        lambda: own.all_gather(np.zeros(1), axis=0),
+        lambda: own.merge_call(lambda _: None),
+        lambda: own.rng,
+    )
 
 
 def test_a_context_is_refused_in_a_merge_call(several):
@@ -186,12 +140,3 @@ def test_arrays_that_come_back_are_the_replicas_own(strategy):
     assert reduced.values == mine(strategy, lambda i: size + 100 * i)
     assert gathered.values == mine(strategy, lambda i: 1 + 100 * i)
     assert own.values == each(strategy, 1)
-
-
-def _calls(own):
-    return (
-        lambda: own.all_reduce("sum", 1.0),
-        lambda: own.all_gather(np.zeros(1), axis=0),
-        lambda: own.merge_call(lambda _: None),
-        lambda: own.rng,
-    )

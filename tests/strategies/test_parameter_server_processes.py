@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,36 +121,6 @@ def test_a_strategy_that_could_not_be_made_is_not_the_first_one(job: Job) -> Non
     tasks.start("ps", 0)
     with strategy_of(tasks) as strategy:
         assert strategy.namespace == ""
-
-
-def test_no_acknowledged_update_is_lost_with_a_log(job: Job, tmp_path: Path) -> None:
-    tasks = job(NDISTRIBUTE_SNAPSHOT_DIR=str(tmp_path))
-    acknowledged, over = [0], threading.Event()
-    with strategy_of(tasks, durability="log") as strategy:
-        with strategy.scope():
-            count, table = nd.Variable(0.0), nd.Variable(np.zeros((10, 1000)))
-
-        def train() -> None:
-            while not over.is_set():
-                count.assign_add(1.0)
-                table.scatter_add([acknowledged[0] % 10], np.ones((1, 1000)))
-                acknowledged[0] += 1
-
-        with in_thread(train) as training:
-            try:
-                for kill in range(4):
-                    wait_until(lambda seen=acknowledged[0]: acknowledged[0] > seen + 10)
-                    tasks.kill("ps", 0)
-                    tasks.start("ps", 0)
-                    if kill == 1:
-                        strategy.save_snapshots()
-                wait_until(lambda seen=acknowledged[0]: acknowledged[0] > seen + 10)
-            finally:
-                over.set()
-            training.result(DEADLINE)
-        assert float(count) == acknowledged[0]
-        assert np.array_equal(table.numpy().sum(0), np.full(1000, float(count)))
-        assert strategy.lost_updates == 0
 
 
 def test_a_log_needs_a_directory_and_servers(job: Job) -> None:

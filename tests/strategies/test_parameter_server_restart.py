@@ -79,22 +79,6 @@ def test_work_goes_on_and_what_is_lost_is_counted(
             strategy.close()
 
 
-def test_the_same_numbers_over_unix_sockets_and_over_tcp(
-    cluster: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    with nd.Server(cluster, "ps", 0):
-        for unix in ("1", "0"):
-            monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", unix)
-            with worker(cluster) as strategy:
-                with strategy.scope():
-                    weights = nd.Variable(np.arange(5.0), name=f"unix{unix}")
-                for _ in range(3):
-                    weights.assign_add(weights * 0.5)
-                    seen.append(weights.numpy().tolist())
-    assert seen[:3] == seen[3:]
-
-
 def test_a_strategy_may_be_collected_while_another_one_connects(
     cluster: dict[str, list[str]],
 ) -> None:

@@ -9,16 +9,11 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, closing, context, each, mirrored
+from tests.kinds import DEADLINE, closing, context, mirrored
 
 
 def draw(strategy):
     return strategy.run(lambda: context().rng.integers(2**62)).values
-
-
-def test_a_replica_has_a_numpy_generator(strategy):
-    kinds = strategy.run(lambda: type(context().rng))
-    assert kinds.values == each(strategy, np.random.Generator)
 
 
 def test_replicas_draw_different_numbers(several):
@@ -43,6 +38,7 @@ def test_the_generator_goes_on_from_step_to_step(strategy):
     assert draw(strategy) != draw(strategy)
     generators = [strategy.run(lambda: context().rng).values for _ in range(2)]
     assert all(first is second for first, second in zip(*generators, strict=True))
+    assert all(type(generator) is np.random.Generator for generator in generators[0])
 
 
 def test_a_replica_draws_the_same_whatever_the_strategy():
@@ -69,7 +65,7 @@ def test_without_a_seed_two_processes_differ_and_with_one_they_agree():
     assert first[1] == second[1]
 
 
-@pytest.mark.parametrize("seed", [-1, "seven", 1.5])
-def test_a_seed_is_a_number_from_zero(seed):
-    with pytest.raises((ValueError, TypeError)):
-        nd.set_seed(seed)
+def test_a_seed_is_a_number_from_zero():
+    for seed in (-1, "seven", 1.5):
+        with pytest.raises((ValueError, TypeError)):
+            nd.set_seed(seed)

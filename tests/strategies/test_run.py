@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import (
-    DEADLINE,
-    context,
-    cpus,
-    each,
-    mine,
-    mirrored,
-    one_process,
-    parts,
-    rank,
-)
+from tests.kinds import DEADLINE, context, cpus, each, mine, mirrored, one_process, parts, rank
 
 
 class Pair(NamedTuple):
@@ -49,14 +39,12 @@ def test_each_replica_knows_its_place(strategy):
     assert sizes.values == each(strategy, size)
 
 
-@pytest.mark.parametrize("args", [1.0, np.zeros(2), {"x": 1}, "ab", None, {1}])
-def test_args_must_be_a_list_or_tuple(strategy, args):
-    with pytest.raises(ValueError, match="list or tuple"):
-        strategy.run(lambda *_: None, args=args)
-
-
-def test_args_may_be_a_list(strategy):
+def test_args_must_be_a_list_or_tuple(strategy):
+    for args in (1.0, np.zeros(2), {"x": 1}, "ab", None, {1}):
+        with pytest.raises(ValueError, match="list or tuple"):
+            strategy.run(lambda *_: None, args=args)
     assert strategy.run(lambda x, y: x + y, [1, 2]).values[0] == 3
+    assert strategy.run(lambda: 1, (), None).values[0] == 1
 
 
 def test_components_reach_their_replica_wherever_they_stand(strategy):
@@ -71,25 +59,19 @@ def test_components_reach_their_replica_wherever_they_stand(strategy):
 
 
 def test_everything_else_passes_as_the_very_same_object(strategy):
-    given = [np.zeros(3), object(), None, "text", {"a": 1}, nd.ReduceOp.SUM]
-    seen = strategy.run(lambda *args: are_same(args, given), args=given)
-    assert all(seen.values)
+    with strategy.scope():
+        v = nd.Variable(1.0)
+        own = nd.Variable(1.0, synchronization="on_read", aggregation="sum")
+    given = [np.zeros(3), object(), None, "text", {"a": 1}, nd.ReduceOp.SUM, v]
+    same = strategy.run(lambda *args, w: are_same([*args, w], [*given, own]), given, {"w": own})
+    assert all(same.values)
+    result = strategy.run(lambda: {"v": v, "own": [own]})
+    assert result["v"] is v
+    assert result["own"][0] is own
 
 
 def are_same(left, right):
     return all(a is b for a, b in zip(left, right, strict=True))
-
-
-def test_variables_pass_whole(strategy):
-    with strategy.scope():
-        mirrored_variable = nd.Variable(1.0)
-        local = nd.Variable(1.0, synchronization="on_read", aggregation="sum")
-    seen = strategy.run(
-        lambda v, *, w: v is mirrored_variable and w is local,
-        args=(mirrored_variable,),
-        kwargs={"w": local},
-    )
-    assert all(seen.values)
 
 
 @pytest.mark.parametrize("extra", [-1, 1])
@@ -116,14 +98,11 @@ def test_the_result_has_the_structure_that_the_step_returned(strategy):
     assert result["batch"].y == []
 
 
-def test_a_leaf_is_a_per_replica_even_of_one(strategy):
+def test_a_leaf_is_a_per_replica_even_of_one_and_none_alone_is_none(strategy):
     for value in (1, "text", np.zeros(2), object()):
         result = strategy.run(lambda value=value: value)
         assert type(result) is nd.PerReplica
         assert are_same(result.values, each(strategy, value))
-
-
-def test_none_on_every_replica_is_none(strategy):
     assert strategy.run(lambda: None) is None
     assert strategy.run(lambda: (None, [None])) == (None, [None])
 
@@ -135,38 +114,27 @@ def test_none_on_some_replicas_of_a_process_is_a_component(several):
 
 @one_process("results are compared within a process alone")
 @pytest.mark.parametrize("odd", ["first", "last"])
-@pytest.mark.parametrize(
-    ("usual", "strange"),
-    [([1], [1, 2]), ((1,), [1]), ({"a": 1}, {"b": 1}), (1, [1]), ([None], None)],
-)
-def test_structures_that_differ_between_replicas_are_refused(several, odd, usual, strange):
+def test_structures_that_differ_between_replicas_are_refused(several, odd):
     where = 0 if odd == "first" else several.num_replicas_in_sync - 1
-    with pytest.raises(ValueError, match=r"replica \d"):
-        several.run(lambda: strange if rank() == where else usual)
+    for usual, strange in (
+        ([1], [1, 2]),
+        ((1,), [1]),
+        ({"a": 1}, {"b": 1}),
+        (1, [1]),
+        ([None], None),
+    ):
+        with pytest.raises(ValueError, match=r"structure.*replica \d|replica \d.*structure"):
+            several.run(lambda u=usual, s=strange: s if rank() == where else u)
     assert several.run(rank).values == tuple(range(several.num_replicas_in_sync))
 
 
-def test_a_variable_is_returned_as_itself(strategy):
-    with strategy.scope():
-        v = nd.Variable(1.0)
-        w = nd.Variable(1.0, synchronization="on_read")
-    result = strategy.run(lambda: {"v": v, "w": [w]})
-    assert result["v"] is v
-    assert result["w"][0] is w
-
-
-def test_replicas_run_at_the_same_time():
-    size = 4
-    together = threading.Barrier(size)
-    with mirrored(size) as strategy:
+def test_replicas_run_at_the_same_time_on_threads_that_are_kept():
+    together = threading.Barrier(4)
+    with mirrored(4) as strategy:
         strategy.run(lambda: together.wait(DEADLINE))
-
-
-def test_each_replica_has_a_thread_that_is_kept():
-    with mirrored(3) as strategy:
         first, second = (strategy.run(threading.get_ident).values for _ in range(2))
     assert first == second
-    assert len(set(first)) == 3
+    assert len(set(first)) == 4
     assert first[0] == threading.get_ident()
 
 
@@ -183,19 +151,8 @@ def test_floating_point_settings_reach_every_replica(strategy):
         strategy.run(lambda: zero / zero)
 
 
-def test_kwargs_may_be_left_out_or_none(strategy):
-    assert strategy.run(lambda: 1, (), None).values[0] == 1
-    assert strategy.run(lambda x: x, kwargs={"x": 2}).values[0] == 2
-
-
-def test_the_old_name_is_an_alias(strategy):
-    result = strategy.experimental_run_v2(lambda x: x + rank(), args=(1,))
-    assert strategy.experimental_local_results(result) == strategy.local_results(result)
-
-
 @pytest.mark.parametrize(
-    "name",
-    ["distribute_dataset", "distribute_values_from_function", "local_results", "run"],
+    "name", ["distribute_dataset", "distribute_values_from_function", "local_results", "run"]
 )
 def test_the_old_name_calls_what_a_subclass_overrides(name):
     class Mine(nd.OneDeviceStrategy):
@@ -207,20 +164,15 @@ def test_the_old_name_calls_what_a_subclass_overrides(name):
         assert getattr(strategy, alias)(1, x=2) == ((1,), {"x": 2})
 
 
-@one_process("several processes have one chief among them")
+@one_process("several processes have one chief and one cluster")
 def test_a_strategy_of_one_process_is_its_own_chief(strategy):
     assert strategy.is_chief is True
+    assert strategy.cluster_resolver is None
 
 
 def test_a_strategy_shows_its_devices(strategy):
     assert "cpu:0" in repr(strategy)
     assert [str(device) for device in strategy.devices] == cpus(len(strategy.replica_contexts))
-
-
-@one_process("several processes have one")
-def test_a_strategy_of_one_process_has_no_cluster(strategy):
-    resolver = strategy.cluster_resolver
-    assert resolver is None or not resolver.cluster_spec()
 
 
 @pytest.mark.parametrize("kind", [nd.MultiWorkerMirroredStrategy, nd.ParameterServerStrategy])

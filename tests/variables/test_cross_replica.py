@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import central, closing, context, cpus, each, mirrored, parts, raised_in, works
+from tests.kinds import central, closing, context, cpus, each, mirrored, raised_in, works
 
 WRITES = {"assign": lambda old, x: x, "assign_add": np.add, "assign_sub": np.subtract}
 
@@ -17,18 +19,15 @@ def make(strategy, *args, **kwargs):
 
 
 @pytest.mark.parametrize("method", WRITES)
-@pytest.mark.parametrize("aggregation", ["none", "sum", "mean", "only_first_replica"])
-def test_a_write_acts_on_every_copy_whatever_the_aggregation(strategy, method, aggregation):
+def test_a_write_acts_on_every_copy_whatever_the_aggregation(strategy, method):
     old, x = np.array([1.0, 2.0]), np.array([10.0, 20.0])
-    for inside in (True, False):
-        v = make(strategy, old, aggregation=aggregation)
-        if inside:
-            with strategy.scope():
+    for aggregation in ("none", "sum", "mean", "only_first_replica"):
+        for place in (strategy.scope(), contextlib.nullcontext()):
+            v = make(strategy, old, aggregation=aggregation)
+            with place:
                 assert getattr(v, method)(x) is v
-        else:
-            assert getattr(v, method)(x) is v
-        for part in strategy.local_results(v):
-            assert np.array_equal(part, WRITES[method](old, x))
+            for part in strategy.local_results(v):
+                assert np.array_equal(part, WRITES[method](old, x))
 
 
 def test_a_value_may_be_a_list_a_number_or_a_variable(strategy):
@@ -50,40 +49,30 @@ def test_the_value_is_copied(strategy):
         assert np.array_equal(v, [1, 1])
 
 
-@pytest.mark.parametrize("method", WRITES)
 @pytest.mark.parametrize("how", ["on_write", "on_read"])
-def test_a_per_replica_is_refused(strategy, method, how):
-    v = make(strategy, 1.0, synchronization=how, aggregation="sum")
-    for kind in (nd.PerReplica, nd.Mirrored):
-        given = kind(each(strategy, 1.0))
-        with pytest.raises(ValueError, match=kind.__name__):
-            getattr(v, method)(given)
-    assert np.isclose(float(v), 1.0 * (strategy.num_replicas_in_sync if how == "on_read" else 1))
+def test_a_per_replica_and_a_wrong_shape_are_refused_and_no_copy_changes(strategy, how):
+    v = make(strategy, [1.0, 2.0], synchronization=how, aggregation="mean")
+    for method in WRITES:
+        for kind in (nd.PerReplica, nd.Mirrored):
+            with pytest.raises(ValueError, match=kind.__name__):
+                getattr(v, method)(kind(each(strategy, np.ones(2))))
+        for wrong in WRONG_SHAPES:
+            with pytest.raises(ValueError, match="shape"):
+                getattr(v, method)(wrong)
+    assert all(np.array_equal(part, [1, 2]) for part in strategy.local_results(v))
 
 
 WRONG_SHAPES = [1.0, [1.0], [1.0, 2.0, 3.0], [[1.0, 2.0]], np.zeros((2, 1)), np.zeros((0, 2))]
 LOSSY = {
     "int64": [1.5, [0.5, 1.0], 1j, np.float32([1, 1])],
     "float32": [1j, [1j, 2.0], np.complex64([1, 1])],
-    "bool": [1, 1.0, [1, 0]],
-    "uint8": [300, -1, [-1, 1], np.array([256, 0]), 0.5],
-    "int32": [2**31, np.array([2**40, 0]), 2**70],
+    "bool": [1, [1, 0]],
+    "uint8": [300, [-1, 1], np.array([256, 0]), 2**70, 0.5],
 }
 
 
-@pytest.mark.parametrize("method", WRITES)
-@pytest.mark.parametrize("how", ["on_write", "on_read"])
-def test_a_wrong_shape_is_refused_and_no_copy_changes(strategy, method, how):
-    v = make(strategy, [1.0, 2.0], synchronization=how, aggregation="mean")
-    for wrong in WRONG_SHAPES:
-        with pytest.raises(ValueError, match="shape"):
-            getattr(v, method)(wrong)
-    assert all(np.array_equal(part, [1, 2]) for part in strategy.local_results(v))
-
-
-@pytest.mark.parametrize("dtype", LOSSY)
-def test_a_lossy_dtype_is_refused_and_no_copy_changes(strategy, dtype):
-    for wrong in LOSSY[dtype]:
+def test_a_lossy_dtype_is_refused_and_no_copy_changes(strategy):
+    for dtype, wrong in ((dtype, wrong) for dtype, values in LOSSY.items() for wrong in values):
         initial = np.ones(np.shape(wrong), dtype)
         v = make(strategy, initial)
         for method in WRITES:
@@ -92,27 +81,21 @@ def test_a_lossy_dtype_is_refused_and_no_copy_changes(strategy, dtype):
         assert all(np.array_equal(part, initial) for part in strategy.local_results(v))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [
-        ("float32", 1.5),
+def test_what_loses_nothing_but_digits_is_cast():
+    for dtype, value in (
         ("float32", np.float64(1.5)),
-        ("float16", 2),
         ("float32", [1, 2]),
         ("float64", np.float32([1.5, 2])),
         ("complex64", 1.5),
-        ("int8", 3),
         ("uint8", [1, 255]),
         ("int32", np.int64(7)),
         ("int64", True),
         ("bool", True),
-    ],
-)
-def test_what_loses_nothing_but_digits_is_cast(dtype, value):
-    v = nd.Variable(np.zeros(np.shape(value), dtype))
-    v.assign(value)
-    assert v.dtype == v.numpy().dtype == dtype
-    assert np.array_equal(v.numpy(), np.asarray(value))
+    ):
+        v = nd.Variable(np.zeros(np.shape(value), dtype))
+        v.assign(value)
+        assert v.dtype == v.numpy().dtype == dtype
+        assert np.array_equal(v.numpy(), np.asarray(value))
 
 
 def test_a_variable_of_another_strategy_is_refused():
@@ -141,25 +124,6 @@ def test_a_variable_without_a_strategy_is_read_everywhere_and_written_outside_re
     assert float(v) == 2
 
 
-def test_central_storage_has_one_component():
-    for count in (1, 2, 4):
-        with closing(central(count)) as strategy:
-            v = make(strategy, [1.0, 2.0], aggregation="sum")
-            (only,) = strategy.local_results(v)
-            assert np.array_equal(only, [1, 2])
-            strategy.run(lambda v=v: v.assign_add([1.0, 1.0]))
-            (only,) = strategy.local_results(v)
-            assert np.array_equal(only, [1 + count, 2 + count])
-            nest = strategy.local_results({"v": v})
-            assert len(nest) == 1
-
-
-def test_mirrored_has_a_component_for_each_replica():
-    with mirrored(3) as strategy:
-        v = make(strategy, [1.0])
-        assert [part.tolist() for part in strategy.local_results(v)] == [[1.0]] * 3
-
-
 def test_the_parameter_device_is_chosen_or_the_first_cpu():
     with nd.CentralStorageStrategy(cpus(2), "cpu:1") as strategy:
         assert strategy.parameter_device == nd.Device("cpu:1")
@@ -177,9 +141,3 @@ def test_a_merge_call_of_the_default_strategy_writes():
     nd.get_replica_context().merge_call(lambda _: v.assign_add(1.0))
     nd.get_strategy().run(lambda: context().merge_call(lambda _: v.assign_add(1.0)))
     assert float(v) == 3
-
-
-def test_a_value_reduced_first_is_taken(strategy):
-    v = make(strategy, 0.0)
-    v.assign(strategy.reduce("sum", parts(strategy, lambda _: 1.0)))
-    assert float(v) == strategy.num_replicas_in_sync

@@ -11,10 +11,9 @@ import pytest
 import ndistribute as nd
 from tests.kinds import mirrored
 
-ARITHMETIC = "add sub mul truediv floordiv mod pow".split()
+OPERATORS = "add sub mul truediv floordiv mod pow lt le gt ge eq ne".split()
 BITS = "and_ or_ xor lshift rshift".split()
-COMPARISONS = "lt le gt ge eq ne".split()
-
+IN_PLACE = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 X = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
 
 
@@ -33,177 +32,119 @@ def same(left, right):
     return type(left) is type(right) and np.array_equal(left, right)
 
 
-@pytest.mark.parametrize("name", ARITHMETIC + COMPARISONS)
-def test_operators_on_both_sides(v, name):
-    function = getattr(operator, name)
-    for other in (2, 2.5, np.float32(2), X + 1, [[2.0], [3.0]], v):
-        plain = X if other is v else other
-        assert same(function(v, other), function(X, np.asarray(plain)))
-        assert same(function(other, v), function(np.asarray(plain), X))
+def test_operators_on_both_sides(v):
+    for function in (getattr(operator, name) for name in OPERATORS):
+        for other in (2, 2.5, np.float32(2), X + 1, [[2.0], [3.0]], v):
+            plain = X if other is v else other
+            assert same(function(v, other), function(X, np.asarray(plain))), function
+            assert same(function(other, v), function(np.asarray(plain), X)), function
     assert np.array_equal(v, X)
 
 
-@pytest.mark.parametrize("name", BITS)
-def test_operators_on_bits(name):
+def test_operators_on_bits():
     bits = np.array([1, 2, 6])
     v = nd.Variable(bits)
-    function = getattr(operator, name)
-    for other in (1, np.array([3, 1, 2])):
-        assert same(function(v, other), function(bits, other))
-        assert same(function(other, v), function(other, bits))
+    for function in (getattr(operator, name) for name in BITS):
+        for other in (1, np.array([3, 1, 2])):
+            assert same(function(v, other), function(bits, other)), function
+            assert same(function(other, v), function(other, bits)), function
     assert same(~v, ~bits)
 
 
-def test_products(w):
+def test_products_and_unary_operators(w):
     assert same(w @ X.T, X @ X.T)
     assert same(X.T @ w, X.T @ X)
-    assert same(w @ w.T, X @ X.T)
     assert same([1.0, 2.0] @ w, np.array([1.0, 2.0]) @ X)
-
-
-@pytest.mark.parametrize("function", [operator.neg, operator.pos, abs])
-def test_unary_operators(w, function):
-    assert same(function(w), function(X))
-
-
-def test_divmod(w):
+    for function in (operator.neg, operator.pos, abs):
+        assert same(function(w), function(X))
     for pair in ((w, 2), (7, w)):
-        quotient, remainder = divmod(*pair)
         plain = [X if one is w else one for one in pair]
-        assert same(quotient, divmod(*plain)[0])
-        assert same(remainder, divmod(*plain)[1])
+        assert all(map(same, divmod(*pair), divmod(*plain)))
 
 
 @pytest.mark.parametrize(
     "function",
     [
         np.exp,
-        np.sqrt,
-        np.sum,
         np.mean,
-        np.transpose,
-        np.cumsum,
         np.argmax,
-        np.ravel,
-        np.isnan,
         np.shape,
-        np.ndim,
-        np.size,
         np.copy,
         np.array,
         np.asarray,
+        np.zeros_like,
         np.linalg.norm,
-        lambda a: np.maximum(a, 3.0),
         lambda a: np.add(a, a),
         lambda a: np.multiply(2.0, a, dtype=np.float32),
         lambda a: np.add.reduce(a, axis=1),
         lambda a: np.add.outer(a, a),
         lambda a: np.maximum.accumulate(a, axis=1),
-        lambda a: np.concatenate([a, a]),
         lambda a: np.concatenate((a, X), axis=1),
-        lambda a: np.stack([a, a], axis=-1),
-        lambda a: np.vstack((X, a)),
-        lambda a: np.where(a > 2, a, 0.0),
-        lambda a: np.where(a, 1, 2),
-        lambda a: np.einsum("ij,kj->ik", a, a),
-        lambda a: np.tensordot(a, a, axes=2),
-        lambda a: np.clip(a, a_min=2.0, a_max=None),
-        lambda a: np.sum(a, axis=0, keepdims=True),
-        lambda a: np.linalg.multi_dot([a, a.T, X]),
-        lambda a: np.interp(a, [0, 10], [0, 1]),
-        lambda a: np.add(X, X, where=a > 2, out=np.zeros_like(X)),
-        np.zeros_like,
         lambda a: np.array([a, a]),
-        lambda a: np.array_equal(a, X),
-        lambda a: np.pad(a, 1),
-        lambda a: np.take(a, [0, 2], axis=1),
+        lambda a: np.where(a > 2, a, 0.0),
+        lambda a: np.einsum("ij,kj->ik", a, a),
+        lambda a: np.clip(a, a_min=2.0, a_max=None),
+        lambda a: np.linalg.multi_dot([a, a.T, X]),
+        lambda a: np.add(X, X, where=a > 2, out=np.zeros_like(X)),
         lambda a: np.select([a > 4, a > 2], [a, 0 * a], 9.0),
-        lambda a: np.block([[a, a]]),
     ],
 )
 def test_functions(w, function):
     assert same(function(w), function(X))
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
+def test_methods_and_attributes(w):
+    for use in (
         lambda a: a.T,
-        lambda a: a.sum(),
         lambda a: a.mean(axis=0),
-        lambda a: a.reshape(-1),
         lambda a: a.reshape(3, 2),
         lambda a: a.astype(np.float32),
         lambda a: a.max(axis=1, keepdims=True),
-        lambda a: a.argmin(),
-        lambda a: a.flatten(),
         lambda a: a.dot(X.T),
         lambda a: a.tolist(),
         lambda a: a.nbytes,
-        lambda a: a.itemsize,
-        lambda a: a.size,
-        lambda a: a.ndim,
         lambda a: a.shape,
         lambda a: a.dtype.name,
-        lambda a: a.copy(),
         lambda a: a.clip(2, 3),
-        lambda a: a.squeeze(),
-        lambda a: a.round(1),
         lambda a: a.item(3),
-    ],
-)
-def test_methods_and_attributes(w, use):
-    assert same(use(w), use(X))
+    ):
+        assert same(use(w), use(X))
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        0,
-        -1,
-        slice(1, None),
-        (0, 1),
-        (slice(None), 2),
-        ...,
-        None,
-        [1, 0, 1],
-        np.array([[0], [1]]),
-        X > 2,
-        (np.array([0, 1]), np.array([2, 0])),
-    ],
-)
-def test_indexing(w, index):
-    assert same(w[index], X[index])
+def test_indexing(w):
+    mask, pairs = X > 2, (np.array([0, 1]), np.array([2, 0]))
+    for index in (0, -1, slice(1, None), (slice(None), 2), ..., None, [1, 0, 1], mask, pairs):
+        assert same(w[index], X[index])
 
 
 def test_a_variable_is_an_index():
     row, rows, mask = nd.Variable(1), nd.Variable([1, 0]), nd.Variable([True, False])
-    for index in (row, rows, mask, (row, 2), (rows, rows)):
-        plain = tuple(np.asarray(i) for i in index) if isinstance(index, tuple) else index.numpy()
+    for index in (row, rows, mask, (rows, row), (slice(None), row)):
+        plain = tuple(
+            part.numpy() if isinstance(part, nd.Variable) else part
+            for part in (index if isinstance(index, tuple) else (index,))
+        )
         assert np.array_equal(X[index], X[plain])
         assert np.array_equal(nd.Variable(X)[index], X[plain])
     assert [10, 20, 30][row] == 20
     assert list(range(row)) == [0]
 
 
-def test_containers(w):
+def test_containers_and_keys(w):
     assert len(w) == 2
     assert [row.tolist() for row in w] == X.tolist()
     assert 5.0 in w
     assert 9.0 not in w
-    (a, b) = nd.Variable([1.0, 2.0])
-    assert (a, b) == (1, 2)
+    other = nd.Variable(X)
+    assert {w: "w", other: "other"}[w] == "w"
+    assert len({w, other, w}) == 2
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "uint8", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
 def test_numbers(dtype):
     v = nd.Variable(np.array(1, dtype))
     assert (float(v), int(v), bool(v), complex(v)) == (1.0, 1, True, 1 + 0j)
     assert math.sqrt(v) == 1
-    assert round(float(v)) == 1
-
-
-def test_a_complex_number():
     assert complex(nd.Variable(1 + 2j)) == 1 + 2j
 
 
@@ -230,14 +171,51 @@ def test_text():
     assert "2.5" in f"{nd.Variable(2.5)}"
 
 
-def test_a_variable_is_a_key():
-    v, w = nd.Variable(1.0), nd.Variable(1.0)
-    table = {v: "v", w: "w"}
-    assert (table[v], table[w]) == ("v", "w")
-    assert len({v, w, v}) == 2
-
-
 def test_small_dtypes_stay_small():
     v = nd.Variable(np.float32([1, 2]))
     for result in (v * 2, v + 1.5, 1 / v, np.exp(v), v.sum(), v @ v, v**2):
         assert result.dtype == np.float32
+
+
+CHANGES = [
+    *(lambda v, name=name: getattr(operator, f"i{name}")(v, 1) for name in IN_PLACE),
+    lambda v: v.__setitem__(0, 9.0),
+    lambda v: np.add(v, 1, v),
+    lambda v: np.exp(X, out=(v,)),
+    lambda v: np.divmod(X, 2, out=(v, None)),
+    lambda v: np.add.reduce(np.stack([X, X]), out=v),
+    lambda v: np.add.at(v, [0], 1.0),
+    lambda v: np.sum(np.stack([X, X]), axis=0, out=v),
+    lambda v: np.concatenate([X[:1], X[1:]], out=v),
+    lambda v: np.cumsum(X, axis=0, out=v),
+]
+
+
+def test_what_would_change_a_variable_behind_its_copies_names_assign(v):
+    for change in CHANGES:
+        with pytest.raises(TypeError, match="assign"):
+            change(v)
+        assert np.array_equal(v, X)
+
+
+def test_functions_that_change_their_argument_are_refused(v):
+    for change in (
+        lambda v: np.copyto(v, 1.0),
+        lambda v: np.put(v, [0], 1.0),
+        lambda v: np.fill_diagonal(v, 1.0),
+        lambda v: v.fill(1.0),
+        lambda v: v.sort(),
+        lambda v: v.T.__setitem__(0, 1.0),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            change(v)
+        assert np.array_equal(v, X)
+
+
+def test_arrays_and_numbers_are_changed_by_variables():
+    array, number = X.copy(), 1.0
+    array += nd.Variable(X)
+    array[0] = nd.Variable([7.0, 7.0, 7.0])
+    number += nd.Variable(2.0)
+    assert np.array_equal(array, [[7, 7, 7], [8, 10, 12]])
+    assert number == 3

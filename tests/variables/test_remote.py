@@ -13,7 +13,7 @@ from ndistribute.parameter_server.client import closure
 from ndistribute.parameter_server.server import LocalServer
 from ndistribute.variables.served import ServedVariable
 from tests.kinds import DEADLINE, closing, in_thread
-from tests.strategies.on_servers import holders, served, worker_of
+from tests.strategies.on_servers import holders, served, worker_of, workers
 
 
 def variable(strategy: nd.Strategy, value: Any, **options: Any) -> nd.Variable:
@@ -44,11 +44,7 @@ def test_variables_go_to_servers_in_turn_under_names_of_their_own() -> None:
 
 
 def test_workers_share_what_the_first_one_made() -> None:
-    with (
-        holders(2) as held,
-        closing(worker_of(held, 0, 2)) as first,
-        closing(worker_of(held, 1, 2)) as second,
-    ):
+    with workers(2, servers=2) as (first, second):
         ours, theirs = variable(first, [1.0, 2.0]), variable(second, [7.0, 7.0])
         assert theirs.numpy().tolist() == [1.0, 2.0]
         theirs.assign_add([1.0, 1.0])
@@ -56,11 +52,7 @@ def test_workers_share_what_the_first_one_made() -> None:
 
 
 def test_workers_that_make_different_variables_are_told() -> None:
-    with (
-        holders(1) as held,
-        closing(worker_of(held, 0, 2)) as first,
-        closing(worker_of(held, 1, 2)) as second,
-    ):
+    with workers(2, servers=1) as (first, second):
         variable(first, [1.0, 2.0])
         with pytest.raises(ValueError, match="same variables in the same order"):
             variable(second, [1.0])
@@ -80,11 +72,7 @@ def test_a_step_fetches_once_from_each_server_what_the_last_step_read(asked: lis
 
 
 def test_within_a_step_values_stay_but_for_what_this_process_changes() -> None:
-    with (
-        holders(1) as held,
-        closing(worker_of(held, 0, 2)) as first,
-        closing(worker_of(held, 1, 2)) as second,
-    ):
+    with workers(2, servers=1) as (first, second):
         ours = [variable(first, 0.0), variable(first, 0.0)]
         theirs = [variable(second, 0.0), variable(second, 0.0)]
 
@@ -102,11 +90,7 @@ def test_within_a_step_values_stay_but_for_what_this_process_changes() -> None:
 
 
 def test_a_closure_changes_all_at_its_end_and_each_once() -> None:
-    with (
-        holders(2) as held,
-        closing(worker_of(held, 0, 2)) as mine,
-        closing(worker_of(held, 1, 2)) as other,
-    ):
+    with workers(2, servers=2) as (mine, other):
         ours = [variable(mine, [0.0, 0.0]) for _ in range(2)]
         theirs = [variable(other, [0.0, 0.0]) for _ in range(2)]
         for _ in range(2):  # The second time as if another worker ran it again.
@@ -132,26 +116,8 @@ def test_what_closures_keep_of_large_values_does_not_mix() -> None:
         assert [v.numpy()[[0, -1]].tolist() for v in ours] == [[100.0] * 2, [104.0] * 2]
 
 
-def test_a_closure_that_fails_changes_nothing() -> None:
-    with served() as strategy:
-        v = variable(strategy, 1.0)
-
-        def fail() -> None:
-            with closure("chief", 1):
-                v.assign_add(1.0)
-                raise KeyError
-
-        with pytest.raises(KeyError):
-            fail()
-        assert float(v) == 1.0
-
-
 def test_a_closure_reads_what_it_wrote() -> None:
-    with (
-        holders(2) as held,
-        closing(worker_of(held, 0, 2)) as mine,
-        closing(worker_of(held, 1, 2)) as other,
-    ):
+    with workers(2, servers=2) as (mine, other):
         ours, theirs = ([variable(s, 0.0) for _ in range(2)] for s in (mine, other))
         seen = []
         for _ in range(2):  # The second time as if another worker ran it again.

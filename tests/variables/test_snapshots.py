@@ -11,7 +11,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.variables.served import ServedVariable
-from tests.kinds import each, mirrored, rank
+from tests.kinds import mirrored, rank
 
 UPDATES = {
     "assign": lambda v: v.assign(np.full(v.shape, 9.0)),
@@ -23,23 +23,17 @@ UPDATES = {
 
 VIEWS = {
     "read_value": lambda v: v.read_value(),
-    "value": lambda v: v.value,
     "asarray": np.asarray,
     "slice": lambda v: v[1:],
-    "slice of a slice": lambda v: v[1:][:, ::2][..., None],
     "row": lambda v: v[0],
     "transposed": lambda v: v.T,
     "reshaped": lambda v: v.reshape(-1)[2:],
-    "swapped": lambda v: np.swapaxes(v, 0, 1),
     "broadcast": lambda v: np.broadcast_to(v, (3, *v.shape)),
     "strided": lambda v: np.lib.stride_tricks.as_strided(v.read_value(), (2,), (8,)),
     "window": lambda v: np.lib.stride_tricks.sliding_window_view(v, 2, axis=0),
     "other dtype": lambda v: v.view(np.int64),
-    "matrix": lambda v: v.read_value().view(np.matrix),
     "memoryview": lambda v: np.asarray(memoryview(v.read_value())),
     "frombuffer": lambda v: np.frombuffer(v.read_value()),
-    "real": lambda v: v.real,
-    "ellipsis": lambda v: v[...],
     "iterated": lambda v: next(iter(v)),
     "list": list,
 }
@@ -60,35 +54,29 @@ def address(v):
 
 
 @pytest.mark.parametrize("how", ["on_write", "on_read"])
-@pytest.mark.parametrize("update", UPDATES)
-def test_a_held_read_never_changes(strategy, how, update):
+def test_a_held_read_never_changes(strategy, how):
     v = make(strategy, synchronization=how, aggregation="only_first_replica")
     held = []
-    for _ in range(3):
+    for update in [*UPDATES.values()] * 2:
         held.append((v.read_value(), v.numpy()))
-        UPDATES[update](v)
+        update(v)
     for snapshot, then in held:
         assert np.array_equal(snapshot, then)
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("update", UPDATES)
-def test_a_held_view_of_a_read_never_changes(view, update):
-    v = make(nd.get_strategy())
-    snapshot = VIEWS[view](v)
-    then = np.array(snapshot)
-    for _ in range(2):
-        UPDATES[update](v)
-        assert np.array_equal(snapshot, then)
-    assert not np.array_equal(v, np.arange(12.0).reshape(3, 4))
-
-
-@pytest.mark.parametrize("view", [name for name in VIEWS if name not in ("list",)])
-def test_a_read_is_read_only(view):
-    snapshot = VIEWS[view](make(nd.get_strategy()))
-    assert not snapshot.flags.writeable
-    with pytest.raises(ValueError, match="read-only"):
-        snapshot[...] = 0
+def test_a_held_view_of_a_read_never_changes_and_is_read_only(view):
+    for update in UPDATES.values():
+        v = make(nd.get_strategy())
+        snapshot = VIEWS[view](v)
+        then = np.array(snapshot)
+        for _ in range(2):
+            update(v)
+            assert np.array_equal(snapshot, then)
+        assert not np.array_equal(v, np.arange(12.0).reshape(3, 4))
+        if view != "list":
+            with pytest.raises(ValueError, match="read-only"):
+                snapshot[...] = 0
 
 
 def test_a_reader_can_not_spoil_it_for_others():
@@ -104,13 +92,12 @@ def test_a_reader_can_not_spoil_it_for_others():
 
 
 @pytest.mark.parametrize("how", ["on_write", "on_read"])
-@pytest.mark.parametrize("update", UPDATES)
-def test_an_update_is_in_place_when_nobody_holds_a_read(strategy, how, update):
+def test_an_update_is_in_place_when_nobody_holds_a_read(strategy, how):
     v = make(strategy, synchronization=how, aggregation="only_first_replica")
     place = address(v)
     float(np.sum(v) + v[0, 0])
-    for _ in range(3):
-        UPDATES[update](v)
+    for update in [*UPDATES.values()] * 2:
+        update(v)
         assert is_at(v, place)
 
 
@@ -126,23 +113,26 @@ def test_an_update_goes_elsewhere_while_a_read_is_held_and_stays_there():
     del held
     v.assign_add(np.ones((3, 4)))
     assert address(v) == moved
+    held = v[1:]
+    v.scatter_update([1], np.zeros((1, 4)))
+    assert np.array_equal(v[[0, 2]], np.arange(12.0).reshape(3, 4)[[0, 2]] + 3)
+    assert held.all()
 
 
-@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
-def test_updates_in_replicas_are_in_place(strategy, aggregation):
-    v = make(strategy, aggregation=aggregation)
-    place = address(v)
-
-    def step():
+def test_updates_in_replicas_are_in_place(strategy):
+    def step(v):
         loss = float(np.sum(v * v))
         v.assign_sub(0.1 * np.ones(v.shape))
         v.scatter_add([rank() % 3], np.ones((1, 4)))
         v.assign(np.ones(v.shape))
         return loss
 
-    for _ in range(3):
-        strategy.run(step)
-        assert is_at(v, place)
+    for aggregation in ("sum", "mean", "only_first_replica"):
+        v = make(strategy, aggregation=aggregation)
+        place = address(v)
+        for _ in range(3):
+            strategy.run(step, (v,))
+            assert is_at(v, place)
 
 
 def test_a_read_held_by_one_replica_does_not_change(several):
@@ -154,13 +144,6 @@ def test_a_read_held_by_one_replica_does_not_change(several):
         return True if held is None else bool(np.array_equal(held, np.arange(12.0).reshape(3, 4)))
 
     assert all(several.run(step).values)
-
-
-def test_reads_that_a_step_returns_are_snapshots(several):
-    v = make(several, [1.0, 2.0], aggregation="sum")
-    first = several.run(v.read_value)
-    several.run(lambda: v.assign_add([1.0, 1.0]))
-    assert tuple(part.tolist() for part in first.values) == each(several, [1, 2])
 
 
 def test_replicas_read_what_was_there_before_a_step_of_others(several):
@@ -185,6 +168,7 @@ def test_numpy_is_a_copy_that_the_caller_owns(strategy):
         v = make(strategy, [1.0, 2.0], synchronization=how, aggregation="mean")
         place = address(v)
         own = v.numpy()
+        assert np.array(v).flags.owndata
         assert own.flags.writeable
         assert own.flags.owndata
         own[:] = 7
@@ -193,13 +177,6 @@ def test_numpy_is_a_copy_that_the_caller_owns(strategy):
         assert own.tolist() == [7, 7]
         if how == "on_write":
             assert is_at(v, place)
-
-
-def test_np_array_is_a_copy_that_the_caller_owns():
-    v = make(nd.get_strategy(), [1.0, 2.0])
-    own = np.array(v)
-    own[:] = 7
-    assert np.array_equal(v, [1, 2])
 
 
 def test_a_variable_may_be_assigned_its_own_parts(strategy):
