@@ -124,22 +124,12 @@ def test_records_pass_whole_both_ways(kind, sealed, files):
             for sender, receiver in ((one, other), (other, one)):
                 found = exchanged(sender, receiver, record, number + (1 << 40))
                 assert same(found, record)
+                assert all(array.ctypes.data % 16 == 0 for array in found.arrays if array.size)
                 kept.append((found, record))
         assert all(same(found, record) for found, record in kept)
 
 
-def test_every_dtype_arrives_in_arrays_that_begin_aligned(ends):
-    arrays = tuple(
-        np.ones(3, name) for name in ("bool", "int8", "float16", "float64", "complex128")
-    )
-    found = exchanged(*ends, Note("", arrays))
-    for array, expected in zip(found.arrays, arrays, strict=True):
-        assert array.dtype == expected.dtype
-        np.testing.assert_array_equal(array, expected)
-        assert array.ctypes.data % 16 == 0
-
-
-@pytest.mark.parametrize("nbytes", [70_000, 4 * MEGABYTES, 20 * MEGABYTES])
+@pytest.mark.parametrize("nbytes", [70_000, 20 * MEGABYTES])
 def test_long_buffers_of_a_host_go_through_memory_that_both_ends_map(nbytes):
     with pair("unix") as (one, other):
         for _ in range(2):
@@ -238,16 +228,16 @@ def test_a_flipped_byte_of_a_sealed_frame_is_refused_before_anything_is_decoded(
             assert not connection.is_open
 
 
-@pytest.mark.parametrize("order", [(0, 0), (1,), (0, 2), (0, 1, 0)])
-def test_a_sealed_frame_that_comes_again_or_out_of_turn_is_refused(order):
+def test_a_sealed_frame_that_comes_again_or_out_of_turn_is_refused():
     sent = frames(3, True, Note("some text"))
-    with half(sealed=True) as (connection, sock):
-        for number in order:
-            sock.sendall(sent[number])
-        for number in order[:-1]:
-            assert connection.receive(soon())[0] == number
-        with pytest.raises(MalformedError, match="changed on its way"):
-            connection.receive(soon())
+    for order in ((0, 0), (1,), (0, 2), (0, 1, 0)):
+        with half(sealed=True) as (connection, sock):
+            for number in order:
+                sock.sendall(sent[number])
+            for number in order[:-1]:
+                assert connection.receive(soon())[0] == number
+            with pytest.raises(MalformedError, match="changed on its way"):
+                connection.receive(soon())
 
 
 def test_a_sealed_frame_of_ones_own_is_refused_when_it_is_sent_back():
@@ -258,26 +248,22 @@ def test_a_sealed_frame_of_ones_own_is_refused_when_it_is_sent_back():
             connection.receive(soon())
 
 
-@pytest.mark.parametrize(
-    ("count", "control", "body"),
-    [
+def test_announced_sizes_beyond_the_limits_take_no_memory():
+    for count, control, body in (
         (1, 10, (16 << 30) + 64),
         (1, (1 << 30) + 1, 64),
         ((1 << 20) + 1, 10, 0),
-        (1, 10, 1 << 62),
         (0, 0, 64),
-    ],
-)
-def test_announced_sizes_beyond_the_limits_take_no_memory(count, control, body):
-    with half() as (connection, sock):
-        sock.sendall(HEADER.pack(MAGIC, DATA, 0, count, 1, control, 0, body))
-        tracemalloc.start()
-        try:
-            with pytest.raises(MalformedError):
-                connection.receive(soon())
-            assert tracemalloc.get_traced_memory()[1] < 1_000_000
-        finally:
-            tracemalloc.stop()
+    ):
+        with half() as (connection, sock):
+            sock.sendall(HEADER.pack(MAGIC, DATA, 0, count, 1, control, 0, body))
+            tracemalloc.start()
+            try:
+                with pytest.raises(MalformedError):
+                    connection.receive(soon())
+                assert tracemalloc.get_traced_memory()[1] < 1_000_000
+            finally:
+                tracemalloc.stop()
 
 
 def shared(memory: int, nbytes: int) -> bytes:

@@ -41,21 +41,19 @@ from tests.transport.ends import (
 SERVE = "(server := RpcServer('127.0.0.1:{}', CREDENTIALS, 'ps:0', {{'echo': Echo()}})).port"
 
 
-@pytest.fixture(params=["0", "1"], ids=["tcp", "unix"])
-def transport(request, monkeypatch) -> str:
-    monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", request.param)
-    return request.param
-
-
 @pytest.fixture
-def job(transport):
-    """A service, and a client of it."""
-    environ = {"NDISTRIBUTE_UNIX_SOCKETS": transport}
+def job(request, monkeypatch):
+    """A service, and a client of it: over a Unix socket where a test does not ask for TCP too."""
+    unix = getattr(request, "param", "1")
+    monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", unix)
     with (
-        serving(environ=environ) as (echo, address),
+        serving(environ={"NDISTRIBUTE_UNIX_SOCKETS": unix}) as (echo, address),
         contextlib.closing(client_of(address, audience="ps:0")) as client,
     ):
         yield echo, client
+
+
+over_both = pytest.mark.parametrize("job", ["0", "1"], ids=["tcp", "unix"], indirect=True)
 
 
 def total(reply: Note) -> float:
@@ -63,7 +61,8 @@ def total(reply: Note) -> float:
     return float(sum(array.sum() for array in reply.arrays))
 
 
-def test_calls_of_several_threads_get_their_own_replies(job, transport):
+@over_both
+def test_calls_of_several_threads_get_their_own_replies(job):
     echo, client = job
 
     def ask(thread: int) -> None:
@@ -73,7 +72,6 @@ def test_calls_of_several_threads_get_their_own_replies(job, transport):
             assert total(client.call(Note(f"{thread}", (array,)), 20)) == array.sum()
 
     assert at_once(*[lambda thread=thread: ask(thread) for thread in range(6)]) == [None] * 6
-    assert client._connection.is_unix == (transport == "1")
     assert echo.here == [client.name]
 
 
@@ -118,8 +116,10 @@ def test_a_server_that_raises_tells_why_and_serves_on(job, caplog):
     assert not client._pending
 
 
-def test_a_server_that_is_killed_and_started_again_is_only_slow(transport):
-    environ = {"NDISTRIBUTE_UNIX_SOCKETS": transport}
+@pytest.mark.parametrize("unix", ["0", "1"])
+def test_a_server_that_is_killed_and_started_again_is_only_slow(unix, monkeypatch):
+    monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", unix)
+    environ = {"NDISTRIBUTE_UNIX_SOCKETS": unix}
     with contextlib.ExitStack() as stack:
         child = stack.enter_context(Child(environ))
         port = int(child.run(SERVE.format(0)))
@@ -322,9 +322,10 @@ def _open_here(client) -> int:
     )  # Connections, a listener's pair and socket, memory.
 
 
-def test_a_death_is_seen_though_a_fork_lives_on(job, transport):
+@over_both
+def test_a_death_is_seen_though_a_fork_lives_on(job):
     echo, client = job
-    with Child({"NDISTRIBUTE_UNIX_SOCKETS": transport}) as child:
+    with Child() as child:
         child.run(f"client = client_of({client._address!r}, name='parent')")
         assert child.run("client.call(Note('here', (np.ones(99_999),)), 10).text") == "here"
         fork = int(child.run("(lambda pid: pid or (signal.pause(), os._exit(0)))(os.fork())"))

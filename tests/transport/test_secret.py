@@ -40,10 +40,10 @@ def named_file(folder: Path, text: str, permissions: int = 0o600) -> dict[str, s
     return {"NDISTRIBUTE_SECRET_FILE": str(path)}
 
 
-@pytest.mark.parametrize("addresses", [LOCAL, AWAY])
-def test_the_environment_comes_first(addresses, tmp_path):
+def test_the_environment_comes_first(tmp_path):
     environ = {**named_file(tmp_path, "another secret than this"), "NDISTRIBUTE_SECRET": GOOD}
-    assert find_secret(addresses, environ) == GOOD.encode()
+    for addresses in (LOCAL, AWAY):
+        assert find_secret(addresses, environ) == GOOD.encode()
 
 
 def test_a_secret_may_hold_any_bytes(tmp_path):
@@ -51,13 +51,12 @@ def test_a_secret_may_hold_any_bytes(tmp_path):
     assert find_secret(AWAY, {"NDISTRIBUTE_SECRET": text}) == os.fsencode(text)
 
 
-@pytest.mark.parametrize("addresses", [LOCAL, AWAY])
-def test_a_file_holds_it_with_or_without_a_line_end(addresses, tmp_path):
-    for text in (GOOD, GOOD + "\n"):
+def test_a_file_holds_it_with_or_without_a_line_end(tmp_path):
+    for addresses, text in ((LOCAL, GOOD), (AWAY, GOOD + "\n")):
         assert find_secret(addresses, named_file(tmp_path, text)) == GOOD.encode()
 
 
-@pytest.mark.parametrize("permissions", [0o640, 0o604, 0o660, 0o601, 0o644])
+@pytest.mark.parametrize("permissions", [0o640, 0o601])
 def test_a_file_that_others_may_use_is_refused_with_the_command_that_mends_it(
     tmp_path, permissions
 ):
@@ -70,11 +69,11 @@ def test_a_file_that_others_may_use_is_refused_with_the_command_that_mends_it(
     assert find_secret(LOCAL, environ) == GOOD.encode()
 
 
-@pytest.mark.parametrize("text", ["", "\n", "   \n", "fifteen letters"])
-def test_an_empty_or_short_secret_is_refused(tmp_path, text):
-    for environ in (named_file(tmp_path, text), {"NDISTRIBUTE_SECRET": text}):
-        with pytest.raises(AuthenticationError, match=r"at least 16[\s\S]*token_hex"):
-            find_secret(LOCAL, environ)
+def test_an_empty_or_short_secret_is_refused(tmp_path):
+    for text in ("", "   \n", "fifteen letters"):
+        for environ in (named_file(tmp_path, text), {"NDISTRIBUTE_SECRET": text}):
+            with pytest.raises(AuthenticationError, match=r"at least 16[\s\S]*token_hex"):
+                find_secret(LOCAL, environ)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
@@ -203,16 +202,19 @@ def test_a_folder_of_another_user_is_not_trusted(home, tmp_path, monkeypatch):
     assert (tmp_path / f"temporary/ndistribute-{os.geteuid()}/secret").exists()
 
 
-@pytest.mark.parametrize(
-    "address",
+NO_ADDRESSES = (
     ["", "host", "host:", ":1", "host:port", "host:65536", "host:-1", "::1", "::1:80", "[::1]"]
     + ["[host]:1", "[127.0.0.1]:1", "ho st:1", "host:1 ", "host:1\n", "-host:1", "http://host:1"]
-    + ["host:1٢"],
+    + ["host:1٢"]
 )
-def test_what_is_no_address_is_an_error_that_shows_one(address):
-    for check in (split_address, lambda text: find_secret([text], {"NDISTRIBUTE_SECRET": GOOD})):
+
+
+def test_what_is_no_address_is_an_error_that_shows_one():
+    for address in NO_ADDRESSES:
         with pytest.raises(ValueError, match="localhost:12345"):
-            check(address)
+            split_address(address)
+    with pytest.raises(ValueError, match="localhost:12345"):
+        find_secret(["host"], {"NDISTRIBUTE_SECRET": GOOD})
 
 
 @given(st.text())
@@ -232,11 +234,7 @@ def test_every_ip_address_is_understood(ip, port):
     assert is_loopback(str(ip)) == ip.is_loopback
 
 
-@pytest.mark.parametrize("host", ["localhost.example.org", "0.0.0.0", "::", "128.0.0.1", "127.1"])
-def test_what_may_be_reached_from_elsewhere_is_not_loopback(host):
-    assert not is_loopback(host)
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.255.255.254", "::1"])
-def test_what_cannot_be_reached_from_elsewhere_is_loopback(host):
-    assert is_loopback(host)
+def test_what_may_be_reached_from_elsewhere_is_not_loopback():
+    away = ("localhost.example.org", "0.0.0.0", "::", "128.0.0.1", "127.1")
+    assert not any(map(is_loopback, away))
+    assert all(map(is_loopback, ("localhost", "LOCALHOST", "127.0.0.1", "127.255.255.254", "::1")))
