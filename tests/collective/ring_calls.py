@@ -202,10 +202,6 @@ def copied_from_each(rank: int, size: int) -> None:
                 np.testing.assert_array_equal(buffer, values)
 
 
-def merged(rank: int, size: int) -> list[int]:
-    return ring().merge(Call(1, "meet"), rank, list, TIMEOUT)
-
-
 def among_some(rank: int, size: int, members: tuple[int, ...]) -> None:
     if rank in members:
         backend = ring(ranks=members)
@@ -224,13 +220,8 @@ def differing_call(rank: int, size: int, odd: int, what: str, length: int) -> No
     if rank == odd:
         if what == "shape":
             array = np.ones(length + 1, np.float32)
-        elif what == "dtype":
-            array = np.ones(length, np.int32)
         elif what == "op":
             op = ReduceOp.MAX
-        elif what == "kind":
-            updated(backend, [array], op)
-            return
         elif what == "leaves":
             all_reduced(backend, [array, array], op)
             return
@@ -238,11 +229,6 @@ def differing_call(rank: int, size: int, odd: int, what: str, length: int) -> No
             backend.broadcast(call_of("broadcast", "root=0", [array]), [array], 0, TIMEOUT)
             return
     all_reduced(backend, [array], op)
-
-
-def differing_broadcast(rank: int, size: int, odd: int) -> None:
-    array = np.ones(10 + (rank == odd), np.float32)
-    ring().broadcast(call_of("broadcast", "root=0", [array]), [array], 0, TIMEOUT)
 
 
 def recovered_sum(rank: int, size: int) -> float:
@@ -265,11 +251,3 @@ def failing_update(rank: int, size: int, failing: int) -> None:
     nothing = lambda *_: None  # noqa: E731
     ring().reduce_update(call, [array], ReduceOp.SUM, prepare, nothing, TIMEOUT)
     all_reduced(ring(), [array], ReduceOp.SUM)
-
-
-def late(rank: int, size: int, missing: int) -> None:
-    if rank == missing:
-        return
-    array = np.ones(10, np.float32)
-    call = call_of("all_reduce", "SUM", [array])
-    ring().all_reduce(call, [array], [np.empty_like(array)], ReduceOp.SUM, 0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -10,10 +9,9 @@ import pytest
 from tests.collective import ring_calls
 from tests.processes import AT_ONCE, Outcome, Ranks, find_mpiexec
 
-DTYPES = (
-    "float16 bfloat16 float32 float64 int8 uint16 int32 int64 bool complex64 complex128".split()
-)
-WIRES = [("tcp", 2), ("tcp", 3), ("mpi", 2), ("mpi", 3)]
+# One dtype that is added in a wider one, one that is not, and one whose sum is a maximum.
+DTYPES = ("float16", "bfloat16", "int32", "bool")
+WIRES = [("tcp", 2), ("tcp", 3), ("mpi", 2)]
 
 
 @pytest.fixture(scope="module", params=WIRES, ids=lambda wire: f"{wire[0]}-{wire[1]}")
@@ -31,16 +29,14 @@ def results(outcomes: list[Outcome]) -> list[object]:
     return [outcome.result() for outcome in outcomes]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_op_of_every_size_is_right_and_equal_on_all_ranks(ranks: Ranks, dtype: str) -> None:
-    if dtype == "bfloat16":
-        pytest.importorskip("ml_dtypes")
-    assert len(set(results(ranks.run(ring_calls.every_op_and_size, dtype)))) == 1
+def test_every_op_of_every_size_is_right_and_equal_on_all_ranks(ranks: Ranks) -> None:
+    pytest.importorskip("ml_dtypes")
+    for dtype in DTYPES:
+        assert len(set(results(ranks.run(ring_calls.every_op_and_size, dtype)))) == 1
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_pack", "wire_dtype"),
-    [(0, None), (1, None), (100_000, None), (5000, "float16"), (0, "bfloat16")],
+    ("bytes_per_pack", "wire_dtype"), [(0, None), (1, None), (100_000, None), (5000, "float16")]
 )
 def test_leaves_of_many_sizes_and_dtypes_share_buckets_of_any_size(
     ranks: Ranks, bytes_per_pack: int, wire_dtype: str | None
@@ -49,19 +45,16 @@ def test_leaves_of_many_sizes_and_dtypes_share_buckets_of_any_size(
     assert len(set(results(outcomes))) == 1
 
 
-def test_floats_have_the_same_bits_on_all_ranks_and_in_every_run(ranks: Ranks) -> None:
-    outcomes = results(ranks.run(ring_calls.noisy_sums, None))
-    assert len(set(outcomes)) == 1
-    assert outcomes[0][1] < 1e-6
-
-
-@pytest.mark.parametrize(("wire_dtype", "bound"), [("float16", 2e-3), ("bfloat16", 2e-2)])
-def test_compressed_sums_are_near_and_have_the_same_bits_on_all_ranks(
-    ranks: Ranks, wire_dtype: str, bound: float
+@pytest.mark.parametrize(
+    ("wire_dtype", "least", "most"),
+    [(None, 0.0, 1e-6), ("float16", 1e-6, 2e-3), ("bfloat16", 1e-6, 2e-2)],
+)
+def test_sums_have_the_same_bits_on_all_ranks_and_in_every_run_compressed_or_not(
+    ranks: Ranks, wire_dtype: str | None, least: float, most: float
 ) -> None:
-    outcomes = results(ranks.run(ring_calls.noisy_sums, wire_dtype))
-    assert len(set(outcomes)) == 1
-    assert 1e-6 < outcomes[0][1] < bound
+    (_, error), *others = outcomes = results(ranks.run(ring_calls.noisy_sums, wire_dtype))
+    assert others == outcomes[:1] * (ranks.size - 1)
+    assert least < error < most
 
 
 def test_float64_is_never_compressed(ranks: Ranks) -> None:
@@ -94,10 +87,6 @@ def test_every_rank_can_broadcast(ranks: Ranks) -> None:
     results(ranks.run(ring_calls.copied_from_each))
 
 
-def test_a_merge_sees_this_process_alone(ranks: Ranks) -> None:
-    assert results(ranks.run(ring_calls.merged)) == [[rank] for rank in range(ranks.size)]
-
-
 def test_some_of_the_processes_form_a_ring_of_their_own(ranks: Ranks) -> None:
     results(ranks.run(ring_calls.among_some, (0, ranks.size - 1)))
 
@@ -110,9 +99,9 @@ def recover(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("what", "length"),
     [
-        *((what, 100) for what in ("shape", "dtype", "op", "kind", "leaves", "broadcast")),
+        *((what, 100) for what in ("shape", "leaves", "broadcast")),
         *((what, 1_000_000) for what in ("shape", "broadcast")),
-        *((what, 0) for what in ("op", "broadcast")),
+        ("op", 0),
     ],
 )
 def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_call_works(
@@ -127,14 +116,6 @@ def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_call_works(
     recover(ranks)
 
 
-def test_a_mismatched_broadcast_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    for odd in range(ranks.size):
-        outcomes = ranks.run(ring_calls.differing_broadcast, odd)
-        assert [outcome.error for outcome in outcomes] == ["CollectiveMismatchError"] * ranks.size
-        assert max(outcome.seconds for outcome in outcomes) < AT_ONCE
-        recover(ranks)
-
-
 def test_who_fails_in_an_update_is_named_to_the_others(ranks: Ranks) -> None:
     failing = ranks.size - 1
     outcomes = ranks.run(ring_calls.failing_update, failing)
@@ -142,15 +123,4 @@ def test_who_fails_in_an_update_is_named_to_the_others(ranks: Ranks) -> None:
     for outcome in outcomes[:failing]:
         assert outcome.error == "WorkerLostError"
         assert f"worker {failing} failed: ValueError: no room" in outcome.text
-    recover(ranks)
-
-
-def test_a_late_rank_is_named_when_the_time_is_up(ranks: Ranks) -> None:
-    outcomes = ranks.run(ring_calls.late, ranks.size - 1)
-    assert outcomes[-1].error is None
-    for outcome in outcomes[:-1]:
-        assert outcome.error == "CollectiveTimeoutError", outcome
-        assert 0.4 < outcome.seconds < AT_ONCE
-    # It comes before worker 0 in the ring; others may wait for a third that waits itself.
-    assert re.search(rf"for worker\(s\) .*\b{ranks.size - 1}\b", outcomes[0].text)
     recover(ranks)
