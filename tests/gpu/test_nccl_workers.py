@@ -16,11 +16,11 @@ import pytest
 from ndistribute.collective.select import nccl_obstacle
 from ndistribute.device import list_devices
 from tests.gpu import nccl_job
+from tests.gpu.placing import REAL
 from tests.processes import AT_ONCE, Outcome, Ranks, find_mpiexec
 
 LAYOUTS: dict[str, tuple[dict[str, str], str, int]] = {
-    "uneven": ({"REPLICAS": "2,1,1"}, "tcp", 3),
-    "cupy-13": ({"NCCL_GROUND": "13", "REPLICAS": "1,2"}, "tcp", 2),
+    "uneven": ({"REPLICAS": "2,1,1", "NCCL_GROUND": "13"}, "tcp", 3),
     "over-mpi": ({}, "mpi", 2),
 }
 
@@ -39,7 +39,7 @@ def need_two_gpus() -> None:
         pytest.skip("needs 2 GPUs")
 
 
-@pytest.fixture(scope="module", params=[*LAYOUTS, pytest.param("real", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=[*LAYOUTS, *REAL])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Processes with replicas over the imitation, or with one GPU each."""
     environ, wire, size = LAYOUTS.get(request.param, ({"NCCL_GROUND": "real"}, "tcp", 2))
@@ -114,25 +114,26 @@ def test_different_calls_are_an_error_everywhere_and_the_next_step_works(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("what", [*DIFFERENT, "error"])
-def test_gpus_that_wait_for_another_call_are_released(what: str) -> None:
+@pytest.mark.timeout(600)
+def test_gpus_that_wait_for_another_call_are_released() -> None:
     need_two_gpus()
-    with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
-        assert results(made.run(nccl_job.plain_sum)) == [[1.0], [1.0]]
-        outcomes = made.run(nccl_job.another_call, 1, what)
-        assert outcomes[0].error in ("CollectiveMismatchError", "WorkerLostError")
-        assert outcomes[0].seconds < AT_ONCE
-        assert results(made.run(nccl_job.usable_again)) == [[1.0], [1.0]]
+    for what in (*DIFFERENT, "error"):
+        with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
+            assert results(made.run(nccl_job.plain_sum)) == [[1.0], [1.0]]
+            outcomes = made.run(nccl_job.another_call, 1, what)
+            assert outcomes[0].error in ("CollectiveMismatchError", "WorkerLostError"), what
+            assert outcomes[0].seconds < AT_ONCE
+            assert results(made.run(nccl_job.usable_again)) == [[1.0], [1.0]]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_gpu_whose_peer_was_killed_is_released(victim: int) -> None:
+def test_a_gpu_whose_peer_was_killed_is_released() -> None:
     need_two_gpus()
-    with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
-        outcomes = made.run(nccl_job.killed, victim)
-        assert outcomes[1 - victim].error == "WorkerLostError"
-        assert outcomes[1 - victim].seconds < AT_ONCE
+    for victim in (0, 1):
+        with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
+            outcomes = made.run(nccl_job.killed, victim)
+            assert outcomes[1 - victim].error == "WorkerLostError"
+            assert outcomes[1 - victim].seconds < AT_ONCE
 
 
 def test_an_exception_on_one_worker_reaches_the_others(pair: Ranks) -> None:
@@ -226,7 +227,7 @@ def trained(environ: dict[str, str], implementation: str) -> list[Outcome]:
         return made.run(nccl_job.trained, implementation)
 
 
-@pytest.mark.parametrize("ground", ["14", pytest.param("real", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("ground", ["14", *REAL])
 def test_training_over_nccl_gives_what_it_gives_over_a_ring(ground: str) -> None:
     if ground == "real":
         need_two_gpus()
