@@ -164,6 +164,8 @@ def test_a_rank_that_raises_shows_its_traceback_and_so_do_the_others(tmp_path: P
 def test_the_job_ends_although_a_rank_computes_on_after_another_raised(tmp_path: Path) -> None:
     body = """
     import time
+    from ndistribute.collective import mpi
+    mpi._LEAVE_SECONDS = 0.5
     if rank == 1:
         raise ValueError("bad batch")
     time.sleep(1000)  # It is not in a collective, and would not be for long.

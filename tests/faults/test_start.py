@@ -9,7 +9,7 @@ from tests.faults.jobs import config, job
 
 BODY = """
     import ndistribute as nd
-    options = nd.CommunicationOptions(timeout_seconds=4)
+    options = nd.CommunicationOptions(timeout_seconds=2)
     with nd.MultiWorkerMirroredStrategy(communication_options=options) as strategy:
         print("joined")
 """
@@ -33,7 +33,7 @@ def test_a_wrong_secret_is_an_error_on_both_sides(tmp_path: Path) -> None:
     assert (right.code, wrong.code) == (1, 1)
     assert "AuthenticationError" in wrong.output, wrong.output
     assert "secret" in wrong.output.splitlines()[-1]
-    assert "CollectiveTimeoutError: worker 0 waited 4 s for worker 1" in right.output
+    assert "CollectiveTimeoutError: worker 0 waited 2 s for worker 1" in right.output
     assert "with the same secret" in right.output
 
 
@@ -60,7 +60,7 @@ def test_another_cluster_size_is_an_error_on_both_sides(tmp_path: Path) -> None:
     expected = "it is worker 2 of 3, here is worker 0 of 2"
     assert expected in other.output, other.output
     assert "every process needs the same cluster" in other.output
-    assert "worker 0 waited 4 s for worker 1" in first.output
+    assert "worker 0 waited 2 s for worker 1" in first.output
 
 
 def test_two_processes_with_one_index_are_told_of_each_other(tmp_path: Path) -> None:
