@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.gpu.placing import components, here, hosts, on, place_of, rank, replica
+from ndistribute.device import Device
+from ndistribute.stream import working_on
+from tests.gpu.placing import components, here, hosts, need, on, place_of, rank, replica
 
 START = np.arange(12.0).reshape(4, 3)
 
@@ -213,3 +215,11 @@ def test_a_variable_prints_and_converts(strategy: nd.Strategy) -> None:
     assert f"{variable:.2f}" == "2.50"
     assert int(make(strategy, 3)) == 3
     np.testing.assert_array_equal(np.asarray(make(strategy)), START)
+
+
+def test_what_another_device_was_given_is_done_when_it_is_left(cupy: Any) -> None:
+    need(cupy, 2)
+    with working_on(Device("gpu:1")):
+        there = cupy.ones(3) + 1
+    with cupy.cuda.Device(1), cupy.cuda.Stream(non_blocking=True):
+        assert float((there * 2).sum()) == 12.0
