@@ -20,7 +20,7 @@ from ndistribute.collective import mpi
 from ndistribute.collective.mpi import exchange_over_mpi
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.errors import DistributeError
-from tests.collective import ring_calls
+from tests.collective import backend_calls
 from tests.collective.joined import joined_peers
 from tests.processes import ROOT, Ranks, find_mpiexec
 
@@ -66,11 +66,11 @@ def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three: Ranks) -> Non
 def sums_after_lost_messages(rank: int, size: int) -> list[float]:
     """Leave messages that nobody receives, with a tag that comes again; return what comes later."""
     mpi._GENERATIONS = 2
-    peers, backend = joined_peers(), ring_calls.ring()
+    peers, backend = joined_peers(), backend_calls.group_backend()
     seen = []
     with contextlib.suppress(DistributeError):
         if rank == 1:
-            ring_calls.all_reduced(backend, [np.full(10, 100.0)], ReduceOp.SUM)
+            backend_calls.all_reduced(backend, [np.full(10, 100.0)], ReduceOp.SUM)
         deadline = time.monotonic() + 20.0
         while not mpi._world().comm.Iprobe():  # Until what rank 1 sends is there.
             assert time.monotonic() < deadline
@@ -78,7 +78,7 @@ def sums_after_lost_messages(rank: int, size: int) -> list[float]:
     for _ in range(3):
         peers.recover(backend.reset, timeout=40.0)
         with contextlib.suppress(DistributeError):
-            (total,) = ring_calls.all_reduced(backend, [np.full(10, 1.0)], ReduceOp.SUM)
+            (total,) = backend_calls.all_reduced(backend, [np.full(10, 1.0)], ReduceOp.SUM)
             seen.append(float(total.max()))
     return seen
 
@@ -91,10 +91,10 @@ def test_a_message_of_a_failed_call_is_never_taken_for_one_of_a_later_call() -> 
 
 def freed_after_a_failure(rank: int, size: int) -> bool:
     """Fail in a call and recover; return True if nothing holds any more what was sent."""
-    backend, sent = ring_calls.ring(), np.ones(10)
+    backend, sent = backend_calls.group_backend(), np.ones(10)
     held = weakref.ref(sent)
     with contextlib.suppress(DistributeError):
-        ring_calls.all_reduced(backend, [sent], ReduceOp.MAX if rank else ReduceOp.SUM)
+        backend_calls.all_reduced(backend, [sent], ReduceOp.MAX if rank else ReduceOp.SUM)
     joined_peers().recover(backend.reset, timeout=40.0)
     del sent
     gc.collect()
@@ -130,7 +130,7 @@ START = """
     import itertools
     import sys
     import numpy as np
-    from tests.collective import ring_calls
+    from tests.collective import backend_calls
     from tests.collective.joined import joined_peers
     from ndistribute.collective.reduce_op import ReduceOp
 
@@ -140,7 +140,8 @@ START = """
 
     def total(length=1000):
         ones = np.ones(length)
-        return ring_calls.all_reduced(ring_calls.ring(), [ones], ReduceOp.SUM, next(calls))[0]
+        backend = backend_calls.group_backend()
+        return backend_calls.all_reduced(backend, [ones], ReduceOp.SUM, next(calls))[0]
 
     first = total()
 """
@@ -150,7 +151,7 @@ def test_a_rank_that_raises_shows_its_traceback_and_so_do_the_others(tmp_path: P
     body = """
     if rank == 1:
         error = ValueError("bad batch")
-        ring_calls.ring().abort(error)
+        backend_calls.group_backend().abort(error)
         raise error
     while True:
         total(200_000)

@@ -20,13 +20,11 @@ from ndistribute.collective import segment
 from ndistribute.collective.backend import Call
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.shared_memory import (
-    SMALL_BYTES,
     WHOLE_BYTES,
     WINDOW_BYTES,
     SharedMemoryBackend,
 )
 from ndistribute.errors import (
-    CollectiveMismatchError,
     CollectiveTimeoutError,
     DistributeError,
     WorkerLostError,
@@ -34,12 +32,7 @@ from ndistribute.errors import (
 from tests.collective.joined import joined_peers
 from tests.processes import AT_ONCE, Ranks
 
-ml_dtypes = pytest.importorskip("ml_dtypes")
-
 TIMEOUT = 20.0
-DTYPES = ("bfloat16", "float32", "int64", "bool")
-# Around what every rank adds whole, what fits a window, and what takes several.
-BYTES = (0, 1, 4096, SMALL_BYTES, SMALL_BYTES + 64, WINDOW_BYTES, WINDOW_BYTES + 64)
 LARGE = 2 * WINDOW_BYTES + 77 * 16
 
 
@@ -96,43 +89,6 @@ def agreed(ranks: Ranks, function: Any, *args: Any) -> Any:
     first, *others = [outcome.result() for outcome in ranks.run(function, *args)]
     assert all(other == first for other in others)
     return first
-
-
-def check_reductions(rank: int, size: int, dtype_name: str) -> str:
-    dtype, results = np.dtype(dtype_name), []
-    ops = [op for op in ReduceOp if op is not ReduceOp.MEAN or dtype.kind not in "biu"]
-    for count in [*(size // dtype.itemsize for size in BYTES), LARGE // 16 + 3]:
-        everyone = [noise(r, count, dtype) for r in range(size)]
-        mine = everyone[rank].copy()
-        for op in ops:  # Of integers the communicator takes the mean as floats.
-            (total,) = all_reduced([mine], op)
-            assert total.tobytes() == reduce_arrays(op, everyone).tobytes(), (op, count)
-            assert mine.tobytes() == everyone[rank].tobytes()
-            results.append(total)
-    return digest(results)
-
-
-def test_every_op_and_size_gives_the_bits_of_a_local_reduction(ranks: Ranks) -> None:
-    for dtype in DTYPES:
-        agreed(ranks, check_reductions, dtype)
-
-
-def check_several_leaves(rank: int, size: int, large: bool) -> str:
-    counts = [3, 0, 700, 1, 65 if not large else WINDOW_BYTES // 3, 0, 129 * (1 + 900 * large), 0]
-    dtypes = "float32 float64 float16 int32 float64 int8 float32 complex128".split()
-    everyone = [
-        [noise(r, count, dtype) for count, dtype in zip(counts, dtypes, strict=True)]
-        for r in range(size)
-    ]
-    totals = all_reduced(everyone[rank], ReduceOp.SUM)
-    for total, *terms in zip(totals, *everyone, strict=True):
-        assert total.tobytes() == reduce_arrays(ReduceOp.SUM, terms).tobytes()
-    return digest(totals)
-
-
-def test_leaves_of_several_dtypes_and_empty_ones_travel_together(ranks: Ranks) -> None:
-    for large in (False, True):
-        agreed(ranks, check_several_leaves, large)
 
 
 def check_many_leaves(rank: int, size: int) -> str:
@@ -272,26 +228,6 @@ def test_an_update_sees_every_element_of_the_total_once(ranks: Ranks, count: int
         agreed(ranks, check_update, count, lending)
 
 
-def check_gather(rank: int, size: int, rows: list[int]) -> str:
-    def leaves(r: int) -> list[Any]:
-        return [
-            noise(r, rows[r] * 3, np.int16).reshape(rows[r], 3),
-            noise(r, rows[-1 - r]).reshape(rows[-1 - r], 1),
-            np.empty((rows[r], 0), np.float64),
-        ]
-
-    joined = gathered(leaves(rank))
-    for whole, *parts in zip(joined, *(leaves(r) for r in range(size)), strict=True):
-        np.testing.assert_array_equal(whole, np.concatenate(parts))
-        assert whole.dtype == parts[0].dtype
-    return digest(joined)
-
-
-def test_rows_are_joined_in_rank_order_however_many_each_has(ranks: Ranks) -> None:
-    for rows in ([0, 5, 0], [0, 0, 0], [LARGE // 2, 1, 7], [9, 0, LARGE], [LARGE, 200_000, 5]):
-        agreed(ranks, check_gather, rows[: ranks.size])
-
-
 def check_long_items(rank: int, size: int) -> str:
     """Gather items each of which is longer than half a window."""
     (joined,) = gathered([np.array([[str(rank) * 200_000]] * 6)])
@@ -315,50 +251,6 @@ def test_objects_are_refused_on_every_rank(ranks: Ranks) -> None:
     assert set(errors) <= {"TypeError", "WorkerLostError"}
     for outcome in ranks.run(recover):
         outcome.result()
-
-
-def check_broadcast(rank: int, size: int, root: int) -> str:
-    def leaves(r: int) -> list[Any]:
-        return [noise(r, 7), noise(r, 0), noise(r, LARGE // 8, np.float64), noise(r, 2, np.int8)]
-
-    buffers = leaves(rank)
-    broadcasted(buffers, root)
-    assert digest(buffers) == digest(leaves(root))
-    return digest(buffers)
-
-
-def test_every_rank_can_be_the_root_of_a_broadcast(ranks: Ranks) -> None:
-    assert len({agreed(ranks, check_broadcast, root) for root in range(ranks.size)}) == ranks.size
-
-
-def check_two_hosts(rank: int, size: int) -> list[str]:
-    """Take ranks of even and odd numbers for two hosts; return what a mismatch says."""
-    here = [r for r in range(size) if r % 2 == rank % 2]
-    part = SharedMemoryBackend(joined_peers(), ranks=here)
-    assert (part.rank, part.size) == (here.index(rank), len(here))
-    for count in (100, LARGE // 4):
-        array = noise(rank, count)
-        call = Call(1, "all_reduce", "SUM", signature([array]))
-        part.all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
-        expected = reduce_arrays(ReduceOp.SUM, [noise(r, count) for r in here])
-        assert array.tobytes() == expected.tobytes()
-    said = []
-    if len(here) > 1:
-        array = noise(rank, 5 + rank)
-        call = Call(2, "all_reduce", "SUM", signature([array]))
-        with pytest.raises(CollectiveMismatchError) as caught:
-            part.all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
-        said.append(str(caught.value))
-    part.close()
-    return said
-
-
-def test_only_ranks_of_one_host_share_memory_and_errors_name_all_by_their_rank() -> None:
-    with Ranks(3) as ranks:
-        said = [outcome.result() for outcome in ranks.run(check_two_hosts)]
-    assert "worker 2 called all_reduce(SUM, 7 element(s)" in said[0][0]
-    assert "worker 0 called all_reduce(SUM, 5 element(s)" in said[2][0]
-    assert said[1] == []
 
 
 def check_fenced(rank: int, size: int) -> str:
@@ -411,29 +303,8 @@ def test_random_calls_at_random_moments_are_right(ranks: Ranks) -> None:
     agreed(ranks, check_random_calls, 20)
 
 
-def differ(rank: int, size: int, how: str) -> None:
-    odd = rank == size - 1
-    array = noise(rank, (LARGE // 4 if how == "large" else 6) + odd)
-    if how == "root":
-        broadcasted([array[:6]], int(odd))
-    else:
-        all_reduced([array])
-
-
 def recover(rank: int, size: int) -> None:
     joined_peers().recover(backend().reset, TIMEOUT)
-
-
-@pytest.mark.parametrize("how", ["shape", "root", "large"])
-def test_calls_that_differ_are_an_error_on_every_rank(ranks: Ranks, how: str) -> None:
-    agreed(ranks, check_in_place)
-    outcomes = ranks.run(differ, how)
-    assert [o.error for o in outcomes] == [CollectiveMismatchError.__name__] * ranks.size
-    assert all(o.seconds < AT_ONCE for o in outcomes)
-    assert all("Every replica must" in o.text for o in outcomes)
-    for outcome in ranks.run(recover):
-        outcome.result()
-    agreed(ranks, check_in_place)
 
 
 def wait_in_vain(rank: int, size: int) -> float:

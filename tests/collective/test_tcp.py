@@ -12,7 +12,7 @@ import pytest
 
 from ndistribute.collective.header import encode
 from ndistribute.collective.reduce_op import ReduceOp
-from tests.collective import ring_calls
+from tests.collective import backend_calls
 from tests.collective.joined import joined_peers
 from tests.processes import AT_ONCE, Outcome, Ranks
 from tests.transport.ends import authority
@@ -25,14 +25,14 @@ def two() -> Iterator[Ranks]:
 
 
 def recover(ranks: Ranks) -> None:
-    sums = [outcome.result() for outcome in ranks.run(ring_calls.recovered_sum)]
+    sums = [outcome.result() for outcome in ranks.run(backend_calls.recovered_sum)]
     assert sums == [sum(range(ranks.size))] * ranks.size
 
 
 def sum_more_than_is_buffered(rank: int, size: int) -> None:
     """Send in both directions at once what no system buffers."""
     array = np.full(6_000_000, rank + 1.0)
-    (total,) = ring_calls.all_reduced(ring_calls.ring(), [array], ReduceOp.SUM)
+    (total,) = backend_calls.all_reduced(backend_calls.group_backend(), [array], ReduceOp.SUM)
     assert total.min() == total.max() == sum(range(1, size + 1))
 
 
@@ -42,7 +42,7 @@ def test_messages_may_be_larger_than_what_the_system_buffers(two: Ranks) -> None
 
 
 def connections(rank: int, size: int, length: int) -> list[int]:
-    ring_calls.all_reduced(ring_calls.ring(), [np.ones(length)], ReduceOp.SUM)
+    backend_calls.all_reduced(backend_calls.group_backend(), [np.ones(length)], ReduceOp.SUM)
     return sorted(joined_peers()._data._sockets)
 
 
@@ -64,9 +64,9 @@ def cut_off(rank: int, size: int, odd: int, how: str) -> None:
         if how == "truncated":
             # A header, and the beginning of what should follow.
             data.setblocking(True)
-            call = ring_calls.call_of("all_reduce", "SUM", [array])
+            call = backend_calls.call_of("all_reduce", "SUM", [array])
             generation = joined_peers().generation
-            header = encode(call, ring_calls.ring().count + 1, generation=generation)
+            header = encode(call, backend_calls.group_backend().count + 1, generation=generation)
             data.sendall(header + b"\0" * 1001)
         elif how == "garbage":
             data.setblocking(True)
@@ -74,7 +74,7 @@ def cut_off(rank: int, size: int, odd: int, how: str) -> None:
         if how != "garbage":
             data.shutdown(socket.SHUT_RDWR)
         return
-    ring_calls.all_reduced(ring_calls.ring(), [array], ReduceOp.SUM)
+    backend_calls.all_reduced(backend_calls.group_backend(), [array], ReduceOp.SUM)
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def is_encrypted(rank: int, size: int) -> bool:
 
 def test_the_wire_is_the_same_with_tls(encrypted: Ranks) -> None:
     assert [outcome.result() for outcome in encrypted.run(is_encrypted)] == [True, True]
-    digests = [o.result() for o in encrypted.run(ring_calls.every_op_and_size, "float32")]
+    digests = [o.result() for o in encrypted.run(backend_calls.every_op_and_size, "float32")]
     assert len(set(digests)) == 1
     for outcome in encrypted.run(sum_more_than_is_buffered):
         outcome.result()
 
 
 def test_with_tls_a_mismatch_or_a_cut_is_an_error_too(encrypted: Ranks) -> None:
-    outcomes = encrypted.run(ring_calls.differing_call, 1, "shape", 1000)
+    outcomes = encrypted.run(backend_calls.differing_call, 1, "shape", 1000)
     assert [outcome.error for outcome in outcomes] == ["CollectiveMismatchError"] * 2
     recover(encrypted)
     outcome = encrypted.run(cut_off, 1, "closed")[0]
