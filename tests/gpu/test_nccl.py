@@ -20,7 +20,7 @@ import ndistribute as nd
 from ndistribute import device
 from ndistribute.collective import nccl
 from ndistribute.collective.backend import Call
-from ndistribute.collective.nccl import NcclBackend, Wire, gather_launches, reduction_wire
+from ndistribute.collective.nccl import NcclBackend, Wire, reduction_wire
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.device import Device, copy_to, list_devices, to_host
@@ -304,8 +304,3 @@ def test_the_wire_of_a_reduction() -> None:
 def test_bfloat16_is_reduced_in_float32() -> None:
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     assert reduction_wire(SUM, bfloat16) == reduction_wire(SUM, np.float16)
-
-
-def test_equal_parts_are_gathered_in_one_operation() -> None:
-    assert gather_launches([8, 8], 1, 500, 100) == [("allGather", 500, 100, 8, "NCCL_UINT8")]
-    assert gather_launches([0, 0], 1, 500, 100) == []

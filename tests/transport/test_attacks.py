@@ -6,8 +6,6 @@ import contextlib
 import os
 import random
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,6 @@ from ndistribute.transport.connection import Connection, connect
 from ndistribute.transport.handshake import Hello
 from tests.transport.ends import (
     CREDENTIALS,
-    GREETING,
     NOTES,
     SECONDS,
     Child,
@@ -146,55 +143,6 @@ def test_a_process_without_descriptors_left_serves_again_when_it_has_some():
             client.call(Note("no room"), 0.5)
         server.run("files.clear()")
         admitted_within(address, 3.0)
-
-
-FLOOD = """
-import itertools, socket, sys, time
-_, port, rate, data, wait = sys.argv
-rate, data = float(rate), bytes.fromhex(data)
-held = []
-print("begun", flush=True)
-begin = time.monotonic()
-for number in itertools.count():
-    try:
-        sock = socket.create_connection(("127.0.0.1", int(port)), timeout=1)
-        sock.sendall(data)
-        if wait == "answer":
-            sock.recv(39)
-            sock.sendall(bytes(32))
-    except OSError:
-        pass
-    held.append(sock)
-    if len(held) > 200:
-        held.pop(0).close()
-    time.sleep(max(0.0, begin + number / rate - time.monotonic()))
-"""
-
-
-@contextlib.contextmanager
-def flooded(address: str, data: bytes, wait: str, rate: float) -> Iterator[None]:
-    """Let two processes connect and send so often a second together."""
-    port = address.rpartition(":")[2]
-    words = [sys.executable, "-c", FLOOD, port, str(rate / 2), data.hex(), wait]
-    with contextlib.ExitStack() as stack:
-        for _ in range(2):
-            flood = stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE))
-            stack.callback(flood.kill)
-            assert flood.stdout is not None
-            assert flood.stdout.readline() == b"begun\n"
-        yield
-
-
-def test_a_flood_does_not_keep_a_good_client_out(monkeypatch):
-    monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", "0")
-    with Child({"NDISTRIBUTE_UNIX_SOCKETS": "0"}) as server:
-        address = f"127.0.0.1:{server.run(SERVE)}"
-        wrong_secret, greeting_only = (GREETING, "answer"), (GREETING, "no")
-        silent, dripping = (b"", "no"), (GREETING[:5], "no")
-        for data, wait in (wrong_secret, greeting_only, silent, dripping):
-            with flooded(address, data, wait, 1700):
-                for _ in range(5):
-                    admitted_within(address, 2.0)
 
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
