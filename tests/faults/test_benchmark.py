@@ -17,7 +17,7 @@ from tests.processes import ROOT
 def test_every_fault_is_measured_and_so_is_the_cost_of_the_checks(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *[sys.executable, "-m", "benchmarks.faults", "--quick", "--wires", "ring"],
+            *[sys.executable, "-m", "benchmarks.faults", "--quick", "--wires", "shared", "ring"],
             *["--out", str(tmp_path / "f.json")],
         ],
         cwd=ROOT,
@@ -27,19 +27,19 @@ def test_every_fault_is_measured_and_so_is_the_cost_of_the_checks(tmp_path: Path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "| ring | killed " in done.stdout
+    assert "| shared | killed " in done.stdout
     written = json.loads((tmp_path / "f.json").read_text())
     found = {(row["wire"], row["fault"]): row["errors"] for row in written["detection"]}
-    assert found["ring", "raises"] == ["WorkerLostError"]
+    assert found["shared", "raises"] == ["WorkerLostError"]
     assert found["ring", "skips a call"] == ["CollectiveMismatchError"]
     assert found["ring", "late"] == ["CollectiveTimeoutError"]
-    assert {row["wire"] for row in written["cost"]} == {"ring"}
+    assert {row["wire"] for row in written["cost"]} == {"shared", "ring"}
 
 
 @pytest.mark.timeout(120)
 def test_calls_are_counted_and_what_servers_take_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "f.json"
-    for command in ("overhead --calls", f"server_limits --quick --only scaled --out {out}"):
+    for command in ("overhead --calls", f"server_limits --quick --out {out}"):
         done = subprocess.run(
             [sys.executable, "-m", *f"benchmarks.{command}".split()],
             cwd=ROOT,
