@@ -152,7 +152,7 @@ def met(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
 
 def meet_over(strategy: nd.Strategy) -> dict[str, Any]:
     """Return what the first replica of this process got, as arrays."""
-    dtypes = "bool uint8 int64 float16 float32 complex64".split()
+    dtypes = "bool int8 uint8 int32 int64 float16 float32 float64 complex64".split()
     shapes: list[tuple[int, ...]] = [(), (0,), (2, 3), (LARGE,)]
 
     def reduce_all(op: str) -> Any:

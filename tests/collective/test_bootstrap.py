@@ -11,6 +11,7 @@ from ndistribute.collective import bootstrap
 from ndistribute.collective.bootstrap import (
     DataConnections,
     ProcessInfo,
+    info_from_addresses,
     outward_address,
 )
 from ndistribute.transport.address import address_of
@@ -34,6 +35,13 @@ def test_a_host_that_nobody_reaches_is_told_so(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     with pytest.raises(OSError, match="add it to /etc/hosts"):
         outward_address(["elsewhere"])
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "soon"])
+def test_a_heartbeat_that_would_never_pause_is_refused(monkeypatch, text):
+    monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", text)
+    with pytest.raises(ValueError, match="NDISTRIBUTE_HEARTBEAT_SECONDS must be a number"):
+        info_from_addresses(["127.0.0.1:0", "127.0.0.1:1"], 0)
 
 
 def test_a_process_that_connects_again_for_data_ends_its_first_connection() -> None:
