@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -112,35 +111,6 @@ def test_the_users_folder_for_state_is_where_the_system_says(home, tmp_path):
     assert (tmp_path / "state/ndistribute/secret").exists()
     find_secret(LOCAL, {**home, "XDG_STATE_HOME": "not/absolute"})
     assert (tmp_path / ".local/state/ndistribute/secret").exists()
-
-
-def test_processes_that_ask_at_once_find_the_same(tmp_path):
-    script = (
-        "import sys; from ndistribute.transport.secret import find_secret\n"
-        "for home in map(str.strip, iter(sys.stdin.readline, '')):\n"
-        "    print(find_secret(['localhost:1'], {'HOME': home}).decode(), flush=True)\n"
-    )
-    with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", script],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for _ in range(3)
-        ]
-        for number in range(20):
-            for process in processes:
-                process.stdin.write(f"{tmp_path / str(number)}\n")
-                process.stdin.flush()
-            found = {process.stdout.readline().strip() for process in processes}
-            assert len(found) == 1
-            assert len(found.pop()) == 64
-        for process in processes:
-            process.stdin.close()
 
 
 def test_who_loses_the_race_takes_the_winners_secret(home, monkeypatch):
