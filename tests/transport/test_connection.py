@@ -22,7 +22,7 @@ from ndistribute.transport import shared_memory
 from ndistribute.transport.codec import MalformedError, encode
 from ndistribute.transport.connection import Connection, ConnectionLostError
 from ndistribute.transport.secret import TlsFiles
-from ndistribute.transport.shared_memory import Ring, make_file
+from ndistribute.transport.shared_memory import make_file
 from tests.transport.ends import (
     Note,
     at_once,
@@ -149,35 +149,6 @@ def test_a_descriptor_that_comes_while_nobody_receives_is_kept():
             one.receive(soon())
 
 
-def test_senders_on_several_threads_do_not_mix_their_frames(ends):
-    one, other = ends
-
-    def send(thread: int) -> None:
-        for number in range(30):
-            size = (thread * 7919 + number * 31_337) % 150_000
-            one.send(note(size, 3, text=f"{thread}"), number, soon())
-
-    def receive() -> None:
-        counts = [0] * 4
-        for _ in range(120):
-            number, found = other.receive(soon())
-            thread = int(found.text)
-            assert number == counts[thread]
-            counts[thread] += 1
-            size = (thread * 7919 + number * 31_337) % 150_000
-            assert same(found, note(size, 3, text=f"{thread}"))
-
-    outcomes = at_once(receive, *[lambda thread=thread: send(thread) for thread in range(4)])
-    assert outcomes == [None] * 5
-
-
-def test_a_record_that_can_not_be_sent_leaves_the_connection_whole(ends):
-    one, other = ends
-    with pytest.raises(ValueError, match="can not be sent"):
-        one.send(Note("", (np.array([None]),)))
-    assert exchanged(one, other, Note("next")).text == "next"
-
-
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_frame_cut_anywhere_is_a_lost_connection(sealed):
     (frame,) = frames(1, sealed, note(70, 3, text="some text"))
@@ -296,18 +267,6 @@ def test_memory_that_is_missing_or_of_another_size_is_refused_and_no_descriptor_
             with pytest.raises(MalformedError, match="memory"):
                 connection.receive(soon())
     assert len(open_files()) == before
-    os.close(file)
-
-
-def test_memory_that_claims_more_than_it_has_is_refused():
-    file = make_file()
-    ring = Ring(file, writes=True)
-    ring.move(np.zeros(64, np.uint8))
-    ring._counts[0] = 1 << 40
-    with half(unix=True) as (connection, sock):
-        socket.send_fds(sock, [shared(0, MEGABYTES)], [file])
-        with pytest.raises(MalformedError, match="can not lie in memory"):
-            connection.receive(soon())
     os.close(file)
 
 
