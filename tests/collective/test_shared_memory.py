@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import random
 import resource
@@ -29,6 +28,7 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
+from tests.collective.backend_calls import call_of, digest
 from tests.collective.joined import joined_peers
 from tests.processes import AT_ONCE, Ranks
 
@@ -59,13 +59,9 @@ def noise(rank: int, count: int, dtype: Any = np.float32) -> Any:
     return np.resize(values.astype(dtype), count)
 
 
-def signature(arrays: Any) -> Any:
-    return tuple((a.dtype, a.shape) for a in arrays)
-
-
 def all_reduced(arrays: Any, op: ReduceOp = ReduceOp.SUM, timeout: float = TIMEOUT) -> list[Any]:
     outputs = [np.empty_like(a) for a in arrays]
-    call = Call(1, "all_reduce", op.name, signature(arrays))
+    call = call_of("all_reduce", op.name, arrays)
     backend().all_reduce(call, arrays, outputs, op, timeout)
     return outputs
 
@@ -76,22 +72,18 @@ def gathered(arrays: Any) -> list[Any]:
 
 
 def broadcasted(buffers: Any, root: int) -> None:
-    call = Call(1, "broadcast", f"root={root}", signature(buffers))
+    call = call_of("broadcast", f"root={root}", buffers)
     backend().broadcast(call, buffers, root, TIMEOUT)
-
-
-def digest(arrays: Any) -> str:
-    return hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
 
 
 def agreed(ranks: Ranks, function: Any, *args: Any) -> Any:
     """Run a function on all ranks and return what all of them returned."""
-    first, *others = [outcome.result() for outcome in ranks.run(function, *args)]
+    first, *others = ranks.results(function, *args)
     assert all(other == first for other in others)
     return first
 
 
-def check_many_leaves(rank: int, size: int) -> str:
+def check_many_leaves(rank: int, size: int) -> int:
     seen = np.zeros(5000)
 
     def update(prepared: None, leaf: int, start: int, stop: int, total: Any) -> None:
@@ -99,7 +91,7 @@ def check_many_leaves(rank: int, size: int) -> str:
 
     for factor in (1, 2):
         arrays = [np.full(1, rank + factor * leaf, np.float32) for leaf in range(len(seen))]
-        call = Call(1, "reduce_update", "MAX", signature(arrays))
+        call = call_of("reduce_update", "MAX", arrays)
         backend().reduce_update(call, arrays, ReduceOp.MAX, lambda: None, update, TIMEOUT)
         assert seen.tolist() == [size - 1 + factor * leaf for leaf in range(len(seen))]
     return digest([seen])
@@ -122,7 +114,7 @@ def test_a_call_without_leaves_is_a_meeting(ranks: Ranks) -> None:
 def check_in_place(rank: int, size: int) -> None:
     for count in (100, LARGE // 4):
         array = noise(rank, count)
-        call = Call(1, "all_reduce", "SUM", signature([array]))
+        call = call_of("all_reduce", "SUM", [array])
         backend().all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
         expected = reduce_arrays(ReduceOp.SUM, [noise(r, count) for r in range(size)])
         assert array.tobytes() == expected.tobytes()
@@ -132,14 +124,14 @@ def test_input_and_output_may_be_one_array(ranks: Ranks) -> None:
     agreed(ranks, check_in_place)
 
 
-def check_allocated(rank: int, size: int, large: int) -> str:
+def check_allocated(rank: int, size: int, large: int) -> int:
     leaves = [(np.dtype(t), n) for t, n in [("f4", large), ("i8", 0), ("f2", large // 10)]]
     arrays = [backend().allocate(dtype, (n,)) for dtype, n in leaves]
     for op in (ReduceOp.SUM, ReduceOp.MAX):
         everyone = [[noise(r, n, dtype) for dtype, n in leaves] for r in range(size)]
         for array, values in zip(arrays, everyone[rank], strict=True):
             array[...] = values
-        call = Call(1, "all_reduce", op.name, signature(arrays))
+        call = call_of("all_reduce", op.name, arrays)
         backend().all_reduce(call, arrays, arrays, op, TIMEOUT)
         for total, *terms in zip(arrays, *everyone, strict=True):
             assert total.tobytes() == reduce_arrays(op, terms).tobytes()
@@ -167,13 +159,13 @@ def test_allocated_memory_is_used_again_once_nobody_holds_it(ranks: Ranks) -> No
     agreed(ranks, check_reuse)
 
 
-def check_allocated_alone(rank: int, size: int) -> str:
+def check_allocated_alone(rank: int, size: int) -> int:
     arrays = [noise(rank, n) for n in (LARGE // 4, LARGE // 8)]
     if rank == 0:
         lent = backend().allocate(arrays[0].dtype, arrays[0].shape)
         lent[...] = arrays[0]
         arrays[0] = lent
-    call = Call(1, "all_reduce", "SUM", signature(arrays))
+    call = call_of("all_reduce", "SUM", arrays)
     backend().all_reduce(call, arrays, arrays, ReduceOp.SUM, TIMEOUT)
     for total in arrays:
         expected = reduce_arrays(ReduceOp.SUM, [noise(r, total.size) for r in range(size)])
@@ -185,7 +177,7 @@ def test_arrays_that_only_some_ranks_could_allocate_are_reduced_all_the_same(ran
     agreed(ranks, check_allocated_alone)
 
 
-def check_update(rank: int, size: int, count: int, lending: int) -> str:
+def check_update(rank: int, size: int, count: int, lending: int) -> int:
     """Update twice; the first ranks lend arrays that lie in their buckets."""
     variables = [np.zeros(count, np.float32), np.zeros(5, np.float64)]
     events: list[str] = []
@@ -207,7 +199,7 @@ def check_update(rank: int, size: int, count: int, lending: int) -> str:
             lent = backend().allocate(inputs[0].dtype, (count,))
             lent[...] = inputs[0]
             inputs[0] = lent
-        call = Call(1, "reduce_update", "MEAN", signature(inputs))
+        call = call_of("reduce_update", "MEAN", inputs)
         mean = ReduceOp.MEAN
         assert backend().reduce_update(call, inputs, mean, prepare, update, TIMEOUT) == "ready"
         assert inputs[0].tobytes() == noise(rank, count).tobytes()
@@ -228,7 +220,7 @@ def test_an_update_sees_every_element_of_the_total_once(ranks: Ranks, count: int
         agreed(ranks, check_update, count, lending)
 
 
-def check_long_items(rank: int, size: int) -> str:
+def check_long_items(rank: int, size: int) -> int:
     """Gather items each of which is longer than half a window."""
     (joined,) = gathered([np.array([[str(rank) * 200_000]] * 6)])
     assert [text[0] for (text,) in joined.tolist()] == [
@@ -249,11 +241,10 @@ def test_objects_are_refused_on_every_rank(ranks: Ranks) -> None:
     errors = [outcome.error for outcome in ranks.run(share_objects)]
     assert "TypeError" in errors
     assert set(errors) <= {"TypeError", "WorkerLostError"}
-    for outcome in ranks.run(recover):
-        outcome.result()
+    ranks.results(recover)
 
 
-def check_fenced(rank: int, size: int) -> str:
+def check_fenced(rank: int, size: int) -> int:
     native = segment.platform.machine
     segment.platform.machine = lambda: "aarch64"
     try:
@@ -264,7 +255,7 @@ def check_fenced(rank: int, size: int) -> str:
     for count in (100, LARGE // 4):
         array = noise(rank, count)
         outputs.append(np.empty_like(array))
-        call = Call(1, "all_reduce", "SUM", signature([array]))
+        call = call_of("all_reduce", "SUM", [array])
         weak.all_reduce(call, [array], outputs[-1:], ReduceOp.SUM, TIMEOUT)
         expected = reduce_arrays(ReduceOp.SUM, [noise(r, count) for r in range(size)])
         assert outputs[-1].tobytes() == expected.tobytes()
@@ -276,7 +267,7 @@ def test_processors_that_reorder_stores_are_fenced(ranks: Ranks) -> None:
     agreed(ranks, check_fenced)
 
 
-def check_random_calls(rank: int, size: int, seed: int) -> str:
+def check_random_calls(rank: int, size: int, seed: int) -> int:
     plan, own = random.Random(seed), random.Random(seed * 1000 + rank)
     results = []
     for _ in range(150):
@@ -317,8 +308,7 @@ def wait_in_vain(rank: int, size: int) -> float:
 
 def test_who_waits_long_leaves_the_processor_to_others(ranks: Ranks) -> None:
     assert ranks.run(wait_in_vain)[0].result() < 0.25
-    for outcome in ranks.run(recover):
-        outcome.result()
+    ranks.results(recover)
 
 
 def die_in_a_call(rank: int, size: int, arrivals: int) -> tuple[str, str, float]:
@@ -362,7 +352,7 @@ def die_once_all_have_come(rank: int, size: int) -> int:
         seen[start:stop] = total
 
     array = np.ones_like(seen)
-    call = Call(1, "reduce_update", "SUM", signature([array]))
+    call = call_of("reduce_update", "SUM", [array])
     backend().reduce_update(call, [array], ReduceOp.SUM, prepare, update, TIMEOUT)
     return int(seen.sum())
 
@@ -387,7 +377,7 @@ def check_closing(rank: int, size: int) -> None:
     for _ in range(3):
         another = SharedMemoryBackend(joined_peers())
         array = np.ones(LARGE)
-        call = Call(1, "all_reduce", "SUM", signature([array]))
+        call = call_of("all_reduce", "SUM", [array])
         another.all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
         assert held()[0] == before[0] + 1  # One file is the memory of all.
         assert held()[1] > before[1]
@@ -407,7 +397,7 @@ def check_little_room(rank: int, size: int, megabytes: int) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     array = np.ones(16 << 20, np.int8)
-    call = Call(1, "all_reduce", "SUM", signature([array]))
+    call = call_of("all_reduce", "SUM", [array])
     small.all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
     assert array[-1] == size
     call = Call(2, "all_gather", "axis=0", ((array.dtype, ("*", 1)),))
@@ -423,8 +413,7 @@ def test_large_arrays_need_no_more_room_than_small_ones(ranks: Ranks) -> None:
 def test_a_lack_of_room_is_an_error_on_every_rank(ranks: Ranks) -> None:
     outcomes = ranks.run(check_little_room, 4)
     assert all("bytes of shared memory" in outcome.text for outcome in outcomes)
-    for outcome in ranks.run(recover):
-        outcome.result()
+    ranks.results(recover)
 
 
 def make_without_files(rank: int, size: int) -> None:
