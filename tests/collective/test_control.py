@@ -64,7 +64,7 @@ def broken_before_a_step(rank: int, size: int) -> list[str]:
 
 def test_who_has_begun_no_step_yet_takes_part_in_a_recovery() -> None:
     with Ranks(2) as ranks:
-        raised = [outcome.result() for outcome in ranks.run(broken_before_a_step)]
+        raised = ranks.results(broken_before_a_step)
     assert raised == [[], ["WorkerLostError"]]
 
 
@@ -91,8 +91,7 @@ def left_behind(rank: int, size: int) -> str:
 
 def test_without_rank_0_nobody_waits_in_a_call_that_it_did_not_make() -> None:
     with Ranks(3) as ranks:
-        for outcome in ranks.run(exchanged):
-            outcome.result()
+        ranks.results(exchanged)
         outcomes = ranks.run(left_behind)
         assert "worker 0 " in outcomes[2].result()
         assert "has finished, and worker 2 waits for it" in outcomes[2].result()
@@ -113,7 +112,7 @@ def test_connections_and_threads_grow_with_the_group_at_rank_0_alone() -> None:
     found = []
     for size in (2, 6):
         with Ranks(size) as ranks:
-            found.append([outcome.result() for outcome in ranks.run(held)])
+            found.append(ranks.results(held))
     (_, few), (first, *many) = found
     assert set(many) == {few}
     assert few[1] <= 4
@@ -133,7 +132,7 @@ def missed(rank: int, size: int) -> str:
 
 def test_an_exchange_gives_everyone_all_blobs_in_rank_order_and_names_who_is_late() -> None:
     with Ranks(3) as ranks:
-        blobs = [outcome.result() for outcome in ranks.run(exchanged)]
+        blobs = ranks.results(exchanged)
         assert blobs == [[b"rank 0", b"rank 1", b"rank 2"]] * 3
         for rank, outcome in enumerate(ranks.run(missed)):
             waited = f"CollectiveTimeoutError: names: worker {rank} waited 0.5 s for worker(s) 1."

@@ -58,7 +58,7 @@ def exchanged(rank: int, size: int) -> tuple[list[bytes], tuple[int, int]]:
 
 
 def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three: Ranks) -> None:
-    outcomes = [outcome.result() for outcome in three.run(exchanged)]
+    outcomes = three.results(exchanged)
     blobs = [b"", b"rank 1", b"rank 2rank 2"]
     assert outcomes == [(blobs, (rank, 3)) for rank in range(3)]
 
@@ -102,7 +102,7 @@ def freed_after_a_failure(rank: int, size: int) -> bool:
 
 
 def test_what_a_failed_call_sent_is_freed(three: Ranks) -> None:
-    assert [outcome.result() for outcome in three.run(freed_after_a_failure)] == [True] * 3
+    assert three.results(freed_after_a_failure) == [True] * 3
 
 
 def run_script(tmp_path: Path, body: str, size: int = 2) -> tuple[int, str]:

@@ -25,7 +25,7 @@ def two() -> Iterator[Ranks]:
 
 
 def recover(ranks: Ranks) -> None:
-    sums = [outcome.result() for outcome in ranks.run(backend_calls.recovered_sum)]
+    sums = ranks.results(backend_calls.recovered_sum)
     assert sums == [sum(range(ranks.size))] * ranks.size
 
 
@@ -37,8 +37,7 @@ def sum_more_than_is_buffered(rank: int, size: int) -> None:
 
 
 def test_messages_may_be_larger_than_what_the_system_buffers(two: Ranks) -> None:
-    for outcome in two.run(sum_more_than_is_buffered):
-        outcome.result()
+    two.results(sum_more_than_is_buffered)
 
 
 def connections(rank: int, size: int, length: int) -> list[int]:
@@ -48,7 +47,7 @@ def connections(rank: int, size: int, length: int) -> list[int]:
 
 def test_data_connections_are_made_to_those_who_need_each_other() -> None:
     with Ranks(6) as ranks:
-        found = [outcome.result() for outcome in ranks.run(connections, 300_000)]
+        found = ranks.results(connections, 300_000)
         assert found == [sorted({(rank - 1) % 6, (rank + 1) % 6}) for rank in range(6)]
         # The partners of small sums are at most one for each bit of the size.
         for outcome in ranks.run(connections, 3):
@@ -118,11 +117,10 @@ def is_encrypted(rank: int, size: int) -> bool:
 
 
 def test_the_wire_is_the_same_with_tls(encrypted: Ranks) -> None:
-    assert [outcome.result() for outcome in encrypted.run(is_encrypted)] == [True, True]
-    digests = [o.result() for o in encrypted.run(backend_calls.every_op_and_size, "float32")]
+    assert encrypted.results(is_encrypted) == [True, True]
+    digests = encrypted.results(backend_calls.every_op_and_size, "float32")
     assert len(set(digests)) == 1
-    for outcome in encrypted.run(sum_more_than_is_buffered):
-        outcome.result()
+    encrypted.results(sum_more_than_is_buffered)
 
 
 def test_with_tls_a_mismatch_or_a_cut_is_an_error_too(encrypted: Ranks) -> None:

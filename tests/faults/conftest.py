@@ -15,6 +15,5 @@ from tests.processes import Ranks
 def job(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """A job on each wire, which goes on after each fault."""
     with WIRES[request.param]() as ranks:
-        for outcome in ranks.run(steps.worked, 1):
-            outcome.result()
+        ranks.results(steps.worked, 1)
         yield ranks

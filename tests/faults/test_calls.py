@@ -10,7 +10,7 @@ from tests.processes import AT_ONCE, Ranks
 
 
 def goes_on(job: Ranks) -> bool:
-    return [o.result() for o in job.run(steps.worked_again)] == [True] * job.size
+    return job.results(steps.worked_again) == [True] * job.size
 
 
 @pytest.mark.parametrize("moment", ["before", "between"])
@@ -63,8 +63,7 @@ def test_a_late_rank_is_named_with_who_waited_and_what_was_called_before(job: Ra
 @pytest.mark.parametrize("wire", ["shared", "ring"])
 def test_a_late_rank_that_comes_after_it_was_asked_for_is_no_mismatch(wire: str) -> None:
     with WIRES[wire]() as job:
-        for outcome in job.run(steps.tardy, 0):
-            outcome.result()
+        job.results(steps.tardy, 0)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +94,7 @@ def test_processes_that_failed_in_different_numbers_of_steps_agree_again(wire: s
                 assert all(outcome.error is not None for outcome in outcomes)
             assert goes_on(job)
             for other in range(job.size):
-                for outcome in job.run(steps.asked_for, other):
-                    outcome.result()
+                job.results(steps.asked_for, other)
 
 
 @pytest.mark.parametrize("wire", ["shared", "ring"])

@@ -10,7 +10,7 @@ STEPS = 60
 
 def test_exceptions_leave_equal_variables_on_all_workers(job: Ranks) -> None:
     for seed in range(4):
-        outcomes = [outcome.result() for outcome in job.run(steps.wandered, seed, STEPS)]
+        outcomes = job.results(steps.wandered, seed, STEPS)
         assert len({state for state, _ in outcomes}) == 1, f"seed {seed}: {outcomes}"
         raised = [text.split() for _, told in outcomes for text in told]
         assert len(raised) > STEPS // 4
@@ -26,7 +26,7 @@ def test_an_exception_after_the_last_call_of_a_step_is_no_failure_of_the_others(
 
 def test_a_failure_in_the_first_step_after_a_recovery_is_one_of_that_step(job: Ranks) -> None:
     for who in (0, job.size - 1):
-        outcomes = [outcome.result() for outcome in job.run(steps.failed_again, who)]
+        outcomes = job.results(steps.failed_again, who)
         assert len({state for state, _ in outcomes}) == 1, f"{outcomes}"
         for _, told in outcomes:
             assert [text.split()[0] for text in told] == ["2", "3", "4"], f"{outcomes}"

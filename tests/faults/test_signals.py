@@ -112,4 +112,4 @@ def test_an_interrupted_rank_raises_so_do_the_others_and_all_go_on(wire: str) ->
                 assert outcome.error == expected, outcome.traceback
                 if rank != who:
                     assert f"worker {who} failed: KeyboardInterrupt" in outcome.text
-            assert [o.result() for o in job.run(steps.worked_again)] == [True] * job.size
+            assert job.results(steps.worked_again) == [True] * job.size

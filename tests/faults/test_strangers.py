@@ -35,9 +35,9 @@ def bother(port: int) -> None:
 @pytest.mark.parametrize("wire", ["shared", "ring"])
 def test_a_job_goes_on_while_malformed_frames_come(wire: str) -> None:
     with WIRES[wire]() as job, ThreadPoolExecutor(job.size) as pool:
-        ports = [outcome.result() for outcome in job.run(port_of)]
+        ports = job.results(port_of)
         bothering = [pool.submit(bother, port) for port in ports]
         while not all(one.done() for one in bothering):
-            assert [o.result() for o in job.run(steps.worked, 10)] == [True] * job.size
+            assert job.results(steps.worked, 10) == [True] * job.size
         for one in bothering:
             one.result()
