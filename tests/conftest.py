@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 
 from tests.leaks import Snapshot, leaks_since
-from tests.zygote import held_by_zygote, shared_zygote
+from tests.zygote import close_zygote
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -51,9 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     """End the zygote that tests may have started."""
-    if held_by_zygote()[0] is not None:
-        shared_zygote().close()
-        shared_zygote.cache_clear()
+    close_zygote()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

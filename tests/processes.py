@@ -124,6 +124,10 @@ class Ranks:
         self.start(function, *args, ranks=ranks)
         return self.collect(timeout, ranks)
 
+    def results(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what a function returned on every process; raise what it raised on one."""
+        return [outcome.result() for outcome in self.run(function, *args)]
+
     def start(
         self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
     ) -> None:

@@ -43,13 +43,3 @@ def test_where_references_are_not_counted_everything_is_copied(monkeypatch):
     served.open()
     assert all(a is not b for a, b in zip(before, arrays(), strict=True))
     assert mirrored.numpy().tolist() == [2, 3]
-
-
-def test_results_are_used_again_once_nobody_holds_them():
-    outputs = Outputs()
-    held = outputs.like([LARGE])[0]
-    address = held.ctypes.data
-    other = outputs.like([LARGE])[0]
-    assert other.ctypes.data != address
-    del held
-    assert outputs.like([LARGE])[0].ctypes.data == address

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["Forked", "Zygote", "held_by_zygote", "shared_zygote"]
+__all__ = ["Forked", "Zygote", "close_zygote", "held_by_zygote", "shared_zygote"]
 
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 60.0
@@ -127,17 +127,28 @@ class Zygote:
         self.close()
 
 
-@functools.cache
 def shared_zygote() -> Zygote:
     """Return the zygote of this session; `tests/conftest.py` closes it."""
-    return Zygote()
+    with _STARTING:  # Tests start jobs on several threads.
+        return _zygote()
+
+
+_STARTING = threading.Lock()
+_zygote = functools.cache(Zygote)
+
+
+def close_zygote() -> None:
+    """End the zygote of this session, if there is one."""
+    if _zygote.cache_info().currsize:
+        _zygote().close()
+        _zygote.cache_clear()
 
 
 def held_by_zygote() -> tuple[int, int] | tuple[None, None]:
     """Return the process and the open file of the session's zygote, if there is one."""
-    if not shared_zygote.cache_info().currsize:
+    if not _zygote.cache_info().currsize:
         return None, None
-    return shared_zygote().process.pid, shared_zygote().socket.fileno()
+    return _zygote().process.pid, _zygote().socket.fileno()
 
 
 def _serve(control: socket.socket) -> Callable[[], Any] | None:

@@ -34,7 +34,6 @@ Plans = list[list[Step]]
 ALL_REDUCES = [ring_all_reduce, recursive_doubling_all_reduce]
 SIZES = st.integers(1, 17)
 LENGTHS = st.integers(0, 50)
-every_all_reduce = pytest.mark.parametrize("plan", ALL_REDUCES)
 
 
 def balanced_all_gather(size: int, rank: int, length: int) -> list[Step]:
@@ -94,13 +93,6 @@ def play(plans: Plans, buffers: Sequence[Array]) -> None:
         assert moved, f"deadlock: {[player.steps[0] for player in players if player.steps]}"
 
 
-def floats(size: int, length: int, seed: int = 0) -> list[Array]:
-    """Return float32 of very different magnitudes, whose sum depends on the order."""
-    rng = np.random.default_rng([seed, size, length])
-    data = rng.standard_normal((size, length)) * 10.0 ** rng.integers(-6, 6, (size, length))
-    return list(data.astype(np.float32))
-
-
 def letters(size: int, length: int) -> list[Array]:
     """Return per rank its own letter in every element, so that `+` spells the order."""
     return [np.full(length, chr(ord("a") + rank), dtype=object) for rank in range(size)]
@@ -110,44 +102,15 @@ def spelled(size: int, first: int = 0) -> str:
     return "".join(chr(ord("a") + (first + i) % size) for i in range(size))
 
 
-@every_all_reduce
-@given(SIZES, LENGTHS)
-def test_an_all_reduce_gives_every_rank_the_sum(
-    plan: Callable[..., list[Step]], size: int, length: int
-) -> None:
-    buffers = list(np.random.default_rng(size).integers(-999, 999, (size, length)))
-    expected = np.sum(buffers, axis=0)
-    play(plans_of(plan, size, length), buffers)
-    assert all((buffer == expected).all() for buffer in buffers)
-
-
-@every_all_reduce
-@given(SIZES, LENGTHS, st.integers(0, 99))
-def test_all_ranks_hold_the_same_bits(
-    plan: Callable[..., list[Step]], size: int, length: int, seed: int
-) -> None:
-    buffers = floats(size, length, seed)
-    play(plans_of(plan, size, length), buffers)
-    assert len({buffer.tobytes() for buffer in buffers}) == 1
-
-
-@pytest.mark.parametrize("size", range(1, 18))
-def test_every_size_with_lengths_around_it(size: int) -> None:
-    for plan, length in itertools.product(ALL_REDUCES, {0, 1, size - 1, size, size + 1, 50}):
-        buffers = [np.full(length, 3**rank) for rank in range(size)]
-        play(plans_of(plan, size, length), buffers)
-        assert all((buffer == (3**size - 1) // 2).all() for buffer in buffers)
-
-
 @given(SIZES)
-def test_recursive_doubling_keeps_rank_order(size: int) -> None:
+def test_recursive_doubling_adds_all_in_rank_order_everywhere(size: int) -> None:
     buffers = letters(size, 2)
     play(plans_of(recursive_doubling_all_reduce, size, 2), buffers)
     assert all(text == spelled(size) for buffer in buffers for text in buffer)
 
 
 @given(SIZES, LENGTHS)
-def test_ring_reduces_chunk_c_in_rank_order_from_c_plus_1(size: int, length: int) -> None:
+def test_ring_adds_chunk_c_in_rank_order_from_c_plus_1_everywhere(size: int, length: int) -> None:
     buffers = letters(size, length)
     play(plans_of(ring_all_reduce, size, length), buffers)
     cuts = chunk_cuts(length, size)
@@ -174,24 +137,6 @@ def cut_lists(size: int, length: int) -> st.SearchStrategy[list[int]]:
 
 
 @every_plan
-@given(SIZES, LENGTHS, st.sampled_from([None, 1, 4]))
-def test_every_send_has_its_receive_in_the_same_order(
-    plan: Callable[..., list[Step]], size: int, length: int, block: int | None
-) -> None:
-    sent, received = collections.defaultdict(list), collections.defaultdict(list)
-    for rank, steps in enumerate(plans_of(plan, size, length)):
-        for step in steps if block is None else segmented(steps, block):
-            assert step.send or step.receive
-            if step.send:
-                sent[rank, step.send.peer].append((step.send.start, step.send.stop))
-            if step.receive:
-                received[step.receive.peer, rank].append((step.receive.start, step.receive.stop))
-    assert sent == received
-    assert all(source != target for source, target in sent)
-    assert all(start < stop for ranges in sent.values() for start, stop in ranges)
-
-
-@every_plan
 @given(SIZES, LENGTHS)
 def test_a_step_never_overwrites_what_it_sends(
     plan: Callable[..., list[Step]], size: int, length: int
@@ -207,15 +152,15 @@ def test_a_step_never_overwrites_what_it_sends(
 
 @every_plan
 @given(SIZES, LENGTHS, st.integers(1, 9))
-def test_segments_change_no_bit(
+def test_segments_change_no_order(
     plan: Callable[..., list[Step]], size: int, length: int, block: int
 ) -> None:
-    whole, cut = floats(size, length), floats(size, length)
+    whole, cut = letters(size, length), letters(size, length)
     plans = plans_of(plan, size, length)
     play(plans, whole)
     pieces = [segmented(steps, block) for steps in plans]
     play(pieces, cut)
-    assert [buffer.tobytes() for buffer in whole] == [buffer.tobytes() for buffer in cut]
+    assert [list(buffer) for buffer in whole] == [list(buffer) for buffer in cut]
     sizes = [m.stop - m.start for s in itertools.chain(*pieces) for m in (s.send, s.receive) if m]
     assert max(sizes, default=0) <= block
 
@@ -224,7 +169,7 @@ def test_the_machine_sees_a_deadlock() -> None:
     send_first = [Step(send=Message(1, 0, 1)), Step(receive=Message(1, 0, 1))]
     too = [Step(send=Message(0, 0, 1)), Step(receive=Message(0, 0, 1))]
     with pytest.raises(AssertionError, match="deadlock"):
-        play([send_first, too], floats(2, 1))
+        play([send_first, too], letters(2, 1))
 
 
 @given(SIZES, st.integers(17, 50), st.data())

@@ -21,6 +21,7 @@ from typing import Self
 
 import ndistribute as nd
 from ndistribute.cluster import SimpleClusterResolver
+from ndistribute.coordinator import server
 from tests.zygote import Forked, shared_zygote
 
 __all__ = ["ROOT", "Tasks", "free_addresses", "run_task", "wait_until"]
@@ -76,8 +77,9 @@ class Tasks:
             job: of the task.
             index: in the job.
             environ: what it has in its environment besides; TASK_RUNS names a function of
-                `loops.py` that it calls instead of serving, TASK_LIMITS are set before, and
-                TASK_USER is whose process it becomes.
+                `loops.py` that it calls instead of serving, TASK_LIMITS are set before,
+                TASK_USER is whose process it becomes, and after TASK_CUT_SECONDS without its
+                chief it ends.
         """
         config = {"cluster": self.cluster, "task": {"type": job, "index": index}}
         own = {"TF_CONFIG": json.dumps(config)}
@@ -147,6 +149,7 @@ def run_task() -> None:
     """Be a task, in a process of its own, as the environment says."""
     for name, value in json.loads(os.environ.get("TASK_LIMITS", "{}")).items():
         resource.setrlimit(getattr(resource, name), (value, value))
+    server.CUT_SECONDS = float(os.environ.get("TASK_CUT_SECONDS", server.CUT_SECONDS))
     if "TASK_USER" in os.environ:
         os.setuid(int(os.environ["TASK_USER"]))
     if "TASK_RUNS" in os.environ:

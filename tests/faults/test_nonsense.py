@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,13 +27,14 @@ from ndistribute.parameter_server.messages import (
     Transaction,
     Update,
 )
-from ndistribute.transport.address import split_address, unix_name
+from ndistribute.transport.address import unix_name
 from ndistribute.transport.codec import Decoder, Record
 from ndistribute.transport.connection import Connection
-from ndistribute.transport.handshake import Accepted, Hello, authenticate
+from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.secret import Credentials, credentials_of
 from tests.faults.commands import DEADLINE, commanded
 from tests.faults.tasks import Tasks
+from tests.transport.ends import GREETING, knock, knock_near, shake
 
 FRAMES = int(os.environ.get("FAULTS_FRAMES", "1000"))
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
@@ -80,70 +80,34 @@ def counting_meanwhile(strategy: Any, coordinator: Any) -> Iterator[Callable[[],
     assert int(np.sum(marks)) == done
 
 
-class Stranger:
-    """Send a task what it can not understand.
+def bother(
+    number: int, task: str, address: str, credentials: Credentials, rng: random.Random
+) -> None:
+    """Send one malformed frame, on a connection of its own; every second time after a handshake."""
+    to_server = task.startswith("ps")
+    sock = knock_near(unix_name(address)) if number % 2 else knock(address)
+    with contextlib.closing(sock), contextlib.suppress(ConnectionError):  # Shut out, as is right.
+        data = GREETING
+        if number % 4 > 1:
+            purpose = "ps" if to_server else "coordinator"
+            hello = Hello(name="evaluator:9#n", purpose=purpose, audience=task)
+            _, accepted = shake(sock, credentials, hello)
+            record = rng.choice(TO_SERVERS if to_server else TO_WORKERS)
+            data = framed(record, accepted, sealed=not to_server)
+        sock.sendall(spoilt(data, rng))
 
-    Args:
-        address: of the task.
-        name: which task it is.
-        credentials: of the job; after a handshake the stranger is one of its processes.
-        rng: what chooses.
-    """
 
-    def __init__(
-        self, address: str, name: str, credentials: Credentials, rng: random.Random
-    ) -> None:
-        self._address, self._name = address, name
-        self._credentials, self._rng = credentials, rng
-        self._serves = name.startswith("ps")
-
-    def send(self, number: int) -> None:
-        """Send one malformed frame, on a connection of its own."""
-        with self._connected(near=number % 2 == 0) as sock:
-            if number % 4 < 2:
-                self._write(sock, self._spoilt(b"NDST\2C" + self._rng.randbytes(32)))
-                return
-            purpose = "ps" if self._serves else "coordinator"
-            hello = Hello(name="evaluator:9#n", purpose=purpose, audience=self._name)
-            deadline = time.monotonic() + 20
-            _, accepted = authenticate(sock, self._credentials, hello, deadline=deadline)
-            records = TO_SERVERS if self._serves else TO_WORKERS
-            frame = framed(self._rng.choice(records), accepted, sealed=not self._serves)
-            self._write(sock, self._spoilt(frame))
-
-    @contextlib.contextmanager
-    def _connected(self, near: bool) -> Iterator[socket.socket]:
-        if near:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.connect(unix_name(self._address))
-        else:
-            sock = socket.create_connection(split_address(self._address))
-        with sock:
-            sock.settimeout(20)
-            yield sock
-
-    def _write(self, sock: socket.socket, data: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # It was shut out, as is right.
-            sock.sendall(data)
-            if self._rng.random() < 0.1:  # Else it closes at once.
-                sock.settimeout(0.05)
-                with contextlib.suppress(TimeoutError):
-                    sock.recv(4096)
-
-    def _spoilt(self, data: bytes) -> bytes:
-        """Return data that is cut, changed, or nothing but noise."""
-        rng = self._rng
-        kind = rng.randrange(4)
-        if kind == 0:
-            return data[: rng.randrange(len(data))]
-        if kind == 1:
-            changed = bytearray(data)
-            for _ in range(rng.randrange(1, 5)):
-                changed[rng.randrange(min(len(data), 200))] ^= 1 << rng.randrange(8)
-            return bytes(changed)
-        if kind == 2:
-            return data[:2] + rng.randbytes(rng.randrange(1, 3000))
-        return rng.randbytes(rng.randrange(1, 3000))
+def spoilt(data: bytes, rng: random.Random) -> bytes:
+    """Return data that is cut, changed, or nothing but noise."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        return data[: rng.randrange(len(data))]
+    if kind == 1:
+        changed = bytearray(data)
+        for _ in range(rng.randrange(1, 5)):
+            changed[rng.randrange(min(len(data), 200))] ^= 1 << rng.randrange(8)
+        return bytes(changed)
+    return data[: 2 * (kind == 2)] + rng.randbytes(rng.randrange(1, 3000))
 
 
 def framed(record: Record, accepted: Accepted, *, sealed: bool) -> bytes:
@@ -171,13 +135,11 @@ def test_malformed_frames_by_the_thousand_do_not_disturb_a_job_that_trains(
                 names = ["ps:0", "ps:0", "worker:0", "worker:1"]
                 places = [(name.split(":")[0], int(name[-1])) for name in names]
                 before = {place: tasks.resident_megabytes(*place) for place in places}
-                strangers = [
-                    Stranger(tasks.cluster[job][index], name, credentials, random.Random(SEED + n))
-                    for n, (name, (job, index)) in enumerate(zip(names, places, strict=True))
-                ]
-                seen = counted()
+                rng, seen = random.Random(SEED), counted()
                 for number in range(FRAMES):
-                    strangers[number % 4].send(number // 4)
+                    job, index = places[number % 4]
+                    address = tasks.cluster[job][index]
+                    bother(number // 4, names[number % 4], address, credentials, rng)
                 assert counted() > seen
                 grown = {p: tasks.resident_megabytes(*p) - before[p] for p in before}
             assert max(grown.values()) < GROWTH_MEGABYTES, grown

@@ -25,10 +25,11 @@ def wait_for_steps(shared: Shared, *workers: int, count: int = 20) -> None:
     wait_until(lambda: all(shared.steps.numpy()[w] >= before[w] + count for w in workers))
 
 
-def test_a_worker_that_is_killed_comes_back_while_the_others_train() -> None:
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1}], ids=str)
+def test_a_worker_that_is_killed_comes_back_while_the_others_train(options: dict[str, Any]) -> None:
     with Tasks(workers=2, servers=2, chief=False) as tasks:
         tasks.start_all("ps")
-        tasks.start_all("worker", **training())
+        tasks.start_all("worker", **training(**options))
         tasks.start("evaluator", 0, TASK_RUNS="watch")
         with taking_part(tasks) as observer:
             shared = Shared(observer)
@@ -36,7 +37,7 @@ def test_a_worker_that_is_killed_comes_back_while_the_others_train() -> None:
             tasks.kill("worker", 0)
             tasks.kill("evaluator", 0)
             wait_for_steps(shared, 1)
-            tasks.start("worker", 0, **training())
+            tasks.start("worker", 0, **training(**options))
             wait_for_steps(shared, 0, 1)
             shared.stop.assign(1)
             codes = [tasks.code("worker", index) for index in range(2)]
@@ -66,21 +67,6 @@ def test_workers_in_step_go_on_with_spare_ones_and_say_so_where_too_few_are_left
             tasks.kill("worker", 2)
             assert tasks.code("worker", 1) == 1
             assert "1 of 2 needed are there" in tasks.said()
-
-
-def test_workers_within_bounds_go_on_without_one_that_was_killed() -> None:
-    with Tasks(workers=2, servers=1, chief=False) as tasks:
-        tasks.start_all("ps")
-        tasks.start_all("worker", **training(max_staleness=1))
-        with taking_part(tasks) as observer:
-            shared = Shared(observer)
-            wait_for_steps(shared, 0, 1)
-            tasks.kill("worker", 0)
-            wait_for_steps(shared, 1)
-            tasks.start("worker", 0, **training(max_staleness=1))
-            wait_for_steps(shared, 0, 1)
-            shared.stop.assign(1)
-            assert [tasks.code("worker", index) for index in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize(

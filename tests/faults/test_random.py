@@ -32,8 +32,7 @@ class Jobs:
     def on(self, wire: str) -> Ranks:
         if wire not in self._running:
             job = self._running[wire] = WIRES[wire]()
-            for outcome in job.run(steps.worked, 1):
-                outcome.result()
+            job.results(steps.worked, 1)
         return self._running[wire]
 
     def end(self, wire: str) -> None:

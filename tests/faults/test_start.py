@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from tests.faults.jobs import config, job
 
 BODY = """
     import ndistribute as nd
-    options = nd.CommunicationOptions(timeout_seconds=4)
+    options = nd.CommunicationOptions(timeout_seconds=2)
     with nd.MultiWorkerMirroredStrategy(communication_options=options) as strategy:
         print("joined")
 """
-
-
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        wrong = config([f"127.0.0.1:{port}", "127.0.0.1:1"], 0)
-        environ = {"TF_CONFIG": wrong, "NDISTRIBUTE_LISTEN_FD": ""}
-        with job(tmp_path, BODY, [environ]) as started:
-            (ended,) = started.ended()
-    assert ended.code == 1
-    assert f"cannot listen at 127.0.0.1 port {port}" in ended.output
-    assert "Another program has this port" in ended.output
 
 
 def test_a_wrong_secret_is_an_error_on_both_sides(tmp_path: Path) -> None:
@@ -33,18 +20,8 @@ def test_a_wrong_secret_is_an_error_on_both_sides(tmp_path: Path) -> None:
     assert (right.code, wrong.code) == (1, 1)
     assert "AuthenticationError" in wrong.output, wrong.output
     assert "secret" in wrong.output.splitlines()[-1]
-    assert "CollectiveTimeoutError: worker 0 waited 4 s for worker 1" in right.output
+    assert "CollectiveTimeoutError: worker 0 waited 2 s for worker 1" in right.output
     assert "with the same secret" in right.output
-
-
-def test_without_a_secret_only_loopback_is_served(tmp_path: Path) -> None:
-    elsewhere = config(["192.0.2.1:2222", "192.0.2.2:2222"], 0)
-    environ = {"NDISTRIBUTE_SECRET": "", "TF_CONFIG": elsewhere, "NDISTRIBUTE_LISTEN_FD": ""}
-    with job(tmp_path, BODY, [environ]) as started:
-        (ended,) = started.ended()
-    assert ended.code == 1
-    assert "AuthenticationError" in ended.output, ended.output
-    assert "NDISTRIBUTE_SECRET" in ended.output
 
 
 def test_another_cluster_size_is_an_error_on_both_sides(tmp_path: Path) -> None:
@@ -60,7 +37,7 @@ def test_another_cluster_size_is_an_error_on_both_sides(tmp_path: Path) -> None:
     expected = "it is worker 2 of 3, here is worker 0 of 2"
     assert expected in other.output, other.output
     assert "every process needs the same cluster" in other.output
-    assert "worker 0 waited 4 s for worker 1" in first.output
+    assert "worker 0 waited 2 s for worker 1" in first.output
 
 
 def test_two_processes_with_one_index_are_told_of_each_other(tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ import pytest
 import ndistribute as nd
 from ndistribute.device import Device, copy_to, is_gpu_array, to_host
 
-__all__ = ["components", "here", "hosts", "need", "on", "place_of", "rank", "replica"]
+__all__ = ["REAL", "components", "here", "hosts", "need", "on", "place_of", "rank", "replica"]
+
+# What a test runs over besides the imitation: nothing where no GPU is visible.
+REAL = [pytest.param("real", marks=pytest.mark.gpu)] if nd.list_devices("gpu") else []
 
 
 def replica() -> nd.ReplicaContext:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 import ndistribute as nd
-from tests.gpu.placing import hosts, on, rank, replica
+from tests.gpu.placing import hosts, on, replica
 
 
 def test_each_piece_of_a_batch_is_on_its_replica_s_device(strategy: nd.Strategy) -> None:
@@ -53,13 +52,6 @@ def test_batches_dealt_to_replicas_are_on_their_devices(strategy: nd.Strategy) -
     np.testing.assert_array_equal(np.concatenate(found), np.arange(2 * size + 1))
 
 
-def test_values_made_for_each_replica_are_passed_to_it(strategy: nd.Strategy) -> None:
-    made = strategy.distribute_values_from_function(
-        lambda context: strategy.devices[context.replica_id_in_sync_group].namespace.float32(2.5)
-    )
-    assert {float(x) for x in strategy.run(lambda x: x * 2, args=(made,)).values} == {5.0}
-
-
 def test_replicas_draw_numbers_of_their_own_on_their_devices(strategy: nd.Strategy) -> None:
     def step() -> Any:
         drawn = replica().rng.random(4), replica().rng.standard_normal((2, 2), dtype=np.float32)
@@ -77,15 +69,3 @@ def test_replicas_draw_numbers_of_their_own_on_their_devices(strategy: nd.Strate
         np.testing.assert_array_equal(first[1], second[1])
     uniform = np.stack([own[0] for own in runs[0]])
     assert len(np.unique(uniform)) == uniform.size, "two replicas or steps drew the same numbers"
-
-
-def test_a_step_that_fails_leaves_the_strategy_usable(strategy: nd.Strategy) -> None:
-    def fail() -> None:
-        if rank() == strategy.num_replicas_in_sync - 1:
-            raise KeyError("lost")
-        replica().all_reduce("sum", 1.0)
-
-    with pytest.raises(KeyError, match="lost"):
-        strategy.run(fail)
-    totals = strategy.run(lambda: replica().all_reduce("sum", 1.0)).values
-    assert {float(total) for total in totals} == {float(strategy.num_replicas_in_sync)}

@@ -16,22 +16,18 @@ import pytest
 from ndistribute.collective.select import nccl_obstacle
 from ndistribute.device import list_devices
 from tests.gpu import nccl_job
+from tests.gpu.placing import REAL
 from tests.processes import AT_ONCE, Outcome, Ranks, find_mpiexec
 
 LAYOUTS: dict[str, tuple[dict[str, str], str, int]] = {
-    "uneven": ({"REPLICAS": "2,1,1"}, "tcp", 3),
-    "cupy-13": ({"NCCL_GROUND": "13", "REPLICAS": "1,2"}, "tcp", 2),
+    "uneven": ({"REPLICAS": "2,1,1", "NCCL_GROUND": "13"}, "tcp", 3),
     "over-mpi": ({}, "mpi", 2),
 }
 
 
-def results(outcomes: list[Outcome]) -> list[Any]:
-    return [outcome.result() for outcome in outcomes]
-
-
-def of_all(outcomes: list[Outcome]) -> list[Any]:
+def of_all(results: list[list[Any]]) -> list[Any]:
     """Return what the replicas of all workers returned, in order."""
-    return [value for values in results(outcomes) for value in values]
+    return [value for values in results for value in values]
 
 
 def need_two_gpus() -> None:
@@ -39,7 +35,7 @@ def need_two_gpus() -> None:
         pytest.skip("needs 2 GPUs")
 
 
-@pytest.fixture(scope="module", params=[*LAYOUTS, pytest.param("real", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=[*LAYOUTS, *REAL])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Processes with replicas over the imitation, or with one GPU each."""
     environ, wire, size = LAYOUTS.get(request.param, ({"NCCL_GROUND": "real"}, "tcp", 2))
@@ -65,36 +61,36 @@ def fresh() -> Iterator[Ranks]:
 
 
 def test_reductions_give_numpys_values_and_equal_bits(ranks: Ranks) -> None:
-    assert len(set(of_all(ranks.run(nccl_job.every_op_and_dtype)))) == 1
+    assert len(set(of_all(ranks.results(nccl_job.every_op_and_dtype)))) == 1
 
 
 def test_ragged_rows_are_joined_in_the_order_of_workers(ranks: Ranks) -> None:
-    results(ranks.run(nccl_job.ragged_rows))
+    ranks.results(nccl_job.ragged_rows)
 
 
 def test_broadcast_copies_from_any_replica_of_any_worker(ranks: Ranks) -> None:
-    results(ranks.run(nccl_job.copied_from_each))
+    ranks.results(nccl_job.copied_from_each)
 
 
 def test_each_replica_updates_its_whole_copy_and_prepares_once(ranks: Ranks) -> None:
-    for given in of_all(ranks.run(nccl_job.updates)):
+    for given in of_all(ranks.results(nccl_job.updates)):
         assert given == [("ready", 0, 0, 70_001), ("ready", 1, 0, 3)]
 
 
 def test_merge_meets_the_replicas_of_the_process_alone(ranks: Ranks) -> None:
-    met = results(ranks.run(nccl_job.local_meeting))
+    met = ranks.results(nccl_job.local_meeting)
     numbers = iter(range(sum(map(len, met))))
     assert met == [[[next(numbers) for _ in replicas]] * len(replicas) for replicas in met]
 
 
 def test_each_gpu_is_current_when_it_is_connected_and_ended_when_the_group_is_closed() -> None:
     with Ranks(2, environ={"REPLICAS": "3,1"}) as made:
-        assert results(made.run(nccl_job.gpus_connected)) == [([0, 1, 2],) * 2, ([0],) * 2]
-        assert results(made.run(nccl_job.closed)) == [["destroyed"] * 3, ["destroyed"]]
+        assert made.results(nccl_job.gpus_connected) == [([0, 1, 2],) * 2, ([0],) * 2]
+        assert made.results(nccl_job.closed) == [["destroyed"] * 3, ["destroyed"]]
 
 
 def test_calls_are_compared_while_the_gpus_work(pair: Ranks) -> None:
-    assert results(pair.run(nccl_job.launches_before_meeting)) == [["launch", "compare"]] * 2
+    assert pair.results(nccl_job.launches_before_meeting) == [["launch", "compare"]] * 2
 
 
 DIFFERENT = ("shape", "op", "gather", "skipped")
@@ -104,7 +100,7 @@ DIFFERENT = ("shape", "op", "gather", "skipped")
 def test_different_calls_are_an_error_everywhere_and_the_next_step_works(
     pair: Ranks, what: str
 ) -> None:
-    results(pair.run(nccl_job.recovered))
+    pair.results(nccl_job.recovered)
     for odd in range(2):
         outcomes = pair.run(nccl_job.another_call, odd, what)
         told = [o.error for i, o in enumerate(outcomes) if what != "skipped" or i != odd]
@@ -114,29 +110,30 @@ def test_different_calls_are_an_error_everywhere_and_the_next_step_works(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("what", [*DIFFERENT, "error"])
-def test_gpus_that_wait_for_another_call_are_released(what: str) -> None:
+@pytest.mark.timeout(600)
+def test_gpus_that_wait_for_another_call_are_released() -> None:
     need_two_gpus()
-    with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
-        assert results(made.run(nccl_job.plain_sum)) == [[1.0], [1.0]]
-        outcomes = made.run(nccl_job.another_call, 1, what)
-        assert outcomes[0].error in ("CollectiveMismatchError", "WorkerLostError")
-        assert outcomes[0].seconds < AT_ONCE
-        assert results(made.run(nccl_job.usable_again)) == [[1.0], [1.0]]
+    for what in (*DIFFERENT, "error"):
+        with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
+            assert made.results(nccl_job.plain_sum) == [[1.0], [1.0]]
+            outcomes = made.run(nccl_job.another_call, 1, what)
+            assert outcomes[0].error in ("CollectiveMismatchError", "WorkerLostError"), what
+            assert outcomes[0].seconds < AT_ONCE
+            assert made.results(nccl_job.usable_again) == [[1.0], [1.0]]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_gpu_whose_peer_was_killed_is_released(victim: int) -> None:
+def test_a_gpu_whose_peer_was_killed_is_released() -> None:
     need_two_gpus()
-    with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
-        outcomes = made.run(nccl_job.killed, victim)
-        assert outcomes[1 - victim].error == "WorkerLostError"
-        assert outcomes[1 - victim].seconds < AT_ONCE
+    for victim in (0, 1):
+        with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
+            outcomes = made.run(nccl_job.killed, victim)
+            assert outcomes[1 - victim].error == "WorkerLostError"
+            assert outcomes[1 - victim].seconds < AT_ONCE
 
 
 def test_an_exception_on_one_worker_reaches_the_others(pair: Ranks) -> None:
-    results(pair.run(nccl_job.recovered))
+    pair.results(nccl_job.recovered)
     outcomes = pair.run(nccl_job.another_call, 1, "error")
     assert [outcome.error for outcome in outcomes] == ["WorkerLostError", "ArithmeticError"]
     assert "no such digit" in outcomes[0].text
@@ -153,7 +150,7 @@ def test_a_first_call_that_differs_is_found_before_nccl_connects(fresh: Ranks, w
 
 
 def test_an_update_that_can_not_start_is_an_error_everywhere(pair: Ranks) -> None:
-    results(pair.run(nccl_job.recovered))
+    pair.results(nccl_job.recovered)
     outcomes = pair.run(nccl_job.failing_prepare, 0)
     assert [o.error for o in outcomes] in (
         ["WorkerLostError", "WorkerLostError"],  # Told by the replica that waited for the other.
@@ -175,7 +172,7 @@ def test_what_nccl_or_a_gpu_fails_to_do_is_an_error_everywhere(
     fresh: Ranks, failure: Callable[..., Any], error: str, text: str
 ) -> None:
     if failure is not nccl_job.refused_connection:
-        results(fresh.run(nccl_job.plain_sum))
+        fresh.results(nccl_job.plain_sum)
     outcomes = fresh.run(failure, 1)
     assert {outcome.error for outcome in outcomes} == {error}
     assert all(text in outcome.text for outcome in outcomes)
@@ -191,7 +188,7 @@ def test_a_unique_id_that_can_not_be_made_is_an_error_everywhere(fresh: Ranks) -
 
 
 def test_a_late_worker_is_a_timeout_everywhere(pair: Ranks) -> None:
-    results(pair.run(nccl_job.recovered))
+    pair.results(nccl_job.recovered)
     outcomes = pair.run(nccl_job.late, 1, 0.6)
     assert {outcome.error for outcome in outcomes} == {"CollectiveTimeoutError"}
     assert max(outcome.seconds for outcome in outcomes) < AT_ONCE
@@ -203,7 +200,7 @@ def test_a_late_worker_is_a_timeout_everywhere(pair: Ranks) -> None:
 def test_a_killed_worker_is_known_at_once(
     fresh: Ranks, moment: Callable[..., Any], victim: int
 ) -> None:
-    results(fresh.run(nccl_job.plain_sum))
+    fresh.results(nccl_job.plain_sum)
     outcomes = fresh.run(moment, victim)
     assert outcomes[victim].error == "Lost"
     assert outcomes[1 - victim].error == "WorkerLostError"
@@ -226,12 +223,12 @@ def trained(environ: dict[str, str], implementation: str) -> list[Outcome]:
         return made.run(nccl_job.trained, implementation)
 
 
-@pytest.mark.parametrize("ground", ["14", pytest.param("real", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("ground", ["14", *REAL])
 def test_training_over_nccl_gives_what_it_gives_over_a_ring(ground: str) -> None:
     if ground == "real":
         need_two_gpus()
-    first, second = results(trained({"NCCL_GROUND": ground}, "auto"))
-    expected, _ = results(trained({"NCCL_GROUND": ground}, "ring"))
+    first, second = (o.result() for o in trained({"NCCL_GROUND": ground}, "auto"))
+    expected, _ = (o.result() for o in trained({"NCCL_GROUND": ground}, "ring"))
     assert (first["backend"], expected["backend"]) == ("NcclBackend", "TwoLevelBackend")
     for name in ("weights", "table", "losses"):
         np.testing.assert_array_equal(first[name], second[name])
@@ -255,7 +252,7 @@ def test_who_asks_for_nccl_in_vain_is_told_why(devices: str, reason: str) -> Non
 
 def check_recovery(ranks: Ranks) -> None:
     """Check that the next step works, over new communicators."""
-    for sums, states in results(ranks.run(nccl_job.recovered)):
+    for sums, states in ranks.results(nccl_job.recovered):
         replicas = len(sums)
         assert set(sums) == {3.0}
         assert states[-replicas:] == ["open"] * replicas

@@ -16,9 +16,7 @@ from tests.gpu.placing import components, here, hosts, on, replica
 EXAMPLES, BATCH, FEATURES, WORDS, WIDTH, CLASSES = 11, 8, 5, 11, 4, 3
 
 OPTIMIZERS: dict[str, Callable[[], nd.optimizers.Optimizer]] = {
-    "sgd": lambda: nd.optimizers.SGD(0.1),
     "nesterov": lambda: nd.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
-    "adagrad": lambda: nd.optimizers.Adagrad(0.1),
     "adam": lambda: nd.optimizers.Adam(0.01, clipvalue=10.0),
     "global_clipnorm": lambda: nd.optimizers.Adagrad(0.1, global_clipnorm=0.05),
 }
@@ -95,10 +93,7 @@ def test_steps_on_gpus_equal_steps_on_a_cpu(strategy: nd.Strategy, name: str) ->
         np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["adam", "global_clipnorm"])
-def test_gradients_applied_across_replicas_reach_every_copy(
-    strategy: nd.Strategy, name: str
-) -> None:
+def test_gradients_applied_across_replicas_reach_every_copy(strategy: nd.Strategy) -> None:
     """Outside `run` the gradients are final; they may lie on any device."""
     rng = np.random.default_rng(1)
     dense, rows = rng.normal(size=(WORDS, 2)), rng.normal(size=(4, 2))
@@ -109,7 +104,7 @@ def test_gradients_applied_across_replicas_reach_every_copy(
             first, second = nd.Variable(dense), nd.Variable(dense)
         place = components(current, lambda _: rows).values[-1]
         slices = nd.IndexedSlices(place, where, (WORDS, 2))
-        optimizer = OPTIMIZERS[name]()
+        optimizer = OPTIMIZERS["adam"]()
         for _ in range(2):
             whole = components(current, lambda _: dense).values[-1]
             optimizer.apply_gradients([(whole, first), (slices, second)])

