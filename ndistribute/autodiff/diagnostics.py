@@ -80,8 +80,9 @@ def refuse_conversion(conversion: str) -> None:
         f"{_expression(user) or conversion} at {user_line()} turns a tracked array into a plain "
         f"value ({conversion}) while a GradientTape records, and the gradient would be lost. "
         f"{instead}Use NumPy functions of the tracked array itself, join tracked values with "
-        "np.stack([a, b]), wrap functions of other libraries in nd.custom_gradient, and where no "
-        "gradient is wanted, take the value with nd.stop_gradient(x)."
+        "np.stack([a, b]), convert arrays of other libraries beside it with np.asarray, wrap their "
+        "functions in nd.custom_gradient, and where no gradient is wanted, take the value with "
+        "nd.stop_gradient(x)."
     )
 
 

@@ -224,6 +224,8 @@ def strip(value: Any, graph: Any, found: dict[Path, int], path: Path = ()) -> An
     raw, index = operand(value, graph)
     if index is not None:
         found[path] = index
+    elif type(raw) not in _PLAIN and _is_foreign(raw):
+        raw = np.asarray(raw)
     return raw
 
 
@@ -234,7 +236,7 @@ def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[
         `NotImplemented` if there is more to it, for `apply` to deal with.
     """
     for value in (*rest, *kwargs.values()):
-        if type(value) not in _PLAIN and _hides_array(value):
+        if type(value) not in _PLAIN and (_hides_array(value) or _is_foreign(value)):
             return NotImplemented
     if "out" in kwargs:
         return NotImplemented
@@ -332,6 +334,12 @@ def _without_list(value: Any) -> Any:
     if not isinstance(value, list | tuple) or not _hides_array(value):
         return value
     return np.stack([_without_list(item) for item in value])
+
+
+def _is_foreign(value: Any) -> bool:
+    """Return True for arrays of other libraries, as of pandas, which are constants to a tape."""
+    known = isinstance(value, _OPERANDS) or not hasattr(type(value), "__array__")
+    return not known and not is_gpu_array(value)
 
 
 def _hides_array(value: Any) -> bool:

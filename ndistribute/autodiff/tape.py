@@ -66,7 +66,7 @@ class Graph:
             rules: one function for each parent, from the result's gradient to the parent's; or one
                 function that returns the gradients of all parents.
         """
-        # Half a microsecond sooner than with a call of `Tracked.__init__`.
+        # Each operation comes by here, and a call of `Tracked.__init__` takes a third longer.
         tracked: Tracked = _new(Tracked)
         tracked.value = value
         tracked.graph = self

@@ -147,6 +147,8 @@ def test_lists_of_tracked_arrays_are_stacked_where_the_call_is_seen():
         lambda x, foreign: x * foreign,
         lambda x, foreign: foreign * x,
         lambda x, foreign: np.add(foreign, x) - foreign,
+        lambda x, foreign: np.where(foreign, x, foreign),
+        lambda x, foreign: np.clip(x, 0.0, foreign),
     ],
 )
 def test_arrays_of_other_libraries_are_converted(operation):
