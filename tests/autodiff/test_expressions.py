@@ -324,7 +324,7 @@ np.lib.stride_tricks.as_strided | np.lib.stride_tricks.as_strided(x, (2, 2), (8,
 special.logsumexp | special.logsumexp(x)
 special.softmax | special.softmax(x, axis=1)
 special.log_softmax | special.log_softmax(x)
-_zeta | special.zeta(2.0, x)
+zeta | special.zeta(2.0, x)
 special.multigammaln | special.multigammaln(x + 3, 2)
 sparse.eye | sparse.eye(4) @ v
 stats.norm.pdf | stats.norm.pdf(x)
