@@ -21,7 +21,11 @@ import numpy as np
 __all__ = ["missing", "name_of", "no_rule", "refuse_conversion", "user_line"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(os.__file__) + os.sep, "<frozen ")
+_STANDARD = os.path.dirname(os.__file__)
+# Packages need not lie under site-packages: `pip install --target` puts them anywhere.
+_INSTALLED = os.path.dirname(os.path.dirname(np.__file__))
+_NUMERIC = [os.path.join(_INSTALLED, name) for name in ("numpy", "scipy", "pandas")]
+_LIBRARIES = (*(path + os.sep for path in (_PACKAGE, _STANDARD, *_NUMERIC)), "<frozen ")
 
 # What converts its arguments before NumPy's protocols could see them, and what to call instead.
 _REPLACED = {"logsumexp", "softmax", "log_softmax"}

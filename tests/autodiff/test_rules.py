@@ -67,7 +67,7 @@ UNARY = {
     for name in "absolute fabs square sqrt tanh exp log sin sinc copy nan_to_num real conj".split()
 } | {
     "below_zero": lambda x: np.abs(-x) + np.square(-x) + (-x) ** 3,
-    "powers": lambda x: x**2 + x**0.5 + x**-1 + x**1 + x**3 + x**0 + x ** np.array(2),
+    "powers": lambda x: x**2 + x**0.5 + x**-1 + x**1 + x**3 + x**0 + x ** np.array(2, x.dtype),
     "astype": lambda x: x.astype(np.float64) * 2 + np.astype(x, "f8"),
     "of_complex": lambda x: np.abs(np.exp(1j * x) + x) + np.real(x * (1 + 2j)) + np.imag(x * 3j),
 }
