@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+import ndistribute as nd
 from ndistribute.data import Dataset, InputOptions, as_dataset
 from tests.data.workers import (
     cpus,
@@ -16,6 +17,7 @@ from tests.data.workers import (
     pieces_of,
     raised,
 )
+from tests.processes import Ranks
 
 
 class Loader:
@@ -172,6 +174,24 @@ def test_loaders_whose_order_differs_between_workers_are_refused(prefetch):
         assert isinstance(error, ValueError)
         assert "digest of the first batch" in str(error)
         assert "seed the loader alike on all workers" in str(error)
+
+
+def shared_by_processes(rank, size):
+    """Go through loaders of one order, and then through those of another order each."""
+    with nd.MultiWorkerMirroredStrategy() as strategy:
+        alike = len(list(strategy.distribute_dataset(Loader())))
+        try:
+            list(strategy.distribute_dataset(Loader(seed=rank)))
+        except ValueError as error:
+            return alike, str(error)
+
+
+def test_processes_refuse_loaders_whose_order_differs():
+    with Ranks(2) as ranks:
+        for outcome in ranks.run(shared_by_processes):
+            steps, refusal = outcome.result()
+            assert steps == 6
+            assert "digest of the first batch" in refusal
 
 
 def test_loaders_of_one_order_are_shared():
