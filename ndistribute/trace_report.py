@@ -135,8 +135,8 @@ def explain(traces: Sequence[Trace]) -> str:
     lines += [f"No trace of {', '.join(absent)}."] if absent else []
     lines += ["", *_table(members), ""]
     lines += list(_servers(members, seconds)) or _who_is_late(members, late, worst, seconds)
-    workers = [one for one in members if not _SERVER.fullmatch(one.name)]
-    mean = _mean([shares(trace.events) for trace in workers or members])
+    every = [shares(trace.events) for trace in members]
+    mean = _mean([own for own in every if "compute" in own] or every)  # Not servers, nor a chief.
     for kind, (large, advice) in _ADVICE.items():
         if mean.get(kind, 0.0) > large and not (kind == "wait" and worst):
             lines.append(advice.format(mean[kind]))
