@@ -22,8 +22,7 @@ def multi_worker() -> tuple[Any, int]:
     options = nd.CommunicationOptions(timeout_seconds=TIMEOUT)
     strategy = nd.MultiWorkerMirroredStrategy(communication_options=options)
     atexit.register(strategy.close)
-    resolver = strategy.cluster_resolver
-    return strategy, 0 if resolver is None else resolver.task_id
+    return strategy, strategy.cluster_resolver.worker_index or 0
 
 
 @functools.cache
