@@ -145,7 +145,7 @@ def in_steps(size: int, calls: int, replicas: int = 0) -> Iterator[Prepared]:
         strategy = nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
     else:
         strategy = _workers()
-    first = 0 if replicas else strategy.cluster_resolver.task_id
+    first = 0 if replicas else strategy.cluster_resolver.worker_index or 0
     own = nd.PerReplica([contribution(first + i, size // 4) for i in range(replicas or 1)])
 
     def summed(part: Any) -> Any:
@@ -210,7 +210,7 @@ def tensorflow(size: int, calls: int, replicas: int = 0) -> Iterator[Prepared]:
     """Sum with TensorFlow's `ctx.all_reduce` in a graph, one call after another."""
     strategy = peer.mirrored(replicas) if replicas else peer.multi_worker()
     tf = peer.tensorflow()
-    first = 0 if replicas else strategy.cluster_resolver.task_id
+    first = 0 if replicas else strategy.cluster_resolver.worker_index or 0
     mine = strategy.experimental_distribute_values_from_function(
         lambda c: (
             tf.constant(contribution(c.replica_id_in_sync_group, size // 4))

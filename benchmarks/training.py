@@ -119,7 +119,7 @@ def ours(batch: int, strategy: str) -> Iterator[Prepared]:
     count = chosen.num_replicas_in_sync
     train = step_of(chosen, batch)
     if strategy == "workers":
-        args = _part(batch, count, chosen.cluster_resolver.task_id)
+        args = _part(batch, count, chosen.cluster_resolver.worker_index or 0)
     else:
         parts = [_part(batch, count, index) for index in range(count)]
         args = [nd.PerReplica(part) for part in zip(*parts, strict=True)]
