@@ -70,6 +70,13 @@ def test_what_is_told_is_like_what_was_passed(value):
     assert repr(told) == repr(value)
 
 
+def test_rows_of_an_array_are_told():
+    told = unpack(pack(nd.IndexedSlices(np.ones((2, 3)), np.array([4, 1]), (5, 3))))
+    assert isinstance(told, nd.IndexedSlices)
+    assert told.indices.tolist() == [4, 1]
+    assert told.to_dense().sum() == 6
+
+
 def test_what_other_workers_could_not_make_is_an_error_of_who_tells_it():
     @dataclasses.dataclass
     class Local:

@@ -143,6 +143,13 @@ def test_after_a_failure_of_nccl_the_next_call_connects_again(
     assert replicas.must(body) == [[1, 1, 1]] * 2
 
 
+def test_work_that_never_ends_is_a_timeout(fake: FakeNccl, replicas: Replicas) -> None:
+    fake.comms[0].lose_link()
+    for error in replicas.run(lambda backend: merged_after_a_broadcast(backend, 0.05)):
+        assert isinstance(error, CollectiveTimeoutError | WorkerLostError)
+    assert {comm.state for comm in fake.comms} == {"aborted"}
+
+
 def test_an_error_of_nccl_ends_the_wait_for_a_gpu(fake: FakeNccl, replicas: Replicas) -> None:
     for comm in fake.comms:
         comm.failure = "remote access"
