@@ -57,6 +57,7 @@ def test_lines_do_not_depend_on_how_the_bytes_arrive(text, cuts):
 
 def test_a_progress_bar_is_seen_as_it_goes_on():
     assert shown(b"10%\r20%\r", b"30%\r\nnext") == [[b"10%"], [b"20%", b"30%"], [b"next"]]
+    assert shown(b"50%\r") == [[], [b"50%"]]
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory():

@@ -102,6 +102,13 @@ def test_a_replica_sums_gradients_unless_told_that_they_are_summed() -> None:
     assert set(variables[1].numpy()) == {-1.0}
 
 
+def test_global_clipnorm_bounds_the_norm_of_all_gradients_together() -> None:
+    variables = [nd.Variable(np.zeros(1)) for _ in range(2)]
+    gradients = [np.array([3.0]), nd.IndexedSlices(np.array([2.0, 2.0]), np.array([0, 0]), (1,))]
+    SGD(1.0, global_clipnorm=1.0).apply_gradients(zip(gradients, variables, strict=True))
+    np.testing.assert_allclose([v.numpy()[0] for v in variables], [-0.6, -0.8])
+
+
 @pytest.mark.parametrize("summed", [False, True])
 def test_clipnorm_bounds_each_gradient_after_it_is_summed(summed: bool) -> None:
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:

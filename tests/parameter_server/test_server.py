@@ -158,6 +158,14 @@ def test_snapshots_that_can_not_be_used_keep_a_server_from_starting(tmp_path):
         StoreService(tmp_path, "ps:0")
 
 
+def test_a_change_at_the_end_is_left_to_the_next_life(tmp_path):
+    with serving(tmp_path) as (service, client):
+        client.ask(Create((new("w", ONES),)))
+        service.close()
+        assert service.handle(client, 1, Delete(("w",))) is None
+        assert client.value("w").tolist() == [1, 1, 1]
+
+
 def give(client, step):
     """Give a set of gradients for a step that needs two."""
     return client.change(Aggregate("t", step, 2, apply("sgd", "w", Gradient(ONES), 1.0)))

@@ -197,6 +197,16 @@ def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(calls
     assert calls.replies[ahead].value == 1
 
 
+def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(calls):
+    begin(calls, "w:0#1", 0)
+    begin(calls, "w:1#1", 0)
+    ahead = begin(calls, "w:0#1", 1)
+    assert may(calls, "w:1#2", 1)
+    assert calls.replies[ahead].value == 1
+    calls.leave("w:1#1")
+    assert begin(calls, "w:0#1", 2) not in calls.replies  # The second one is still there.
+
+
 def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(calls):
     for clock in range(10):
         begin(calls, "w:0#1", clock, slack=1)
@@ -213,6 +223,7 @@ def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(c
 
 
 def test_numbers_without_sense_are_refused(calls):
+    assert calls.ask("a", AwaitStep("t", 2, 0)).kind == "mismatch"
     begin(calls, "a", 0)
     for clock, slack, count in ((-1, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 3)):
         assert calls.replies[begin(calls, "b", clock, slack, count)].kind == "mismatch"

@@ -107,6 +107,21 @@ def test_rows_are_asked_for_once_in_rising_order(drawn):
         assert np.array_equal(rows, np.unique(rows))
 
 
+def test_no_more_rows_are_needed_than_an_index_names():
+    for index, rows in (
+        (-1, [8]),
+        ([5, 2, 5], [2, 5]),
+        (slice(7, 2, -2), [3, 5, 7]),
+        (slice(20, None), []),
+        (np.arange(18).reshape(9, 2) % 9 == 5, [2, 7]),
+        (slice(None, None, -1), None),
+        ((), None),
+        (None, None),
+    ):
+        found, _ = select_rows(index, (9, 2))
+        assert (None if found is None else found.tolist()) == rows
+
+
 @pytest.mark.parametrize("index", [9, -10, [0, 9], (9, 0), np.array([-10]), np.uint8(200)])
 def test_a_row_out_of_range_is_refused(index):
     with pytest.raises(IndexError, match="out of bounds for axis 0 with size 9"):
