@@ -69,24 +69,11 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
 }
 
 CONSTANT: frozenset[Any] = frozenset(
-    {
-        np.ceil,
-        np.empty_like,
-        np.fix,
-        np.floor,
-        np.floor_divide,
-        np.full_like,
-        np.heaviside,
-        np.histogram,
-        np.histogram_bin_edges,
-        np.ones_like,
-        np.rint,
-        np.around,
-        np.round,
-        np.spacing,
-        np.trunc,
-        np.zeros_like,
-    }
+    getattr(np, name)
+    for name in (
+        "ceil empty_like fix floor floor_divide full_like heaviside histogram "
+        "histogram_bin_edges ones_like rint around round spacing trunc zeros_like"
+    ).split()
 )
 
 IN_PLACE: frozenset[Any] = frozenset(
