@@ -1,10 +1,10 @@
 """The derivative rules, each under the NumPy function that it belongs to.
 
-`RULES` holds one maker for each differentiable argument, `RULES_BY_PATH` one maker for arguments that
-stand inside lists, `JOINT_RULES` one for functions with several results, and `COMPOSED` what is
-written again in terms of other functions. `CONSTANT` names the functions whose result carries no
-gradient although it may be a float; `IN_PLACE` those that write to an argument, which a tracked array
-does not allow. A function in none of the tables has no derivative.
+`RULES` holds one maker for each differentiable argument, `RULES_BY_PATH` one maker for arguments
+that stand inside lists, `JOINT_RULES` one for functions with several results, and `COMPOSED` what
+is written again in terms of other functions. `CONSTANT` names the functions whose result carries no
+gradient although it may be a float; `IN_PLACE` those that write to an argument, which a tracked
+array does not allow. A function in none of the tables has no derivative.
 """
 
 from __future__ import annotations
