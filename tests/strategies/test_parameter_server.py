@@ -239,6 +239,15 @@ def test_what_a_rule_changed_before_it_raised_is_read() -> None:
         assert [float(variable[0]) for variable in variables] == [0.5, 1.0]
 
 
+def test_variables_of_two_homes_are_refused() -> None:
+    here = nd.Variable([1.0], name="here")
+    with served() as strategy:
+        with strategy.scope():
+            there = nd.Variable([1.0])
+        with pytest.raises(ValueError, match="'here' are not"):
+            SGD().apply_gradients([([1.0], there), ([1.0], here)])
+
+
 def test_an_optimizer_that_was_pickled_goes_on() -> None:
     with served(2) as strategy:
         with strategy.scope():
