@@ -8,7 +8,6 @@ unpickled or imported.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import math
@@ -40,7 +39,7 @@ class PlainSpec(Record, frozen=True):
 
 
 class ArraySpec(Record, frozen=True):
-    """An array, or a NumPy number, which is one without axes; the dtype as a literal of Python."""
+    """An array, or a NumPy number, which is one without axes; the dtype as JSON."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -159,14 +158,14 @@ def _spec_of(value: Any) -> PlainSpec | ArraySpec | NestSpec:
     # A package's own dtype, such as bfloat16, is known by its name alone.
     own = array.dtype.isbuiltin == 2
     dtype = array.dtype.name if own else np.lib.format.dtype_to_descr(array.dtype)
-    return ArraySpec(repr(dtype), array.shape, data)
+    return ArraySpec(json.dumps(dtype), array.shape, data)
 
 
 def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
     if isinstance(spec, PlainSpec):
         return json.loads(spec.text)
     if isinstance(spec, ArraySpec):
-        descr = ast.literal_eval(spec.dtype)
+        descr = _descr(json.loads(spec.dtype))
         simple = isinstance(descr, str)
         dtype = dtype_named(descr) if simple else np.lib.format.descr_to_dtype(descr)
         if spec.data and not dtype.hasobject:
@@ -184,6 +183,18 @@ def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
     if found is None:
         raise ValueError(f"{spec.kind!r} with the fields {spec.keys} is no class of this process.")
     return found(**named)
+
+
+def _descr(told: Any) -> Any:
+    """Return a dtype's description, in which JSON has made lists of fields and of shapes.
+
+    Not a literal of Python: before 3.11.8, threads that read literals disturb each other.
+    """
+    if not isinstance(told, list):
+        return told
+    if all(isinstance(field, list) for field in told):
+        return [tuple(map(_descr, field)) for field in told]
+    return tuple(told)
 
 
 def _class_named(name: str, fields: tuple[Any, ...]) -> Any:
