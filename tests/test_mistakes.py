@@ -354,7 +354,7 @@ def optimizer_made_in_a_step(strategy):
     strategy.run(lambda: nd.optimizers.SGD(0.1).apply_gradients([(np.ones(2), weights)]))
 
 
-@mistake(ValueError, "optimizer 'adam", "'weights'", "make an optimizer for each one")
+@mistake(ValueError, "optimizer 'adam", "'weights'", "make an optimizer for each strategy")
 def optimizer_of_another_strategy(strategy):
     with strategy.scope():
         optimizer = nd.optimizers.Adam(0.1)
