@@ -82,7 +82,7 @@ def write(
         keep: how many generations stay, this one included.
 
     Raises:
-        ValueError: a tensor has a dtype that can not be stored, or the data is no JSON.
+        ValueError: a tensor has a dtype that cannot be stored, or the data is no JSON.
         TypeError: the data is no JSON.
         OSError: it could not be written; the generations before are as they were.
 
@@ -140,7 +140,7 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
         CheckpointCorruptError: there are some, and none is whole.
         DistributeError: it was written by a later version of the package.
         MissingDependencyError: it holds bfloat16, and ml_dtypes is not installed.
-        OSError: it can not be read.
+        OSError: it cannot be read.
     """
     broken: list[tuple[Path, CheckpointCorruptError]] = []
     for path in reversed(_paths(Path(directory), name)):
@@ -170,7 +170,7 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> IO[by
         seconds: how long to wait for another process that holds it, and may be ending.
 
     Raises:
-        OSError: the directory can not be used, or the other process still holds it.
+        OSError: the directory cannot be used, or the other process still holds it.
     """
     directory = Path(directory)
     _make_directory(directory)
@@ -199,7 +199,7 @@ def _storable(name: str, tensor: Array) -> Array:
     tensor = np.asarray(tensor)
     if tensor.dtype.name not in _DTYPES:
         raise ValueError(
-            f"The tensor {name!r} has the dtype {tensor.dtype}, which can not be stored. Convert "
+            f"The tensor {name!r} has the dtype {tensor.dtype}, which cannot be stored. Convert "
             f"it to one of {', '.join(sorted(_DTYPES))}."
         )
     return np.asarray(tensor, tensor.dtype.newbyteorder("="), order="C")
@@ -210,7 +210,7 @@ def _write_tensors(path: Path, tensors: dict[str, Array]) -> None:
     try:
         safetensors.numpy.save_file(stored, path)
     except safetensors.SafetensorError as error:
-        raise OSError(f"{path} can not be written: {error}") from error
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _as_safetensors(tensor: Array) -> Array:

@@ -49,7 +49,7 @@ def number_of_devices(_):
     nd.MirroredStrategy(2)
 
 
-@mistake(ValueError, "'cpu' names no device", "'cpu:0'")
+@mistake(ValueError, "'cpu' is not the name of a device", "'cpu:0'")
 def device_without_a_number(_):
     nd.OneDeviceStrategy("cpu")
 
@@ -92,7 +92,7 @@ def run_of_a_closed_strategy(strategy):
     strategy.run(lambda: 1.0)
 
 
-@mistake(TypeError, "MirroredStrategy", "can not be copied or pickled", "in each process")
+@mistake(TypeError, "MirroredStrategy", "cannot be copied or pickled", "in each process")
 def pickled_strategy(strategy):
     pickle.dumps(strategy)
 
@@ -282,7 +282,7 @@ def variables_of_unequal_shapes_in_a_step(strategy):
     strategy.run(lambda: nd.Variable(np.ones(2 + rank())))
 
 
-@mistake(TypeError, "variable 'weights'", "can not be copied or pickled", "variable.numpy()")
+@mistake(TypeError, "variable 'weights'", "cannot be copied or pickled", "variable.numpy()")
 def copied_variable(_):
     copy.deepcopy({"weights": nd.Variable([1.0, 2.0], name="weights")})
 

@@ -143,7 +143,7 @@ class Optimizer:
             variables: what will be trained, in an order that decides that of `Optimizer.variables`.
 
         Raises:
-            ValueError: one can not be trained.
+            ValueError: one cannot be trained.
 
         >>> import ndistribute as nd
         >>> weights, optimizer = nd.Variable([1.0, 2.0], name="w"), nd.optimizers.Adam()
@@ -159,7 +159,7 @@ class Optimizer:
                 )
             if not can_train(variable.dtype, variable.dtype):
                 raise ValueError(
-                    f"variable {variable.name!r} of dtype {variable.dtype} can not be trained: "
+                    f"variable {variable.name!r} of dtype {variable.dtype} cannot be trained: "
                     "gradients need floating or complex numbers."
                 )
         if variables:
@@ -461,13 +461,13 @@ def _checked(
 
 
 def _check_home(variables: Sequence[Any]) -> None:
-    """Refuse variables that can not be trained, or not together."""
+    """Refuse variables that cannot be trained, or not together."""
     here = [variable for variable in variables if not isinstance(variable, ServedVariable)]
     for variable in here:
         if not isinstance(variable, MirroredVariable):
             raise ValueError(
                 f"variable {variable.name!r} is synchronized on read: its replicas have values of "
-                "their own, which an optimizer can not train."
+                "their own, which an optimizer cannot train."
             )
     if here and len(here) < len(variables):
         raise ValueError(

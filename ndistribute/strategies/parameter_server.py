@@ -134,7 +134,7 @@ class ParameterServerStrategy(Strategy):
     Making the strategy waits until all servers are up. Without a cluster the server is in this
     process, which trains alone.
 
-    A process that is forked from this one can not use the strategy, and changes nothing about it by
+    A process that is forked from this one cannot use the strategy, and changes nothing about it by
     closing it or by ending. When the strategy is closed or dropped, workers that were sent it drop
     theirs before their next function; the variables stay on the servers, for snapshots and for
     other workers, until `delete`.

@@ -230,7 +230,7 @@ class SyncOnReadVariable(Variable):
     def _apply(self, write: Write) -> None:
         """Write across replicas: with SUM the components add up to what was written.
 
-        An assigned float is divided evenly, anything that can not be divided goes to the first.
+        An assigned float is divided evenly, anything that cannot be divided goes to the first.
         """
         count = self._strategy.num_replicas_in_sync
         first = others = write

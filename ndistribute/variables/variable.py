@@ -348,7 +348,7 @@ class Variable(ArrayLike):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"variable {self.name!r} can not be copied or pickled: it belongs to "
+            f"variable {self.name!r} cannot be copied or pickled: it belongs to "
             f"{self._strategy!r}. Copy or send variable.numpy(), and create a variable from it."
         )
 

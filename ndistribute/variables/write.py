@@ -78,7 +78,7 @@ def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
         what: what is about to happen, for the error.
 
     Raises:
-        ValueError: the dtype can not hold the value.
+        ValueError: the dtype cannot hold the value.
 
     >>> cast([1, 2], np.dtype(np.uint8), "assign")
     array([1, 2], dtype=uint8)

@@ -115,7 +115,7 @@ def test_a_learning_rate_that_raises_counts_no_step() -> None:
     with pytest.raises(KeyError):
         optimizer.apply_gradients([([1.0], variable)])
     assert optimizer.iterations == 0
-    with pytest.raises(ValueError, match="can not be trained"):
+    with pytest.raises(ValueError, match="cannot be trained"):
         optimizer.build([nd.Variable([1, 2])])
 
 
