@@ -145,7 +145,7 @@ def test_a_replica_that_does_not_end_is_given_up_after_an_interrupt(monkeypatch)
     with mirrored(3) as strategy:
         with pytest.raises(KeyboardInterrupt) as caught:
             strategy.run(step)
-        assert any("given up" in note for note in caught.value.__notes__)
+        assert any("abandoned" in note for note in caught.value.__notes__)
         assert works(strategy)
         go_on.set()
         assert works(strategy)
