@@ -345,14 +345,14 @@ def apply_gradients_on_one_replica(strategy):
     strategy.run(lambda: None if rank() else optimizer.apply_gradients([(np.ones(2), weights)]))
 
 
-@mistake(ValueError, "optimizer of its own", "outside of run")
+@mistake(ValueError, "different optimizers", "outside of run")
 def optimizer_made_in_a_step(strategy):
     with strategy.scope():
         weights = nd.Variable([1.0, 2.0])
     strategy.run(lambda: nd.optimizers.SGD(0.1).apply_gradients([(np.ones(2), weights)]))
 
 
-@mistake(ValueError, "optimizer 'adam", "'weights'", "make an optimizer for each one")
+@mistake(ValueError, "optimizer 'adam", "'weights'", "create one for each strategy")
 def optimizer_of_another_strategy(strategy):
     with strategy.scope():
         optimizer = nd.optimizers.Adam(0.1)

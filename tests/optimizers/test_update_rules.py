@@ -92,7 +92,7 @@ def test_two_rules_of_one_name_are_refused() -> None:
 
 
 def test_arithmetic_in_an_optimizer_is_refused() -> None:
-    with pytest.raises(TypeError, match="defines update, which belong to the Rule"):
+    with pytest.raises(TypeError, match="defines update, which belong to a Rule"):
 
         class Own(SGD):
             def update(self) -> None:
