@@ -153,7 +153,7 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
     """
     kind: Any = _rules.get(name)
     if kind is None:
-        raise ValueError(f"no update rule is named {name!r} here; known are {', '.join(_rules)}.")
+        raise ValueError(f"there is no update rule {name!r} here; known are {', '.join(_rules)}.")
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
     unknown = hyperparameters.keys() - defaults.keys()
     if unknown:

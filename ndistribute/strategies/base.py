@@ -167,7 +167,7 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver that describes the job; None for strategies of one process."""
+        """The resolver that describes the job; None for kinds of strategies with one process."""
         return self._resolver
 
     @property
