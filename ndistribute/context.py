@@ -296,7 +296,7 @@ def register_default_strategy(strategy: StrategyLike) -> None:
 
 
 def refuse_beside_a_step(what: str, used: StrategyLike | None = None) -> None:
-    """Raise RuntimeError if a strategy (None: any) runs a step on other threads than this one."""
+    """Raise RuntimeError if a strategy (None: any) runs a step that this thread is not part of."""
     for strategy in list(strategies_of_several):
         if strategy.running_on is not None and used in (None, strategy):
             raise RuntimeError(

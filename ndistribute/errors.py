@@ -46,27 +46,27 @@ class DistributeError(RuntimeError):
 
 
 class CollectiveMismatchError(DistributeError, ValueError):
-    """Replicas passed different shapes, dtypes or ops to a collective, or one skipped the call."""
+    """A collective to which replicas passed different shapes, dtypes or ops, or that one missed."""
 
 
 class CollectiveTimeoutError(DistributeError, TimeoutError):
-    """A replica or worker waited too long for others; the message names them and the time."""
+    """A wait for other replicas or workers that took too long; the message names them."""
 
 
 class WorkerLostError(DistributeError, ConnectionError):
-    """Another replica, worker or server failed, so this one cannot continue.
+    """The failure of another replica, worker or server, because of which this one cannot continue.
 
     The ``__cause__`` is the failure itself, if it is known.
     """
 
 
 class CheckpointCorruptError(DistributeError):
-    """A checkpoint or snapshot on disk is incomplete or damaged."""
+    """A checkpoint or snapshot on disk that is incomplete or damaged."""
 
 
 class AuthenticationError(DistributeError, PermissionError):
-    """A peer did not prove that it belongs to the job."""
+    """A peer that did not prove that it belongs to the job."""
 
 
 class MissingDependencyError(DistributeError, ImportError):
-    """An optional package is not installed; the message names the command that installs it."""
+    """An optional package that is not installed; the message names the command to install it."""

@@ -454,7 +454,7 @@ def _checked(
         )
     me = object()  # Only the first step and replica without them logs.
     if missing and reported.setdefault(tuple(missing), me) is me:
-        _log.warning("no gradient for variable(s) %s: they stay as they are", ", ".join(missing))
+        _log.warning("no gradient for variable(s) %s: they do not change", ", ".join(missing))
     return gradients, variables
 
 

@@ -148,7 +148,7 @@ class MirroredVariable(Variable):
     def begin_update(self) -> list[Array]:
         """Return the arrays to change in place, one for each memory space.
 
-        One replica calls this while the others wait; each one then changes the parts that it owns.
+        Called once for all replicas, which wait for it and then change the parts that they own.
         """
         return [cell.writable() for cell in self._cells]
 

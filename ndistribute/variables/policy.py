@@ -16,7 +16,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class VariableSynchronization(enum.Enum):
-    """When the replicas' values are combined: at each write, as for ``AUTO``, or at each read.
+    """The choice of when replicas' values are combined: on write, as for ``AUTO``, or on read.
 
     >>> VariableSynchronization("on_read").name
     'ON_READ'
@@ -29,7 +29,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values of a variable are combined.
+    """The choice of how the replicas' values of a variable are combined.
 
     >>> VariableAggregation.SUM.reduce_op
     <ReduceOp.SUM: 'SUM'>
