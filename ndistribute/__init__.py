@@ -74,7 +74,7 @@ from ndistribute.variables import (
 )
 from ndistribute.version import __version__
 
-# What stands on a higher floor of the house, and belongs there for its users.
+# Users expect these names in `cluster`, which their modules import.
 cluster.ClusterCoordinator, cluster.Server = ClusterCoordinator, Server  # type: ignore[attr-defined]
 cluster.__all__ += ["ClusterCoordinator", "Server"]
 
@@ -142,6 +142,6 @@ __all__ = [
     "stop_gradient",
 ]
 
-# Completion shows what users call, without helpers and imports of the modules.
+# Completion shows the public names alone, without the modules' helpers and imports.
 for _module in (sys.modules[__name__], cluster, errors, models, optimizers, partitioners):
     _module.__dir__ = functools.partial(list, _module.__all__)  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
-"""Share the cores: fewer BLAS threads for each while several replicas or processes compute at once.
+"""Limits on BLAS threads, for replicas or processes that compute at the same time.
 
-With as many BLAS threads as cores in every replica, they fight for the cores: two replicas of
-512 x 512 products ran at 0.8 of the speed of one, and at 2.0 with one BLAS thread each. The
-setting belongs to the process, so all limits of this moment are known here, and the least counts.
+If every replica uses as many BLAS threads as there are cores, the threads compete: two replicas of
+512 x 512 products ran at 0.8 of the speed of one, and at 2.0 with one BLAS thread each. The setting
+applies to the whole process, so this module keeps all current limits and applies the smallest.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 class _BlasThreads:
-    """The BLAS libraries of this process, the threads that each had, and the limits on them."""
+    """The BLAS libraries of this process, their own numbers of threads, and the current limits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._limits: list[int] = []
         self._modules = -1
         self._libraries: list[Any] = []
-        self._own: dict[str, int] = {}  # By file, the threads without a limit.
+        self._own: dict[str, int] = {}  # By file, the number of threads without a limit.
 
     def limit(self, threads: int) -> None:
         with self._lock:
@@ -49,7 +49,7 @@ class _BlasThreads:
             self._apply()
 
     def _apply(self) -> None:
-        # A search takes milliseconds; another library can only have come with another module.
+        # A search takes milliseconds; a new library can only have been loaded with a new module.
         if self._modules != len(sys.modules):
             from threadpoolctl import ThreadpoolController
 
@@ -60,7 +60,7 @@ class _BlasThreads:
             if library.filepath not in self._own:
                 self._own[library.filepath] = library.get_num_threads()
             if hasattr(library, "clear_controlling_thread"):
-                # Else it would silently do nothing on another thread than the first that set it.
+                # Otherwise, only the thread that set the number first can change it.
                 library.clear_controlling_thread(force=True)
             library.set_num_threads(min([self._own[library.filepath], *self._limits]))
 
@@ -74,16 +74,16 @@ def core_numbers() -> list[int]:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(core_numbers())
 
 
 def cores_of_one(own: Sequence[int], everyone: Sequence[Sequence[int]]) -> int:
-    """Return how many cores are a process's part, at least 1.
+    """Return the number of cores that are a process's share, at least 1.
 
     Args:
-        own: the numbers of the cores that it may use.
-        everyone: those of all processes that compute on its host, its own among them.
+        own: the numbers of the cores that the process may use.
+        everyone: those of all processes that compute on its host, including `own`.
 
     >>> cores_of_one([0, 1, 2, 3], [[0, 1, 2, 3], [0, 1, 2, 3]])
     2
@@ -94,13 +94,13 @@ def cores_of_one(own: Sequence[int], everyone: Sequence[Sequence[int]]) -> int:
 
 
 def set_by_user(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if a variable says how many threads BLAS may use."""
+    """Return True if an environment variable sets the number of BLAS threads."""
     return any(environ.get(name) for name in (*THREAD_VARIABLES, "MKL_NUM_THREADS"))
 
 
 @contextmanager
 def limited_blas(threads: int | None) -> Iterator[None]:
-    """Let BLAS use at most so many threads in a ``with`` block; None: as many as before."""
+    """Limit the number of BLAS threads in a ``with`` block; None sets no limit."""
     if threads is None:
         yield
         return

@@ -1,8 +1,8 @@
-"""Where a thread is: under which strategy, in which replica, and under which gradient tape.
+"""The context of a thread: its current strategy, replica and gradient tape.
 
-A thread has a stack of frames: the bottom one is the default (no strategy, one replica), a scope
-and a `merge_call` push a cross-replica frame, `run` pushes a replica's. What is needed here of
-strategies, communicators and tapes is said by protocols, so everything above may import this file.
+A thread has a stack of frames. The bottom one is the default (no strategy, one replica), a scope
+and a `merge_call` push a cross-replica frame, and `run` pushes a replica frame. Protocols describe
+strategies, communicators and tapes here, so the modules that define them can import this file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ndistribute.values import PerReplica
 
 
 class CommunicatorLike(Protocol):
-    """What replicas and tapes call of a communicator."""
+    """The part of a communicator that replica contexts and tapes use."""
 
     rank: int
     size: int
@@ -36,7 +36,7 @@ class CommunicatorLike(Protocol):
 
 
 class StrategyLike(Protocol):
-    """What a frame needs of a strategy, and what users of the current one call."""
+    """The part of a strategy that contexts use, and the methods for users of `get_strategy`."""
 
     is_default: bool
     serial: int
@@ -68,7 +68,7 @@ class StrategyLike(Protocol):
 
 
 class Recorder(Protocol):
-    """What the graph of a gradient tape offers to the layers below it."""
+    """The part of a gradient tape's graph that variables and contexts use."""
 
     def read(self, variable: Any, value: Any) -> Any: ...
     def read_part(self, variable: Any, index: Any, value: Any) -> Any: ...
@@ -78,13 +78,13 @@ class Recorder(Protocol):
 
 @dataclass(slots=True)
 class Frame:
-    """Say where a thread is: in a replica, or across the replicas of a strategy.
+    """An entry of a thread's context stack.
 
     Args:
-        strategy: None for the default strategy, which nobody chose; see `chosen`.
-        replica: None in a cross-replica context.
-        recorder: the tape that records in this frame.
-        merging: whether replicas wait for this frame, as they do in a `merge_call`.
+        strategy: the current strategy; None for the default strategy, see `chosen`.
+        replica: the context of the replica; None in a cross-replica context.
+        recorder: the graph of the tape that records in this frame; None without one.
+        merging: whether replicas wait for this frame, as in a `merge_call`.
     """
 
     strategy: StrategyLike | None
@@ -94,7 +94,7 @@ class Frame:
 
 
 class _State(threading.local):
-    """Hold a thread's frames, and on the class what all threads share."""
+    """The frames of a thread; class attributes are shared by all threads."""
 
     default: ClassVar[StrategyLike]
     seed: ClassVar = np.random.SeedSequence()
@@ -106,21 +106,21 @@ class _State(threading.local):
 _thread = _State()
 
 strategies_of_several: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Those of several replicas: in their steps other threads are no replica."""
+"""Strategies of several replicas: during their steps, other threads belong to no replica."""
 
 
 class ReplicaContext:
-    """Give a replica its place among the others, and the calls by which they meet.
+    """A replica's index among all replicas, its collectives and its random generator.
 
-    Made by the strategy; `get_replica_context` returns it.
+    The strategy creates it; `get_replica_context` returns it.
 
     Attributes:
         strategy: the strategy that runs this replica.
-        communicator: carries the replica's calls, for code that builds on collectives.
-        device: where this replica computes.
-        replica_id_in_sync_group: this replica's number, from 0.
-        num_replicas_in_sync: how many replicas take part in every collective.
-        local_replica_id: which of the replicas of this process this one is, from 0.
+        communicator: performs the collectives, for code that builds on them.
+        device: the device on which this replica computes.
+        replica_id_in_sync_group: the index of this replica among all replicas, from 0.
+        num_replicas_in_sync: the number of replicas that take part in every collective.
+        local_replica_id: the index of this replica among those of this process, from 0.
 
     >>> import ndistribute as nd
     >>> strategy = nd.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -145,11 +145,11 @@ class ReplicaContext:
         self.replica_id_in_sync_group = communicator.rank
         self.num_replicas_in_sync = communicator.size
         self.local_replica_id = communicator.local_rank
-        self._generators = generators  # By replica, with the seed that each was made from.
+        self._generators = generators  # For each replica, the seed and the generator.
 
     @property
     def rng(self) -> Any:
-        """Return this replica's random generator: its own, the same in every run of a seed."""
+        """This replica's own random generator; after `set_seed` it is the same in every run."""
         self._frame("rng")
         replica, seed = self.replica_id_in_sync_group, _State.seed
         known, generator = self._generators.get(replica, (None, None))
@@ -160,20 +160,20 @@ class ReplicaContext:
         return generator
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Reduce a value over all replicas; every replica gets the result.
+        """Return a value reduced over all replicas.
 
         Args:
-            reduce_op: a `ReduceOp` or its name in any case.
-            value: a nest of arrays or numbers, the same shapes and dtypes on every replica.
+            reduce_op: a `ReduceOp`, or its name in any case.
+            value: a nest of arrays or numbers, with the same shapes and dtypes on every replica.
             options: `CommunicationOptions`.
 
         Returns:
-            The same nest; each replica owns its arrays.
+            The same nest of reduced arrays; each replica owns its own.
 
         Raises:
-            CollectiveMismatchError: replicas passed different shapes, dtypes or ops, or one made
-                another call or none.
-            CollectiveTimeoutError: a replica did not come in time.
+            CollectiveMismatchError: replicas passed different shapes, dtypes or ops, or one made a
+                different call or returned without the call.
+            CollectiveTimeoutError: a replica did not make the call in time.
         """
         recorder = self._frame("all_reduce").recorder
         if recorder is not None:
@@ -181,18 +181,18 @@ class ReplicaContext:
         return self.communicator.all_reduce(reduce_op, value, options)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Concatenate a value over all replicas, in replica order.
+        """Return the values of all replicas, concatenated in replica order.
 
         Args:
-            value: a nest of arrays; lengths along `axis` may differ between replicas.
-            axis: the axis along which they are joined.
+            value: a nest of arrays; their lengths along `axis` may differ between replicas.
+            axis: the axis along which to concatenate.
             options: `CommunicationOptions`.
 
         Returns:
-            The same nest of joined arrays, on every replica.
+            The same nest of concatenated arrays; each replica owns its own.
 
         Raises:
-            CollectiveMismatchError: ranks, dtypes or other axes' lengths differ.
+            CollectiveMismatchError: dtypes, numbers of axes or lengths of other axes differ.
         """
         recorder = self._frame("all_gather").recorder
         if recorder is not None:
@@ -205,16 +205,16 @@ class ReplicaContext:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function once for all replicas, in the cross-replica context.
+        """Call a function once for the replicas, in a cross-replica context.
 
         Args:
-            fn: called as ``fn(strategy, *args, **kwargs)``; the leaves of its arguments are
-                `PerReplica`, variables pass as themselves.
-            args: this replica's arguments.
+            fn: called as ``fn(strategy, *args, **kwargs)``. Each leaf of its arguments is a
+                `PerReplica` of the replicas' leaves; variables are passed unchanged.
+            args: this replica's positional arguments.
             kwargs: this replica's keyword arguments.
 
         Returns:
-            What `fn` returned; of a `PerReplica` leaf, this replica's component.
+            The result of `fn`, with this replica's component in place of each `PerReplica`.
 
         Raises:
             CollectiveMismatchError: not every replica called `merge_call`.
@@ -232,18 +232,18 @@ class ReplicaContext:
         return tree.select(result, self.local_replica_id, self.communicator.local_size)
 
     def _frame(self, method: str) -> Frame:
-        """Return the thread's frame, having checked that it is this replica's own."""
+        """Return this thread's frame, after a check that it belongs to this replica."""
         frame = _thread.frames[-1]
         if frame.replica is self:
             return frame
         if frame.replica is None and get_replica_context() is self:
-            if method != "rng":  # Which is of use wherever data is made.
+            if method != "rng":  # Data may be made on any thread.
                 refuse_beside_a_step(method)
             return frame
         if frame.merging:
             raise RuntimeError(
                 f"{method} was called inside merge_call, where one function acts for all replicas: "
-                "use the strategy that it is given, for example strategy.reduce(op, value)."
+                "use its argument strategy instead, for example strategy.reduce(op, value)."
             )
         raise RuntimeError(
             f"{method} of the context of replica {self.replica_id_in_sync_group} was used outside "
@@ -279,35 +279,35 @@ def entered(frame: Frame) -> Iterator[Frame]:
 def frame_stack() -> list[Frame]:
     """Return this thread's stack of frames, the innermost last.
 
-    Who pushes a frame cuts the stack back to the length that it had, so that nothing stays behind
-    wherever an interrupt strikes. `entered` does both, but costs a microsecond.
+    The caller that pushes a frame must cut the stack back to its former length, so that no frame
+    remains after an interrupt. `entered` does both, but costs a microsecond.
     """
     return _thread.frames
 
 
 def chosen(strategy: StrategyLike | None) -> StrategyLike | None:
-    """Return what a frame names as its strategy: nothing for the default one."""
+    """Return a strategy as a frame stores it: None for the default strategy."""
     return None if strategy is None or strategy.is_default else strategy
 
 
 def register_default_strategy(strategy: StrategyLike) -> None:
-    """Say which strategy is current outside any scope."""
+    """Set the strategy that is current outside any scope."""
     _State.default = strategy
 
 
 def refuse_beside_a_step(what: str, used: StrategyLike | None = None) -> None:
-    """Raise RuntimeError while a step of a strategy, or of any, runs: this thread is no replica."""
+    """Raise RuntimeError if a strategy (None: any) runs a step that this thread is not part of."""
     for strategy in list(strategies_of_several):
         if strategy.running_on is not None and used in (None, strategy):
             raise RuntimeError(
                 f"{what} was called on thread {threading.current_thread().name!r}, which is no "
-                f"replica, while {strategy!r} runs a step. If the step started this thread: let it "
-                "compute, and call this in the function that strategy.run executes."
+                f"replica, while {strategy!r} runs a step. If the step started this thread, call "
+                f"{what} in the function that strategy.run executes instead."
             )
 
 
 def told_apart(strategy: StrategyLike, current: StrategyLike) -> str:
-    """Return how messages name a strategy beside another one, which may look the same."""
+    """Return the name of a strategy for messages that also name the current strategy."""
     if repr(strategy) != repr(current):
         return f"{strategy!r}"
     when = "an earlier" if strategy.serial < current.serial else "a later"
@@ -315,7 +315,7 @@ def told_apart(strategy: StrategyLike, current: StrategyLike) -> str:
 
 
 def get_strategy() -> StrategyLike:
-    """Return the strategy of the current scope or replica, else the default one.
+    """Return the strategy of the current scope or replica, or the default strategy.
 
     >>> import ndistribute as nd
     >>> nd.get_strategy().num_replicas_in_sync
@@ -325,7 +325,7 @@ def get_strategy() -> StrategyLike:
 
 
 def has_strategy() -> bool:
-    """Return True if a strategy other than the default one is current.
+    """Return True if the current strategy is not the default one.
 
     >>> import ndistribute as nd
     >>> with nd.OneDeviceStrategy("cpu:0").scope():
@@ -337,7 +337,7 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Return True if the thread is in a scope, or in a function that `merge_call` runs.
+    """Return True inside a strategy's scope or a `merge_call`, but outside replicas.
 
     >>> import ndistribute as nd
     >>> with nd.OneDeviceStrategy("cpu:0").scope() as strategy:
@@ -351,7 +351,7 @@ def in_cross_replica_context() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return this thread's replica, or None in a cross-replica context.
+    """Return the context of this thread's replica, or None in a cross-replica context.
 
     >>> import ndistribute as nd
     >>> nd.get_replica_context().replica_id_in_sync_group
@@ -366,10 +366,10 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def set_strategy(strategy: StrategyLike | None) -> None:
-    """Make a strategy current for the rest of this thread, as if its scope were never left.
+    """Make a strategy the current one of this thread, until the next call.
 
     Args:
-        strategy: None goes back to the default strategy.
+        strategy: the strategy; None makes the default strategy current again.
 
     Raises:
         RuntimeError: called inside a scope or a replica.
@@ -390,10 +390,10 @@ def set_strategy(strategy: StrategyLike | None) -> None:
 
 
 def set_seed(seed: int) -> None:
-    """Seed the generators of all replicas, which start anew.
+    """Seed the random generators of all replicas, ``ReplicaContext.rng``, and reset them.
 
     Args:
-        seed: 0 or more; with the replica's number it decides what ``ReplicaContext.rng`` yields.
+        seed: an integer, 0 or more. Each replica's generator is seeded by it and the replica's id.
 
     >>> import ndistribute as nd
     >>> nd.set_seed(7)
@@ -406,14 +406,14 @@ def set_seed(seed: int) -> None:
 
 
 def current_seed() -> np.random.SeedSequence:
-    """Return the seed in force, a new object after each `set_seed`."""
+    """Return the current seed, which is a new object after each `set_seed`."""
     return _State.seed
 
 
 def join_leaf(column: Sequence[Any]) -> Any:
-    """Join what the replicas passed or returned at one place into one leaf.
+    """Return one leaf for the leaves that the replicas passed or returned at one position.
 
-    None everywhere stays None and one variable seen by all stays itself; anything else becomes a
+    Returns None if all leaves are None, the variable if all are the same variable, and otherwise a
     `PerReplica`.
     """
     first = column[0]

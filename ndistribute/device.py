@@ -1,8 +1,8 @@
-"""Devices, and the array namespace that belongs to each.
+"""Devices, the array namespace of each, and copies between them.
 
-CPU devices are logical: any ``cpu:i`` exists, and all of them share the host's memory. A GPU is one
-that the driver shows to this process. CuPy is imported here, nowhere else, and only once a GPU is
-asked for; everyone else gets arrays and a namespace, and never asks which.
+CPU devices are logical: every ``cpu:i`` exists, and all share the host's memory. A GPU exists if
+the driver shows it to this process. Only this module imports CuPy, at the first use of a GPU; other
+modules use the arrays' namespace and do not depend on which one it is.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PATTERN = re.compile(
 
 @dataclass(init=False, repr=False, unsafe_hash=True, slots=True)
 class Device:
-    """Name a logical CPU or a GPU.
+    """A logical CPU or a GPU.
 
     Args:
-        spec: for example ``"cpu:1"``, ``"/gpu:0"``, ``"/job:worker/task:1/device:GPU:0"``, or
-            another device.
+        spec: a `Device`, or its name in any case: for example ``"cpu:1"``, ``"/gpu:0"`` or
+            ``"/job:worker/task:1/device:GPU:0"``. The device need not exist.
 
     Raises:
-        ValueError: the string names no device.
+        ValueError: `spec` is not the name of a device.
 
     >>> Device("/device:CPU:1")
     Device('cpu:1')
@@ -55,7 +55,7 @@ class Device:
         match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
-                f"{spec!r} names no device. Write for example 'cpu:0', '/gpu:1' or "
+                f"{spec!r} is not the name of a device. Write for example 'cpu:0', '/gpu:1' or "
                 "'/job:worker/task:1/device:GPU:0'."
             )
         self.kind = match["kind"].lower()
@@ -65,12 +65,12 @@ class Device:
 
     @property
     def memory_space(self) -> str:
-        """Return a name that devices share exactly when they see the same memory."""
+        """The name of the device's memory: ``"cpu"`` for all CPUs, ``"gpu:i"`` for GPU i."""
         return "cpu" if self.kind == "cpu" else f"gpu:{self.index}"
 
     @property
     def namespace(self) -> ModuleType:
-        """Return ``numpy`` for a CPU and ``cupy`` for a GPU."""
+        """The module for arrays on the device: ``numpy`` for a CPU, ``cupy`` for a GPU."""
         return np if self.kind == "cpu" else cupy_module()
 
     def __str__(self) -> str:
@@ -83,18 +83,18 @@ class Device:
         return f"Device({str(self)!r})"
 
 
-# Many arrays are asked where they are.
+# Called by `device_of` for every array, so it is cached.
 _device_named = functools.cache(Device)
 
 
 def list_devices(kind: str | None = None) -> list[Device]:
-    """List the devices of this machine: the visible GPUs, and one logical CPU.
+    """Return the devices of this machine: the visible GPUs, then one logical CPU.
 
     Args:
         kind: ``"cpu"``, ``"gpu"``, or None for both.
 
     Raises:
-        ValueError: another kind.
+        ValueError: `kind` is something else.
 
     >>> list_devices("cpu")
     [Device('cpu:0')]
@@ -108,11 +108,11 @@ def list_devices(kind: str | None = None) -> list[Device]:
 
 
 def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices") -> list[Device]:
-    """Return the devices of a strategy, checked; None: all visible GPUs, else ``cpu:0`` alone.
+    """Return the devices of a strategy; for None all visible GPUs, or ``cpu:0`` if there are none.
 
     Raises:
-        ValueError: none is given, one does not exist, or a CPU is named twice; `what` is the
-            argument's name, for the error.
+        ValueError: the list is empty, a device does not exist, or a CPU is named twice. The message
+            names the argument, `what`.
     """
     if specs is None:
         return list_devices("gpu") or [Device("cpu:0")]
@@ -148,20 +148,20 @@ def array_namespace(*arrays: Array) -> ModuleType:
 
 
 def is_gpu_array(value: Any) -> bool:
-    """Say whether a value is a CuPy array, without importing CuPy."""
+    """Return True if a value is a CuPy array; does not import CuPy."""
     kind: Any = type(value)
     return kind is not np.ndarray and _is_gpu_type(kind)
 
 
 def device_of(array: Array) -> Device:
-    """Return the device in whose memory an array lies, ``cpu:0`` for the host's."""
+    """Return the device whose memory contains an array, ``cpu:0`` for host memory."""
     return _device_named(f"gpu:{array.device.id}" if is_gpu_array(array) else "cpu:0")
 
 
 def as_array(value: Any) -> Array:
-    """Return a value as an array of whichever namespace it belongs to; arrays come back as is.
+    """Return a value as a NumPy or CuPy array; an array is returned unchanged.
 
-    Variables and tracked arrays stand for an array, and say so by a method `raw_array`.
+    Variables and tracked arrays have a method `raw_array`, which returns their array.
     """
     if type(value) is np.ndarray or is_gpu_array(value):
         return value
@@ -172,7 +172,7 @@ def as_array(value: Any) -> Array:
 
 
 def to_host(array: Array) -> np.ndarray[Any, Any]:
-    """Copy an array to the host; one that is there already comes back as is."""
+    """Return an array in host memory, without a copy if it is there already."""
     if not is_gpu_array(array):
         return np.asarray(array)
     host = _pinned_empty(array.shape, array.dtype)
@@ -182,7 +182,7 @@ def to_host(array: Array) -> np.ndarray[Any, Any]:
 
 
 def copy_to(array: Array, device: Device) -> Array:
-    """Return an array's values in the memory of a device, without a copy if they are there."""
+    """Return an array in the memory of a device, without a copy if it is there already."""
     if device.kind == "cpu":
         return array if type(array) is np.ndarray else to_host(array)
     cupy = cupy_module()
@@ -203,7 +203,7 @@ def copy_to(array: Array, device: Device) -> Array:
             pinned[...] = host
             target = cupy.empty(host.shape, host.dtype)
             target.set(pinned)
-        # What is copied may be written to, or go back to CuPy's pool, as soon as this returns.
+        # After the return, the caller may overwrite the source or free it to CuPy's pool.
         cupy.cuda.get_current_stream().synchronize()
     return target
 
@@ -227,30 +227,30 @@ def _gpu_count() -> int:
 
 @functools.cache
 def cupy_module() -> ModuleType:
-    """Return CuPy, imported when it is first asked for.
+    """Return the module ``cupy``, imported at the first call.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: CuPy is not installed.
     """
     try:
         import cupy
     except ImportError as error:
         raise MissingDependencyError(
             "GPU devices need CuPy: pip install 'ndistribute[cuda12]' or 'ndistribute[cuda13]', "
-            "whichever your driver supports."
+            "depending on the CUDA version that your driver supports."
         ) from error
     return cupy  # type: ignore[no-any-return]
 
 
 @functools.cache
 def nccl_module() -> Any:
-    """Return ``cupy.cuda.nccl``, imported when it is first asked for.
+    """Return the module ``cupy.cuda.nccl``, imported at the first call.
 
     Raises:
         MissingDependencyError: CuPy or NCCL is not installed.
     """
-    # By default NCCL connects some GPUs only when it needs to, and then waits inside a launch,
-    # where nothing reaches it. It reads its variables once, so this comes before its first call.
+    # By default NCCL connects some GPUs at their first use and waits inside a kernel launch, which
+    # nothing can abort. NCCL reads its variables once, so this must precede its first call.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     cupy_module()
     try:
@@ -259,8 +259,8 @@ def nccl_module() -> Any:
         nccl = None
     if nccl is None or not nccl.available:
         raise MissingDependencyError(
-            "CuPy finds no NCCL library: pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, "
-            "whichever CUDA your CuPy is for."
+            "CuPy found no NCCL library: pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, "
+            "depending on the CUDA version of your CuPy."
         )
     return nccl
 
@@ -275,9 +275,7 @@ def nccl_available() -> bool:
 
 
 def device_identity(device: Device) -> str:
-    """Return ``"cpu"``, or ``"gpu"`` and its place on the host's bus, which NCCL may connect.
-
-    The place is left out where NCCL is not installed.
+    """Return ``"cpu"``, or ``"gpu"`` with the GPU's PCI bus id if NCCL is installed.
 
     >>> device_identity(Device("cpu:1"))
     'cpu'
@@ -288,7 +286,7 @@ def device_identity(device: Device) -> str:
 
 
 def _pinned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-    """Allocate page-locked host memory, which the GPU copies from and to at full speed."""
+    """Return a new array in page-locked host memory, for copies to and from GPUs at full speed."""
     count = int(np.prod(shape))
     dtype = np.dtype(dtype)
     memory = cupy_module().cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))

@@ -1,7 +1,7 @@
-"""What dtypes can hold and in which one is computed, with bfloat16 among the floats.
+"""Rules for casts between dtypes and for the dtypes of computation, including bfloat16.
 
-NumPy knows bfloat16 from the package ml_dtypes and counts it as bytes, of the kind ``"V"``; so its
-own rules for casts let a complex number become one, and let none of it become a float16.
+The package ml_dtypes adds bfloat16 to NumPy, which treats it as bytes, of the kind ``"V"``. So
+NumPy's own rules allow casts from complex numbers to it, and none from it to float16.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FLOAT16 = np.dtype(np.float16)
 
 
 def kind_of(dtype: np.dtype[Any]) -> str:
-    """Return NumPy's letter for the kind of numbers, ``"f"`` for bfloat16."""
+    """Return NumPy's letter for a dtype's kind of numbers, ``"f"`` for bfloat16."""
     return standard(dtype).kind
 
 
 def can_cast(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return True if a cast loses digits or range at most, no fraction and no imaginary part.
+    """Return True if a cast loses digits or range only, but no fraction or imaginary part.
 
     >>> can_cast(np.dtype(float), np.dtype(np.float16)), can_cast(np.dtype(float), np.dtype(int))
     (True, False)
@@ -35,7 +35,7 @@ def can_cast(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def computing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype to compute in and to keep state in: float32 for 16-bit floats.
+    """Return the dtype for computations and state: float32 for 16-bit floats, else the same.
 
     >>> computing_dtype(np.dtype(np.float16)), computing_dtype(np.dtype(np.float64))
     (dtype('float32'), dtype('float64'))
@@ -44,11 +44,11 @@ def computing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name, bfloat16 without its package having been imported.
+    """Return the dtype of a name; for bfloat16, import ml_dtypes.
 
     Raises:
-        TypeError: there is none of that name.
-        MissingDependencyError: it is bfloat16, and ml_dtypes is not installed.
+        TypeError: no dtype has that name.
+        MissingDependencyError: the name is bfloat16, and ml_dtypes is not installed.
 
     >>> dtype_named("bfloat16").itemsize
     2
@@ -59,14 +59,14 @@ def dtype_named(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError as error:
         raise MissingDependencyError(
-            "NumPy knows bfloat16 from a package: pip install ml_dtypes."
+            "NumPy needs a package for bfloat16: pip install ml_dtypes."
         ) from error
     dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return dtype
 
 
 def native(array: Array) -> Array:
-    """Return an array in this machine's byte order: itself, unless it was made for another one.
+    """Return an array in this machine's byte order, without a copy if it has that order.
 
     >>> native(np.array([1.0], ">f4"))
     array([1.], dtype=float32)
@@ -75,5 +75,5 @@ def native(array: Array) -> Array:
 
 
 def standard(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return a dtype by whose rules NumPy may treat this one: float16 for bfloat16."""
+    """Return the dtype whose rules in NumPy apply: float16 for bfloat16, else the same."""
     return _FLOAT16 if dtype.kind == "V" and dtype.name == "bfloat16" else dtype

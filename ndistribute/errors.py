@@ -1,7 +1,7 @@
-"""Every exception that the package raises on purpose.
+"""The exceptions that this package defines.
 
-One root, so that a program can catch all of ours at once; each class is also the built-in class
-that describes it, so that code which knows nothing of this package handles it as well.
+All derive from `DistributeError`, so one `except` clause catches them. Each one also derives from
+the built-in class that fits, so code that knows nothing of this package handles it as well.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = [
 
 
 class DistributeError(RuntimeError):
-    """Describe a failure that the package detected.
+    """A failure that this package detected; the base class of all its exceptions.
 
     Args:
-        message: what failed, what was expected, what to do.
-        rank: the replica or worker that the message is about.
-        op: the collective call that failed, for example ``"all_reduce SUM"``.
-        sequence: the number of that call, counted from 1 in each step.
+        message: what failed, what was expected and what to do.
+        rank: the index of the replica or worker that the message is about, from 0; None if unknown.
+        op: the collective call that failed, for example ``"all_reduce SUM"``; None if it is none.
+        sequence: the number of that call, counted from 1 in each step; None if it is none.
 
     >>> error = CollectiveMismatchError("shapes differ", rank=1, op="all_reduce", sequence=3)
     >>> isinstance(error, ValueError), error.rank, error.sequence
@@ -46,27 +46,27 @@ class DistributeError(RuntimeError):
 
 
 class CollectiveMismatchError(DistributeError, ValueError):
-    """Say that replicas called a collective with different shapes, dtypes or ops, or skipped it."""
+    """A collective to which replicas passed different shapes, dtypes or ops, or that one missed."""
 
 
 class CollectiveTimeoutError(DistributeError, TimeoutError):
-    """Say who waited for whom in a collective, for how long, and what this replica called last."""
+    """A wait for other replicas or workers that took too long; the message names them."""
 
 
 class WorkerLostError(DistributeError, ConnectionError):
-    """Say that another replica or worker failed, so that this one can not go on.
+    """The failure of another replica, worker or server, because of which this one cannot continue.
 
-    The failure itself, where it is known, is the ``__cause__``.
+    The ``__cause__`` is the failure itself, if it is known.
     """
 
 
 class CheckpointCorruptError(DistributeError):
-    """Say that a checkpoint on disk is not what was written."""
+    """A checkpoint or snapshot on disk that is incomplete or damaged."""
 
 
 class AuthenticationError(DistributeError, PermissionError):
-    """Say that a peer did not prove that it belongs to the job."""
+    """A peer that did not prove that it belongs to the job."""
 
 
 class MissingDependencyError(DistributeError, ImportError):
-    """Name the extra that installs an optional package."""
+    """An optional package that is not installed; the message names the command to install it."""

@@ -1,8 +1,8 @@
-"""Whether anybody else still holds an array, or a view of it, by its reference count.
+"""Detection of other references to an array, or to a view of it, by its reference count.
 
-Memory that nobody else sees can be written in place; what somebody holds must stay as it is. NumPy
-and CuPy keep the array that owns the memory alive for every view of it, so its count tells. Where
-an interpreter does not count that way, every array is taken for shared, and is copied.
+Memory without other references can be written in place; other memory must not change. In NumPy and
+CuPy, every view refers to the array that owns the memory, so its count includes them. On an
+interpreter that counts differently, every array counts as shared and is copied.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["COUNTS_TELL", "ArrayOwner"]
 
 
 class ArrayOwner:
-    """Hold an array that owns its memory, and know whether others see that memory.
+    """The owner of an array, which can detect other references to the array's memory.
 
     Args:
-        array: kept nowhere else by who makes this.
+        array: an array that owns its memory; the caller must not keep a reference to it.
 
     >>> owner = ArrayOwner(np.zeros(4))
     >>> row = owner.array[:1][...]
@@ -37,18 +37,18 @@ class ArrayOwner:
         self.array = array
 
     def is_shared(self, own_views: int = 0) -> bool:
-        """Return True if somebody may hold the array, or a view of it.
+        """Return True if there may be other references to the array, or to a view of it.
 
         Args:
-            own_views: how many views of it the owner keeps itself.
+            own_views: the number of views of it that the owner itself keeps.
         """
         return _UNSHARED is None or sys.getrefcount(self.array) != _UNSHARED + own_views
 
 
 def _unshared_count() -> int | None:
-    """Return the count of an array that its owner alone holds, None if counts do not tell.
+    """Return the reference count of an array without other references; None if counts differ.
 
-    Measured rather than written down: what the interpreter itself holds differs between versions.
+    It is measured, because the interpreter's own references differ between versions.
     """
     owner = ArrayOwner(np.zeros(2))
     alone = sys.getrefcount(owner.array)
@@ -61,4 +61,4 @@ def _unshared_count() -> int | None:
 
 _UNSHARED = _unshared_count()
 COUNTS_TELL = _UNSHARED is not None
-"""Whether this interpreter's counts tell who holds an array; else all are taken for shared."""
+"""Whether this interpreter's reference counts include views; if not, all arrays are shared."""

@@ -1,7 +1,7 @@
-"""What orders the work on devices: a replica's stream, and the rules for work elsewhere.
+"""Streams of replicas, and functions that order work on devices.
 
-On a GPU the host only enqueues. What one stream writes another may read after somebody waited, so
-each function here says what is done when it returns. CPUs do everything at once.
+On a GPU, the host only enqueues work, and a stream may read what another one wrote only after a
+wait. So each docstring here states what is complete on return. CPUs complete work at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Stream:
-    """Order the work of one replica on its device: a CUDA stream on a GPU, nothing on a CPU.
+    """The stream of one replica on its device: a CUDA stream on a GPU, nothing on a CPU.
 
     Args:
-        device: where the replica computes.
+        device: the device on which the replica computes.
     """
 
     def __init__(self, device: Device) -> None:
@@ -46,20 +46,20 @@ class Stream:
         return stack
 
     def begin(self) -> None:
-        """Wait for what other streams of the device were given before this one starts."""
+        """Wait for all work on the device, including other streams', before this stream starts."""
         settle([self])
 
     def synchronize(self) -> None:
-        """Wait until everything enqueued so far is done, so that other replicas may read it."""
+        """Wait for all work in this stream, so that other replicas can read its results."""
         if self.on_gpu:
             self._cuda.synchronize()
 
     @property
     def is_done(self) -> bool:
-        """Return True if everything enqueued so far is done.
+        """True if all work in this stream is complete.
 
         Raises:
-            CUDARuntimeError: something that ran on the GPU before has failed.
+            CUDARuntimeError: earlier work on the GPU has failed.
         """
         if not self.on_gpu:
             return True
@@ -72,20 +72,20 @@ class Stream:
 
     @property
     def pointer(self) -> int:
-        """Return the CUDA stream's address, as NCCL takes it; 0 on a CPU."""
+        """The CUDA stream's address, for NCCL; 0 on a CPU."""
         return int(self._cuda.ptr) if self.on_gpu else 0
 
 
 def settle(streams: Sequence[Stream]) -> None:
-    """Wait for everything on the GPUs of some streams, whoever enqueued it there."""
+    """Wait for all work on the GPUs of some streams, including work of other streams."""
     for index in {stream.device.index for stream in streams if stream.on_gpu}:
         cupy_module().cuda.Device(index).synchronize()
 
 
 def working_on(device: Device) -> contextlib.AbstractContextManager[Any]:
-    """Make a device current for a ``with`` block, as CuPy needs it for arrays that lie there.
+    """Make a device current for a ``with`` block, as CuPy requires for work on its arrays.
 
-    If another one was current, what the block enqueued is done at its end.
+    If another GPU was current, the work that the block enqueued is complete at its end.
     """
     return _NOTHING if device.kind == "cpu" else _visiting(device.index)
 
@@ -101,9 +101,9 @@ def _visiting(index: int) -> Iterator[None]:
 
 
 def write_to(target: Array, array: Array) -> None:
-    """Write an array's values into another array, in whichever memory either is.
+    """Write an array's values into another array, in the same memory or another one.
 
-    If they are in different ones, it is done when this returns.
+    If the arrays are in different memories, the copy between them is complete on return.
     """
     device = device_of(target)
     with working_on(device):
@@ -111,7 +111,7 @@ def write_to(target: Array, array: Array) -> None:
 
 
 def random_generator(device: Device, seed: np.random.SeedSequence) -> Any:
-    """Return a generator of the device's namespace."""
+    """Return a new random generator of NumPy or CuPy for a device, seeded by `seed`."""
     if device.kind == "cpu":
         return np.random.Generator(np.random.PCG64(seed))
     cupy = cupy_module()

@@ -1,9 +1,9 @@
-"""Named tensors and JSON on disk, in numbered generations that are whole or not there.
+"""Files of named tensors and JSON, in numbered generations that are written atomically.
 
-A generation is a folder with `tensors.safetensors`, `data.json` and their checksums, in the form
-that `sha256sum --check SHA256SUMS` reads. It is written beside its final name, synced and renamed,
-so a process or machine that stops in between leaves the earlier ones as they were. Nothing that
-is read is ever run.
+A generation is a folder with `tensors.safetensors`, `data.json` and `SHA256SUMS`, which
+`sha256sum --check SHA256SUMS` can read. It is written under a temporary name, synced and renamed,
+so a process or machine that stops meanwhile leaves the earlier generations unchanged. Reading never
+executes data.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _log = logging.getLogger("ndistribute")
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A generation as it was read.
+    """A generation that was read.
 
     Args:
-        path: its folder.
-        saved_at: when it was written, in seconds since 1970.
-        tensors: the arrays by name, in the order in which they were given. They are writable, and
-            their memory is their own.
-        data: what JSON held.
+        path: the generation's folder.
+        saved_at: the time when it was written, in seconds since 1970.
+        tensors: the arrays by name, in the order in which they were passed to `write`. They are
+            writable and own their memory.
+        data: the JSON data.
     """
 
     path: Path
@@ -69,22 +69,22 @@ def write(
     data: Any = None,
     keep: int = 2,
 ) -> Path:
-    """Write a generation, and return its folder once it would outlast a power cut.
+    """Write a generation, and return its folder once it is safely on the disk.
 
-    The tensors are written from where they are: only those that are not contiguous are copied.
+    Only tensors that are not contiguous, or not in this machine's byte order, are copied.
 
     Args:
-        directory: made if it is not there, for this user alone.
-        name: of the series; a directory can hold several. One process at a time may write each,
-            see `claim`.
-        tensors: arrays that do not change meanwhile. They are stored in this machine's byte order.
-        data: what JSON can hold.
-        keep: how many generations stay, this one included.
+        directory: the directory of the series; created, for this user alone, if it is missing.
+        name: the name of the series; a directory can contain several. Only one process at a time
+            may write to a series, see `claim`.
+        tensors: arrays that must not change meanwhile, stored in this machine's byte order.
+        data: data that JSON can represent.
+        keep: the number of generations to keep, including this one.
 
     Raises:
-        ValueError: a tensor has a dtype that can not be stored, or the data is no JSON.
-        TypeError: the data is no JSON.
-        OSError: it could not be written; the generations before are as they were.
+        ValueError: a tensor's dtype cannot be stored, or JSON cannot represent the data.
+        TypeError: JSON cannot represent the data.
+        OSError: the generation could not be written; earlier ones are unchanged.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -123,24 +123,24 @@ def write(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     for old in _paths(directory, name)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)  # What stays of it goes with the next ones.
+        shutil.rmtree(old, ignore_errors=True)  # A later call removes the rest.
     return path
 
 
 def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
-    """Return the newest whole generation, or None if there is none, whole or broken.
+    """Return the newest intact generation, or None if there are no generations.
 
-    Broken ones that are newer are renamed to end in ``.broken``, with a warning.
+    Newer ones that are damaged are renamed to end in ``.broken``, with a warning.
 
     Args:
-        directory: where `write` put it.
-        name: of the series.
+        directory: the directory that was passed to `write`.
+        name: the name of the series.
 
     Raises:
-        CheckpointCorruptError: there are some, and none is whole.
-        DistributeError: it was written by a later version of the package.
-        MissingDependencyError: it holds bfloat16, and ml_dtypes is not installed.
-        OSError: it can not be read.
+        CheckpointCorruptError: there are generations, and all are damaged.
+        DistributeError: a later version of the package wrote the generation.
+        MissingDependencyError: it contains bfloat16, and ml_dtypes is not installed.
+        OSError: the generation cannot be read.
     """
     broken: list[tuple[Path, CheckpointCorruptError]] = []
     for path in reversed(_paths(Path(directory), name)):
@@ -150,27 +150,27 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
             broken.append((path, error))
             continue
         for bad, reason in broken:
-            _log.warning("%s is set aside, %s is taken: %s", bad, path.name, reason)
-            bad.rename(bad.with_name(f"{bad.name}.broken"))  # It must not count among those kept.
+            _log.warning("%s is damaged, using %s instead: %s", bad, path.name, reason)
+            bad.rename(bad.with_name(f"{bad.name}.broken"))  # `keep` must not count it.
         return saved
     if broken:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in broken)
         raise CheckpointCorruptError(
-            f"Nothing that was saved as {name!r} is whole. Move it away to start anew. {reasons}"
+            f"All generations of {name!r} are damaged. Move them away to start anew. {reasons}"
         )
     return None
 
 
 def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> IO[bytes]:
-    """Return a lock on a series, held until it is closed or its process ends.
+    """Return a file that locks a series until it is closed or this process ends.
 
     Args:
-        directory: made if it is not there, for this user alone.
-        name: of the series.
-        seconds: how long to wait for another process that holds it, and may be ending.
+        directory: the directory of the series; created, for this user alone, if it is missing.
+        name: the name of the series.
+        seconds: how long to wait for another process that has the lock, in seconds.
 
     Raises:
-        OSError: the directory can not be used, or the other process still holds it.
+        OSError: the directory cannot be used, or another process still has the lock.
     """
     directory = Path(directory)
     _make_directory(directory)
@@ -185,8 +185,8 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> IO[by
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
                     raise OSError(
-                        f"Another process uses the files of {name!r} in {directory}, and still "
-                        f"did after {seconds:g} s. Give each job a directory of its own."
+                        f"Another process still used the files of {name!r} in {directory} after "
+                        f"{seconds:g} s. Give each job a directory of its own."
                     ) from error
                 time.sleep(_POLL_SECONDS)
             else:
@@ -195,12 +195,12 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> IO[by
 
 
 def _storable(name: str, tensor: Array) -> Array:
-    """Return a tensor as contiguous memory in this machine's byte order, copied where needed."""
+    """Return a tensor, contiguous and in this machine's byte order, copied if necessary."""
     tensor = np.asarray(tensor)
     if tensor.dtype.name not in _DTYPES:
         raise ValueError(
-            f"The tensor {name!r} has the dtype {tensor.dtype}, which can not be stored. Convert "
-            f"it to one of {', '.join(sorted(_DTYPES))}."
+            f"Tensor {name!r} has the dtype {tensor.dtype}, which cannot be stored. Convert it "
+            f"to one of {', '.join(sorted(_DTYPES))}."
         )
     return np.asarray(tensor, tensor.dtype.newbyteorder("="), order="C")
 
@@ -210,13 +210,13 @@ def _write_tensors(path: Path, tensors: dict[str, Array]) -> None:
     try:
         safetensors.numpy.save_file(stored, path)
     except safetensors.SafetensorError as error:
-        raise OSError(f"{path} can not be written: {error}") from error
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _as_safetensors(tensor: Array) -> Array:
     if tensor.dtype != np.complex128:
         return tensor
-    # The format has no such type: real and imaginary parts are its last axis.
+    # The format lacks this dtype: the last axis contains the real and imaginary parts.
     return tensor.reshape(-1).view(np.float64).reshape(*tensor.shape, 2)
 
 
@@ -227,20 +227,20 @@ def _read(path: Path) -> Saved:
         described = json.loads((path / _DATA).read_bytes())
         if described["format"] > _FORMAT:
             raise DistributeError(
-                f"{path} has format {described['format']}, and this version of ndistribute reads "
-                f"{_FORMAT}. Use the version that wrote it, or move it away to start anew."
+                f"{path} has format {described['format']}, but this version of ndistribute reads "
+                f"format {_FORMAT}. Use a newer version, or move the folder away to start anew."
             )
         tensors = dict(_read_tensors(path / _TENSORS, described["dtypes"]))
         return Saved(path, float(described["saved_at"]), tensors, described["data"])
     except FileNotFoundError as error:
         raise CheckpointCorruptError(f"{error.filename} is missing") from error
     except (ValueError, TypeError, KeyError, RecursionError, safetensors.SafetensorError) as error:
-        raise CheckpointCorruptError(f"it is not what is written here: {error!r}") from error
+        raise CheckpointCorruptError(f"its contents are invalid: {error!r}") from error
 
 
 def _read_tensors(path: Path, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Array]]:
     if "bfloat16" in dtypes.values():
-        dtype_named("bfloat16")  # NumPy knows it from here on.
+        dtype_named("bfloat16")  # This makes the dtype known to NumPy.
     with safetensors.safe_open(path, "numpy", backend="pread") as file:
         for name, dtype in dtypes.items():
             tensor = file.get_tensor(_key(name))
@@ -250,7 +250,7 @@ def _read_tensors(path: Path, dtypes: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 def _key(name: str) -> str:
-    """Return a tensor's name in the file: its own, where the format can hold it."""
+    """Return a tensor's name in the file: its own, if the format supports it, or in hex."""
     plain = not name.startswith(("%", "__")) and name.isprintable()
     return name if plain else "%" + name.encode("utf-8", "surrogatepass").hex()
 
@@ -264,7 +264,7 @@ def _checksums(folder: Path) -> bytes:
 
 
 def _paths(directory: Path, name: str, kind: str = "") -> list[Path]:
-    """Return the folders of a series that are complete, or of another kind, the newest last."""
+    """Return a series' folders whose names end in `kind`, the newest last."""
     wanted = re.compile(rf"{re.escape(name)}\.\d{{6,}}{re.escape(kind)}", re.ASCII)
     try:
         found = [path for path in directory.iterdir() if wanted.fullmatch(path.name)]
@@ -285,7 +285,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file or folder to the disk."""
+    """Wait until a file or folder is written to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -1,7 +1,7 @@
 """Nested structures: lists, tuples, named tuples, dicts and dataclasses of leaves.
 
-Everything else, None included, is a leaf. Dict items are visited in sorted order, so that replicas
-which built the same dict in another order still agree.
+Every other value, including None, is a leaf. Dict items are visited in the order of sorted keys, so
+replicas agree even if they built the same dict in different orders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def flatten(tree: Tree) -> list[Leaf]:
 
 
 def unflatten(like: Tree, leaves: Iterable[Leaf]) -> Tree:
-    """Build a structure of the shape of `like` from leaves in the order of `flatten`.
+    """Return a structure like `like`, with other leaves in the order of `flatten`.
 
     >>> unflatten({"b": [0, 0], "a": 0}, [3, 1, 2])
     {'b': [1, 2], 'a': 3}
@@ -43,7 +43,7 @@ def unflatten(like: Tree, leaves: Iterable[Leaf]) -> Tree:
 
 
 def map_leaves(fn: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
-    """Apply `fn` to the leaves of one structure, or of several of the same structure.
+    """Return a structure with the results of `fn` for the leaves of one or several structures.
 
     Raises:
         ValueError: the structures differ.
@@ -61,7 +61,7 @@ def map_leaves(fn: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
 
 
 def same_structure(left: Tree, right: Tree) -> bool:
-    """Return True if two structures nest alike; leaves are not compared.
+    """Return True if two structures differ in their leaves at most.
 
     >>> same_structure([1, (2, 3)], ["a", ("b", None)])
     True
@@ -76,12 +76,12 @@ def same_structure(left: Tree, right: Tree) -> bool:
 
 
 def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
-    """Replace each `PerReplica` leaf by the component of one replica.
+    """Return a structure in which one replica's component replaces each `PerReplica` leaf.
 
-    A structure that holds none is returned as the very same object.
+    A structure without `PerReplica` leaves is returned itself, not a copy.
 
     Raises:
-        ValueError: a `PerReplica` has another number of components than there are replicas.
+        ValueError: a `PerReplica` does not have `num_replicas` components.
 
     >>> select([PerReplica([1, 2]), "same"], 1, 2)
     [2, 'same']
@@ -94,7 +94,7 @@ def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
             raise ValueError(
                 f"a PerReplica of {len(leaf.values)} component(s) was passed where there are "
                 f"{num_replicas} replica(s): it needs one component for each replica of the "
-                "strategy that runs."
+                "strategy in this process."
             )
         return leaf.values[replica]
 
@@ -102,11 +102,11 @@ def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
 
 
 def regroup(trees: Sequence[Tree], make_leaf: Callable[[Sequence[Leaf]], Leaf]) -> Tree:
-    """Turn one structure per replica into one structure whose leaves join those of the replicas.
+    """Return one structure, each of whose leaves combines the replicas' leaves at its position.
 
     Args:
         trees: one structure per replica, in replica order.
-        make_leaf: joins the leaves that stand at one place.
+        make_leaf: called with the sequence of leaves at one position; returns the combined leaf.
 
     Raises:
         ValueError: the structures differ between replicas.
@@ -120,7 +120,7 @@ def regroup(trees: Sequence[Tree], make_leaf: Callable[[Sequence[Leaf]], Leaf]) 
     for replica, tree in enumerate(trees):
         if not same_structure(first, tree):
             raise ValueError(
-                f"replica {replica} gave {_outline(tree)}, replica 0 gave "
+                f"replica {replica} passed or returned {_outline(tree)}, replica 0 "
                 f"{_outline(first)}. Every replica must pass and return the same structure."
             )
     columns = zip(*map(flatten, trees), strict=True)
@@ -129,7 +129,7 @@ def regroup(trees: Sequence[Tree], make_leaf: Callable[[Sequence[Leaf]], Leaf]) 
 
 @functools.lru_cache(maxsize=1024)
 def _nesting_of(kind: type) -> type | None:
-    """Return how values of a type nest: as a dict, a list, an object with fields, or not."""
+    """Return dict, list or object (for dataclasses) if a type is nested, None if it is a leaf."""
     if issubclass(kind, dict):
         return dict
     if issubclass(kind, list | tuple):
@@ -141,7 +141,7 @@ _nesting: Callable[[Any], type | None] = _nesting_of
 
 
 def _children(tree: Tree) -> tuple[list[Any], list[Tree]]:
-    """Return the keys and the children of what is no leaf, in a fixed order."""
+    """Return the keys and the children of a structure that is not a leaf, in a fixed order."""
     nesting = _nesting(type(tree))
     if nesting is list:
         return list(range(len(tree))), list(tree)
@@ -151,13 +151,13 @@ def _children(tree: Tree) -> tuple[list[Any], list[Tree]]:
         except TypeError:
             keys = sorted(tree, key=repr)
         return keys, [tree[key] for key in keys]
-    # A field that the constructor does not take is computed from the others.
+    # Fields that are not arguments of the constructor are computed from the others.
     names = [field.name for field in dataclasses.fields(tree) if field.init]
     return names, [getattr(tree, name) for name in names]
 
 
 def _rebuilt(tree: Tree, make: Callable[[Leaf], Leaf], *, keep: bool = False) -> Tree:
-    """Return a structure with other leaves; with `keep`, parts that stay alike as they are."""
+    """Return a structure with new leaves; with `keep`, unchanged parts are not copied."""
     if _nesting(type(tree)) is None:
         return make(tree)
     keys, old = _children(tree)
@@ -169,7 +169,7 @@ def _rebuilt(tree: Tree, make: Callable[[Leaf], Leaf], *, keep: bool = False) ->
         ordered = {key: built[key] for key in tree}
         if type(tree) is dict:
             return ordered
-        clone = copy.copy(tree)  # Its own `copy` would make a plain dict of most subclasses.
+        clone = copy.copy(tree)  # Most subclasses' own `copy` returns a plain dict.
         clone.update(ordered)
         return clone
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

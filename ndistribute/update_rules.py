@@ -1,8 +1,8 @@
-"""The arithmetic of optimizers: how a gradient changes a variable and what is kept beside it.
+"""Update rules, the arithmetic by which a gradient changes a variable and its slots.
 
-A rule knows nothing of replicas, servers or steps that were: it is given arrays and a rate, and
-changes the arrays in place. The optimizers, whose files define the rules, and the parameter servers
-both update through here, so a variable gets the same bits wherever it lives.
+A rule depends on no replicas, servers or earlier steps: it gets arrays and a rate, and changes the
+arrays in place. Optimizers and parameter servers both update through these functions, so a
+variable gets the same bits wherever it is stored.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ __all__ = [
     "update_whole",
 ]
 
-# A block of the gradient, the variable and two slots fit a core's second-level cache.
+# Blocks of the gradient, the variable and two slots fit a core's second-level cache together.
 BLOCK_ELEMENTS = 32 * 1024
 
 _rules: dict[str, type[Rule]] = {}
 
 
 class Rule:
-    """Change a variable by its gradient; a subclass is a frozen dataclass of its hyperparameters.
+    """The base class of update rules, which are frozen dataclasses of their hyperparameters.
 
-    Parameter servers apply a rule too, if their program has imported its class.
+    Parameter servers can apply a rule if their program has imported its class.
     """
 
     name: ClassVar[str] = ""
-    """By which a server finds the rule; each class has its own."""
+    """The unique name by which a server finds the rule's class."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         name = vars(cls).get("name")
         if not name:
             raise TypeError(
-                f"{cls.__name__} needs a `name` of its own: by it a server finds the rule."
+                f"{cls.__name__} needs a `name` of its own, by which servers find the rule."
             )
-        # A class may be made twice, as by a dataclass with slots or in a notebook: the last counts.
+        # Dataclasses with slots and notebooks create a class twice: the last one is used.
         known = _rules.setdefault(name, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(f"{known.__qualname__} and {cls.__qualname__} are both named {name!r}.")
@@ -57,41 +57,41 @@ class Rule:
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        """Return the names of the arrays kept beside each variable."""
+        """The names of the slots, the arrays that each variable needs for the rule."""
         return ()
 
     @property
     def rows_alone(self) -> bool:
-        """Return True if rows without gradient stay as they are, so a sparse update names few."""
+        """True if rows without a gradient do not change, so that sparse updates are exact."""
         return False
 
     def initial_slot(self, name: str) -> float:
-        """Return the value with which a slot starts."""
+        """Return the initial value of a slot."""
         return 0.0
 
     def rate(self, step: int, learning_rate: float) -> float:
-        """Return the number that an update needs, computed once a step.
+        """Return the rate for `update`, computed once per step.
 
         Args:
             step: the number of this step, from 1.
-            learning_rate: in this step.
+            learning_rate: the learning rate of this step.
         """
         return learning_rate
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        """Change a range of a variable and of its slots in place; `gradient` may be changed.
+        """Update a range of a variable and of its slots in place; may overwrite `gradient`.
 
         Args:
-            variable: floats of 32 bits or more.
-            gradient: of the variable's dtype, like the slots.
-            slots: in the order of `slot_names`.
-            rate: what `rate` returned.
+            variable: an array of real floats of 32 bits or more.
+            gradient: an array of the variable's shape and dtype.
+            slots: arrays of the variable's shape and dtype, in the order of `slot_names`.
+            rate: the result of the method `rate` for this step.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no update.")
 
 
 def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: float) -> None:
-    """Update a variable and its slots, contiguous ones, block by block; the gradient stays."""
+    """Update a variable and its slots, all contiguous, in blocks; `gradient` does not change."""
     flat, flats = gradient.reshape(-1), [array.reshape(-1) for array in arrays]
     dtype = computing_dtype(arrays[0].dtype)
     size = max(1, flat.size if is_gpu_array(flat) else BLOCK_ELEMENTS)
@@ -103,7 +103,7 @@ def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: flo
 def update_rows(
     rule: Rule, arrays: Sequence[Array], values: Array, indices: Array, rate: float
 ) -> None:
-    """Update the rows that a gradient names, each once; see `update_whole`."""
+    """Update some rows of a variable and its slots; `indices` must be unique."""
     taken = [array[indices] for array in arrays]
     update_block(rule, taken, values.astype(computing_dtype(taken[0].dtype)), rate)
     for array, part in zip(arrays, taken, strict=True):
@@ -111,10 +111,10 @@ def update_rows(
 
 
 def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: float) -> None:
-    """Update contiguous parts of a variable and its slots; the gradient may be changed.
+    """Update contiguous parts of a variable and its slots; may overwrite `gradient`.
 
-    16-bit floats are updated in float32, in which their slots are kept: the square of a gradient
-    leaves the range of float16. The parts of a complex number are updated like two real ones.
+    16-bit floats are updated in float32, which is also their slots' dtype, because the square of a
+    gradient may exceed the range of float16. A complex number is updated as two real numbers.
     """
     variable, *slots = arrays
     if variable.dtype.char in "fd" and gradient.dtype == variable.dtype:
@@ -142,10 +142,10 @@ def can_train(gradient: np.dtype[Any], variable: np.dtype[Any]) -> bool:
 
 
 def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
-    """Return the rule of a name, with its defaults for hyperparameters that are left out.
+    """Return the rule of a name; hyperparameters that are not given have their defaults.
 
     Raises:
-        ValueError: there is no such rule or hyperparameter, or a value is out of range.
+        ValueError: the rule or a hyperparameter does not exist, or a value is out of range.
 
     >>> from ndistribute import optimizers
     >>> rule_named("sgd", {"momentum": 0.9, "nesterov": 1.0})
@@ -153,7 +153,7 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
     """
     kind: Any = _rules.get(name)
     if kind is None:
-        raise ValueError(f"there is no update rule {name!r} here; there are {', '.join(_rules)}.")
+        raise ValueError(f"there is no update rule {name!r} here; known are {', '.join(_rules)}.")
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
     unknown = hyperparameters.keys() - defaults.keys()
     if unknown:
@@ -168,16 +168,19 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
 
 
 def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:
-    """Return what `rule_named` needs to make a rule again.
+    """Return a rule's name and hyperparameters, from which `rule_named` makes an equal rule.
+
+    Raises:
+        ValueError: the rule is not a dataclass of numbers, or its class was replaced.
 
     >>> from ndistribute.optimizers import SGD
     >>> hyperparameters_of(SGD(momentum=0.9).rule)
     ('sgd', {'momentum': 0.9, 'nesterov': 0.0})
     """
     if _rules[rule.name] is not type(rule) or not dataclasses.is_dataclass(rule):
-        raise ValueError(f"{rule!r} must be a dataclass, the last one made of its name.")
+        raise ValueError(f"{rule!r} must be a dataclass, and the last rule with its name.")
     try:
         numbers = {f.name: float(getattr(rule, f.name)) for f in dataclasses.fields(rule)}
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{rule!r}: a server takes numbers only ({error}).") from error
+        raise ValueError(f"{rule!r}: hyperparameters must be numbers ({error}).") from error
     return rule.name, numbers

@@ -1,7 +1,7 @@
-"""Values that differ, or may differ, from replica to replica.
+"""Containers with one component per replica.
 
-Plain containers: they hold one component per replica and refuse arithmetic, because a sum over
-replicas is a decision that the caller has to make. They know no strategy and no device.
+They refuse arithmetic, because the caller must decide how to combine replicas; a single component
+converts to a number or an array. They depend on no strategy and no device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 
 
 class DistributedValues:
-    """Hold one component per replica, in replica order.
+    """The base class of values that have one component per replica.
 
     Args:
-        values: the components; at least one.
+        values: the components in replica order, at least one.
 
     Raises:
-        ValueError: there is no component.
+        ValueError: `values` is empty.
 
     >>> isinstance(PerReplica([1, 2]), DistributedValues)
     True
@@ -38,7 +38,7 @@ class DistributedValues:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """Return the components in replica order."""
+        """The components in replica order."""
         return self._values
 
     def __repr__(self) -> str:
@@ -70,9 +70,9 @@ class DistributedValues:
 
     def _refuse(self, what: str, *_: Any) -> NoReturn:
         raise TypeError(
-            f"{what} on a {type(self).__name__} of {len(self._values)} component(s): it holds one "
-            "value per replica. Take them apart with strategy.local_results(value), or combine "
-            "them with strategy.reduce(op, value)."
+            f"{what} on a {type(self).__name__} of {len(self._values)} component(s): it has one "
+            "value per replica. Get them with strategy.local_results(value), or combine them with "
+            "strategy.reduce(op, value)."
         )
 
 
@@ -88,7 +88,7 @@ del _name, _method
 
 
 class PerReplica(DistributedValues):
-    """Hold values that differ from replica to replica, such as the losses that ``run`` returns.
+    """A value that may differ between replicas, such as the losses that ``run`` returns.
 
     >>> losses = PerReplica([0.5, 0.25])
     >>> losses.values
@@ -101,7 +101,7 @@ class PerReplica(DistributedValues):
 
 
 class Mirrored(DistributedValues):
-    """Hold values that are the same on every replica, one copy for each.
+    """A value that is the same on every replica, with one copy per replica.
 
     >>> Mirrored([1.0, 1.0]).values
     (1.0, 1.0)

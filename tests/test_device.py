@@ -37,7 +37,7 @@ def test_spellings_of_one_device_are_equal():
 def test_what_names_no_device_is_refused():
     wrong = ("", "cpu", "cpu:", "cpu:-1", "tpu:0", "cpu:0 ", "gpu0", "cpu:0:1", 0, None)
     for spelling in wrong:
-        with pytest.raises(ValueError, match="names no device"):
+        with pytest.raises(ValueError, match="is not the name of a device"):
             nd.Device(spelling)
 
 

@@ -51,7 +51,7 @@ def number_of_devices(_):
     nd.MirroredStrategy(2)
 
 
-@mistake(ValueError, "'cpu' names no device", "'cpu:0'")
+@mistake(ValueError, "'cpu' is not the name of a device", "'cpu:0'")
 def device_without_a_number(_):
     nd.OneDeviceStrategy("cpu")
 
@@ -94,7 +94,7 @@ def run_of_a_closed_strategy(strategy):
     strategy.run(lambda: 1.0)
 
 
-@mistake(TypeError, "MirroredStrategy", "can not be copied or pickled", "in each process")
+@mistake(TypeError, "MirroredStrategy", "cannot be copied or pickled", "in each process")
 def pickled_strategy(strategy):
     pickle.dumps(strategy)
 
@@ -284,7 +284,7 @@ def variables_of_unequal_shapes_in_a_step(strategy):
     strategy.run(lambda: nd.Variable(np.ones(2 + rank())))
 
 
-@mistake(TypeError, "variable 'weights'", "can not be copied or pickled", "variable.numpy()")
+@mistake(TypeError, "variable 'weights'", "cannot be copied or pickled", "variable.numpy()")
 def copied_variable(_):
     copy.deepcopy({"weights": nd.Variable([1.0, 2.0], name="weights")})
 
@@ -347,7 +347,7 @@ def apply_gradients_on_one_replica(strategy):
     strategy.run(lambda: None if rank() else optimizer.apply_gradients([(np.ones(2), weights)]))
 
 
-@mistake(ValueError, "optimizer of its own", "outside of run")
+@mistake(ValueError, "different optimizers", "outside of run")
 def optimizer_made_in_a_step(strategy):
     with strategy.scope():
         weights = nd.Variable([1.0, 2.0])

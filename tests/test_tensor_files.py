@@ -158,7 +158,7 @@ def test_a_broken_generation_is_set_aside_and_the_one_before_taken(tmp_path, cap
     HARMS[harm](write(tmp_path, 2) / file)
     with caplog.at_level(logging.WARNING, "ndistribute"):
         assert newest_step(tmp_path) == 1
-    assert "ps-0.000002 is set aside" in caplog.text
+    assert "ps-0.000002 is damaged" in caplog.text
     write(tmp_path, 3)
     # The broken one keeps its number and does not count among the two.
     assert folders(tmp_path) == ["ps-0.000001", "ps-0.000002.broken", "ps-0.000003"]
@@ -189,7 +189,7 @@ def test_broken_ones_alone_are_no_fresh_start(tmp_path):
     [
         ({"format": 2}, DistributeError, "format 2"),
         ({"dtypes": {"gone": "int8"}}, CheckpointCorruptError, "gone"),
-        ({"saved_at": None}, CheckpointCorruptError, "not what is written"),
+        ({"saved_at": None}, CheckpointCorruptError, "contents are invalid"),
     ],
 )
 def test_a_whole_generation_of_another_form_is_refused(tmp_path, found, error, says):

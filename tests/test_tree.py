@@ -145,5 +145,5 @@ def test_structures_that_differ_are_refused_with_the_replica():
         *(([1], 1), (1, [1]), (Pair(1, 2), (1, 2))),
     ):
         assert not tree.same_structure(first, second)
-        with pytest.raises(ValueError, match=r"replica 1 gave"):
+        with pytest.raises(ValueError, match=r"replica 1 passed or returned"):
             tree.regroup([first, second], tuple)

@@ -1,4 +1,4 @@
-"""Optimizers: gradients in, updated variables out, under any strategy."""
+"""Optimizers, which update variables by their gradients under any strategy."""
 
 from ndistribute.optimizers.algorithms import SGD, Adagrad, Adam
 from ndistribute.optimizers.optimizer import Optimizer

@@ -1,4 +1,4 @@
-"""The optimizers, each with the rule that it has: `SGD`, `Adagrad`, `Adam`."""
+"""The optimizers `SGD`, `Adagrad` and `Adam`, and the update rule of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SGD", "Adagrad", "AdagradRule", "Adam", "AdamRule", "SGDRule"]
 
 @dataclass(frozen=True)
 class SGDRule(Rule):
-    """Step down the gradient; see `SGD`."""
+    """The update rule of `SGD`."""
 
     name = "sgd"
     momentum: float = 0.0
@@ -30,16 +30,16 @@ class SGDRule(Rule):
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        """Return the velocity's name, where there is one."""
+        """The name of the velocity; none without momentum."""
         return ("momentum",) if self.momentum else ()
 
     @property
     def rows_alone(self) -> bool:
-        """Return True if there is no velocity: with one every row moves on in every step."""
+        """True without momentum; with it, the velocity moves every row in every step."""
         return not self.momentum
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        """Step down the gradient, in place."""
+        """Subtract the scaled gradient, or add the new velocity, in place."""
         gradient *= rate
         if not slots:
             variable -= gradient
@@ -55,20 +55,20 @@ class SGDRule(Rule):
 
 
 class SGD(Optimizer):
-    """Step down the gradient.
+    """Stochastic gradient descent, with or without momentum.
 
-    With momentum m the velocity is ``v = m * v - rate * g`` and the step is v; with Nesterov's
-    correction it is ``m * v - rate * g`` (Sutskever et al., "On the importance of initialization
-    and momentum in deep learning", 2013).
+    Without momentum, the step is ``-rate * g``. With momentum m, the velocity becomes
+    ``v = m * v - rate * g``, and the step is v, or ``m * v - rate * g`` if `nesterov` (Sutskever et
+    al., "On the importance of initialization and momentum in deep learning", 2013).
 
     Args:
-        learning_rate: a number, or a function from the number of steps done to one.
-        momentum: in ``[0, 1]``; 0 keeps no velocity.
-        nesterov: whether to look ahead; needs momentum.
+        learning_rate: a number, or a function of the number of steps made that returns a number.
+        momentum: m, in ``[0, 1]``; 0 means without momentum.
+        nesterov: whether to use Nesterov's correction, which needs momentum.
         options: `clipnorm`, `global_clipnorm`, `clipvalue` and `name`, see `Optimizer`.
 
     Raises:
-        ValueError: momentum is out of range, or nesterov goes without it.
+        ValueError: `momentum` is out of range, or `nesterov` is True without momentum.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0, 2.0])
@@ -89,7 +89,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class AdagradRule(Rule):
-    """Divide the step by the root of the sum of squares; see `Adagrad`."""
+    """The update rule of `Adagrad`."""
 
     name = "adagrad"
     slot_names = ("accumulator",)
@@ -105,11 +105,11 @@ class AdagradRule(Rule):
             )
 
     def initial_slot(self, name: str) -> float:
-        """Return where the sum of squares starts."""
+        """Return the initial value of the sum of squares."""
         return self.initial_accumulator_value
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        """Step down the scaled gradient, in place."""
+        """Add to the sum of squares and subtract the scaled gradient, in place."""
         (accumulator,) = slots
         xp = array_namespace(gradient)
         scratch = xp.square(gradient)
@@ -122,14 +122,14 @@ class AdagradRule(Rule):
 
 
 class Adagrad(Optimizer):
-    """Divide the step by the root of the sum of squared gradients so far.
+    """Adagrad, which divides each step by the root of the sum of squared gradients so far.
 
     Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods", 2011.
 
     Args:
-        learning_rate: a number, or a function from the number of steps done to one.
-        initial_accumulator_value: where the sum of squares starts, 0 or more.
-        epsilon: added to the sum before the root.
+        learning_rate: a number, or a function of the number of steps made that returns a number.
+        initial_accumulator_value: the initial value of the sum of squares, 0 or more.
+        epsilon: a constant that is added to the sum before the root.
         options: `clipnorm`, `global_clipnorm`, `clipvalue` and `name`, see `Optimizer`.
 
     >>> import ndistribute as nd
@@ -152,7 +152,7 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True)
 class AdamRule(Rule):
-    """Divide a running mean by the root of a running mean of squares; see `Adam`."""
+    """The update rule of `Adam`."""
 
     name = "adam"
     slot_names = ("m", "v")
@@ -166,11 +166,11 @@ class AdamRule(Rule):
                 raise ValueError(f"{name} must be in [0, 1), got {beta}.")
 
     def rate(self, step: int, learning_rate: float) -> float:
-        """Return the learning rate with the correction for means that started at zero."""
+        """Return the learning rate with the bias correction for means that start at zero."""
         return learning_rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        """Step by the mean gradient over its root mean square, in place."""
+        """Update both means and subtract the scaled ratio, in place."""
         mean, square = slots
         xp = array_namespace(gradient)
         scratch = gradient - mean
@@ -188,20 +188,20 @@ class AdamRule(Rule):
 
 
 class Adam(Optimizer):
-    """Divide a running mean of gradients by the root of a running mean of their squares.
+    """Adam, whose step is the mean gradient over the root of the mean squared gradient.
 
-    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, in the form of the
-    end of its section 2, where the bias correction is part of the rate.
+    Both are moving averages. Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization",
+    2015, in the form of the end of section 2, where the bias correction is part of the rate.
 
     Args:
-        learning_rate: a number, or a function from the number of steps done to one.
-        beta_1: how slowly the mean moves, in ``[0, 1)``.
-        beta_2: how slowly the mean of squares moves, in ``[0, 1)``.
-        epsilon: added to the root.
+        learning_rate: a number, or a function of the number of steps made that returns a number.
+        beta_1: the decay rate of the mean, in ``[0, 1)``.
+        beta_2: the decay rate of the mean of squares, in ``[0, 1)``.
+        epsilon: a constant that is added to the root.
         options: `clipnorm`, `global_clipnorm`, `clipvalue` and `name`, see `Optimizer`.
 
     Raises:
-        ValueError: a beta is out of range.
+        ValueError: `beta_1` or `beta_2` is out of range.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])

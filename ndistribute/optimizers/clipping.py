@@ -1,4 +1,4 @@
-"""Bound gradients before they are applied."""
+"""Clipping of gradients before they are applied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Clipping", "widened"]
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """Choose at most one bound; see `Optimizer`.
+    """A bound for gradients, of at most one kind; see `Optimizer`.
 
     >>> import numpy as np
     >>> Clipping(None, 1.0, None).apply([np.array([3.0]), np.array([4.0])])
@@ -36,13 +36,13 @@ class Clipping:
         if len(given) > 1:
             raise ValueError("give at most one of clipnorm, global_clipnorm and clipvalue.")
         if given and (isinstance(given[0], str) or not given[0] > 0):
-            raise ValueError(f"a bound for gradients must be a number above 0, got {given[0]!r}.")
+            raise ValueError(f"a clipping bound must be a number above 0, got {given[0]!r}.")
 
     def __bool__(self) -> bool:
         return any((self.norm, self.global_norm, self.value))
 
     def apply(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the gradients within the bound, 16-bit ones in float32; those given stay.
+        """Return clipped gradients, 16-bit ones as float32; the given ones do not change.
 
         Args:
             gradients: arrays or `IndexedSlices`, summed over replicas.
@@ -71,7 +71,7 @@ class Clipping:
 
 
 def widened(array: Array) -> Array:
-    """Return an array whose elements can be summed: 16-bit floats as float32."""
+    """Return an array in a dtype that is wide enough for sums: 16-bit floats as float32."""
     return array.astype(computing_dtype(array.dtype), copy=False)
 
 

@@ -1,9 +1,9 @@
-"""`Optimizer`: gradients in, updated variables out, under any strategy.
+"""`Optimizer`, which updates variables by their gradients under any strategy.
 
-Inside a replica the gradients are summed over all replicas and each replica updates the part of
-the variables, and of their slots, that it owns: nothing is computed twice. Across replicas the
-gradients are final, and every copy is updated. Where the variables lie on parameter servers, the
-gradient travels, with the name and numbers of the rule, and the servers make the step.
+Inside a replica, the gradients are summed over all replicas, and each replica updates the part of
+the variables and slots that it owns, so nothing is computed twice. Outside replicas, the gradients
+are final, and every copy is updated. For variables on parameter servers, the servers make the step:
+they receive the gradients and the name and hyperparameters of the rule.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ndistribute.variables.write import map_values
 __all__ = ["LearningRate", "Optimizer", "Options"]
 
 LearningRate = float | Callable[[int], float]
-# Each variable and its slots in each memory, to be written to, and the rate of the step.
+# For each variable and each memory: the variable and its slots, writable; and the step's rate.
 _Opened = tuple[list[list[tuple[Array, ...]]], float]
 
 _OF_RULES = {name for name in vars(Rule) if not name.startswith("_")} - {"name"}
@@ -50,7 +50,7 @@ _log = logging.getLogger("ndistribute")
 
 
 class Options(TypedDict, total=False):
-    """What every optimizer takes by name; see `Optimizer`."""
+    """The keyword arguments of every optimizer; see `Optimizer`."""
 
     clipnorm: float | None
     global_clipnorm: float | None
@@ -59,19 +59,20 @@ class Options(TypedDict, total=False):
 
 
 class Optimizer:
-    """Change variables by their gradients.
+    """The base class of optimizers, which update variables by their gradients.
 
     Args:
-        rule: the arithmetic, and what it keeps beside each variable.
-        learning_rate: a number, or a function from the number of steps done to one.
-        clipnorm: each gradient, summed over replicas, is scaled down to at most this norm.
-        global_clipnorm: all gradients together are scaled down to at most this norm.
-        clipvalue: each element is cut to ``[-clipvalue, clipvalue]``.
-        name: under which parameter servers know it, the same on all workers; None: the class in
-            lower case, and a number from the second one on, in the scope of each strategy anew.
+        rule: the arithmetic of the update, and the names of the slots that it needs.
+        learning_rate: a number, or a function of the number of steps made that returns a number.
+        clipnorm: the maximum norm of each gradient, summed over replicas; larger ones are scaled.
+        global_clipnorm: the maximum norm of all gradients together; larger ones are scaled.
+        clipvalue: each element of a gradient is clipped to ``[-clipvalue, clipvalue]``.
+        name: the name of its slots on parameter servers, the same on all workers. None: the class
+            name in lower case, with a number from the second optimizer of the class on.
 
     Raises:
-        ValueError: a number is not above 0, or more than one clipping is asked for.
+        TypeError: `rule` is not a `Rule`.
+        ValueError: a number is out of range, or more than one kind of clipping is given.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -79,8 +80,8 @@ class Optimizer:
         arithmetic = _OF_RULES & vars(cls).keys()
         if arithmetic:
             raise TypeError(
-                f"{cls.__name__} defines {', '.join(sorted(arithmetic))}, which belong to the Rule "
-                "that an optimizer is made with: Optimizer(rule, learning_rate)."
+                f"{cls.__name__} defines {', '.join(sorted(arithmetic))}, which belong to a Rule: "
+                "define them in one and pass it, Optimizer(rule, learning_rate)."
             )
 
     def __init__(
@@ -94,13 +95,13 @@ class Optimizer:
         name: str | None = None,
     ) -> None:
         if not isinstance(rule, Rule):
-            raise TypeError(f"an optimizer is made with a Rule, got {rule!r}.")
+            raise TypeError(f"an optimizer needs a Rule, got {rule!r}.")
         if isinstance(learning_rate, str) or not (callable(learning_rate) or learning_rate >= 0):
             raise ValueError(f"learning_rate must be a number, 0 or more, got {learning_rate!r}.")
         self.rule = rule
         self.learning_rate = learning_rate
         strategy = current_frame().strategy
-        # Made in such a scope, and used in other processes alone, it still knows its count.
+        # So an optimizer that only other processes use can read their step count.
         self._served_by: Any = strategy if _has_servers(strategy) else None
         label = type(self).__name__.lower()
         self.name = _unique_name(label, self._served_by) if name is None else name
@@ -111,9 +112,9 @@ class Optimizer:
 
     @property
     def iterations(self) -> int:
-        """Return how many steps were applied, on parameter servers those of all workers.
+        """The number of steps made, by all workers if the variables are on parameter servers.
 
-        Set it to go on from another number: on servers at any time, else after `build`.
+        It can be set: with parameter servers at any time, otherwise after `build`.
         """
         counter = self._counter_of(self._served_by)
         return 0 if counter is None else int(counter)
@@ -122,28 +123,29 @@ class Optimizer:
     def iterations(self, steps: int) -> None:
         counter = self._counter_of(self._served_by)
         if counter is None:
-            raise RuntimeError("there is no count of steps yet: call build(variables) first.")
+            raise RuntimeError("the optimizer has no step count yet: call build(variables) first.")
         if steps < 0:
             raise ValueError(f"iterations must be 0 or more, got {steps}.")
         counter.assign(steps)
 
     @property
     def variables(self) -> list[Variable]:
-        """Return the optimizer's own variables: the step count and the slots, once it is built.
+        """The optimizer's own variables, the step count and the slots, once it is built.
 
-        To save an optimizer, take the value of each; to restore one, `build` it and `assign` them.
+        To save an optimizer, save their values. To restore it, `build` it and `assign` the values.
         """
         own = [] if self._counter is None else [self._counter]
         return own + list(itertools.chain(*self._slots.values()))
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Make the optimizer's own variables, which the first `apply_gradients` does otherwise.
+        """Create the optimizer's own variables; otherwise the first `apply_gradients` does.
 
         Args:
-            variables: what will be trained, in an order that decides that of `Optimizer.variables`.
+            variables: the variables to train; their order determines that of `self.variables`.
 
         Raises:
-            ValueError: one can not be trained.
+            TypeError: an element is not a `Variable`.
+            ValueError: a variable cannot be trained.
 
         >>> import ndistribute as nd
         >>> weights, optimizer = nd.Variable([1.0, 2.0], name="w"), nd.optimizers.Adam()
@@ -155,11 +157,11 @@ class Optimizer:
         for variable in variables:
             if not isinstance(variable, Variable):
                 raise TypeError(
-                    f"build takes a list of variables, got {type(variable).__name__} in it."
+                    f"build needs a list of variables, got one with a {type(variable).__name__}."
                 )
             if not can_train(variable.dtype, variable.dtype):
                 raise ValueError(
-                    f"variable {variable.name!r} of dtype {variable.dtype} can not be trained: "
+                    f"variable {variable.name!r} of dtype {variable.dtype} cannot be trained: "
                     "gradients need floating or complex numbers."
                 )
         if variables:
@@ -170,17 +172,17 @@ class Optimizer:
         grads_and_vars: Iterable[tuple[Any, Variable]],
         skip_gradients_aggregation: bool = False,
     ) -> None:
-        """Update variables by their gradients.
+        """Update variables by their gradients, which are summed over the replicas first.
 
         Args:
-            grads_and_vars: pairs of a gradient (array or `IndexedSlices`) and its variable; pairs
-                without a gradient are left out.
-            skip_gradients_aggregation: whether the gradients are summed over replicas already.
+            grads_and_vars: pairs of a gradient, an array or `IndexedSlices` of the variable's
+                shape, and a variable. Pairs whose gradient is None are skipped, with a warning.
+            skip_gradients_aggregation: whether the gradients are already summed over replicas.
 
         Raises:
-            TypeError: something is no pair of a gradient and a variable.
+            TypeError: an element is not a pair of a gradient and a variable.
             ValueError: no variable has a gradient, or a shape or dtype does not fit; nothing has
-                changed then. Or the variables are on servers, which do not know the rule.
+                changed then. Or the variables' servers do not know the rule.
         """
         gradients, variables = _checked(grads_and_vars, self._reported)
         replica, summed = self._build(variables), skip_gradients_aggregation
@@ -191,7 +193,7 @@ class Optimizer:
             if not on_servers:
                 gradients = [self._summable(gradient) for gradient in gradients]
             if replica is not None and not summed and (on_servers or self._clipping):
-                # A norm is known only when the whole sum is.
+                # A norm needs the whole sum.
                 gradients, summed = replica.all_reduce("sum", gradients), True
             if replica is None or summed:
                 gradients = self._clipping.apply(gradients)
@@ -204,21 +206,19 @@ class Optimizer:
                         self._update_copy(arrays, gradient, rate)
             else:
                 self._update_owned(variables, gradients, replica, summed)
-        except BaseException:  # An interrupt, say: the other processes go on and update.
-            # Where the sum and the update are one call, it says itself whether it is over.
+        except BaseException:  # For example an interrupt; the other processes update.
+            # If the sum and the update are one call, that call reports whether it completed.
             if guard is not None and (self._clipping or IndexedSlices in map(type, gradients)):
                 guard.take_back(met)
             raise
 
     def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
-        """Compute the gradients of a loss and update variables by them.
-
-        The same as `apply_gradients` of the tape's gradients.
+        """Compute the gradients of a loss, and update variables by `apply_gradients`.
 
         Args:
-            loss: computed inside the tape.
-            var_list: what to update.
-            tape: the `GradientTape`.
+            loss: a value that was computed inside the tape.
+            var_list: the variables to update.
+            tape: the `GradientTape` that recorded the loss.
 
         Raises:
             TypeError: `var_list` is one variable.
@@ -228,13 +228,13 @@ class Optimizer:
         self.apply_gradients(zip(tape.gradient(loss, list(var_list)), var_list, strict=True))
 
     def _build(self, variables: Sequence[Variable]) -> Any:
-        """Make the counter, and the slots of new variables; return this thread's replica."""
+        """Create the counter and the slots of new variables; return this thread's replica."""
 
         def make_slots(optimizers: Sequence[Optimizer]) -> None:
             if any(other is not self for other in optimizers):
                 raise ValueError(
-                    "every replica has an optimizer of its own: make one outside of run, which all "
-                    "replicas use."
+                    "the replicas use different optimizers: create one outside of run, and use it "
+                    "on all replicas."
                 )
             strategy = variables[0].distribute_strategy
             owner = self._counter_of(strategy).distribute_strategy
@@ -257,7 +257,7 @@ class Optimizer:
             make_slots([self])
             return None
         communicator = replica.communicator
-        # Without a number: workers of which one failed before may build in different steps.
+        # Not counted as a call, because after a failure workers may build in different steps.
         communicator.part_of = communicator.calls_made
         try:
             communicator.merge("apply_gradients", self, make_slots)
@@ -267,14 +267,14 @@ class Optimizer:
 
     def _create_slot(self, variable: Variable, name: str) -> Variable:
         dtype, value = computing_dtype(variable.dtype), self.rule.initial_slot(name)
-        # The parts of a complex number are updated like two real ones, and start alike.
+        # Both parts of a complex number are updated as real numbers, and start with one value.
         start = complex(value, value) if dtype.kind == "c" else value
         return variable.create_slot(f"{self.name}/{name}", start, dtype)
 
     def _counter_of(self, strategy: Any) -> Any:
-        """Return the number of steps that were made, a variable of all servers if there are any.
+        """Return the variable that counts steps, which is on all servers if there are any.
 
-        It is None if it is not there, and without a strategy in which to make it.
+        Return None if it does not exist and there is no strategy to create it in.
         """
         if self._counter is None and strategy is not None:
             zero, policy = np.array(0, np.int64), VariablePolicy("iterations")
@@ -288,11 +288,11 @@ class Optimizer:
 
     def _rate(self) -> float:
         rate = self.learning_rate
-        # A rate that is a variable may be watched by a tape, which refuses float(variable).
+        # A tape may watch a rate that is a variable, and would refuse float(variable).
         return float(as_array(rate(int(self._counter)) if callable(rate) else rate))
 
     def _summable(self, gradient: Any) -> Any:
-        """Return a gradient whose rows can be summed: wide enough, and whole if the rule asks."""
+        """Return a gradient to sum: `IndexedSlices` widened, and dense if the rule requires it."""
         if not isinstance(gradient, IndexedSlices):
             return gradient
         wide = map_values(widened, gradient)
@@ -300,7 +300,7 @@ class Optimizer:
             return wide if self.rule.rows_alone else wide.to_dense()
 
     def _open(self, variables: Sequence[Any]) -> _Opened:
-        """Count the step and open everything it writes; runs once for all replicas."""
+        """Count the step, and return the arrays to write and the rate; once for all replicas."""
         steps = int(self._counter) + 1
         rate = self.rule.rate(steps, self._rate())
         arrays = []
@@ -314,7 +314,7 @@ class Optimizer:
     def _update_owned(
         self, variables: Sequence[Any], gradients: Sequence[Any], replica: Any, summed: bool
     ) -> None:
-        """Update, together with the other replicas, the part that this one owns."""
+        """Sum gradients with the other replicas, and update the part that this replica owns."""
         communicator = replica.communicator
         homes = [variable.home_of[replica.local_replica_id] for variable in variables]
         dense = [i for i, g in enumerate(gradients) if not isinstance(g, IndexedSlices)]
@@ -333,7 +333,7 @@ class Optimizer:
                 parts = [array.reshape(-1)[start:stop] for array in arrays]
                 update_block(self.rule, parts, copy_to(total, device), rate)
 
-        # Gradients that are summed already still meet, but only the owner's own are used.
+        # Summed gradients take part in the call too, but only the owner's own are used.
         copies, rate = communicator.reduce_update(
             "sum",
             [gradients[i] for i in dense],
@@ -354,7 +354,7 @@ class Optimizer:
         rate: float,
         owned: Callable[[int], slice] = slice,
     ) -> None:
-        """Update a copy by a final gradient, of its rows those of which `owned` says so."""
+        """Update a copy by a final gradient; of sparse rows, only the part that `owned` returns."""
         device = device_of(arrays[0])
         with working_on(device):
             if isinstance(gradient, IndexedSlices):
@@ -365,7 +365,7 @@ class Optimizer:
                 update_whole(self.rule, arrays, copy_to(gradient, device), rate)
 
     def _push(self, variables: Sequence[Any], gradients: Sequence[Any], replica: Any) -> None:
-        """Let the servers update the variables, once for all replicas of this process."""
+        """Make the servers update the variables, once for all replicas of this process."""
         strategy = variables[0].distribute_strategy
 
         def push(everyone: Sequence[Sequence[Any]]) -> None:
@@ -381,11 +381,11 @@ class Optimizer:
     def _applies(
         self, variables: Sequence[Any], gradients: Sequence[Any]
     ) -> tuple[dict[int, Apply], dict[int, list[CachedShard]]]:
-        """Return what each server is to do, and the shards that this changes there."""
+        """Return the request to each server, and the cached shards that it changes there."""
         counter = self._counter.places[0]
         title, numbers = hyperparameters_of(self.rule)
         rate = self._rate()
-        # All servers count the step, those without a variable too.
+        # All servers count the step, including those without a variable.
         parts: dict[int, list[Any]] = {server: [] for server in counter.servers}
         for variable, gradient in zip(variables, gradients, strict=True):
             slots = [slot.places for slot in self._slots[variable]]
@@ -412,7 +412,7 @@ class Optimizer:
 def _checked(
     grads_and_vars: Iterable[tuple[Any, Variable]], reported: dict[tuple[str, ...], object]
 ) -> tuple[list[Any], list[Variable]]:
-    """Return the gradients that are there, and their variables, or refuse what does not fit."""
+    """Return the gradients that are not None and their variables; raise if a pair does not fit."""
     pairs = list(grads_and_vars)
     gradients: list[Any] = []
     variables: list[Variable] = []
@@ -422,7 +422,7 @@ def _checked(
         if not listed or len(pair) != 2 or not isinstance(pair[1], Variable):
             kinds = [type(one).__name__ for one in pair] if listed else type(pair).__name__
             raise TypeError(
-                f"apply_gradients takes pairs (gradient, variable), got {kinds}: write "
+                f"apply_gradients needs pairs (gradient, variable), got {kinds}: write "
                 "zip(gradients, variables). Nothing has changed."
             )
         given, variable = pair
@@ -443,31 +443,29 @@ def _checked(
         gradients.append(gradient)
         variables.append(variable)
     if len(set(map(id, variables))) < len(variables):
-        raise ValueError(
-            "a variable is named twice: add its gradients up first. Nothing has changed."
-        )
+        raise ValueError("a variable occurs twice: add its gradients first. Nothing has changed.")
     if not variables:
         raise ValueError(
             "no variable has a gradient: check that the loss is computed inside the tape, from "
             f"the variables {', '.join(map(repr, missing))}."
             if pairs
-            else "apply_gradients got no pairs: a zip is empty after its first use, write "
+            else "apply_gradients got no pairs: a zip is empty after its first use. Write "
             "list(zip(gradients, variables)) to use it again."
         )
-    me = object()  # Of all steps and replicas, the first that sees them missing reports them.
+    me = object()  # Only the first step and replica without them logs.
     if missing and reported.setdefault(tuple(missing), me) is me:
-        _log.warning("no gradient for variable(s) %s: they stay as they are", ", ".join(missing))
+        _log.warning("no gradient for variable(s) %s: they do not change", ", ".join(missing))
     return gradients, variables
 
 
 def _check_home(variables: Sequence[Any]) -> None:
-    """Refuse variables that can not be trained, or not together."""
+    """Raise a `ValueError` if variables cannot be trained, or not together."""
     here = [variable for variable in variables if not isinstance(variable, ServedVariable)]
     for variable in here:
         if not isinstance(variable, MirroredVariable):
             raise ValueError(
-                f"variable {variable.name!r} is synchronized on read: its replicas have values of "
-                "their own, which an optimizer can not train."
+                f"variable {variable.name!r} is synchronized on read: an optimizer cannot train "
+                "variables with a value per replica. Use synchronization='on_write'."
             )
     if here and len(here) < len(variables):
         raise ValueError(
@@ -481,16 +479,16 @@ def _has_servers(strategy: Any) -> bool:
     return hasattr(type(strategy), "servers")
 
 
-# The names of optimizers, each with the strategy in whose scope it was given; None: of any.
+# The names of optimizers, each with the strategy of its scope; None: outside such a scope.
 _given_names: list[tuple[str, weakref.ref[Any] | None]] = []
 _naming = threading.Lock()
 
 
 def _unique_name(label: str, strategy: Any) -> str:
-    """Return the label the first time it is asked for, and with a number from then on.
+    """Return the label at the first call, and the label with a number at later calls.
 
-    A name is the same in every process that runs the same script. Each strategy counts from the
-    beginning, so that one that goes on with another's variables finds what its optimizers kept.
+    The name is the same in every process that runs the same script. Each strategy has its own
+    numbers, so a strategy that restores another's variables finds the slots of its optimizers.
     """
     with _naming:
         taken = {

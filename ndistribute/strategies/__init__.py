@@ -1,4 +1,4 @@
-"""Who runs what where."""
+"""Strategies: which replicas run a step, and where variables are stored."""
 
 from ndistribute.context import register_default_strategy
 from ndistribute.strategies.base import Strategy, ValueContext

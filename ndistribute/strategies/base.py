@@ -1,7 +1,7 @@
-"""`Strategy`: who runs what where.
+"""`Strategy`, the base class with every method that users call.
 
-The base class holds everything that users call. A strategy says which devices it has, how their
-replicas meet, and which kind of variable a policy means.
+A subclass determines the devices, the communicators of their replicas, and the class of variable
+for each policy.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ValueContext:
-    """Tell a value function which replica it makes a value for."""
+    """The replica for which a value function makes a value."""
 
     replica_id_in_sync_group: int
     num_replicas_in_sync: int
 
 
 def _alias(name: str) -> Callable[..., Any]:
-    """Return a method that calls the one of this name, a subclass's where that overrides it."""
+    """Return a method that calls the method `name`, including a subclass's override of it."""
 
     def call(self: Strategy, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, name)(*args, **kwargs)
 
-    call.__doc__ = f"Call `{name}`, the same under the name that it has in TensorFlow."
+    call.__doc__ = f"Call `{name}`; this is its name in TensorFlow."
     return call
 
 
 class Strategy:
-    """Run a step on every replica of a set of devices, and bring their values together.
+    """The base class of strategies: they run a step on every replica and combine the results.
 
-    ``with strategy:`` enters its scope, and closes it at the end.
+    ``with strategy:`` enters the strategy's scope, and closes the strategy at the end of the block.
 
     Args:
-        devices: one for each replica.
-        cluster_resolver: who is in the job; None for a strategy of one process.
-        workers: the other processes that replicas reduce with, where there are any.
+        devices: the device of each replica of this process.
+        cluster_resolver: describes the job; None for a strategy of one process.
+        workers: the group of processes that reduce together; None for a strategy of one process.
 
     >>> import ndistribute as nd
     >>> isinstance(nd.MirroredStrategy(["cpu:0"]), nd.Strategy)
@@ -86,13 +86,13 @@ class Strategy:
         "across_workers agree_on input_topology is_default make_group "
         "make_variable names replica_contexts running_on serial variable_kinds".split()
     )
-    """What `dir` and completion leave out: called by the package and by extensions of it."""
+    """Names that `dir` and completion omit: only the package and extensions of it use them."""
     is_default = False
     variable_kinds: ClassVar[Mapping[VariableSynchronization, type[Variable]]] = {
         VariableSynchronization.ON_WRITE: MirroredVariable,
         VariableSynchronization.ON_READ: SyncOnReadVariable,
     }
-    """The class of variables by their synchronization."""
+    """The class of variable for each synchronization."""
 
     def __init__(
         self,
@@ -103,42 +103,42 @@ class Strategy:
         self._devices = tuple(devices)
         self._resolver = cluster_resolver
         self._workers = workers
-        self.serial = next(_serials)  # Those of strategies that were made later are higher.
+        self.serial = next(_serials)  # Strategies made later have higher numbers.
         self._process = os.getpid()
-        self._refusal = ""  # Why it runs no steps any more.
-        self._turn = threading.RLock()  # Knows its owner, and refuses to be released by others.
-        self.running_on: int | None = None  # The thread that runs a step or closes.
+        self._refusal = ""  # Why `run` refuses, once it does.
+        self._turn = threading.RLock()  # Reentrant: only its owner can release it.
+        self.running_on: int | None = None  # The thread that runs a step or `close`.
         self._generators: dict[int, Any] = {}
-        # Of variables that were given none: the same on all processes.
+        # The names of variables created without one: the same on all processes.
         self.names = itertools.chain(["Variable"], map("Variable_{}".format, itertools.count(1)))
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
         if self.num_replicas_in_sync > 1:
             context.strategies_of_several.add(self)
 
-    # What a strategy may override.
+    # Methods that a subclass may override.
 
     def make_group(self) -> ReplicaGroup:
-        """Make the communicators of the replicas."""
+        """Return new communicators and streams for the replicas."""
         return make_group(self._devices, workers=self._workers)
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
-        """Make the variable that a policy means, with an initial value."""
+        """Return a new variable of the kind that a policy asks for, with an initial value."""
         return self.variable_kinds[policy.synchronization].make(self, array, policy)
 
     def _on_close(self) -> None:
-        """Give back what the strategy holds besides its replicas."""
+        """Release the resources that the strategy has besides its replicas."""
 
-    # What variables and input ask.
+    # Methods that variables and input pipelines call.
 
     def across_workers(self, value: Any) -> Any:
-        """Return a nest with the components of all processes' replicas in each `PerReplica`."""
+        """Return a nest in which each `PerReplica` has the components of all processes."""
         return value if self._workers is None else components_of_workers(value, self._workers)
 
     def agree_on(self, initial_value: Any, what: str) -> Any:
-        """Return the array with which a new variable starts, the chief's on all processes.
+        """Return the initial value of a new variable: that of rank 0, on all processes.
 
-        `what` describes the variable, in the same words everywhere.
+        `what` describes the variable, in the same words on all processes.
         """
         if self._workers is None:
             return initial_value
@@ -147,49 +147,49 @@ class Strategy:
 
     @property
     def input_topology(self) -> Topology:
-        """Return where input goes: this process's replicas among those of all."""
+        """The replicas of this process and of all processes, for input pipelines."""
         workers = self._workers
         if workers is None:
             return Topology(self._devices, (len(self._devices),))
         return Topology(self._devices, workers.replica_counts, workers.rank, workers)
 
-    # What users call.
+    # Methods that users call.
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Return the device of each replica of this process."""
+        """The device of each replica of this process."""
         return self._devices
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Return the number of replicas that reduce together."""
+        """The number of replicas of all processes that reduce together."""
         return self._contexts[0].num_replicas_in_sync
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """Return who is in the job; None for a strategy that is of one process by its kind."""
+        """The resolver that describes the job; None for kinds of strategies with one process."""
         return self._resolver
 
     @property
     def is_chief(self) -> bool:
-        """Return True on the process that does what is done once, such as writing a checkpoint.
+        """True in the one process of a job that should print or write files, such as checkpoints.
 
-        That is the chief, else worker 0; and every process that works alone, as an evaluator does.
+        This is the chief, or worker 0 of a job without one, or a process alone, as an evaluator is.
         """
         me = self._resolver
         return me is None or me.task_type == "evaluator" or me.is_chief
 
     @property
     def replica_contexts(self) -> tuple[ReplicaContext, ...]:
-        """Return the contexts of this process's replicas."""
+        """The contexts of this process's replicas."""
         return self._contexts
 
     @contextlib.contextmanager
     def scope(self: S) -> Iterator[S]:
-        """Make this strategy current for a ``with`` block: variables created there are its own.
+        """Make this strategy current for a ``with`` block; it owns the variables created there.
 
         Raises:
-            RuntimeError: inside a replica, or in the scope of another strategy.
+            RuntimeError: called inside a replica, or in the scope of another strategy.
         """
         frame = self._cross_replica_frame("scope")
         with entered(Frame(chosen(self), None, frame.recorder, frame.merging)):
@@ -202,25 +202,25 @@ class Strategy:
         kwargs: Mapping[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Call a function on every replica, all at once.
+        """Call a function once on every replica, in parallel, and return the results.
 
         Args:
-            fn: the step. Inside it `get_replica_context` gives the replica.
-            args: a list or tuple; of a `PerReplica` anywhere in it each replica gets its own
-                component, everything else passes as it is.
-            kwargs: likewise.
-            options: taken for compatibility; there is nothing to choose.
+            fn: the step. Inside it, `get_replica_context` returns the context of the replica.
+            args: a list or tuple. Each replica gets its own component of every `PerReplica`
+                anywhere in it; all other values are passed unchanged.
+            kwargs: a dict of keyword arguments, treated in the same way.
+            options: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
-            What `fn` returned, with a `PerReplica` at each leaf; None where every replica
-            returned None.
+            The structure that `fn` returned, with a `PerReplica` at each leaf, or None where every
+            replica returned None.
 
         Raises:
-            ValueError: `args` is neither list nor tuple, a `PerReplica` has another number of
-                components, or the replicas returned different structures.
-            TypeError: `fn` is no function, or `kwargs` no dict.
+            ValueError: `args` is not a list or tuple, a `PerReplica` does not have one component
+                for each replica of this process, or the replicas returned different structures.
+            TypeError: `fn` is not callable, or `kwargs` is not a dict.
             RuntimeError: called inside a replica or a merge_call.
-            BaseException: whatever a replica raised, with a note that names the replica.
+            BaseException: the exception that a replica raised, with a note that names the replica.
         """
         if not callable(fn):
             raise TypeError(f"fn must be a function, got {fn!r}: write run(step, args=(x,)).")
@@ -233,7 +233,7 @@ class Strategy:
             raise TypeError(f"kwargs must be a dict, got {kwargs!r}: write args=(x, y).")
         if self._cross_replica_frame("run").merging:
             raise RuntimeError(
-                "run was called inside merge_call: the replicas are waiting there. Return the "
+                "run was called inside merge_call, while the replicas wait for it. Return the "
                 "value and call run outside."
             )
         size = len(self._devices)
@@ -251,20 +251,20 @@ class Strategy:
         return tree.regroup(results, context.join_leaf)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Combine a value over replicas.
+        """Return a value reduced over all replicas.
 
         Args:
-            reduce_op: a `ReduceOp` or its name.
-            value: a nest of `PerReplica`; a plain leaf counts as the same on every replica.
-            axis: None, or the axes that are reduced inside each replica too; a mean then divides
-                by the true number of elements.
+            reduce_op: a `ReduceOp`, or its name in any case.
+            value: a nest of `PerReplica`; any other leaf counts as equal on every replica.
+            axis: None, or axes to reduce inside each component as well; MEAN then divides by the
+                number of elements over all replicas.
 
         Returns:
-            The nest, with one combined array or number at each leaf.
+            The same nest, with one reduced array or number at each leaf.
 
         Raises:
             ValueError: the op is unknown, shapes differ, or an axis is out of range.
-            TypeError: a leaf is no number, array or `IndexedSlices`.
+            TypeError: a leaf is not a number, an array or `IndexedSlices`.
             RuntimeError: called inside a replica.
         """
         self._cross_replica_frame("reduce", "merge_call or all_reduce")
@@ -273,14 +273,14 @@ class Strategy:
         return reduce_value(op, value, axis, self._devices[0], self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenate a value over replicas, in replica order.
+        """Return the components of all replicas, concatenated in replica order.
 
         Args:
-            value: a nest of `PerReplica`; lengths along `axis` may differ.
-            axis: the axis to join along.
+            value: a nest of `PerReplica`; the components' lengths along `axis` may differ.
+            axis: the axis along which to concatenate.
 
         Raises:
-            ValueError: a component has no such axis, or other lengths differ.
+            ValueError: a component lacks the axis, or lengths along other axes differ.
             RuntimeError: called inside a replica.
         """
         self._cross_replica_frame("gather", "all_gather")
@@ -288,50 +288,50 @@ class Strategy:
         return gather_value(value, axis, self._devices[0], self.num_replicas_in_sync)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Cut each global batch of a dataset into one piece per replica, of all workers.
+        """Return a dataset that splits each global batch into one part per replica.
 
         Args:
             dataset: batched by the global batch size, the same on every worker.
             options: `InputOptions`.
 
         Returns:
-            A re-iterable of nests of `PerReplica`, with the pieces of this process's replicas.
+            A re-iterable of nests of `PerReplica`, with the parts for this process's replicas.
         """
         return distribute(dataset, self.input_topology, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[Any], Any], options: Any = None
     ) -> Any:
-        """Feed this process's replicas from a dataset of per-replica batches.
+        """Return a dataset for this process's replicas, made of per-replica batches.
 
         Args:
-            dataset_fn: called with an `InputContext` that says which worker this is; returns the
-                dataset.
+            dataset_fn: called with the `InputContext` of this worker; returns the dataset.
             options: `InputOptions`.
         """
         return distribute_from_function(dataset_fn, self.input_topology, options)
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Make a value for each replica.
+        """Return a value for each replica of this process, made by a function.
 
         Args:
-            value_fn: called with a `ValueContext` for each replica.
+            value_fn: called with a `ValueContext` for each replica of this process.
 
         Returns:
-            A `PerReplica`, or a nest of them.
+            A `PerReplica`, or a nest of them if `value_fn` returns nests.
         """
         size = self.num_replicas_in_sync
         made = [value_fn(ValueContext(c.replica_id_in_sync_group, size)) for c in self._contexts]
         return tree.regroup(made, PerReplica)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return this process's components of a value, ``(value,)`` for a plain one.
+        """Return a tuple of this process's components of a value.
 
         Args:
-            value: a `DistributedValues` or variable, a nest that holds some, or something plain.
+            value: a `DistributedValues`, a variable, a nest of them, or any other value.
 
         Returns:
-            One entry per replica: a component, or a nest of them.
+            One component, or nest of components, per replica of this process; ``(value,)`` if
+            `value` contains none.
 
         Raises:
             ValueError: the leaves of a nest have different numbers of components.
@@ -343,9 +343,9 @@ class Strategy:
         return local_components(value)
 
     def close(self) -> None:
-        """End the replica threads; variables stay readable, `run` does not work any more.
+        """End the strategy's threads and its connections to servers and workers.
 
-        It says good-bye to servers and workers. A forked child closes nothing.
+        Variables stay readable; `run` raises from then on. In a forked child, nothing is closed.
 
         Raises:
             RuntimeError: called inside a replica or a merge_call of this strategy.
@@ -354,7 +354,7 @@ class Strategy:
             return
         frame = current_frame()
         if frame.strategy is self and (frame.replica is not None or frame.merging):
-            raise RuntimeError(f"close of {self!r} was called inside a step that it runs.")
+            raise RuntimeError(f"{self!r}.close() was called inside a step: call it after run.")
 
         def end() -> None:
             self._refusal = "was closed: make a new strategy to run steps."
@@ -363,7 +363,7 @@ class Strategy:
         try:
             self._exclusively(end)
         finally:
-            if self.running_on != threading.get_ident():  # Else a step of this thread goes on.
+            if self.running_on != threading.get_ident():  # Else this thread is in a step.
                 self._on_close()
 
     experimental_distribute_dataset = _alias("distribute_dataset")
@@ -380,7 +380,7 @@ class Strategy:
     def __exit__(self, *error: Any) -> None:
         scopes = self._scopes[threading.get_ident()]
         if not scopes:
-            raise RuntimeError(f"this thread is in no `with` block of {self!r} that could end.")
+            raise RuntimeError(f"this thread is not in a `with` block of {self!r}.")
         try:
             scopes.pop().__exit__(*error)
         finally:
@@ -391,15 +391,15 @@ class Strategy:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{self!r} can not be copied or pickled, for its replicas are threads of this process: "
-            "make a strategy in each process."
+            f"{self!r} cannot be copied or pickled: its replicas are threads of this process. "
+            "Create a strategy in each process."
         )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, map(str, self._devices)))})"
 
     def _build(self) -> None:
-        """Make the replicas' communicators, contexts and threads."""
+        """Make the replicas' communicators, contexts and thread pool."""
         group = self.make_group()
         self._contexts = tuple(
             ReplicaContext(self, communicator, device, self._generators)
@@ -410,7 +410,7 @@ class Strategy:
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
         if self._refusal:
             raise RuntimeError(f"{self!r} {self._refusal}")
-        if self._pool.abandoned:  # Nothing could be made in its place at once.
+        if self._pool.abandoned:  # A previous rebuild failed.
             self._build()
         pool = self._pool
         try:
@@ -423,25 +423,26 @@ class Strategy:
                     pool.close()
 
     def _let_go(self) -> None:
-        """Refuse steps in a forked child, where the other replicas do not exist."""
-        self._turn, self.running_on = threading.RLock(), None  # Who held it may not exist either.
+        """Make `run` raise in a forked child, which has no threads of other replicas."""
+        self._turn, self.running_on = threading.RLock(), None  # Its owner may not exist here.
         self._refusal = (
-            f"was made by process {self._process}, of which this one is a fork without its replica "
-            "threads and connections: make a strategy here, or start processes by "
+            f"was made by process {self._process}, of which this one is a fork without its "
+            "replica threads and connections: make a strategy here, or start processes by "
             "multiprocessing's method 'spawn'."
         )
 
     def _exclusively(self, use: Callable[[], T]) -> T:
-        """Call a function that uses the replicas, while no other one does.
+        """Call a function that needs exclusive use of the replicas, and return its result.
 
         Raises:
-            RuntimeError: another thread uses them too long; or this one does, and was interrupted.
+            RuntimeError: another thread has used them for `TURN_SECONDS`, or this thread is using
+                them and called from a signal handler.
         """
         me = threading.get_ident()
         if self.running_on == me:
             raise RuntimeError(
-                f"{self!r} was used in the middle of a step by the thread that runs it, as signal "
-                "handlers are: let the handler set a flag or raise, and go on outside of run."
+                f"{self!r} was used by the thread that runs its step, before the step ended, as in "
+                "a signal handler: let the handler set a flag or raise, and continue after run."
             )
         try:
             if not self._turn.acquire(timeout=TURN_SECONDS):
@@ -459,7 +460,7 @@ class Strategy:
                 pass  # It was not acquired.
 
     def _cross_replica_frame(self, method: str, instead: str = "merge_call") -> Frame:
-        """Return the thread's frame, having checked that a method makes sense there.
+        """Return this thread's frame, after a check that the method may be called there.
 
         Raises:
             RuntimeError: the thread is in a replica, or in the scope of another strategy.
@@ -467,8 +468,8 @@ class Strategy:
         frame = current_frame()
         if frame.replica is not None:
             raise RuntimeError(
-                f"{method} was called inside a replica, where each replica runs on its own. Call "
-                f"it outside run, or use get_replica_context().{instead} instead."
+                f"{method} was called inside a replica, which acts for itself alone. Call it "
+                f"outside run, or use get_replica_context().{instead} instead."
             )
         if frame.strategy is not None and frame.strategy is not self:
             raise RuntimeError(

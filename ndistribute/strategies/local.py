@@ -1,4 +1,4 @@
-"""The strategies of one process: one replica, several with a copy each, several that share one."""
+"""The strategies of one process, with one or several replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CentralStorageStrategy", "DefaultStrategy", "MirroredStrategy", "One
 
 
 class DefaultStrategy(Strategy):
-    """What is current outside any scope: one replica on the first CPU."""
+    """The strategy that is current outside any scope, with one replica on ``cpu:0``."""
 
     is_default = True
 
@@ -25,17 +25,17 @@ class DefaultStrategy(Strategy):
         super().__init__([Device("cpu:0")])
 
     def close(self) -> None:
-        """Do nothing: the default strategy has no threads and belongs to the process."""
+        """Do nothing: the process always needs its default strategy, which has no threads."""
 
 
 class OneDeviceStrategy(Strategy):
-    """Run on one device.
+    """A strategy with one replica, on one device.
 
     Args:
-        device: where, for example ``"cpu:0"``.
+        device: the device, for example ``"cpu:0"``.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: the device does not exist.
 
     >>> strategy = OneDeviceStrategy("cpu:0")
     >>> strategy.run(lambda: 2.0)
@@ -49,16 +49,18 @@ class OneDeviceStrategy(Strategy):
 
 
 class MirroredStrategy(Strategy):
-    """Run on several devices of this machine, with variables mirrored in each memory.
+    """A strategy with one replica per device of this machine, and variables in each memory.
+
+    CPU replicas share one copy of a variable; each GPU has its own copy.
 
     Args:
-        devices: one for each replica; None means all visible GPUs, else ``cpu:0`` alone. CPUs are
-            logical: ``["cpu:0", "cpu:1"]`` are two replicas. A GPU may be repeated.
-        cross_device_ops: how to reduce over devices; every choice gives the same values.
+        devices: one for each replica; None means all visible GPUs, or ``cpu:0`` if there are none.
+            CPUs are logical: ``["cpu:0", "cpu:1"]`` are two replicas. A GPU may be repeated.
+        cross_device_ops: the reduction algorithm, for example `RingAllReduce()`; None: automatic.
 
     Raises:
         ValueError: a device does not exist, or a CPU is named twice.
-        TypeError: `cross_device_ops` is no `CrossDeviceOps`.
+        TypeError: `cross_device_ops` is not a `CrossDeviceOps`.
 
     >>> import ndistribute as nd
     >>> with MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
@@ -79,23 +81,23 @@ class MirroredStrategy(Strategy):
     ) -> None:
         if not isinstance(cross_device_ops, CrossDeviceOps | None):
             raise TypeError(
-                f"cross_device_ops must be for example nd.RingAllReduce(), got {cross_device_ops!r}"
+                f"cross_device_ops must be, say, nd.RingAllReduce(), got {cross_device_ops!r}."
             )
         self._cross_device_ops = cross_device_ops
         super().__init__(resolve_devices(devices))
 
     def make_group(self) -> ReplicaGroup:
-        """Make communicators that meet in memory, or through NCCL on distinct GPUs."""
+        """Return communicators that use shared memory, or NCCL on distinct GPUs."""
         return make_group(self._devices, self._cross_device_ops)
 
 
 class CentralStorageStrategy(Strategy):
-    """Run on several devices, with variables on one of them or on the CPU.
+    """A strategy with one replica per device, and one copy of each variable on one device.
 
     Args:
-        compute_devices: one for each replica; None means all visible GPUs, else ``cpu:0``.
-        parameter_device: where variables live; None means the compute device if there is only
-            one, else ``cpu:0``.
+        compute_devices: one for each replica; None means all visible GPUs, or ``cpu:0``.
+        parameter_device: the device that stores the variables; None means the compute device if
+            there is only one, otherwise ``cpu:0``.
 
     Raises:
         ValueError: a device does not exist, or a CPU is named twice.
@@ -124,5 +126,5 @@ class CentralStorageStrategy(Strategy):
         super().__init__(devices)
 
     def make_group(self) -> ReplicaGroup:
-        """Make communicators whose replicas update one copy."""
+        """Return communicators for replicas that update one copy of each variable."""
         return make_group(self._devices, central=True)

@@ -1,4 +1,4 @@
-"""Replicas in several processes, on one host or many, each with every variable at hand."""
+"""The strategy of replicas in several processes, each with a copy of every variable."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["MultiWorkerMirroredStrategy"]
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Run on the devices of every worker of a job, with variables mirrored on each.
+    """A strategy with the replicas of all workers of a job, and variables mirrored on each worker.
 
-    Every worker runs the same program. Making the strategy waits until all of them do. A process
-    that nothing says is one of several, or an evaluator, works alone.
+    Every worker runs the same program. The constructor waits until all workers have called it. An
+    evaluator, and a process whose cluster has no other worker, works alone.
 
     Args:
-        cluster_resolver: who is in the job; None finds out from `TF_CONFIG`, or from the
-            environment of MPI, Slurm or torchrun.
+        cluster_resolver: describes the job; None reads `TF_CONFIG`, or the environment of MPI,
+            Slurm or torchrun.
         communication_options: how the workers communicate, and how long they wait for each other.
-        devices: of this worker's replicas; None means all visible GPUs, else ``cpu:0`` alone.
-            Workers may have different numbers of them.
+        devices: one for each replica of this worker; None means all visible GPUs, or ``cpu:0`` if
+            there are none. Workers may have different numbers of devices.
 
     Raises:
         CollectiveTimeoutError: not all workers started in time.
         AuthenticationError: the workers do not share a secret.
-        ValueError: the cluster is described wrongly, or a device does not exist.
+        ValueError: the cluster's description is invalid, or a device does not exist.
 
     >>> with MultiWorkerMirroredStrategy() as strategy:  # This process is its only worker.
     ...     strategy.num_replicas_in_sync
@@ -53,7 +53,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         own = resolve_devices(devices)
         workers = _join(resolver, own, communication_options or CommunicationOptions())
         if workers is not None:
-            # The others wait for it, also where the program ends without closing anything.
+            # The other workers wait for this, so it also runs if the program never calls close.
             self._good_bye = weakref.finalize(self, workers.close)
         super().__init__(own, resolver, workers)
 
@@ -70,14 +70,14 @@ class MultiWorkerMirroredStrategy(Strategy):
 def _join(
     resolver: ClusterResolver, devices: Sequence[Device], options: CommunicationOptions
 ) -> Workers | None:
-    """Meet the other workers, if there are any for this process to meet."""
+    """Return this process's connections to the other workers, or None if it works alone."""
     if resolver.task_type == "evaluator" or resolver.num_workers < 2:
         return None
     rank = resolver.worker_index
     if rank is None:
         raise ValueError(
-            f"a {resolver.task_type} takes no part in MultiWorkerMirroredStrategy: the cluster's "
-            "workers are its chief and workers."
+            f"a task of job {resolver.task_type!r} cannot use MultiWorkerMirroredStrategy: only "
+            "the cluster's chief and workers can."
         )
     try:
         return join_workers(resolver.worker_addresses, rank, devices, options)

@@ -1,7 +1,7 @@
-"""Variables on servers, computation on workers that do not wait for each other.
+"""The strategy of workers that keep their variables on parameter servers.
 
-Every worker has this strategy. In a cluster without a chief each runs its own loop; with one, the
-chief sends functions to the workers through a `ClusterCoordinator`.
+In a cluster without a chief, each worker creates the strategy and runs its own loop. With a chief,
+the chief creates it and sends functions to the workers through a `ClusterCoordinator`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from ndistribute.variables.variable import Variable
 
 __all__ = ["ParameterServerStrategy"]
 
-_LIVES_APART = 1 << 29  # Versions of two lives of a server differ by more.
+_LIVES_APART = 1 << 29  # Versions differ by more after a server's restart.
 
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """What this process is among those that use the servers."""
+    """The role of this process in the cluster."""
 
     task: str = "worker:0"
-    num_workers: int = 1  # So many processes train, each with a share of the data.
-    share: tuple[int, int] = (1, 0)  # Into how many it is divided, and which of them is this one's.
-    coordinated: bool = False  # Whether a chief sends functions to the workers.
+    num_workers: int = 1  # The processes that train, each on its shard of the data.
+    share: tuple[int, int] = (1, 0)  # The number of shards, and the index of this process's.
+    coordinated: bool = False  # Whether a chief sends functions to workers.
 
     @classmethod
     def of(cls, resolver: ClusterResolver) -> _Role:
@@ -66,8 +66,8 @@ class _Role:
         cluster, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id or 0
         if job == "ps":
             raise ValueError(
-                "this process is a parameter server: it runs nd.Server(cluster, 'ps', "
-                "index).join() and no strategy."
+                "this process is a parameter server, which has no strategy: call "
+                "nd.Server(cluster, 'ps', index).join() instead."
             )
         if "ps" not in cluster.jobs:
             raise ValueError(
@@ -81,7 +81,7 @@ class _Role:
 
 
 class _Process:
-    """The strategies that this process made, and how many on each cluster; none in a fork."""
+    """The strategies of this process and their number on each cluster; reset in a fork."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -100,10 +100,10 @@ def _own_strategy(
     devices: tuple[str, ...] | None,
     timeout_seconds: float,
 ) -> ParameterServerStrategy:
-    """Return this process's own strategy for one that was pickled.
+    """Return this process's strategy for an unpickled one.
 
-    A worker makes it once for a coordinator, so that all variables and functions which were sent
-    there meet in the same strategy; it is dropped with the coordinator's own.
+    A worker creates it once, so all variables and functions from a coordinator use the same
+    strategy. The worker drops it when the coordinator drops its own.
     """
     with _process.lock:
         found: ParameterServerStrategy | None = _process.made.get(token)
@@ -112,9 +112,9 @@ def _own_strategy(
     task = current_task()
     if task is None:
         raise RuntimeError(
-            "a ParameterServerStrategy, or a variable of one, was sent to a process that is no "
-            "worker of its cluster: only functions that a ClusterCoordinator schedules can "
-            "use them elsewhere."
+            "a ParameterServerStrategy, or a variable of one, was sent to a process that is not a "
+            "worker of its cluster: only functions that a ClusterCoordinator schedules can use "
+            "them in other processes."
         )
     make = functools.partial(
         ParameterServerStrategy,
@@ -129,37 +129,36 @@ def _own_strategy(
 
 
 class ParameterServerStrategy(Strategy):
-    """Run on the devices of one worker, with variables on parameter servers.
+    """A strategy with the replicas of one worker, and variables on parameter servers.
 
-    Making the strategy waits until all servers are up. Without a cluster the server is in this
+    The constructor waits until all servers run. Without a cluster, the server is part of this
     process, which trains alone.
 
-    A process that is forked from this one can not use the strategy, and changes nothing about it by
-    closing it or by ending. When the strategy is closed or dropped, workers that were sent it drop
-    theirs before their next function; the variables stay on the servers, for snapshots and for
-    other workers, until `delete`.
+    A forked child cannot use the strategy; its exit and its `close` do not affect the parent's
+    strategy. After the strategy is closed or dropped, workers that received it drop their copy
+    before they run their next function. The variables stay on the servers, for snapshots and other
+    workers, until `delete`.
 
     Args:
-        cluster_resolver: who is in the job; None finds out from `TF_CONFIG`.
-        variable_partitioner: called with shape and dtype of each new variable, returns into how
-            many parts it is cut along each axis; see `nd.partitioners`. None: none is cut.
-        devices: of this worker's replicas; None means all visible GPUs, else ``cpu:0`` alone.
-        replicas_to_aggregate: so many workers' gradients make one step, for which all wait; None:
-            each worker's gradients are a step of their own, and nobody waits.
-        total_num_replicas: how many workers give gradients; those above `replicas_to_aggregate`
-            are spare, and gradients that come late are dropped. None: as many as needed.
+        cluster_resolver: describes the job; None reads `TF_CONFIG`.
+        variable_partitioner: called with the shape and dtype of each new variable; returns the
+            number of shards for each axis, see `nd.partitioners`. None: variables are not sharded.
+        devices: one for each replica of this worker; None means all visible GPUs, or ``cpu:0``.
+        replicas_to_aggregate: the number of workers whose gradients make one step, for which all
+            wait. None: each worker's gradients are a step of their own, and no worker waits.
+        total_num_replicas: the number of workers that contribute gradients; if it exceeds
+            `replicas_to_aggregate`, late gradients are dropped. None: `replicas_to_aggregate`.
         max_staleness: how many steps a worker may be ahead of the slowest one; None: any number.
-        timeout_seconds: how long to wait for servers and workers; None means 600.
-        durability: ``"snapshot"``; or ``"log"``: the servers put each update into a log in their
-            snapshot folder before they acknowledge it, so that none is lost with a server.
-        restore: go on with the variables of the strategy that this process made before on the same
-            cluster, and what optimizers kept that have the same names; else a second strategy
-            starts with variables of its own.
+        timeout_seconds: how long to wait for servers and workers, in seconds; None means 600.
+        durability: ``"snapshot"``, or ``"log"``: each server appends every update to a log in its
+            snapshot directory before it acknowledges the update, so that none is lost.
+        restore: reuse the variables, and the slots of optimizers of the same names, of the strategy
+            that this process created before on the same cluster. False: use new variables.
 
     Raises:
-        DistributeError: `durability` is ``"log"``, and a server was given no directory.
-        ValueError: the cluster has no servers, this process is one, or numbers do not fit.
-        WorkerLostError: a server was not reached in time.
+        DistributeError: `durability` is ``"log"``, and a server has no snapshot directory.
+        ValueError: the cluster has no servers, this process is one, or an argument is out of range.
+        WorkerLostError: a server could not be reached in time.
 
     >>> import ndistribute as nd
     >>> with ParameterServerStrategy() as strategy:
@@ -191,7 +190,7 @@ class ParameterServerStrategy(Strategy):
         self._role = _Role.of(resolver)
         self._cluster = resolver.cluster_spec() or None
         self.timeout_seconds = 600.0 if timeout_seconds is None else float(timeout_seconds)
-        """For how long it waits for servers, and its coordinator for workers."""
+        """How long it waits for servers, and its coordinator for workers, in seconds."""
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}.")
         self._mode = update_mode_of(
@@ -206,10 +205,10 @@ class ParameterServerStrategy(Strategy):
         self._named_devices = None if devices is None else tuple(map(str, devices))
         self._staleness: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._names: dict[str, int] = {}  # How many more variables asked for each.
+        self._names: dict[str, int] = {}  # For each name, how many more variables had it.
         self.handles: weakref.WeakValueDictionary[str, ServedVariable]
         self.handles = weakref.WeakValueDictionary()
-        """The variables of this process by their names on the servers."""
+        """The variables of this process, by their names on the servers."""
         super().__init__(resolve_devices(devices), resolver)
         if self._cluster is not None:
             identify(self._role.task, task_names(self._cluster))
@@ -218,7 +217,7 @@ class ParameterServerStrategy(Strategy):
         weakref.finalize(self, detector.close_soon, self._servers.close).atexit = False
         self._await_servers(durability)
         self._token, self.namespace = _sent or (secrets.token_hex(8), self._new_namespace(restore))
-        """What stands before all names of this strategy on the servers."""
+        """The prefix of all names of this strategy on the servers."""
         self._mode.namespace = self.namespace
         if _sent is None:
             with _process.lock:
@@ -227,7 +226,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def servers(self) -> Servers:
-        """Return the parameter servers.
+        """The client of the parameter servers.
 
         Raises:
             RuntimeError: this process is a fork of the one that made the strategy.
@@ -237,12 +236,12 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def copies(self) -> VariableCache:
-        """Return what this process holds of the variables; see `servers`."""
+        """The cached values of variables in this process; raises like `servers`."""
         self._check_process()
         return self._copies
 
     def connect(self) -> list[ServerClient]:
-        """Return a client of each server; called once."""
+        """Return a new client for each server; called once."""
         if self._cluster is None:
             caller = LocalServer().connect(self._role.task, self.timeout_seconds)
             return [ServerClient(caller, "the server in this process")]
@@ -272,15 +271,15 @@ class ParameterServerStrategy(Strategy):
                 raise
         elif durability == "log":
             raise ValueError(
-                'durability="log" is kept by the servers of a cluster that have a snapshot '
-                "directory, and this process has no cluster."
+                'durability="log" needs the servers of a cluster, with a snapshot directory, and '
+                "this process has no cluster."
             )
 
     def _new_namespace(self, restore: bool) -> str:
-        """Return what stands before this strategy's names on the servers of its cluster.
+        """Return the prefix of this strategy's names on the servers of its cluster.
 
-        The first strategy of each process has an empty one, so that workers share their variables,
-        and a worker that is started again finds them. A second one of a process starts afresh.
+        It is empty for the first strategy of each process, so that workers share their variables
+        and a restarted worker finds them again. Later strategies get new names unless they restore.
         """
         key = "" if self._cluster is None else str(self._cluster.as_dict())
         with _process.lock:
@@ -291,13 +290,13 @@ class ParameterServerStrategy(Strategy):
     def _check_process(self) -> None:
         if os.getpid() != self._process and self._cluster is not None:
             raise RuntimeError(
-                f"this process is a fork of process {self._process}, which made {self!r}: its "
-                "connections to servers are that process's. Make a strategy here, or start "
-                "processes by multiprocessing's method 'spawn'."
+                f"this process is a fork of process {self._process}, which made {self!r} and owns "
+                "its connections to servers. Make a strategy here, or start processes by "
+                "multiprocessing's method 'spawn'."
             )
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
-        """Make the variable that a policy means, on the servers or, to be read, here."""
+        """Return a new variable: on the servers, unless it is ON_READ and there is no chief."""
         if policy.synchronization is not VariableSynchronization.ON_READ:
             shards = number_of_shards(self._partitioner, array.shape, array.dtype)
             return ServedVariable.make(self, array, policy, shards)
@@ -305,21 +304,21 @@ class ParameterServerStrategy(Strategy):
             return SyncOnReadVariable.make(self, array, policy)
         if policy.aggregation is VariableAggregation.MEAN:
             raise ValueError(
-                f"variable {policy.name!r}: workers that a chief sends functions to have no mean "
-                "of values of their own. Keep a sum and a count, each with aggregation='sum'."
+                f"variable {policy.name!r}: MEAN is undefined on read for workers that run a "
+                "chief's functions. Keep a sum and a count, each with aggregation='sum'."
             )
         return ServedVariable.make(self, array, policy)  # All workers add to one value.
 
     def place(self, name: str) -> tuple[str, int]:
-        """Return a new variable's name on the servers, and the server whose turn it is.
+        """Return the name of a new variable on the servers, and the index of its server.
 
         Raises:
-            RuntimeError: a worker asks in a function that a chief sent.
+            RuntimeError: called by a worker, in a function that a chief sent.
         """
         if current_closure() is not None:
             raise RuntimeError(
                 f"variable {name!r} was created in a function that the chief sent, which may run "
-                "on any worker, and again: create variables on the chief."
+                "on any worker and more than once: create variables on the chief."
             )
         with self._lock:
             given, server = name, len(self._names) % len(self.servers)
@@ -332,9 +331,9 @@ class ParameterServerStrategy(Strategy):
     def push(
         self, name: str, applies: Mapping[int, Apply], copies: Mapping[int, Sequence[CachedShard]]
     ) -> None:
-        """Let each server apply gradients of an optimizer, in the update mode that was asked for.
+        """Send an optimizer's gradients to the servers, in this strategy's update mode.
 
-        `copies` are this process's of the variables that change.
+        `copies` are the cached shards, by server, of the variables that the update changes.
         """
         seen = {server: [copy.seen for copy in some] for server, some in copies.items()}
         with span("push", name):
@@ -343,10 +342,10 @@ class ParameterServerStrategy(Strategy):
         self.copies.changed(copy for some in copies.values() for copy in some)
 
     def staleness(self) -> dict[int, int]:
-        """Return how many updates of this process were how stale.
+        """Return the number of this process's updates for each staleness.
 
-        An update's staleness is the number of updates of others that were made between the read of
-        its variables and itself.
+        An update's staleness is the number of other workers' updates that the servers applied
+        after this process read the variables and before its own update.
 
         >>> ParameterServerStrategy().staleness()
         {}
@@ -356,11 +355,11 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def lost_updates(self) -> int:
-        """Return how many updates are known to be lost with servers that were killed.
+        """The number of updates that are known to be lost because servers were killed.
 
-        A server that is started again goes on from its last snapshot; what was changed after that
-        is lost. This is what this process has heard of so far, of its own updates and of those in
-        functions that it scheduled; there may be more.
+        A restarted server continues from its last snapshot, without the later updates. This counts
+        the losses that this process knows of, among its own updates and those of functions that it
+        scheduled; there may be more.
 
         >>> ParameterServerStrategy().lost_updates
         0
@@ -368,27 +367,27 @@ class ParameterServerStrategy(Strategy):
         return self._servers.lost_updates
 
     def save_snapshots(self) -> None:
-        """Let every server write its variables to its disk, and wait until that is done.
+        """Make every server write a snapshot of its variables to disk, and wait for all of them.
 
         Raises:
-            DistributeError: a server was given no directory for them.
+            DistributeError: a server has no snapshot directory.
         """
         self.servers.ask_all(Status("snapshot"))
 
     def delete(self, variables: Iterable[Variable]) -> None:
-        """Delete variables from the servers, for all workers: a new strategy makes others beside.
+        """Delete variables from the servers, for all workers.
 
         Args:
-            variables: of this strategy; `variables` of an optimizer are what it keeps.
+            variables: variables of this strategy, or of an optimizer: `Optimizer.variables`.
 
         Raises:
-            ValueError: one does not lie on servers.
+            ValueError: a variable is not on servers.
         """
         names: dict[int, list[str]] = defaultdict(list)
         for variable in variables:
             if not isinstance(variable, ServedVariable):
                 name = getattr(variable, "name", variable)
-                raise ValueError(f"variable {name!r} does not lie on servers.")
+                raise ValueError(f"variable {name!r} is not on servers.")
             for place in variable.places:
                 for server in place.servers:
                     names[server].append(place.name)
@@ -399,12 +398,12 @@ class ParameterServerStrategy(Strategy):
                 del self.handles[key]
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Divide the batches of a dataset among the workers, and each over a worker's replicas.
+        """Return a dataset of this worker's batches, each split over its replicas.
 
         Args:
-            dataset: of batches for one worker's replicas, the same on every worker: worker w of W
-                takes batches w, w + W, and so on. If workers make steps together, all get as many:
-                the last of some may be without examples.
+            dataset: batches for the replicas of one worker, the same on every worker: worker w of W
+                takes batches w, w + W, and so on. With `replicas_to_aggregate`, all workers get the
+                same number of batches; the last batch of some may have no examples.
             options: `InputOptions`.
 
         Returns:
@@ -416,7 +415,7 @@ class ParameterServerStrategy(Strategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[Any], Any], options: Any = None
     ) -> Any:
-        """Feed this worker's replicas from a dataset of per-replica batches; see `Strategy`."""
+        """Return a dataset for this worker's replicas; see `Strategy`."""
         own = InputContext(*self._role.share, self.num_replicas_in_sync)
         return super().distribute_datasets_from_function(lambda _: dataset_fn(own), options)
 
@@ -439,7 +438,7 @@ class ParameterServerStrategy(Strategy):
         return super()._run_on_all(step)
 
     def _count_staleness(self, seen: Mapping[int, Sequence[int]], outcomes: Outcomes) -> None:
-        """Count an update by the variable that others had changed most since it was read."""
+        """Count an update under the staleness of its most stale variable."""
         found = []
         for server, (outcome, *_) in outcomes.items():
             if isinstance(outcome, Accumulated):
@@ -462,10 +461,10 @@ class ParameterServerStrategy(Strategy):
 
 
 def _share_of(dataset: Any, workers: int, index: int, *, evenly: bool) -> Any:
-    """Return a worker's batches: every `workers`-th, from number `index` on.
+    """Return a worker's batches: every `workers`-th one, from the batch with number `index` on.
 
-    If `evenly`, all get as many, so that nobody waits for one that has none left: to those that
-    have one less a batch without examples is added.
+    If `evenly`, workers with one batch less get an additional batch without examples, so that no
+    worker waits for a step that another one does not make.
 
     >>> batches = Dataset.range(5).batch(2)
     >>> [batch.tolist() for batch in _share_of(batches, 2, 1, evenly=True)]
@@ -476,7 +475,7 @@ def _share_of(dataset: Any, workers: int, index: int, *, evenly: bool) -> Any:
     batches = as_dataset(dataset)
     known = batches.cardinality()
     if evenly and known > 0 and known % workers:
-        # A batch in a tuple of its own comes as it is; alone its parts would come one by one.
+        # The zip keeps a tuple batch in one argument; alone, map would pass its parts separately.
         empty = Dataset.zip((batches.take(1), Dataset.range(1))).map(_without_examples)
         batches = batches.concatenate(empty.repeat(workers - known % workers))
     return batches.shard(workers, index)

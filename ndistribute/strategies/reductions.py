@@ -1,7 +1,7 @@
-"""What becomes of values that have a component for each replica: taken apart, reduced, gathered.
+"""`Strategy.reduce`, `gather` and `local_results`, for values with a component per replica.
 
-All processes compute the same of the same components in the same order, so it comes out bit for bit
-the same; it is for losses and metrics, not for gradients.
+All processes reduce the same components in the same order, so their results are equal bit for bit.
+This is for losses and metrics, not for gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["components_of_workers", "gather_value", "local_components", "reduce_
 
 
 def local_components(value: Any) -> tuple[Any, ...]:
-    """Return the components of a value that this process holds; see `Strategy.local_results`."""
+    """Return this process's components of a value; see `Strategy.local_results`."""
     leaves = tree.flatten(value)
     held = [leaf.values for leaf in leaves if isinstance(leaf, DistributedValues | Variable)]
     if not held:
@@ -45,11 +45,11 @@ def local_components(value: Any) -> tuple[Any, ...]:
     for leaf in leaves:
         parts = leaf.values if isinstance(leaf, DistributedValues | Variable) else (leaf,)
         if len(parts) == 1 and not isinstance(leaf, DistributedValues):
-            parts *= size  # A central variable's one component stands for every replica's.
+            parts *= size  # All replicas share a central variable's component.
         if len(parts) != size:
             raise ValueError(
-                f"local_results of a nest in which one leaf has {size} component(s) and another "
-                f"has {len(parts)}: each needs one component for each replica."
+                f"local_results got a nest in which one leaf has {size} component(s) and another "
+                f"has {len(parts)}: every leaf needs one component for each replica."
             )
         columns.append(parts)
     return tuple(tree.unflatten(value, [parts[i] for parts in columns]) for i in range(size))
@@ -58,7 +58,7 @@ def local_components(value: Any) -> tuple[Any, ...]:
 def components_of_workers(value: Any, workers: Workers) -> Any:
     """Return a nest in which each distributed leaf has the components of all processes.
 
-    All of them must call this with the same structure. What does not fit on one is an error on all.
+    All processes must call this with the same structure. An error on one process is raised on all.
     """
     leaves = [leaf for leaf in tree.flatten(value) if _differs(leaf)]
     if not leaves:
@@ -74,24 +74,24 @@ def components_of_workers(value: Any, workers: Workers) -> Any:
 
 
 def reduce_value(op: ReduceOp, value: Any, axis: Any, device: Device, replicas: int) -> Any:
-    """Return a nest reduced over replicas on a device; see `Strategy.reduce`."""
+    """Return a nest reduced over replicas, computed on a device; see `Strategy.reduce`."""
     with working_on(device):
         return tree.map_leaves(functools.partial(_reduce_leaf, op, axis, device, replicas), value)
 
 
 def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
-    """Return a nest joined over replicas on a device; see `Strategy.gather`."""
+    """Return a nest concatenated over replicas on a device; see `Strategy.gather`."""
 
     def gather(leaf: Any) -> Array:
         parts = _components(leaf, replicas)
         arrays = [as_array(leaf)] * replicas if parts is None else list(map(as_array, parts))
-        try:  # NumPy itself would take no axis, and join what it makes flat.
+        try:  # With axis=None, NumPy would flatten and concatenate.
             return _joined(arrays, operator.index(axis), device)
         except (TypeError, ValueError) as error:
             shapes = ", ".join(f"{array.shape} of replica {i}" for i, array in enumerate(arrays))
-            hint = "Return np.reshape(x, (1,)) of a number."
+            hint = "To gather numbers, return np.reshape(x, (1,)) from each replica."
             if all(array.ndim for array in arrays):
-                hint = "Lengths may differ along that one axis, an integer."
+                hint = "The axis must be an integer; only the lengths along it may differ."
             raise ValueError(f"gather along axis {axis!r} of {shapes}: {error}. {hint}") from error
 
     with working_on(device):
@@ -99,21 +99,21 @@ def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
 
 
 def _differs(leaf: Any) -> bool:
-    """Return True if replicas may have different values."""
+    """Return True if a leaf may have different values on the replicas."""
     if isinstance(leaf, Variable):
         return leaf.synchronization is VariableSynchronization.ON_READ
     return isinstance(leaf, DistributedValues)
 
 
 def _components(leaf: Any, replicas: int, where: str = "strategy") -> Sequence[Any] | None:
-    """Return a leaf's components, or None where every replica has the same value."""
+    """Return a leaf's components, or None if every replica has the same value."""
     if not _differs(leaf):
         return None
     parts: Sequence[Any] = leaf.values
     if len(parts) != replicas:
         raise ValueError(
-            f"a {type(leaf).__name__} of {len(parts)} component(s) where the {where} has "
-            f"{replicas} replica(s)."
+            f"a {type(leaf).__name__} has {len(parts)} component(s), but the {where} has "
+            f"{replicas} replica(s): pass one component for each replica."
         )
     return parts
 
@@ -124,7 +124,7 @@ def _joined(arrays: Sequence[Array], axis: int, device: Device) -> Array:
 
 
 def _reduce_leaf(op: ReduceOp, axis: Any, device: Device, replicas: int, leaf: Any) -> Any:
-    """Reduce one leaf; what has no axes left is a number of its dtype."""
+    """Return one leaf reduced over replicas; a NumPy result without axes is a scalar."""
     parts = _components(leaf, replicas)
     if isinstance(leaf if parts is None else parts[0], IndexedSlices):
         return _reduce_rows(op, parts or [leaf] * replicas, axis, device)
@@ -136,7 +136,7 @@ def _reduce_leaf(op: ReduceOp, axis: Any, device: Device, replicas: int, leaf: A
         reduced = reduce_arrays(op, arrays)
     else:
         reduced = arrays[0].astype(result_dtype(op, arrays[0].dtype), copy=True)
-    # What is the same on every replica is reduced without the rounding of adding it up.
+    # One multiplication or power rounds less than combining equal values replica by replica.
     if parts is None and op is ReduceOp.SUM:
         reduced = reduced * reduced.dtype.type(replicas)
     elif parts is None and op is ReduceOp.PROD:
@@ -145,24 +145,24 @@ def _reduce_leaf(op: ReduceOp, axis: Any, device: Device, replicas: int, leaf: A
 
 
 def _numbers(op: ReduceOp, parts: Sequence[Any], device: Device) -> list[Array]:
-    """Return components as arrays of one dtype on one device."""
+    """Return components as arrays of one common dtype on one device."""
     arrays = [copy_to(as_array(part), device) for part in parts]
     for array, part in zip(arrays, parts, strict=True):
         if array.dtype.kind in "OSUTMm":
             raise TypeError(
-                f"{op.name} of {type(part).__name__} is not defined: pass numbers, arrays of "
+                f"{op.name} of {type(part).__name__} is undefined: pass numbers, arrays of "
                 "numbers, or a nest of them."
             )
     dtypes = {array.dtype for array in arrays}
     if len(dtypes) > 1:
-        # Replicas may well return 0 and 0.5; in the first one's dtype the half would be lost.
+        # Replicas may return 0 and 0.5; in the dtype of the first, the half would be lost.
         common = np.result_type(*dtypes)
         arrays = [array.astype(common, copy=False) for array in arrays]
     return arrays
 
 
 def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Array:
-    """Reduce axes inside each replica, then over replicas; a mean divides by the true count."""
+    """Return arrays reduced over axes, then over replicas; MEAN divides by the total count."""
     axes = _normalised(op, axis, arrays)
     kept = [tuple(n for i, n in enumerate(array.shape) if i not in axes) for array in arrays]
     _check_equal(op, kept, f"without axes {axes} the shape")
@@ -172,10 +172,10 @@ def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Array:
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         arrays = [array for array, count in zip(arrays, counts, strict=True) if count]
         if not arrays:
-            raise ValueError(f"{op.name} over replicas that are all empty along axes {axes}.")
+            raise ValueError(f"{op.name} is undefined: all replicas are empty along axes {axes}.")
     else:  # NumPy would widen small integers while it sums.
         options = {"dtype": wide}
-    # By an array's methods, for CuPy's ufuncs reduce by sum and product alone.
+    # These are array methods, because only CuPy's ufuncs for sum and product have `reduce`.
     method = inner.name.lower()
     parts = [as_array(getattr(array, method)(axis=axes, **options)) for array in arrays]
     total = reduce_arrays(inner, parts)
@@ -188,10 +188,10 @@ def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Array:
 def _reduce_rows(
     op: ReduceOp, parts: Sequence[IndexedSlices], axis: Any, device: Device
 ) -> IndexedSlices:
-    """Sum rows over replicas sparsely: each row once, in rising order."""
+    """Return the sum or mean of sparse rows over replicas: each row once, in rising order."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN) or axis is not None:
         raise ValueError(
-            f"IndexedSlices are reduced by SUM or MEAN and without an axis, got {op.name} and axis "
+            f"IndexedSlices can be reduced by SUM or MEAN, without an axis; got {op.name} and axis "
             f"{axis}: call to_dense() first."
         )
     _check_equal(op, [getattr(part, "dense_shape", ()) for part in parts], "rows of shape")
@@ -200,11 +200,11 @@ def _reduce_rows(
         for name in ("values", "indices")
     )
     joined = IndexedSlices(values, indices, parts[0].dense_shape)
-    return joined.reduced(op, len(parts), lambda nest: nest)  # The rows of all are here.
+    return joined.reduced(op, len(parts), lambda nest: nest)  # This has the rows of all replicas.
 
 
 def _normalised(op: ReduceOp, axis: Any, arrays: Sequence[Array]) -> tuple[int, ...]:
-    """Return axes as numbers from 0 on, having checked that all arrays have them."""
+    """Return axes as sorted numbers, 0 or more, after a check that all arrays have them."""
     axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     ndim = arrays[0].ndim
     _check_equal(op, [(array.ndim,) for array in arrays], "numbers of axes")

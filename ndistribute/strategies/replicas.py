@@ -1,7 +1,7 @@
-"""The pool of replica threads: one step on every replica at once.
+"""The pool of replica threads, which run a step on every replica in parallel.
 
-Replica 0 runs on the caller's thread, the others on threads that are kept between steps. Whoever
-fails releases the rest; the pool is usable again when all are out.
+Replica 0 runs on the caller's thread, the others on threads that the pool keeps between steps. A
+replica that fails releases the others; the pool is usable again when all have left the step.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ __all__ = ["ReplicaPool"]
 
 Step = Callable[[int], Any]
 
-# How long a failed or interrupted step waits for replicas that still compute. One that does not
-# end in this time is given up: its thread ends when its function returns.
+# How long a failed or interrupted step waits for replicas that still compute. After this time it
+# abandons them: their threads end when their functions return.
 GRACE_SECONDS = 30.0
 
 
 class _Running:
-    """A step under way: what its replicas returned and raised, and how many threads are in it."""
+    """A running step: its replicas' results and errors, and the threads that are in it."""
 
     def __init__(self, size: int) -> None:
         self.results: list[Any] = [None] * size
-        self.errors: list[tuple[int, BaseException]] = []  # In the order of time.
+        self.errors: list[tuple[int, BaseException]] = []  # In order of time.
         self.begun = 0
-        self._deadline: float | None = None  # After a failure; it holds on through interrupts.
+        self._deadline: float | None = None  # Set by a failure; interrupts do not extend it.
         self._ended: list[None] = []
         self._wake = threading.Lock()  # Held until a thread ends.
         self._wake.acquire()
 
     def end(self) -> None:
-        """Say that a thread is out of the step."""
+        """Record that a thread has left the step, and wake the waiting thread."""
         self._ended.append(None)
         try:  # noqa: SIM105 - it costs a microsecond.
             self._wake.release()
         except RuntimeError:
-            pass  # Another one has, and the waiter will count both.
+            pass  # Another thread did; the waiter counts both.
 
     def wait(self) -> bool:
-        """Wait until all threads are out, or after a failure for a while; return True if they are.
+        """Return True once all threads have left, or False `GRACE_SECONDS` after a failure.
 
-        Those that ended are counted: an interrupt may strike when a wake-up was taken already.
+        This counts threads, because an interrupt may strike after the lock has been acquired.
         """
         while len(self._ended) < self.begun:
-            # In short waits, for a failure may come while this thread sleeps.
+            # The waits are short, because a replica may fail during one.
             if not self._wake.acquire(timeout=1.0) and self.errors:
                 self._deadline = self._deadline or time.monotonic() + GRACE_SECONDS
                 if time.monotonic() > self._deadline:
@@ -68,32 +68,32 @@ Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 def _serve(jobs: Jobs) -> None:
-    """Do what a replica's thread is given, until it is told to end."""
+    """Run jobs on a replica's thread until the queue yields None."""
     while (job := jobs.get()) is not None:
         job()
         del job
 
 
 def _end(queues: list[Jobs]) -> None:
-    """Tell threads to end when they have done what they were given."""
+    """Make threads end after the jobs that are in their queues."""
     for jobs in queues:
         jobs.put(None)
     queues.clear()
 
 
 class ReplicaPool:
-    """Run steps on all replicas of a group.
+    """The threads that run steps on all replicas of a group.
 
-    Where nobody holds the pool any more, its threads end.
+    The threads end when the pool is garbage-collected.
 
     Args:
         group: the communicators and streams.
-        contexts: one for each replica.
-        title: the strategy, as messages name it.
+        contexts: the context of each replica.
+        title: the strategy's name for messages.
     """
 
     def __init__(self, group: ReplicaGroup, contexts: Sequence[ReplicaContext], title: str) -> None:
-        self.abandoned = False  # After threads were given up it can only be closed.
+        self.abandoned = False  # Once threads were abandoned, only `close` works.
         self._group = group
         self._contexts = contexts
         self._title = title
@@ -102,10 +102,10 @@ class ReplicaPool:
         weakref.finalize(self, _end, self._queues).atexit = False
 
     def run(self, step: Step) -> list[Any]:
-        """Call a step with the number of each replica, on its thread; return the results in order.
+        """Return the results of a step, called with each replica's number on its thread, in order.
 
         Raises:
-            BaseException: what a replica raised, the first of them, with a note naming it.
+            BaseException: the first exception of a replica, with a note that names the replica.
         """
         running = _Running(len(self._contexts))
         try:
@@ -121,12 +121,12 @@ class ReplicaPool:
         return running.results
 
     def close(self) -> None:
-        """End the threads, and what the communicators hold."""
+        """End the threads and close the communicators."""
         self._end_threads()
         self._group.close(abandoned=self.abandoned)
 
     def _run_all(self, step: Step, running: _Running) -> None:
-        """Run every replica, and come back when all are out or given up."""
+        """Run every replica, and return when all have left the step or are abandoned."""
         size, threads = len(self._contexts), None
         if size > 1:
             if not self._threads:
@@ -136,10 +136,10 @@ class ReplicaPool:
         with limited_blas(threads):
             try:
                 for rank in range(1, size):
-                    # Settings that live in context variables, np.errstate among them, go along.
+                    # The copy passes on settings in context variables, such as np.errstate.
                     settings = contextvars.copy_context().run
                     job = functools.partial(settings, self._replica, rank, step, running)
-                    # No call stands between these two: an interrupt strikes before or after both.
+                    # No call between these two, so an interrupt strikes before or after both.
                     running.begun += 1
                     self._queues[rank - 1].put(job)
                 self._replica(0, step, running)
@@ -169,7 +169,7 @@ class ReplicaPool:
             self._group.leave(rank)
         except BaseException as error:
             running.errors.append((rank, error))
-            if not self.abandoned:  # Else another step may be under way, which it has no part in.
+            if not self.abandoned:  # Else the abort could hit a later step.
                 self._group.abort(error)
         finally:
             del frames[depth:]
@@ -177,7 +177,7 @@ class ReplicaPool:
                 running.end()
 
     def _fail(self, running: _Running, interrupt: BaseException) -> None:
-        """Note what reached the calling thread from outside its replica, and release the others."""
+        """Record an exception that hit the calling thread outside its replica; release the rest."""
         running.errors.insert(0, (0, interrupt))
         self._group.abort(interrupt)
 
@@ -198,13 +198,13 @@ class ReplicaPool:
         threads, self._threads = self._threads, []
         _end(self._queues)
         for thread in [] if self.abandoned else threads:
-            if thread.is_alive():  # One that could not start is not.
+            if thread.is_alive():  # False if it could not start.
                 thread.join(GRACE_SECONDS)
 
     def _raise_first(self, running: _Running) -> None:
         own = [item for item in running.errors if not isinstance(item[1], WorkerLostError)]
         rank, error = (own or running.errors)[0]
-        running.errors = []  # The error's traceback holds the step: no cycle, please.
+        running.errors = []  # The error's traceback refers to the step; avoid a cycle.
         replica = self._contexts[rank]
         error.add_note(
             f"raised in replica {replica.replica_id_in_sync_group} of "
@@ -212,7 +212,7 @@ class ReplicaPool:
         )
         if self.abandoned:
             error.add_note(
-                f"a replica was still computing {GRACE_SECONDS:g} s later; its thread was given up."
+                f"a replica was still computing {GRACE_SECONDS:g} s later; its thread is abandoned."
             )
         try:
             raise error

@@ -1,6 +1,6 @@
-"""When one worker's update becomes everybody's: at once, within bounds, or together with others'.
+"""Update modes of parameter servers: asynchronous, bounded staleness, synchronous.
 
-Updates go to the servers through here, and this is where a worker waits for others.
+A worker sends its updates through an update mode, which makes it wait for other workers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Applies = Mapping[int, Apply]
 
 
 class UpdateMode:
-    """Send the updates of one worker: each as it is, and wait for nobody."""
+    """The asynchronous mode: a worker sends each update and waits for no other worker."""
 
     together = False
-    """Whether several workers' updates make one step."""
+    """Whether one step combines the updates of several workers."""
     namespace = ""
-    """What tells the strategy's own names on the servers from others', set once it is known."""
+    """The prefix of the strategy's names on the servers, which the strategy sets later."""
 
     def push(self, servers: Servers, name: str, applies: Applies, then: Then) -> None:
-        """Send an update of an optimizer of a name; `then` is called with what became of it."""
+        """Send an update of the optimizer `name`, and call `then` with the servers' outcomes."""
         servers.change({server: [apply] for server, apply in applies.items()}, then)
 
 
@@ -40,22 +40,22 @@ def update_mode_of(
     coordinated: bool,
     timeout: float,
 ) -> UpdateMode:
-    """Return how one of some workers sends its updates; see `ParameterServerStrategy`.
+    """Return the update mode of one of `workers` workers; see `ParameterServerStrategy`.
 
-    Those that a chief sends functions to, as `coordinated` tells, never wait for each other.
+    If `coordinated`, a chief sends functions to the workers, which must not wait for each other.
 
     Raises:
-        ValueError: the numbers do not fit.
+        ValueError: the arguments contradict each other, or one is out of range.
     """
     if replicas_to_aggregate is None and total_num_replicas is not None:
-        raise ValueError("total_num_replicas is of use with replicas_to_aggregate only.")
+        raise ValueError("total_num_replicas needs replicas_to_aggregate: pass both.")
     if replicas_to_aggregate is None and max_staleness is None:
         return UpdateMode()
     if coordinated:
         raise ValueError(
-            "replicas_to_aggregate and max_staleness let workers wait for each other, which "
-            "functions sent by a chief must not: leave the chief out of the cluster, so that each "
-            "worker runs its own loop."
+            "replicas_to_aggregate and max_staleness make workers wait for each other, which "
+            "functions sent by a chief must not do: remove the chief from the cluster, so that "
+            "each worker runs its own loop."
         )
     if max_staleness is not None:
         if replicas_to_aggregate is not None:
@@ -67,15 +67,15 @@ def update_mode_of(
     total = needed if total_num_replicas is None else total_num_replicas
     if not 1 <= needed <= total <= workers:
         raise ValueError(
-            f"replicas_to_aggregate={needed} of total_num_replicas={total}: there must be at least "
-            f"1, and no more of either than the {workers} worker(s) of the cluster."
+            f"replicas_to_aggregate={needed} and total_num_replicas={total}: both must be between "
+            f"1 and the cluster's {workers} worker(s), and the first no larger than the second."
         )
     return _Synchronous(needed, timeout)
 
 
 @contextlib.contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Say in the error of a wait that took too long what was waited for."""
+    """Add what the worker waited for to the message of a timeout in a ``with`` block."""
     try:
         yield
     except CollectiveTimeoutError as error:
@@ -83,7 +83,7 @@ def _naming(what: str) -> Iterator[None]:
 
 
 class _Bounded(UpdateMode):
-    """Begin no step too far ahead of others."""
+    """The mode of bounded staleness: a worker waits if it is too many steps ahead of others."""
 
     def __init__(self, slack: int, workers: int) -> None:
         self._slack, self._workers = slack, workers
@@ -99,12 +99,12 @@ class _Bounded(UpdateMode):
     def _wait(self, servers: Servers) -> None:
         with _naming(f"worker(s) that are more than {self._slack} step(s) behind"):
             wait = AwaitClock(f"{self.namespace}workers", self._clock, self._slack, self._workers)
-            # One that begins anew goes on from where the others are.
+            # A restarted worker continues from the step of the others.
             self._clock = servers.ask({0: wait})[0].value
 
 
 class _Synchronous(UpdateMode):
-    """Let the mean of several workers' updates make a step, and wait until it is made."""
+    """The synchronous mode: the mean of several workers' updates is a step; all wait for it."""
 
     together = True
 
@@ -116,13 +116,13 @@ class _Synchronous(UpdateMode):
         aggregate, needed = self.namespace + name, self._needed
         deadline = time.monotonic() + self._timeout
         outcomes: dict[int, tuple[Outcome, ...]] = {}
-        # A worker that comes later learns the step from having its first gradients dropped.
+        # A worker that starts later learns the current step when its first gradients are dropped.
         waiting = {server: self._steps.get((name, server), 0) for server in applies}
-        lacking: Iterable[int] = waiting  # The servers that have not this worker's gradients.
+        lacking: Iterable[int] = waiting  # Servers without this worker's gradients.
         while waiting:
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
-                    f"the step of {name!r} was not made in {self._timeout:g} s."
+                    f"the step of {name!r} was not complete after {self._timeout:g} s."
                 )
             given = {i: [Aggregate(aggregate, waiting[i], needed, applies[i])] for i in lacking}
             servers.change(given, outcomes.update)
@@ -134,9 +134,9 @@ class _Synchronous(UpdateMode):
             ):
                 for server, reply in replies:
                     if reply.value <= waiting[server]:
-                        # The server was restored from a snapshot, and has lost this worker's
-                        # gradients. Others may wait for them there before they give theirs to
-                        # another server, so this worker must not wait for that one first.
+                        # The server was restored from a snapshot and lost this worker's gradients.
+                        # Other workers may wait for them there before they send theirs to another
+                        # server, so this worker must not wait for that other server first.
                         lacking = (server,)
                         break
                     self._steps[name, server] = reply.value

@@ -1,4 +1,4 @@
-"""What a replica reads and writes."""
+"""Variables: arrays that keep their values between steps, under any strategy."""
 
 from ndistribute.variables.policy import VariableAggregation, VariableSynchronization
 from ndistribute.variables.variable import Variable

@@ -1,8 +1,7 @@
-"""Make an object usable wherever the array that it stands for is.
+"""The base class of variables, which makes them usable as arrays.
 
-NumPy's functions and operators reach a variable through its protocols; each use reads a snapshot
-first, which is where a gradient tape learns of it. In-place changes are refused: they belong to
-`assign` and its relatives.
+NumPy's functions and operators use its array protocols. Each use reads a snapshot, which a gradient
+tape records. In-place changes raise an error: `assign` and its relatives change variables.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ __all__ = ["ArrayLike", "detached"]
 
 
 def _operator(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], ...]:
-    """Return the methods of an operator that is too frequent for the detour over NumPy's protocol.
+    """Return the methods of a frequent operator, which do not use NumPy's protocol.
 
-    The detour costs 1.5 us, and squares by `np.power`.
+    The protocol costs 1.5 us per call, and computes squares by `np.power`.
     """
 
     def of_left(self: ArrayLike, other: Any) -> Any:
@@ -42,42 +41,42 @@ def _conversion(function: Callable[[Any], Any]) -> Callable[[ArrayLike], Any]:
 
 
 class ArrayLike(NDArrayOperatorsMixin):
-    """Behave like the array that `component` returns."""
+    """An object that behaves like the array that its `component` returns."""
 
     __array_priority__ = 1000.0
 
     def component(self) -> Array:
-        """Return the array itself, untracked; on a GPU as a view of memory that must not change."""
+        """Return the array, untracked; on a GPU, a view of memory that must not be written."""
         raise NotImplementedError(f"{type(self).__name__} defines no component.")
 
     def raw_array(self) -> Array:
-        """Return the array itself, as `ndistribute.device.as_array` asks for it."""
+        """Return the array, untracked, for `ndistribute.device.as_array`."""
         return self.component()
 
     def tracked_value(self) -> Any:
-        """Return the array to compute with, tracked by a tape that watches it."""
+        """Return the array to compute with, tracked by the tape that watches this variable."""
         recorder = current_frame().recorder
         array = self.component()
         return array if recorder is None else recorder.read(self, array)
 
     def read_value(self) -> Any:
-        """Return a snapshot to keep, tracked by the tape that watches this variable."""
+        """Return a snapshot that never changes, tracked by the tape that watches this variable."""
         recorder = current_frame().recorder
         array = detached(self.component())
         return array if recorder is None else recorder.read(self, array)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return a copy on the host that the caller owns."""
+        """Return a copy as a NumPy array, which the caller owns."""
         return np.array(to_host(self.component()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        # Where a tape watches this variable, its tracked array refuses to lose the gradient.
+        # If a tape watches this variable, its tracked array raises, as the gradient would be lost.
         return np.array(to_host(self.tracked_value()), dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         values = map(_read, inputs)
         if method == "__call__" and not kwargs:
-            # CuPy's arrays have the operator, and no part in generalised ufuncs.
+            # CuPy's arrays support the operator, but not the generalised ufunc.
             return operator.matmul(*values) if ufunc is np.matmul else ufunc(*values)
         if method == "at" and isinstance(inputs[0], ArrayLike):
             self._refuse_in_place(f"np.{ufunc.__name__}.at(variable, ...)")
@@ -127,19 +126,19 @@ class ArrayLike(NDArrayOperatorsMixin):
 
     def _refuse_as_output(self, what: str, out: Any) -> None:
         if any(isinstance(one, ArrayLike) for one in (out if isinstance(out, tuple) else (out,))):
-            self._refuse_in_place(f"{what}(..., out=variable), which += and its like stand for")
+            self._refuse_in_place(f"{what}(..., out=variable), for example by +=,")
 
     def _refuse_in_place(self, what: str) -> NoReturn:
         raise TypeError(
-            f"{what}: a variable is changed by assign, assign_add, assign_sub or scatter_update, "
-            "which keep all its copies alike."
+            f"{what} cannot change a variable: use assign, assign_add, assign_sub or "
+            "scatter_update, which change all its copies."
         )
 
 
 def detached(value: Any) -> Any:
-    """Return an array through which nobody can write to a variable.
+    """Return an array whose changes do not affect a variable.
 
-    A snapshot on a CPU is read-only. CuPy has no such flag, so what is a view there is copied.
+    A snapshot on a CPU is read-only. CuPy has no such flag, so a view on a GPU is copied.
     """
     if type(value) is np.ndarray or not is_gpu_array(value) or value.base is None:
         return value

@@ -1,7 +1,7 @@
-"""The kinds of variables in this process's memory.
+"""The kinds of variables that are stored in this process.
 
-A mirrored variable has an array in each memory space, which the replicas there share; a central
-one has a single array; one that is synchronized on read has an array for each replica.
+A mirrored variable has one array per memory space, which the replicas there share. A central
+variable has a single array. A variable that is synchronized on read has one array per replica.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["CentralVariable", "DeviceCopies", "MirroredVariable", "SyncOnReadVar
 
 
 class Cell(ArrayOwner):
-    """Hold an array that readers see as it was when they read it.
+    """An array whose readers get snapshots.
 
-    A read hands out a read-only view. While somebody holds one, or a view of it, the next update
-    goes into a fresh array, else it happens where the array is.
+    A read returns a read-only view. If a view still exists, the next update writes to a new array;
+    otherwise it happens in place.
 
     >>> cell = Cell(np.zeros(2), Device("cpu:0"))
     >>> before = cell.read()
@@ -45,16 +45,16 @@ class Cell(ArrayOwner):
         self.device = device
         self.version = 0
         with working_on(device):
-            # The copy owns its memory, so NumPy makes it the base of every view of a view.
+            # The copy owns its memory, so NumPy makes it the base even of views of views.
             self._hold(copy_to(initial, device).copy(order="C"))
 
     def read(self) -> Array:
-        """Return a snapshot that never changes afterwards, read-only but on a GPU."""
-        # Each reader gets a view of its own, for he may set its shape or its flags.
+        """Return a snapshot that never changes, which is read-only on a CPU."""
+        # Each reader gets its own view, because it may set the view's shape or flags.
         return self._view.view()
 
     def writable(self, *, keep: bool = True) -> Array:
-        """Return the array to update: a fresh one where a snapshot of it is held."""
+        """Return the array to update: a new one if a snapshot exists; `keep` copies the values."""
         self.version += 1
         if self.is_shared(own_views=1):
             with working_on(self.device):
@@ -88,7 +88,7 @@ class Cell(ArrayOwner):
 def _apply_rows(write: Write, target: Array) -> None:
     rows: IndexedSlices = write.value
     if is_gpu_array(target):
-        # What CuPy does where an index stands twice is not defined, or for few dtypes only.
+        # CuPy's result for repeated indices is undefined, or defined for few dtypes only.
         rows = write.rows_once().value if write.how == "assign" else rows.summed()
     if write.how == "assign":
         target[rows.indices] = rows.values
@@ -101,13 +101,13 @@ def _apply_rows(write: Write, target: Array) -> None:
 
 
 class DeviceCopies:
-    """Keep copies of an array in other memories until there is a newer version."""
+    """Copies of an array in other memory spaces, each kept until there is a newer version."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Any, Array]] = {}
 
     def on(self, device: Device, version: Any, array: Array) -> Array:
-        """Return a snapshot in a device's memory of an array's version."""
+        """Return a snapshot of a version of an array, in a device's memory."""
         known, copy = self._held.get(device.memory_space, (None, array))
         if known != version:
             copy = copy_to(array, device)
@@ -118,10 +118,10 @@ class DeviceCopies:
 
 
 class MirroredVariable(Variable):
-    """Keep one value for all replicas, one array for each memory space."""
+    """A variable with one value for all replicas, and one array per memory space."""
 
     home_of: list[int]
-    """Which of the arrays each replica of this process reads and updates."""
+    """For each replica of this process, the index of the array that it reads and updates."""
 
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
         super()._set_up(strategy, array, policy)
@@ -131,24 +131,24 @@ class MirroredVariable(Variable):
         self._cells = [Cell(array, homes[self.home_of.index(k)]) for k in range(len(spaces))]
 
     def _homes(self, devices: Sequence[Device]) -> Sequence[Device]:
-        """Return in whose memory each replica's array lives."""
+        """Return the device that stores the array of each replica."""
         return devices
 
     def component(self) -> Array:
-        """Return a snapshot of this replica's array; across replicas, of the first one's."""
+        """Return a snapshot of this replica's array, or of the first one outside replicas."""
         replica = self.replica("read")
         home = 0 if replica is None else self.home_of[replica.local_replica_id]
         return self._cells[home].read()
 
     @property
     def values(self) -> tuple[Array, ...]:
-        """Return a snapshot for each replica of this process."""
+        """Snapshots, one for each replica of this process."""
         return tuple(detached(self._cells[home].read()) for home in self.home_of)
 
     def begin_update(self) -> list[Array]:
         """Return the arrays to change in place, one for each memory space.
 
-        Called once for all replicas while they wait; they then change the parts that they own.
+        Called once for all replicas, which wait for it and then change the parts that they own.
         """
         return [cell.writable() for cell in self._cells]
 
@@ -158,9 +158,9 @@ class MirroredVariable(Variable):
 
 
 class CentralVariable(MirroredVariable):
-    """Keep one value for all replicas, in one place: on the parameter device.
+    """A variable with one value for all replicas, on the strategy's parameter device.
 
-    Replicas elsewhere keep what they last fetched, and fetch again only after an update.
+    Replicas in other memory spaces keep the copy that they fetched until there is an update.
     """
 
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
@@ -172,11 +172,11 @@ class CentralVariable(MirroredVariable):
 
     @property
     def values(self) -> tuple[Array, ...]:
-        """Return a snapshot of the one component."""
+        """A tuple with a snapshot of the one component."""
         return (detached(self._cells[0].read()),)
 
     def component(self) -> Array:
-        """Return a snapshot in this replica's memory."""
+        """Return a snapshot in the memory of this replica's device."""
         replica, cell = self.replica("read"), self._cells[0]
         if replica is None or replica.device.memory_space == cell.device.memory_space:
             return cell.read()
@@ -184,17 +184,17 @@ class CentralVariable(MirroredVariable):
 
 
 class SyncOnReadVariable(Variable):
-    """Keep one value for each replica."""
+    """A variable with its own value for each replica, combined when it is read across replicas."""
 
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
         super()._set_up(strategy, array, policy)
         self._cells = [Cell(array, device) for device in strategy.devices]
 
     def component(self) -> Array:
-        """Return this replica's own value; across replicas, all of them combined.
+        """Return this replica's value, or the values of all replicas combined outside replicas.
 
         Raises:
-            ValueError: read across replicas without an aggregation.
+            ValueError: called outside replicas, and the variable has no aggregation.
         """
         replica = self.replica("read")
         if replica is not None:
@@ -221,16 +221,16 @@ class SyncOnReadVariable(Variable):
 
     @property
     def values(self) -> tuple[Array, ...]:
-        """Return a snapshot of each replica's value."""
+        """Snapshots of the values of this process's replicas."""
         return tuple(detached(cell.read()) for cell in self._cells)
 
     def _apply_own(self, write: Write, replica: Any) -> None:
         self._cells[replica.local_replica_id].apply(write)
 
     def _apply(self, write: Write) -> None:
-        """Write across replicas: with SUM the components add up to what was written.
+        """Write to all components; with SUM, so that they add up to the written value.
 
-        An assigned float is divided evenly, anything that can not be divided goes to the first.
+        An assigned float is divided evenly; other values go to replica 0, and 0 to the others.
         """
         count = self._strategy.num_replicas_in_sync
         first = others = write

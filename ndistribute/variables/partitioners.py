@@ -1,8 +1,8 @@
-"""Into how many shards a variable is cut, along its first axis.
+"""Partitioners, which split a variable along its first axis into shards.
 
-A partitioner is any function of a shape and a dtype that returns a number of shards for each axis;
-the ones here choose by number or by size. Shards are of balanced lengths: they differ by one row at
-most.
+A partitioner is a function of a shape and a dtype that returns the number of shards for each axis.
+Those here choose it by number or by size. The lengths of a variable's shards differ by at most one
+row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Partitioner = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]
 
 
 class _Partitioner:
-    """Cut the first axis into as many shards as `_count` says, or single rows if it has fewer."""
+    """A base class that splits the first axis into `_count` shards, at most one for each row."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -35,7 +35,7 @@ class _Partitioner:
                 raise ValueError(f"{name} must be 1 or more, got {value}.")
 
     def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
-        """Return the number of shards for each axis."""
+        """Return the number of shards for each axis; 1 for each axis but the first."""
         counts = [1] * len(shape)
         if counts and 0 not in shape:
             itemsize: int = np.dtype(dtype).itemsize
@@ -49,13 +49,13 @@ class _Partitioner:
 
 @dataclasses.dataclass(frozen=True)
 class FixedShardsPartitioner(_Partitioner):
-    """Cut every variable into the same number of shards, or into single rows if it has fewer.
+    """A partitioner that splits every variable into the same number of shards.
 
     Args:
-        num_shards: 1 or more.
+        num_shards: the number of shards, 1 or more; a variable with fewer rows has one per row.
 
     Raises:
-        ValueError: the number is smaller.
+        ValueError: the number is below 1.
 
     >>> partitioner = FixedShardsPartitioner(2)
     >>> partitioner((10, 3), np.float32), partitioner((1, 3), np.float32)
@@ -70,13 +70,13 @@ class FixedShardsPartitioner(_Partitioner):
 
 @dataclasses.dataclass(frozen=True)
 class MinSizePartitioner(_Partitioner):
-    """Cut a variable into as many shards as there can be of a least size.
+    """A partitioner that splits a variable into the most shards of at least a minimum size.
 
-    No shard is smaller, unless the whole variable is.
+    A variable that is smaller than the minimum is not split.
 
     Args:
-        min_shard_bytes: the least size of a shard.
-        max_shards: the most shards.
+        min_shard_bytes: the minimum size of a shard, in bytes.
+        max_shards: the maximum number of shards.
 
     Raises:
         ValueError: a number is below 1.
@@ -96,13 +96,13 @@ class MinSizePartitioner(_Partitioner):
 
 @dataclasses.dataclass(frozen=True)
 class MaxSizePartitioner(_Partitioner):
-    """Cut a variable into as few shards as there can be of a greatest size.
+    """A partitioner that splits a variable into the fewest shards of at most a maximum size.
 
-    No shard is larger, unless a single row is, or `max_shards` forbids it.
+    A shard exceeds the maximum only if a single row does, or if `max_shards` requires it.
 
     Args:
-        max_shard_bytes: the greatest size of a shard.
-        max_shards: the most shards; None: any number.
+        max_shard_bytes: the maximum size of a shard, in bytes.
+        max_shards: the maximum number of shards; None: any number.
 
     Raises:
         ValueError: a number is below 1.
@@ -123,11 +123,11 @@ class MaxSizePartitioner(_Partitioner):
 def number_of_shards(
     partitioner: Partitioner | None, shape: Sequence[int], dtype: np.dtype[Any]
 ) -> int:
-    """Return into how many shards a variable is cut; one without elements or axes is left whole.
+    """Return the number of a variable's shards; a variable without elements or axes has one.
 
     Raises:
-        ValueError: the partitioner returned something else than a positive number for each axis,
-            cuts another axis, or makes more shards than there are rows.
+        ValueError: the partitioner did not return a positive integer for each axis, or it splits
+            another axis than the first, or into more shards than there are rows.
 
     >>> number_of_shards(FixedShardsPartitioner(3), (7, 2), np.dtype(float))
     3
@@ -147,6 +147,6 @@ def number_of_shards(
         )
     if any(count != 1 for count in counts[1:]) or counts[0] > shape[0]:
         raise ValueError(
-            f"{given}: only the first axis can be cut, into at most as many shards as it has rows."
+            f"{given}: only the first axis can be split, into at most one shard for each row."
         )
     return counts[0]

@@ -1,4 +1,4 @@
-"""When the components of a variable are brought together, and how."""
+"""When and how a strategy combines the replicas' values of a variable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class VariableSynchronization(enum.Enum):
-    """Choose when the replicas' values of a variable are combined.
+    """The choice of when replicas' values are combined: on write, as for ``AUTO``, or on read.
 
     >>> VariableSynchronization("on_read").name
     'ON_READ'
@@ -29,7 +29,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """Choose how the replicas' values of a variable are combined.
+    """The choice of how the replicas' values of a variable are combined.
 
     >>> VariableAggregation.SUM.reduce_op
     <ReduceOp.SUM: 'SUM'>
@@ -42,13 +42,13 @@ class VariableAggregation(enum.Enum):
 
     @property
     def reduce_op(self) -> ReduceOp | None:
-        """Return the reduction over replicas, or None where there is none."""
+        """The reduction over replicas; None for ``NONE`` and ``ONLY_FIRST_REPLICA``."""
         return {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN}.get(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class VariablePolicy:
-    """Hold what is said of a variable at its creation, but for its value."""
+    """The arguments of a variable other than its initial value and dtype."""
 
     name: str
     trainable: bool = False
@@ -59,7 +59,7 @@ class VariablePolicy:
     def parse(
         cls, name: str | None, trainable: bool, synchronization: Any, aggregation: Any
     ) -> VariablePolicy:
-        """Return the policy that a user's words stand for, or raise an error; no name is empty."""
+        """Return the policy for the arguments of `Variable`; a name of None becomes empty."""
         when = _parse(VariableSynchronization, synchronization, "synchronization")
         if when is VariableSynchronization.NONE:
             raise ValueError(
@@ -71,11 +71,11 @@ class VariablePolicy:
         how = _parse(VariableAggregation, aggregation, "aggregation")
         if not isinstance(name, str | None) or isinstance(trainable, str):
             what = f"name={name!r} and trainable={trainable!r}"
-            raise TypeError(f"{what} were passed: write nd.Variable(value, name='w').")
+            raise TypeError(f"{what} are not a str and a bool: write nd.Variable(x, name='w').")
         return cls(name or "", trainable, when, how)
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raise a `ValueError` if the aggregation is not defined for a dtype."""
+        """Raise a `ValueError` if the aggregation is undefined for a dtype."""
         if self.aggregation is VariableAggregation.MEAN and dtype.kind in "iub":
             raise ValueError(
                 f"aggregation MEAN needs a floating dtype, got {dtype}: MEAN is undefined for "

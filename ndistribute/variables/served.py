@@ -1,13 +1,13 @@
-"""The ON_WRITE kind whose value lies on parameter servers, in one shard or in several.
+"""Variables on parameter servers, in one shard or several.
 
-Each process keeps a copy, which it brings up to date when it reads, or fetches the few rows that an
-index in brackets names: a table on servers is large, and a step needs the rows of its batch. Across
-replicas every read asks. In a step the first read brings up to date all that the step before has
-read, in one exchange with each server; what was read once stays as it is until the step ends,
-unless this process changes it.
+Each process caches the shards. A read updates the cache; an index in brackets fetches only the rows
+that it needs, because tables are large and a step needs few rows. Outside replicas every read asks
+the servers. In a step, the first read updates all variables that the previous step read, with one
+message to each server; the values then stay the same until the step ends, unless this process
+changes them.
 
-A write is a change that the servers make, all of it together on each server. Where a process is
-sent a variable it gets a handle on the same one.
+The servers make the writes, and each server makes its part atomically. A pickled variable becomes a
+handle of the same variable in the process that receives it.
 """
 
 from __future__ import annotations
@@ -38,60 +38,60 @@ from ndistribute.variables.write import Write
 
 __all__ = ["CachedShard", "Place", "ServedVariable", "VariableCache", "attached", "on_host"]
 
-# A variable of so few bytes comes whole, with the others of a step: its rows alone would cost a
-# message of their own.
+# Variables up to this size are read whole, with the others of a step, because reading rows costs a
+# separate message.
 _SMALL_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Say where a variable, or a shard of one, lies."""
+    """The name and the servers of a variable or shard."""
 
     name: str
-    servers: tuple[int, ...]  # It is written on all and read from the first.
+    servers: tuple[int, ...]  # Writes go to all of them, reads to the first.
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class CachedShard:
-    """Hold the last known value of what lies at a place."""
+    """The cached value of a variable or shard on servers."""
 
     place: Place
     version: int = 0
-    seen: int = 0  # The version of which rows were read last, which may not be held here.
-    pulled_in: int = -1  # The step in which its server was asked last.
+    seen: int = 0  # The version that was read last, perhaps in rows only.
+    pulled_in: int = -1  # The step of the last request to its server.
     array: Array | None = None
 
     def read(self) -> Array:
-        """Return a snapshot of what is held."""
+        """Return a snapshot of the cached value."""
         if self.array is None:
             raise RuntimeError(
-                f"the value of variable {self.place.name!r} was never fetched from its server."
+                f"variable {self.place.name!r} has no cached value: read it before close()."
             )
         return self.array
 
 
 class ServedVariable(Variable):
-    """Keep one value on servers, in shards of consecutive rows.
+    """A variable with one value on servers, in shards of consecutive rows.
 
-    A write is whole or not at all: it is checked before any shard changes, and all that it changes
-    on one server changes together. What is read from several servers may be of different moments.
+    A write is checked before any shard changes, and each server makes its part atomically. A read
+    from several servers may return parts of different versions.
     """
 
     _internal = Variable._internal | set(
         "cached changes_of make_at places read_rows shards".split()
     )
     places: tuple[Place, ...]
-    """Where the shards lie, in the order of the rows."""
+    """The name and servers of each shard, in the order of the rows."""
     cached: tuple[CachedShard, ...]
-    """What this process holds of the shards."""
+    """The cached shards, in the order of the rows."""
     shards: Shards
-    """Which rows lie where."""
+    """The division of the rows into shards."""
 
     @classmethod
     def make(
         cls, strategy: Any, array: Array, policy: VariablePolicy, shards: int = 1
     ) -> ServedVariable:
-        """Make a variable whose shards are named after it, on the servers whose turn it is."""
+        """Return a new variable; the strategy chooses the servers of its shards in turn."""
         named = [strategy.place(_part_name(policy, k, shards)) for k in range(shards)]
         return cls.make_at(strategy, array, policy, [Place(name, (i,)) for name, i in named])
 
@@ -99,10 +99,10 @@ class ServedVariable(Variable):
     def make_at(
         cls, strategy: Any, array: Array, policy: VariablePolicy, places: Sequence[Place]
     ) -> ServedVariable:
-        """Make a variable whose shards are at some places, unless it is there, with its value.
+        """Return the variable at some places; create it with the value of `array` if it is missing.
 
         Raises:
-            ValueError: there is one of another shape or dtype.
+            ValueError: a variable there has another shape or dtype.
         """
         initial: dict[int, list[tuple[str, Array]]] = defaultdict(list)
         parts = Shards(tuple(array.shape), len(places)).cut(to_host(array))
@@ -123,7 +123,7 @@ class ServedVariable(Variable):
 
     @property
     def variables(self) -> tuple[ServedVariable, ...]:
-        """Return the shards as variables of their own, in the order of the rows."""
+        """The shards as separate variables, in the order of the rows."""
         count = len(self.cached)
         if count == 1:
             return (self,)
@@ -139,7 +139,7 @@ class ServedVariable(Variable):
         )
 
     def component(self) -> Array:
-        """Return a snapshot in this replica's memory, of this step or newer."""
+        """Return a snapshot in this replica's memory, from this step or later."""
         self.replica("read")
         replica = current_frame().replica
         versions, whole = self._fetched(in_step=replica is not None)
@@ -148,7 +148,7 @@ class ServedVariable(Variable):
         return self._elsewhere.on(replica.device, versions, whole)
 
     def read_rows(self, rows: Array) -> Array:
-        """Return rows, rising and each once, from the servers, without fetching the others."""
+        """Return some rows from the servers; `rows` must be rising and unique."""
         asked = [
             (shard, Item(shard.place.name, rows=own))
             for shard, (_, own) in zip(self.cached, self.shards.locate(rows), strict=True)
@@ -159,11 +159,11 @@ class ServedVariable(Variable):
         answers = self._strategy.copies.ask(asked)
         for (shard, _), (_, version) in zip(asked, answers, strict=True):
             shard.seen = version
-        # The rows are rising, and so are the shards.
+        # Rising rows are in the order of the shards.
         return self.shards.join([array for array, _ in answers])
 
     def changes_of(self, write: Write) -> dict[int, list[Change]]:
-        """Return what a write changes on which server."""
+        """Return a write as changes, by server."""
         changes: dict[int, list[Change]] = defaultdict(list)
         how: Any = write.how
         for place, value in zip(self.places, self.shards.cut(write.value), strict=True):
@@ -210,7 +210,7 @@ class ServedVariable(Variable):
         self._joined: tuple[list[int], Array] = ([], array)
 
     def _fetched(self, *, in_step: bool) -> tuple[list[int], Array]:
-        """Return the versions of the shards, and a snapshot on the host."""
+        """Return the versions of the shards, and a snapshot of the whole in host memory."""
         found = self._strategy.copies.read(self.cached, in_step=in_step)
         versions = [version for _, version in found]
         if self._joined[0] != versions:
@@ -231,7 +231,7 @@ def attached(
     policy: VariablePolicy,
     places: tuple[Place, ...],
 ) -> ServedVariable:
-    """Return this process's variable of some places, the same one whenever it is asked for."""
+    """Return this process's variable at some places; repeated calls return the same object."""
     key = places[0].name if len(places) == 1 else f"{places[0].name} and more"
     found: ServedVariable | None = strategy.handles.get(key)
     if found is None:
@@ -245,7 +245,7 @@ def attached(
 
 
 class VariableCache:
-    """Keep what a process has read of the variables of one strategy, and bring it up to date."""
+    """A process's cache of the values of one strategy's variables."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
@@ -255,22 +255,22 @@ class VariableCache:
         self._read_before: Sequence[CachedShard] = ()
         self._read_now: dict[CachedShard, None] = {}
         self.is_final = False
-        """Whether nothing is asked of the servers any more."""
+        """Whether the cache sends no more requests to the servers."""
 
     def at(self, place: Place) -> CachedShard:
-        """Return what is held of a place, one object for all variables that it belongs to."""
+        """Return the cached shard of a place, one object for all variables that contain it."""
         with self._lock:
             return self._known.setdefault(place.name, CachedShard(place))
 
     def begin_step(self) -> None:
-        """Let the next reads in replicas be those of another step."""
+        """Begin a new step, so the next reads in replicas ask the servers."""
         with self._lock:
             self._step += 1
             if self._read_now:
                 self._read_before, self._read_now = tuple(self._read_now), {}
 
     def read(self, shards: Sequence[CachedShard], *, in_step: bool) -> list[tuple[Array, int]]:
-        """Return a snapshot of each of some shards, and its version; `in_step` for a replica."""
+        """Return a snapshot and the version of each shard; `in_step` for a read in a replica."""
         with self._lock:
             if not in_step:
                 self.pull(shards)
@@ -279,7 +279,7 @@ class VariableCache:
                     self.pull(self._outdated(dict.fromkeys([*shards, *self._read_before])))
                 except (WorkerLostError, CollectiveTimeoutError):
                     raise
-                except DistributeError:  # What the last step read may have been deleted since.
+                except DistributeError:  # A variable of the last step may have been deleted.
                     self._read_before = ()
                     self.pull(old)
             if in_step:
@@ -290,7 +290,7 @@ class VariableCache:
         return [shard for shard in shards if shard.pulled_in != self._step]
 
     def pull(self, shards: Iterable[CachedShard]) -> None:
-        """Ask the servers for what is newer than what is held."""
+        """Update shards from the servers, which send only newer versions."""
         with self._lock:
             if self.is_final:
                 return
@@ -305,9 +305,9 @@ class VariableCache:
                 shard.pulled_in = self._step
 
     def ask(self, items: Sequence[tuple[CachedShard, Item]]) -> list[tuple[Any, int]]:
-        """Return what the servers hold of each item, and its version: one message to each server.
+        """Return the array and version of each item, with one message to each server.
 
-        The array is None where what is known of the whole is the newest.
+        The array is None if the item's version is the newest one.
         """
         asked: dict[int, list[Item]] = defaultdict(list)
         for shard, item in items:
@@ -318,18 +318,18 @@ class VariableCache:
         return [next(answers[shard.place.servers[0]]) for shard, _ in items]
 
     def changed(self, shards: Iterable[CachedShard]) -> None:
-        """Let the next read of what this process changed ask the servers."""
+        """Mark shards that this process changed, so that their next read asks the servers."""
         with self._lock:
             for shard in shards:
                 shard.pulled_in = -1
 
     def stay(self) -> None:
-        """Ask no more: what is held stays readable."""
-        self.is_final = True  # Without the lock, which a thread holds while it waits for a server.
+        """Send no more requests; cached values stay readable."""
+        self.is_final = True  # Without the lock, which a thread may hold while it waits.
 
 
 def on_host(value: Any) -> tuple[Array, Array | None]:
-    """Return an array as values alone, `IndexedSlices` as values and indices, for a message."""
+    """Return the values and the indices, None for an array, in host memory for a message."""
     if isinstance(value, IndexedSlices):
         return to_host(value.values), to_host(value.indices)
     return to_host(value), None

@@ -1,6 +1,6 @@
-"""Which rows of a variable lie in which shard, and which of them an index needs: pure arithmetic.
+"""The arithmetic of shards: the rows of each shard, and the rows that an index needs.
 
-Shards are consecutive rows. All but the last few are one row longer where the rows do not divide.
+Shards are consecutive rows. If the rows do not divide evenly, the first shards have one row more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Shards", "select_rows"]
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Cut the rows of a variable of some shape into shards; without axes it is one.
+    """The division of a variable's rows into shards; a variable without axes has one shard.
 
     >>> Shards((7, 2), 3).starts
     (0, 3, 5, 7)
@@ -31,7 +31,7 @@ class Shards:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Return the first row of each shard, and the end of the last."""
+        """The first row of each shard, and the end of the last shard."""
         each, longer = divmod(self.shape[0], self.count)
         return tuple(k * each + min(k, longer) for k in range(self.count + 1))
 
@@ -43,10 +43,9 @@ class Shards:
         return (stop - start, *self.shape[1:])
 
     def cut(self, value: Any) -> list[Any]:
-        """Return each shard's rows of a whole array, as views, or of some rows.
+        """Return the part of each shard: views of a whole array, or its rows of `IndexedSlices`.
 
-        Of some rows the order, in which equal indices follow each other, stays; a shard may have
-        none of them.
+        The rows of `IndexedSlices` keep their order; a shard's part may be empty.
         """
         if self.count == 1:
             return [value]
@@ -59,9 +58,9 @@ class Shards:
         ]
 
     def locate(self, rows: Array) -> list[tuple[Array, Array]]:
-        """Return for each shard where those of some rows stand that it has, and their numbers.
+        """Return, for each shard, the positions in `rows` of its rows, and their indices in it.
 
-        The rows are in any order, also repeated.
+        The rows may be in any order and may repeat.
 
         >>> for positions, indices in Shards((7, 2), 3).locate(np.array([6, 0, 6, 2])):
         ...     print(positions, indices)
@@ -70,21 +69,21 @@ class Shards:
         [0 2] [1 1]
         """
         starts = np.array(self.starts)
-        rows = rows.astype(np.int64, copy=False)  # What is left of uint64 would be floats.
+        rows = rows.astype(np.int64, copy=False)  # uint64 minus int64 is float64.
         owners: Array = np.searchsorted(starts[1:], rows, side="right")
         parts = [np.flatnonzero(owners == shard) for shard in range(self.count)]
         return [(part, rows[part] - start) for part, start in zip(parts, starts, strict=False)]
 
     def join(self, parts: Sequence[Array]) -> Array:
-        """Return the whole array of which `parts` are the shards."""
+        """Return the whole array, given its shards in order."""
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def select_rows(index: Any, shape: tuple[int, ...]) -> tuple[Array | None, Any]:
-    """Return which rows an index of an array needs: ``array[index]`` is ``array[rows][rest]``.
+    """Return ``(rows, rest)``, so that ``array[index]`` equals ``array[rows][rest]``.
 
-    The rows are rising, and each stands once; None stands for all. What can be no index of the
-    shape is an `IndexError`, as NumPy's.
+    The rows are rising and unique; None means all rows. An invalid index raises an `IndexError`,
+    as in NumPy.
 
     >>> select_rows([7, -1, 7], (9, 2))
     (array([7, 8]), array([0, 1, 0]))
@@ -97,7 +96,7 @@ def select_rows(index: Any, shape: tuple[int, ...]) -> tuple[Array | None, Any]:
 
 
 def _select(first: Any, shape: tuple[int, ...]) -> tuple[Array | None, Any]:
-    """Return the rows that the first item of an index needs, and what takes its place."""
+    """Return the rows that the first item of an index needs, and the item that replaces it."""
     if isinstance(first, slice):
         numbers = range(shape[0])[first]
         if len(numbers) == shape[0]:
@@ -110,8 +109,8 @@ def _select(first: Any, shape: tuple[int, ...]) -> tuple[Array | None, Any]:
     if isinstance(first, list) and not array.size:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iub" or (array.dtype.kind == "b" and not array.ndim):
-        return None, first  # NumPy itself knows what to say.
-    # NumPy refuses here what does not fit: of these axes the array is, without their memory.
+        return None, first  # NumPy raises its own error.
+    # NumPy raises here if the index is invalid; the broadcast array needs no memory.
     np.broadcast_to(np.int8(0), shape[: array.ndim if array.dtype.kind == "b" else 1])[array]
     if array.dtype.kind == "b":
         rows = np.flatnonzero(array.any(axis=tuple(range(1, array.ndim))))

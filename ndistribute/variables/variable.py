@@ -1,7 +1,7 @@
 """`Variable`: an array that a strategy keeps consistent over its replicas.
 
-This file holds what every kind shares: creation, checks, and behaving like the array it holds.
-A kind says where its components live and what a write does; the strategy in scope chooses the kind.
+This file has the parts that all kinds of variables share, such as creation and checks. A kind
+defines where its components are stored and what a write does; the current strategy chooses it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ V = TypeVar("V", bound="Variable")
 
 
 class Variable(ArrayLike):
-    """Hold an array that lives across steps and replicas.
+    """An array that keeps its value between steps and that all replicas share.
+
+    The current strategy determines where it is stored. `assign` and its relatives change it.
 
     Args:
-        initial_value: an array, a number, or a callable that returns one; copied.
-        trainable: whether tapes watch it.
-        name: shown in messages; None: ``Variable``, ``Variable_1`` and so on, in the order in which
-            the strategy's variables are created.
-        dtype: of the variable; None keeps that of the initial value.
-        synchronization: `VariableSynchronization` or its value.
-        aggregation: `VariableAggregation` or its value.
+        initial_value: an array, a number, or a callable that returns one. It is copied.
+        trainable: whether tapes watch the variable.
+        name: the name for messages and servers; None: ``Variable``, ``Variable_1`` and so on.
+        dtype: the variable's dtype; None means that of the initial value.
+        synchronization: a `VariableSynchronization` or its value.
+        aggregation: a `VariableAggregation` or its value.
 
     Raises:
-        TypeError: `name` is no string, or `trainable` no bool.
-        ValueError: the policy is unknown or does not fit the dtype, or replicas differ.
+        TypeError: `name` is not a string, or `trainable` is a string.
+        ValueError: an argument is invalid or does not fit the dtype, or replicas disagree.
 
     >>> v = Variable([1.0, 2.0])
     >>> v.assign_add([1.0, 1.0]).numpy()
@@ -75,7 +76,7 @@ class Variable(ArrayLike):
 
     @classmethod
     def make(cls: type[V], strategy: Any, array: Array, policy: VariablePolicy) -> V:
-        """Make a variable of this kind; ``Variable(...)`` finds out which, and calls this."""
+        """Return a new variable of this kind; ``Variable(...)`` chooses the kind and calls this."""
         made = object.__new__(cls)
         made._set_up(strategy, array, policy)
         return made
@@ -88,22 +89,22 @@ class Variable(ArrayLike):
         self._policy = policy
 
     def create_slot(self, name: str, value: complex = 0.0, dtype: Any = None) -> Variable:
-        """Make a variable that lies beside this one, shaped like it: what an optimizer keeps.
+        """Return a new variable with the shape and the storage of this one, for an optimizer.
 
         Args:
-            name: added to this variable's; on servers it names one slot, made once by all workers.
-            value: of all elements at first.
-            dtype: None: this variable's.
+            name: appended to this variable's name; on servers, all workers share the slot.
+            value: the initial value of all elements.
+            dtype: the slot's dtype; None means this variable's.
 
         Raises:
-            ValueError: the variable's aggregation is not defined for the dtype.
-            RuntimeError: called inside a replica, where each one would make its own.
+            ValueError: the variable's aggregation is undefined for the dtype.
+            RuntimeError: called inside a replica, where each replica would create its own slot.
 
         >>> Variable([1.0, 2.0], name="w").create_slot("adam/m")
         <MirroredVariable 'w/adam/m' float64(2,) [0. 0.]>
         """
         replica = self.replica("create_slot")
-        # A call that makes it once for all, as an optimizer's, is what its parts belong to.
+        # An optimizer's call creates slots once for all replicas, and sets `part_of` meanwhile.
         if replica is not None and replica.communicator.part_of is None:
             raise RuntimeError(
                 f"create_slot of variable {self.name!r} was called inside a replica: call it "
@@ -119,7 +120,7 @@ class Variable(ArrayLike):
 
     @property
     def values(self) -> tuple[Array, ...]:
-        """Return a snapshot of every component of this process: one, unless a kind has more."""
+        """Snapshots of the components in this process: one, unless a kind has more."""
         return (detached(self.component()),)
 
     def _apply(self, write: Write) -> None:
@@ -127,104 +128,104 @@ class Variable(ArrayLike):
         raise NotImplementedError(f"{type(self).__name__} defines no writes.")
 
     def _apply_own(self, write: Write, replica: Any) -> None:
-        """Carry out a replica's checked write to what is synchronized on read."""
+        """Carry out one replica's checked write to a variable that is synchronized on read."""
         self._apply(write)
 
     @property
     def value(self) -> Any:
-        """Return a snapshot, tracked by the tape that watches this variable."""
+        """A snapshot of the value, tracked by the tape that watches this variable."""
         return self.read_value()
 
     @property
     def distribute_strategy(self) -> Any:
-        """Return the strategy that the variable belongs to."""
+        """The strategy that the variable belongs to."""
         return self._strategy
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape."""
+        """The shape of the value."""
         return self._shape
 
     @property
     def ndim(self) -> int:
-        """Return the number of axes."""
+        """The number of axes."""
         return len(self._shape)
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
+        """The number of elements."""
         return int(np.prod(self._shape))
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Return the dtype."""
+        """The dtype, which never changes."""
         return self._dtype
 
     @property
     def name(self) -> str:
-        """Return the name."""
+        """The name, which messages and servers use."""
         return self._policy.name
 
     @property
     def trainable(self) -> bool:
-        """Return whether tapes watch the variable."""
+        """True if tapes watch the variable."""
         return self._policy.trainable
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """Return when the replicas' values are combined."""
+        """When the replicas' values are combined."""
         return self._policy.synchronization
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """Return how the replicas' values are combined."""
+        """How the replicas' values are combined."""
         return self._policy.aggregation
 
     def assign(self: V, value: Any) -> V:
-        """Set the value by the variable's synchronization and aggregation.
+        """Set the value; inside `run`, to the aggregate of the values that the replicas pass.
 
         Args:
-            value: an array or number of the variable's shape; in a replica, this replica's own.
+            value: an array or number of the variable's shape; its dtype must fit the variable's.
 
         Returns:
             The variable.
 
         Raises:
-            ValueError: the shape or dtype does not fit, or the aggregation is missing; nothing
-                has changed then.
+            ValueError: the shape or dtype does not fit, or the variable has no aggregation; the
+                variable is unchanged then.
         """
         return self._checked_write("assign", value)
 
     def assign_add(self: V, value: Any) -> V:
-        """Add to the value; see `assign`."""
+        """Add an array or number of the variable's shape to the value; see `assign`."""
         return self._checked_write("assign_add", value)
 
     def assign_sub(self: V, value: Any) -> V:
-        """Subtract from the value; see `assign`."""
+        """Subtract an array or number of the variable's shape from the value; see `assign`."""
         return self._checked_write("assign_sub", value)
 
     def scatter_add(self: V, indices: Any, values: Any = None) -> V:
-        """Add rows to the rows at these indices.
+        """Add values to the rows at some indices, and return the variable.
 
         Args:
-            indices: integers of shape ``(k,)``, or an `IndexedSlices`.
-            values: rows of shape ``(k, *shape[1:])``; equal indices add up.
+            indices: an array of k integers, or an `IndexedSlices` without `values`.
+            values: rows, broadcast to shape ``(k, *shape[1:])``; those of equal indices add up.
 
         Raises:
-            ValueError: an index is out of range, or the shapes do not fit.
+            ValueError: an index is out of range, or a shape or dtype does not fit.
         """
         return self._checked_scatter("assign_add", indices, values)
 
     def scatter_sub(self: V, indices: Any, values: Any = None) -> V:
-        """Subtract rows from the rows at these indices; see `scatter_add`."""
+        """Subtract values from the rows at some indices; see `scatter_add`."""
         return self._checked_scatter("assign_sub", indices, values)
 
     def scatter_update(self: V, indices: Any, values: Any = None) -> V:
-        """Set the rows at these indices; of equal indices the last one holds."""
+        """Set the rows at some indices; the last one of equal indices wins; see `scatter_add`."""
         return self._checked_scatter("assign", indices, values)
 
     def replica(self, what: str) -> Any:
-        """Return this thread's replica of the variable's strategy, or None across replicas.
+        """Return the context of this thread's replica, or None outside replicas or if it is alone.
 
         Raises:
             RuntimeError: another strategy is current.
@@ -248,7 +249,7 @@ class Variable(ArrayLike):
         )
 
     def _write(self, write: Write) -> None:
-        """Carry out a checked write by the variable's synchronization and aggregation."""
+        """Carry out a checked write as the variable's synchronization and aggregation require."""
         replica = self.replica("write")
         if replica is None:
             self._apply(write)
@@ -257,14 +258,14 @@ class Variable(ArrayLike):
         elif self.aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"{write.how} to variable {self.name!r} inside run: each replica passes its own "
-                "value, so the variable needs aggregation='sum', 'mean' or 'only_first_replica' "
-                "to say what becomes of them."
+                "value. Create the variable with aggregation='sum', 'mean' or "
+                "'only_first_replica', which combines them."
             )
         else:
             self._write_together(write, replica.communicator)
 
     def _write_together(self, write: Write, communicator: Any) -> None:
-        """Carry out what the writes of all replicas make, once in each process."""
+        """Combine the writes of all replicas, and carry the result out once in each process."""
 
         def apply_once(writes: Sequence[tuple[Variable, Write]]) -> None:
             written, whole = writes[0]
@@ -288,7 +289,7 @@ class Variable(ArrayLike):
             finally:
                 communicator.purpose = ""
             communicator.merge(write.how, (self, combined), apply_once)
-        except BaseException:  # An interrupt, say: the other processes go on and apply it.
+        except BaseException:  # For example an interrupt; the other processes apply it.
             communicator.guard.take_back(met)
             raise
 
@@ -334,7 +335,7 @@ class Variable(ArrayLike):
         return self
 
     def _cast(self, how: str, value: Any) -> Array:
-        """Return what is written as an array of the variable's dtype."""
+        """Return a value to write, as an array of the variable's dtype."""
         if isinstance(value, DistributedValues):
             raise ValueError(
                 f"{how} of a {type(value).__name__} to variable {self.name!r}: across replicas a "
@@ -348,7 +349,7 @@ class Variable(ArrayLike):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"variable {self.name!r} can not be copied or pickled: it belongs to "
+            f"variable {self.name!r} cannot be copied or pickled, because it belongs to "
             f"{self._strategy!r}. Copy or send variable.numpy(), and create a variable from it."
         )
 
@@ -361,18 +362,18 @@ class Variable(ArrayLike):
 
 
 def _created(initial_value: Any, dtype: Any, policy: VariablePolicy) -> Any:
-    """Return a new variable; inside `run` all replicas ask for it and get the same one."""
+    """Return a new variable; inside `run`, all replicas call this and get the same variable."""
     if isinstance(initial_value, DistributedValues):
         raise ValueError(
-            "the initial value of a variable is the same on every replica, got a "
-            f"{type(initial_value).__name__}."
+            "the initial value of a variable must be the same on every replica, got a "
+            f"{type(initial_value).__name__}: pass one component of it."
         )
     strategy, replica = context.get_strategy(), context.get_replica_context()
     if replica is None or replica.num_replicas_in_sync == 1:
         return _create(strategy, _initial_array(initial_value, dtype), policy)
     array = None
     if replica is strategy.replica_contexts[0]:
-        # On its own thread: a callable may draw from the replica's generator.
+        # On this replica's thread, because a callable may use the replica's generator.
         array = _initial_array(initial_value, dtype)
 
     def create(requests: Sequence[tuple[str, VariablePolicy, Array]]) -> Any:
@@ -381,7 +382,7 @@ def _created(initial_value: Any, dtype: Any, policy: VariablePolicy) -> Any:
             if own != wanted:
                 raise ValueError(
                     f"replica {rank} created a variable with {own}, replica 0 with {wanted}. "
-                    "Variables created inside run are matched by their order, and must be alike."
+                    "Replicas must create the same variables in the same order inside run."
                 )
         return _create(strategy, first_array, first_policy)
 
@@ -409,7 +410,7 @@ def _initial_array(initial_value: Any, dtype: Any) -> Array:
 
 
 def _described(value: Any, dtype: Any, policy: VariablePolicy) -> str:
-    """Return what has to be the same on all replicas, in words."""
+    """Return a text of the arguments that must be the same on all replicas."""
     wanted, shown = None if dtype is None else np.dtype(dtype), "a callable initial value"
     if not callable(value):
         array = as_array(value)

@@ -1,7 +1,7 @@
-"""A write to a variable, as a value: what it changes, and what becomes of those of all replicas.
+"""Writes to variables as values, and how those of all replicas combine.
 
-A variable keeps its dtype for life, so what is written to it is cast; a cast that would cut off a
-fraction, an imaginary part or the high digits of an integer is an error instead.
+A variable's dtype never changes, so written values are cast to it. A cast that would lose a
+fraction, an imaginary part or the high digits of an integer raises an error.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Write", "cast", "map_values"]
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Describe a write.
+    """A write to a variable.
 
     Args:
         how: ``"assign"``, ``"assign_add"`` or ``"assign_sub"``.
-        value: the whole array, or some of its rows; of the variable's dtype.
+        value: a whole array, or rows as `IndexedSlices`, of the variable's dtype.
     """
 
     how: str
@@ -35,11 +35,11 @@ class Write:
 
     @property
     def sparse(self) -> bool:
-        """Return True if only some rows are written."""
+        """True if only some rows are written."""
         return isinstance(self.value, IndexedSlices)
 
     def rows_once(self) -> Write:
-        """Return a write in which each row stands once: of equal indices the last one holds."""
+        """Return a write in which each index occurs once, with the last row of equal ones."""
         if self.how != "assign" or not self.sparse:
             return self
         rows = self.value
@@ -49,7 +49,7 @@ class Write:
         return Write(self.how, IndexedSlices(values, as_array(unique), rows.dense_shape))
 
     def aggregated(self, aggregation: VariableAggregation, communicator: Any) -> Write:
-        """Return the one write that all replicas' writes make; each replica calls this."""
+        """Return the combination of all replicas' writes; a collective call."""
         rows, op = self.value, aggregation.reduce_op
         if op is not None:
             return Write(self.how, communicator.all_reduce(op, self.rows_once().value))
@@ -62,7 +62,7 @@ class Write:
 
 
 def map_values(function: Callable[[Array], Array], value: Any) -> Any:
-    """Return a function of an array, or of the rows of `IndexedSlices`, on its device."""
+    """Return a function's result for an array, or for the rows of `IndexedSlices`."""
     if isinstance(value, IndexedSlices):
         return IndexedSlices(map_values(function, value.values), value.indices, value.dense_shape)
     with working_on(device_of(value)):
@@ -74,11 +74,11 @@ def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
 
     Args:
         value: an array or number.
-        dtype: the dtype that is wanted.
-        what: what is about to happen, for the error.
+        dtype: the dtype of the result.
+        what: the operation, for the error message.
 
     Raises:
-        ValueError: the dtype can not hold the value.
+        ValueError: the dtype cannot represent the value.
 
     >>> cast([1, 2], np.dtype(np.uint8), "assign")
     array([1, 2], dtype=uint8)
@@ -89,20 +89,20 @@ def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
     with working_on(device_of(array)):
         if not _fits(value, array, dtype):
             raise ValueError(
-                f"{what}: {array.dtype} does not fit {dtype}, the cast would lose information. "
+                f"{what}: the cast from {array.dtype} to {dtype} would lose information. "
                 "Convert the value with astype first. Nothing has changed."
             )
         return array.astype(dtype)
 
 
 def _fits(value: Any, array: Array, dtype: np.dtype[Any]) -> bool:
-    if array.dtype.kind == "O":  # An integer of more than 64 bits, or no number at all.
+    if array.dtype.kind == "O":  # An integer of more than 64 bits, or not a number.
         return False
     if array.dtype.kind in "iu" and dtype.kind in "iu":
-        # Only the values say whether integers fit a narrower or an unsigned dtype.
+        # Whether integers fit a narrower or an unsigned dtype depends on their values.
         safe = np.can_cast(array.dtype, dtype)
         return safe or bool((array.astype(dtype) == array).all())
     if isinstance(value, bool | int | float | complex):
-        # A number of Python's has a kind, but no width of its own.
+        # A Python number has a kind, but no width.
         return np.result_type(type(value), standard(dtype)).kind == kind_of(dtype)
     return can_cast(array.dtype, dtype)

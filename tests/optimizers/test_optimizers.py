@@ -148,8 +148,8 @@ def test_variables_without_gradient_are_reported_once(caplog: Any) -> None:
             for _ in range(2):
                 strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
     assert [record.getMessage() for record in caplog.records] == [
-        "no gradient for variable(s) one, two: they stay as they are",
-        "no gradient for variable(s) two: they stay as they are",
+        "no gradient for variable(s) one, two: they do not change",
+        "no gradient for variable(s) two: they do not change",
     ]
 
 

@@ -132,7 +132,7 @@ def test_who_failed_before_the_first_step_builds_in_the_next_one(several: nd.Str
 @one_process("workers have optimizers of their own")
 def test_replicas_with_optimizers_of_their_own_are_told(several: nd.Strategy) -> None:
     variables = make(several)
-    with raised_in(several, None, ValueError, "make one outside of run"):
+    with raised_in(several, None, ValueError, "create one outside of run"):
         several.run(lambda: Adam(0.1).build(variables))
 
 

@@ -213,7 +213,7 @@ def test_a_replica_that_does_not_end_is_given_up_after_a_failure(monkeypatch):
         v = nd.Variable(0.0, aggregation="sum")
         with pytest.raises(MineError) as caught:
             strategy.run(step)
-        assert any("given up" in note for note in caught.value.__notes__)
+        assert any("abandoned" in note for note in caught.value.__notes__)
         assert strategy.ended == 1
         assert works(strategy)
         assert strategy.run(lambda: v.assign_add(1.0)) is v
@@ -245,6 +245,6 @@ def test_a_group_that_can_not_be_made_anew_is_made_by_the_next_step(monkeypatch)
             patched.setattr(strategy, "make_group", refuse)
             with pytest.raises(MemoryError):
                 strategy.run(step)
-        assert works(strategy)  # The replica that was given up has no part in it.
+        assert works(strategy)  # The replica that was abandoned has no part in it.
         go_on.set()
         assert works(strategy)

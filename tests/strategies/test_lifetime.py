@@ -60,7 +60,7 @@ def test_a_with_block_that_raises_leaves_the_scope_and_closes():
 
 
 def test_a_with_block_that_has_not_begun_can_not_end(several):
-    with several.scope(), pytest.raises(RuntimeError, match="no `with` block"):
+    with several.scope(), pytest.raises(RuntimeError, match="not in a `with` block"):
         several.__exit__(None, None, None)
     assert works(several)
 

@@ -265,11 +265,11 @@ def test_an_optimizer_that_was_pickled_goes_on() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"total_num_replicas": 2}, "with replicas_to_aggregate only"),
-        ({"replicas_to_aggregate": 3}, "no more of either than the 2 worker"),
+        ({"total_num_replicas": 2}, "needs replicas_to_aggregate"),
+        ({"replicas_to_aggregate": 3}, "between 1 and the cluster.s 2 worker"),
         ({"replicas_to_aggregate": 1, "max_staleness": 1}, "not both"),
         ({"max_staleness": -1}, "0 or more"),
-        ({"max_staleness": 1, "chief": True}, "leave the chief out"),
+        ({"max_staleness": 1, "chief": True}, "remove the chief"),
         ({"timeout_seconds": 0}, "above 0"),
         ({"job": "ps"}, "is a parameter server"),
     ],
