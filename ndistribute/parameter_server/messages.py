@@ -39,7 +39,7 @@ class Apply(Record, frozen=True):
     gradients: tuple[Gradient, ...]
     slots: tuple[tuple[str, ...], ...]  # Per variable, in the order of `slot_names`.
     counter: str  # An int64 variable; each step increments it.
-    rule: str  # A name of `update_rules.RULES`.
+    rule: str  # The `name` of an update rule.
     learning_rate: float
     hyperparameters: dict[str, float] = msgspec.field(default_factory=dict)
 
