@@ -184,7 +184,7 @@ class Rows:
         return (
             isinstance(other, Rows)
             and [id(own) for own, _ in self._parts] == [id(other) for other, _ in other._parts]
-            and tree.same_structure(self._like, other._like)
+            and (self._like is other._like or tree.same_structure(self._like, other._like))
         )
 
     def joined(self, others: Sequence[Rows]) -> Rows:

@@ -284,11 +284,13 @@ def test_input_that_failed_under_data_is_tried_again(failing, prefetch):
         dataset = Dataset.range(6).map(read).batch(2)
         steps = distribute(dataset, cpus(1), InputOptions("data", prefetch), workers=workers)
         errors = []
-        while len(errors) < 4:
-            try:
-                return errors, pieces_of(steps)
-            except (OSError, DistributeError) as error:
-                errors.append(error)
+        for _ in range(1 + failing):
+            with pytest.raises((OSError, DistributeError)) as caught:
+                list(steps)
+            errors.append(caught.value)
+            if workers.rank == 1:
+                break
+        return errors, pieces_of(steps)
 
     failed, other = raised(on_workers(2, work))
     assert [type(error) for error in other[0]] == [DistributeError]
