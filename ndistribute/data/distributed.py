@@ -125,7 +125,7 @@ class DistributedDataset:
         self._sharding = sharding
         given = options.prefetch
         self._depth = _default_depth(node, topology.devices) if given is None else given
-        if loader_of(node) is not None:
+        if any(has_state(step.loader) for step in upstream(node)):
             self._depth = 0  # Its state is to be where the consumer is, and it prefetches itself.
 
     def cardinality(self) -> int:

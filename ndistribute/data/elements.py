@@ -31,6 +31,10 @@ Chunk: TypeAlias = "Rows | Sequence[Element]"
 _ROWS_PER_GATHER = 64
 
 
+# Of a DataFrame of any library, as `columns_of` returns them.
+COLUMNS_OF_FRAME = "{name: frame[name].to_numpy() for name in frame.columns}"
+
+
 def as_element(value: Any) -> Element:
     """Turn what a user's function gave into an element.
 
@@ -113,6 +117,11 @@ def unstack(batch: Element) -> Iterator[Element]:
 def is_frame(value: Any) -> bool:
     """Return True for a table with named columns, such as a DataFrame of pandas or polars."""
     return hasattr(value, "columns") and hasattr(value, "to_numpy")
+
+
+def columns_of(frame: Any) -> dict[Any, Any]:
+    """Return one array for each column of a table."""
+    return {name: frame[name].to_numpy() for name in frame.columns}
 
 
 def leading_length(leaves: Sequence[Leaf], what: str, remedy: str) -> int:
@@ -282,8 +291,8 @@ def _convert(value: Any, nests: Callable[[list[Any]], bool]) -> Element:
         )
     if is_frame(value):
         raise ValueError(
-            f"a {type(value).__name__} is a table, not an array. Give dict(frame) for one array a "
-            "column, or frame.to_numpy() for one array of all of them."
+            f"a {type(value).__name__} is a table, not an array. Give {COLUMNS_OF_FRAME} for one "
+            "array a column, or frame.to_numpy() for one array of all of them."
         )
     try:
         return _leaf(as_array(value))

@@ -128,6 +128,14 @@ def test_a_part_of_a_loader_is_taken_by_position():
     assert [batch.tolist() for batch in as_dataset(Stateful()).skip(2).take(3)] == everything[2:5]
 
 
+def test_a_part_of_a_loader_with_a_state_is_not_read_ahead():
+    """A worker of a `ParameterServerStrategy` takes its part of the batches."""
+    loader = Stateful()
+    iterator = iter(distribute(as_dataset(loader).shard(2, 0), cpus(1)))
+    next(iterator)
+    assert loader.given == 1
+
+
 def test_the_state_of_a_loader_is_loaded_by_a_loader_alone():
     state = iter(distribute(Stateful(), cpus(1))).state_dict()
     with pytest.raises(ValueError, match="Distribute the same input"):
