@@ -1,4 +1,4 @@
-"""What a replica is fed: datasets, and how they are cut over replicas and workers."""
+"""Datasets, and their distribution over the replicas and workers of a job."""
 
 from ndistribute.data.dataset import Dataset, as_dataset
 from ndistribute.data.distributed import (

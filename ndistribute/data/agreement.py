@@ -1,10 +1,10 @@
-"""What the workers of a job settle among them about their input.
+"""The agreement of the workers of a job on their input.
 
-How they divide a pipeline follows from the pipeline alone. When an epoch begins they compare what
-they have, and take over the seeds of the first of them: workers that share one pipeline must
-shuffle alike, though nobody called `set_seed`. Where only each worker knows when its own data ends,
-they agree at every step. All of it happens on the consumer's thread, so that the collectives of all
-workers come in the same order whatever is prepared ahead.
+The pipeline alone determines how the workers divide it. At the start of an epoch they compare
+their pipelines and use the seeds of worker 0, because workers that share a pipeline need the same
+shuffles, also without `set_seed`. If only each worker knows when its own data ends, they also agree
+at every step. All this happens on the consumer's thread, so that the order of the collectives is
+the same on all workers and does not depend on prefetching.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ndistribute.data.pipeline import Epoch, Node, upstream
 from ndistribute.data.steps import COMPLETE_IT, Position, Progress
 from ndistribute.errors import DistributeError
 
-# In the place of a shard's number, a row that says how its worker fares.
+# Instead of a shard's number: marks the row with the status of a worker.
 _WORKER = -1
 
-# How a worker fares: it has a step; it has none; nor did it ever; its input raised.
+# The status of a worker: it has a step; it has none left; it never had one; its input raised.
 STEP, OVER, EMPTY, FAILED = range(4)
 
 _SEPARATELY = (
@@ -34,13 +34,13 @@ _SEPARATELY = (
 
 _SAME_BATCHES = (
     "Under AutoShardPolicy.DATA each worker takes its part of every batch, so all must get "
-    "the same batches in the same order: seed the loader alike on all workers, or let each "
-    "have its own data with AutoShardPolicy.OFF or distribute_datasets_from_function. If only the "
-    "values differ, as with augmentation at random, give Dataset.from_generator(lambda: "
-    "iter(loader)), of which no values are compared."
+    "the same batches in the same order: seed all loaders equally, or give each worker "
+    "its own data with AutoShardPolicy.OFF or distribute_datasets_from_function. If only the "
+    "values differ, as with augmentation at random, pass Dataset.from_generator(lambda: "
+    "iter(loader)), whose values are not compared."
 )
 
-# The point of the input at which workers compare first batches and ends, and a failure before it.
+# The point of the input at which workers compare batches, and the key of a failure before it.
 _COMPARISON = "the first batch or the end of an epoch"
 _FAILED = "failed"
 
@@ -48,10 +48,10 @@ _FAILED = "failed"
 def choose_sharding(
     node: Node, policy: AutoShardPolicy, num_workers: int, can_agree: bool
 ) -> Sharding:
-    """Return how the workers divide a pipeline; by files only if they `can_agree` when those end.
+    """Return how the workers divide a pipeline; by files only if they `can_agree` on their end.
 
     Raises:
-        ValueError: sharding by file was asked for and can not be done.
+        ValueError: the policy is FILE, and the pipeline cannot be divided by files.
     """
     if policy is AutoShardPolicy.OFF:
         return Sharding.OFF
@@ -64,42 +64,42 @@ def choose_sharding(
 
 
 def _hindrance(node: Node, num_workers: int, can_agree: bool) -> str | None:
-    """Say why a pipeline can not be divided by files, and what to do instead; None if it can."""
+    """Return why a pipeline cannot be divided by files, and a remedy; None if it can."""
     steps = upstream(node)
     fewest = min((len(step.files) for step in steps if step.files is not None), default=0)
     if not fewest:
         return (
-            "needs a dataset of files, and this one reads none. Make it with Dataset.from_files, "
+            "needs a dataset of files, but this one reads none. Make it with Dataset.from_files, "
             "use DATA, or distribute_datasets_from_function and give each worker its own files."
         )
     if any(step.files is None and not step.inputs for step in steps):
         return (
-            "needs a dataset of files alone, and this one reads other sources too, of which every "
-            "worker would use all. Use DATA."
+            "needs a dataset of files only, but this one also reads other sources, which every "
+            "worker would read in full. Use DATA."
         )
     if fewest < num_workers:
         return (
-            f"deals whole files to workers, and there are {fewest} file(s) for {num_workers} "
+            f"assigns whole files to workers, but there are {fewest} file(s) for {num_workers} "
             f"workers. Write the data to at least {num_workers} files, or use DATA."
         )
     if any(step.positional for step in steps):
         return (
-            "deals whole files to workers, but take, skip, shard and zip count elements over all "
+            "assigns whole files to workers, but take, skip, shard and zip count elements over all "
             "files. Move them into the reader, or use DATA."
         )
     if not can_agree:
         return (
-            "needs the workers to tell each other when their files end: pass their communicator "
+            "requires that the workers agree on the end of their files: pass their communicator "
             "as workers, or use DATA."
         )
     return None
 
 
 def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Progress]:
-    """Begin the next epoch of a pipeline, on all workers together where they can meet.
+    """Return the next epoch of a pipeline and its progress; collective if there is a process group.
 
     Raises:
-        ValueError: the workers have pipelines that differ, and mean to share one.
+        ValueError: the workers are to share one pipeline, but their pipelines differ.
     """
     epoch = Epoch.begin(node)
     seeds = list(epoch.seeds.values())
@@ -128,7 +128,7 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
 
 
 def compare(workers: ProcessGroup, note: dict[str, Any]) -> None:
-    """Check that all workers under DATA begin with the same batch, and end after as many rows.
+    """Check that with DATA all workers have the same first batch, or the same number of rows.
 
     Raises:
         DistributeError: the input of another worker failed.
@@ -142,32 +142,32 @@ def compare(workers: ProcessGroup, note: dict[str, Any]) -> None:
 
 
 def tell_failure(workers: ProcessGroup) -> None:
-    """Let the others know, where they `compare`, that the input of this worker failed."""
+    """Report to the other workers, in their `compare`, that the input of this worker failed."""
     all_gather_object(workers, {"at": _COMPARISON, _FAILED: True})
 
 
 def _tell(workers: ProcessGroup, at: str, note: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what all workers say of themselves, all at the same point of their input."""
+    """Return the notes of all workers, after checking that they are at the same point."""
     told = all_gather_object(workers, {"at": at, **note})
     for worker, theirs in enumerate(told):
         if theirs["at"] != at:
             raise DistributeError(
                 f"worker {workers.rank} is at {at} of its input, and worker {worker} at "
                 f"{theirs['at']}: after an error in the input of one worker, or a break, all "
-                "workers must leave the iteration before they iterate again."
+                "workers must end the iteration before they iterate again."
             )
     return told
 
 
 def _failed_on(worker: int, workers: ProcessGroup) -> DistributeError:
     return DistributeError(
-        f"the input of worker {worker} failed, so this step can not be made: its own error "
-        f"says why. Worker {workers.rank} has nothing to mend; iterate again on all workers."
+        f"the input of worker {worker} failed, so this step has no data: see the error on that "
+        f"worker. Worker {workers.rank} has no error; iterate again on all workers."
     )
 
 
 def _check_alike(notes: Sequence[dict[str, Any]], remedy: str) -> None:
-    """Raise a ValueError with a remedy if what workers say of themselves differs."""
+    """Raise a ValueError with a remedy if the notes of the workers differ."""
     for key, first in notes[0].items():
         for worker, note in enumerate(notes):
             other = note.get(key, "missing")
@@ -181,12 +181,12 @@ def _check_alike(notes: Sequence[dict[str, Any]], remedy: str) -> None:
 def agree(
     workers: ProcessGroup, fares: int, reached: Mapping[int, Position]
 ) -> tuple[set[int], Mapping[int, Position]]:
-    """Tell all workers how this one fares and which positions its step reaches.
+    """Exchange the status of each worker and the positions after its step.
 
-    One collective of 40 bytes for each worker and its shards.
+    This is one collective of 40 bytes for each worker and for each shard of its step.
 
     Returns:
-        How the workers fare, and the positions that all of them reach.
+        The statuses of the workers, and the positions of all shards of this step.
 
     Raises:
         DistributeError: the input of another worker failed.
@@ -203,13 +203,13 @@ def agree(
 
 
 def share_template(workers: ProcessGroup, template: Element | None) -> Element:
-    """Return a batch of no rows, where this worker has none as the first one that has one.
+    """Return a batch without rows; without one of its own, a worker gets the first other one.
 
     Raises:
-        ValueError: no worker has one, as their elements are no batches; or it can not be told.
+        ValueError: no worker has one, as elements are not batches, or one cannot be sent.
     """
     told = all_gather_object(workers, template)
     known = next((other for other in told if other is not None), None)
     if known is None:
-        raise ValueError(f"a worker has run out of input that others still have. {COMPLETE_IT}")
+        raise ValueError(f"a worker has no input left, but others have. {COMPLETE_IT}")
     return known if template is None else template

@@ -1,7 +1,7 @@
-"""`Dataset`: the face of the input pipeline, with the names and meanings of `tf.data`.
+"""`Dataset`: the public interface of the input pipeline, with the names of `tf.data`.
 
-A dataset is an immutable description; every iteration over it is independent. Methods check their
-arguments and add a node to the pipeline; how elements are made is the nodes' affair.
+A dataset is an immutable description, and every iteration over it is independent. Its methods
+check their arguments and add a node to the pipeline. The nodes produce the elements.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ndistribute.data.pipeline import INFINITE_CARDINALITY, Epoch, Node, describ
 
 
 class Dataset:
-    """Describe a sequence of elements, each a nest of NumPy arrays.
+    """A sequence of elements, each a nest of NumPy arrays.
 
-    Made by the ``from_...`` methods and `range`, and from other datasets. Datasets over arrays stay
-    arithmetic on positions up to `batch`, which gathers each batch at once; a batch that is
-    contiguous in its array is a read-only view.
+    Create one with a ``from_...`` method or `range`; the other methods return new datasets. Over
+    arrays, the methods before `batch` compute row indices only; `batch` then gathers each batch at
+    once. A batch of rows that are contiguous in their array is a read-only view.
 
     >>> import numpy as np
     >>> images, labels = np.zeros((5, 28, 28), np.float32), np.arange(5)
@@ -37,7 +37,7 @@ class Dataset:
 
     @classmethod
     def from_tensors(cls, tensors: Any) -> Dataset:
-        """Make a dataset of one element: a nest of arrays, which are not copied.
+        """Return a dataset of one element: a nest of arrays, which are not copied.
 
         >>> import numpy as np
         >>> list(Dataset.from_tensors(np.arange(3)))
@@ -47,13 +47,13 @@ class Dataset:
 
     @classmethod
     def from_tensor_slices(cls, tensors: Any) -> Dataset:
-        """Make a dataset of the rows of arrays, which are not copied.
+        """Return a dataset of the rows of arrays, which are not copied.
 
         Args:
-            tensors: a nest of arrays of the same leading length; a list is one array.
+            tensors: a nest of arrays whose first axes have the same length; a list is one array.
 
         Raises:
-            ValueError: a leaf is a scalar, or the leading lengths differ.
+            ValueError: a leaf is a scalar, or the lengths of the first axes differ.
 
         >>> [(int(x), int(y)) for x, y in Dataset.from_tensor_slices(([1, 2], [3, 4]))]
         [(1, 3), (2, 4)]
@@ -64,15 +64,15 @@ class Dataset:
     def from_generator(
         cls, fn: Callable[[], Iterable[Any]], output_signature: Any = None
     ) -> Dataset:
-        """Make a dataset of what an iterable yields.
+        """Return a dataset of the elements that an iterable yields.
 
         Args:
-            fn: called without arguments at the begin of each iteration.
-            output_signature: a nest of dtypes, or of objects with `shape` and `dtype`, which every
-                element is cast to and checked against; a length of None is any.
+            fn: returns the iterable; called without arguments at the start of each iteration.
+            output_signature: a nest of dtypes, or of objects with `shape` and `dtype`. Elements are
+                cast to these dtypes and must have these shapes, where None matches any length.
 
         Raises:
-            ValueError: `fn` can not be called.
+            ValueError: `fn` is not callable.
 
         >>> import numpy as np
         >>> [int(x) for x in Dataset.from_generator(lambda: iter([1, 2]), np.int32)]
@@ -82,15 +82,15 @@ class Dataset:
 
     @classmethod
     def from_files(cls, paths: Any, reader: Callable[[str], Any] | None = None) -> Dataset:
-        """Make a dataset of what files hold, file after file.
+        """Return a dataset of the elements in files, one file after another.
 
         Args:
-            paths: one or several; a pattern such as ``"train-*.npy"`` is all that match, sorted.
-            reader: called with a path; returns a nest of arrays, whose rows are the elements, or
-                an iterable of elements. None chooses by the extension: .npy, .npz or .csv.
+            paths: one or several; a pattern such as ``"train-*.npy"`` means all matches, sorted.
+            reader: called with a path; returns a nest of arrays or a DataFrame, whose rows are the
+                elements, or an iterable of elements. None reads .npy, .npz and .csv files.
 
         Raises:
-            ValueError: a pattern matches nothing, or a file's extension is unknown.
+            ValueError: no file matches a pattern, or a file's extension is unknown.
 
         >>> Dataset.from_files("day.log", reader=lambda path: iter([1, 2])).batch(2).cardinality()
         -2
@@ -99,7 +99,7 @@ class Dataset:
 
     @classmethod
     def range(cls, *args: int) -> Dataset:
-        """Make a dataset of int64 numbers; arguments as of the built-in ``range``.
+        """Return a dataset of int64 numbers; the arguments are those of the built-in ``range``.
 
         >>> [batch.tolist() for batch in Dataset.range(9).batch(4)]
         [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
@@ -109,7 +109,7 @@ class Dataset:
 
     @classmethod
     def zip(cls, datasets: Any) -> Dataset:
-        """Join a nest of datasets element by element, until the shortest ends.
+        """Return a dataset of nests with one element of each dataset, until the shortest ends.
 
         >>> [(int(x), int(y)) for x, y in Dataset.zip((Dataset.range(2), Dataset.range(5, 9)))]
         [(0, 5), (1, 6)]
@@ -121,12 +121,12 @@ class Dataset:
         return cls(transformations.zipped(like, tuple(as_dataset(part)._node for part in parts)))
 
     def map(self, fn: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
-        """Replace each element by ``fn(element)``, or ``fn(*element)`` if it is a tuple.
+        """Return a dataset of ``fn(element)``, or of ``fn(*element)`` for tuples.
 
         Args:
             fn: returns a nest of arrays or numbers.
-            num_parallel_calls: threads that call it; `AUTOTUNE` is one for each core. The order is
-                kept.
+            num_parallel_calls: the number of threads that call `fn`; `AUTOTUNE` means one per core,
+                None no thread. The order of the elements stays the same.
 
         >>> [int(y) for y in Dataset.range(3).map(lambda x: 2 * x)]
         [0, 2, 4]
@@ -137,7 +137,7 @@ class Dataset:
         return Dataset(transformations.mapped(self._node, call, num_parallel_calls))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
-        """Keep the elements for which ``predicate(element)`` is true.
+        """Return a dataset of the elements for which ``predicate(element)`` is true.
 
         >>> [int(x) for x in Dataset.range(5).filter(lambda x: x % 2)]
         [1, 3]
@@ -146,11 +146,11 @@ class Dataset:
         return Dataset(transformations.filtered(self._node, keep))
 
     def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
-        """Join each `n` successive elements along a new leading axis.
+        """Return a dataset of batches: `n` successive elements stacked along a new first axis.
 
         Args:
-            n: elements of a batch.
-            drop_remainder: whether a shorter last batch is left out.
+            n: the number of elements per batch.
+            drop_remainder: whether to drop a last batch of fewer than `n` elements.
 
         >>> list(Dataset.range(3).batch(2))
         [array([0, 1]), array([2])]
@@ -159,7 +159,7 @@ class Dataset:
         return Dataset(transformations.batched(self._node, size, bool(drop_remainder)))
 
     def unbatch(self) -> Dataset:
-        """Take batches apart again.
+        """Return a dataset of the rows of all batches.
 
         >>> [int(x) for x in Dataset.range(3).batch(2).unbatch()]
         [0, 1, 2]
@@ -169,14 +169,14 @@ class Dataset:
     def shuffle(
         self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True
     ) -> Dataset:
-        """Put the elements in random order.
+        """Return a dataset of the elements in random order.
 
         Args:
-            buffer_size: from how many elements each next one is drawn; at least the size of the
-                dataset for a full permutation.
-            seed: the same seed gives the same sequence of orders in every run; None takes the next
-                one from `set_seed`, and is fresh where that was not called.
-            reshuffle_each_iteration: whether each iteration and each repetition has another order.
+            buffer_size: the number of buffered elements, from which each next one is drawn. A full
+                permutation needs at least the size of the dataset.
+            seed: the same seed gives the same sequence of orders in every run. None derives a seed
+                from `set_seed`, or uses a random one if `set_seed` was not called.
+            reshuffle_each_iteration: whether each iteration and repetition uses another order.
 
         >>> dataset = Dataset.range(4).shuffle(4, seed=0)
         >>> sorted(int(x) for x in dataset)
@@ -187,7 +187,7 @@ class Dataset:
         return Dataset(transformations.shuffled(self._node, size, seed, reshuffles))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Go through the elements `count` times, or without end if that is None or -1.
+        """Return a dataset of the elements repeated `count` times; forever if it is None or -1.
 
         >>> [int(x) for x in Dataset.range(2).repeat(2)]
         [0, 1, 0, 1]
@@ -196,7 +196,7 @@ class Dataset:
         return Dataset(transformations.repeated(self._node, None if times == -1 else times))
 
     def take(self, count: int) -> Dataset:
-        """Keep the first `count` elements; all of them if that is -1.
+        """Return a dataset of the first `count` elements; of all elements if `count` is -1.
 
         >>> [int(x) for x in Dataset.range(5).take(2)]
         [0, 1]
@@ -207,7 +207,7 @@ class Dataset:
         return Dataset(transformations.sliced(self._node, f"take({times})", stop=times))
 
     def skip(self, count: int) -> Dataset:
-        """Leave out the first `count` elements; all of them if that is -1.
+        """Return a dataset without the first `count` elements; an empty one if `count` is -1.
 
         >>> [int(x) for x in Dataset.range(5).skip(3)]
         [3, 4]
@@ -218,7 +218,7 @@ class Dataset:
         return Dataset(transformations.sliced(self._node, f"skip({start})", start))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Keep every `num_shards`-th element, from number `index` on.
+        """Return a dataset of every `num_shards`-th element, starting at element `index`.
 
         >>> [int(x) for x in Dataset.range(5).shard(2, 1)]
         [1, 3]
@@ -229,7 +229,7 @@ class Dataset:
         return Dataset(transformations.sliced(self._node, name, first, step=shards))
 
     def concatenate(self, dataset: Any) -> Dataset:
-        """Append the elements of another dataset.
+        """Return a dataset of these elements, followed by those of another dataset.
 
         >>> [int(x) for x in Dataset.range(2).concatenate(Dataset.range(5, 7))]
         [0, 1, 5, 6]
@@ -237,7 +237,7 @@ class Dataset:
         return Dataset(transformations.concatenated(self._node, as_dataset(dataset)._node))
 
     def cache(self) -> Dataset:
-        """Keep the elements of the first whole iteration in memory, in the order that they had.
+        """Return a dataset that keeps the elements of its first complete iteration in memory.
 
         >>> calls = []
         >>> dataset = Dataset.range(2).map(lambda x: calls.append(x) or x).cache()
@@ -248,7 +248,7 @@ class Dataset:
         return Dataset(transformations.cached(self._node))
 
     def prefetch(self, n: int) -> Dataset:
-        """Let a background thread make up to `n` elements ahead; `AUTOTUNE` chooses.
+        """Return a dataset of which a thread prepares `n` elements ahead; 2 for `AUTOTUNE`.
 
         >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x).prefetch(2)]
         [0, 1, 4]
@@ -256,7 +256,7 @@ class Dataset:
         return Dataset(transformations.prefetched(self._node, integer(n, "prefetch: n", -1)))
 
     def with_options(self, options: InputOptions) -> Dataset:
-        """Say how this dataset is distributed, where `distribute_dataset` is not told otherwise."""
+        """Return this dataset with defaults for the `options` of `distribute_dataset`."""
         if not isinstance(options, InputOptions):
             raise ValueError(f"with_options needs an InputOptions, got {options!r}.")
         return Dataset(self._node.then("with_options(...)", self._node.chunks, options=options))
@@ -271,11 +271,11 @@ class Dataset:
 
     @property
     def node(self) -> Node:
-        """Return the pipeline, for the layers that run it."""
+        """The last node of the pipeline; internal."""
         return self._node
 
     def __repr__(self) -> str:
-        """Return the calls that made it, and what is known of its elements.
+        """Return the calls that created the dataset, and the known properties of its elements.
 
         >>> Dataset.range(9).shuffle(9, seed=1).batch(4)
         <Dataset range(0, 9).shuffle(9, seed=1).batch(4): 3 batches of 4, int64[None]>
@@ -300,10 +300,10 @@ class Dataset:
 
 
 def as_dataset(source: Any) -> Dataset:
-    """Return a dataset as itself, and any re-iterable of batches as a dataset.
+    """Return a dataset unchanged, and any re-iterable collection of batches as a dataset.
 
     Raises:
-        ValueError: it can be iterated once only, or is no collection of batches.
+        ValueError: the object can be iterated only once, or is not a collection of batches.
 
     >>> import numpy as np
     >>> as_dataset([np.arange(2), np.arange(1)]).cardinality()

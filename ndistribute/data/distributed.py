@@ -1,9 +1,9 @@
-"""A dataset as the replicas see it: at each step one piece of the global batch for every replica.
+"""Distributed datasets: each step has one part of the global batch for every replica.
 
-Which dataset goes where and how several workers divide it is settled once for all epochs. An epoch
-can be left and taken up at any step: its iterator counts what the consumer got, never what a
-background thread has made ahead. Where only each worker knows when its own data ends, a worker that
-has run out takes part with empty pieces until all have.
+The division of a dataset among the workers is the same in all epochs. An epoch can be interrupted
+and resumed at any step: its iterator counts the steps that the consumer received, not those that a
+background thread has prepared. If only each worker knows when its own data ends, a worker without
+data takes part with empty batches until all workers have finished.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from ndistribute.timeline import recorded
 def distribute(
     dataset: Any, topology: Topology, options: InputOptions | None = None
 ) -> DistributedDataset:
-    """Cut each global batch of a dataset over the replicas of a worker.
+    """Return a dataset that divides each global batch among the replicas.
 
     Args:
-        dataset: a `Dataset` or any re-iterable, of batches of the global batch size; each worker
-            must have an equal one.
-        topology: the replicas, and those of the other workers.
-        options: None for those of the dataset, else the defaults.
+        dataset: a `Dataset` or any re-iterable of batches of the global batch size; every worker
+            passes an equal one.
+        topology: the replicas of this worker, and those of the other workers.
+        options: None uses the options of the dataset, or the defaults if it has none.
 
     Raises:
-        ValueError: the dataset is known to be unbatched, can not be iterated again, or can not be
-            divided as the options say.
+        ValueError: the dataset is known to be unbatched, can be iterated only once, or cannot be
+            divided by the policy of the options.
 
     >>> from ndistribute.data import Dataset
     >>> topology = Topology((Device("cpu:0"), Device("cpu:1")), (2,))
@@ -67,7 +67,7 @@ def distribute(
     [[[0, 1], [2, 3]], [[4], []]]
     """
     if isinstance(dataset, DistributedDataset):
-        raise ValueError("distribute_dataset got a dataset that is distributed already.")
+        raise ValueError("distribute_dataset got a dataset that is already distributed.")
     _check_options(options, "distribute_dataset")
     node = as_dataset(dataset).node
     if node.spec.batched is False:
@@ -81,13 +81,13 @@ def distribute(
 def distribute_from_function(
     fn: Callable[[InputContext], Any], topology: Topology, options: InputOptions | None = None
 ) -> DistributedDataset:
-    """Give the replicas of a worker one batch each at every step, in order.
+    """Return a dataset whose steps have the next batch of a function's dataset for each replica.
 
     Args:
-        fn: called once; returns a `Dataset` or any re-iterable, of batches of one replica's size.
-        topology: the replicas, and those of the other workers. If it says how these meet, one whose
-            dataset ends early takes part with empty pieces; else all must have as many steps.
-        options: None for those of the dataset, else the defaults.
+        fn: called once; returns a `Dataset` or any re-iterable of batches of the per-replica size.
+        topology: the replicas of all workers. With a process group, a worker whose dataset ends
+            early takes part with empty batches; without one, all need equally many steps.
+        options: None uses the options of the dataset, or the defaults if it has none.
 
     Raises:
         ValueError: `fn` does not return a dataset.
@@ -110,9 +110,9 @@ def distribute_from_function(
 
 
 class DistributedDataset:
-    """Yield nests of `PerReplica`, one component for each replica, in their order.
+    """An iterable over steps: nests of `PerReplica` with one component per replica of the worker.
 
-    Made by a strategy. Each iteration is independent and can be resumed, see `DistributedIterator`.
+    Strategies create it. Iterations are independent and can be resumed: see `DistributedIterator`.
 
     >>> from ndistribute.data import Dataset
     >>> distribute(Dataset.range(9).batch(4), Topology((Device("cpu:0"),), (1,))).cardinality()
@@ -126,13 +126,13 @@ class DistributedDataset:
         given = options.prefetch
         self._depth = _default_depth(node, topology.devices) if given is None else given
         if any(has_state(step.loader) for step in upstream(node)):
-            self._depth = 0  # Its state is to be where the consumer is, and it prefetches itself.
+            self._depth = 0  # Its state must match the consumer's step.
 
     def cardinality(self) -> int:
         """Return the number of steps, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`.
 
-        Where each worker has its own data, they are the steps of this worker's; others may have
-        more, which it takes part in.
+        If each worker has its own data, this is the number of steps with data of this worker. It
+        also takes part in further steps of other workers, with empty batches.
         """
         known = self._node.spec.cardinality
         if self._sharding is Sharding.FILE:
@@ -144,7 +144,7 @@ class DistributedDataset:
 
 
 class DistributedIterator(Iterator[Any]):
-    """Iterate over a `DistributedDataset` once, from any step on.
+    """An iterator over a `DistributedDataset`, whose state can be saved and restored.
 
     >>> import numpy as np
     >>> import ndistribute as nd
@@ -169,9 +169,9 @@ class DistributedIterator(Iterator[Any]):
         self._template: Element | None = None
         self._over = False
         self._used_up = False
-        # Made when the first step is asked for, so that a state can be loaded at no cost.
+        # Created at the first step, so that loading a state before it costs nothing.
         self._source: Iterator[Step] | None = None
-        # Under DATA, what a function of the user's makes is compared with the other workers'.
+        # With DATA, the workers compare the input that user code produces.
         waits = any(step.runs_user_code or step.loader is not None for step in upstream(node))
         compares = waits and sharding is Sharding.DATA and topology.num_workers > 1
         self._compared_with = topology.workers if compares else None
@@ -198,40 +198,40 @@ class DistributedIterator(Iterator[Any]):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the consumer is, as plain values.
+        """Return the position of the consumer, as plain values.
 
         Returns:
-            How the input is shared, and for each shard how far it has been consumed and the seeds
-            of its shuffles. It is the same on every worker, where the workers can meet. Where the
-            input is a loader with a `state_dict` of its own, what that returns is in it.
+            The kind of sharding, and for each shard its position and the seeds of its shuffles. It
+            is the same on all workers of a process group. If the input is a loader with its own
+            `state_dict`, its state is in it.
 
         Raises:
-            ValueError: the input is a loader that can not say where it is.
+            ValueError: the input is a loader without a `state_dict`, or is within a batch.
         """
         _check_resumable(self._node, self._loader, "state_dict")
         state = self._progress.state_dict()
         if self._loader is not None:
             if self._progress.positions[self._first_shard].rows:
                 raise ValueError(
-                    "state_dict: the loader has given a batch of which parts are still to come. "
-                    f"Take the state after {self._topology.num_replicas} pieces of a batch."
+                    "state_dict: some parts of the loader's current batch are not consumed yet. "
+                    f"Take the state after all {self._topology.num_replicas} parts of a batch."
                 )
             own = {"state": self._loader.state_dict(), "over": self._used_up}
             state["loader"] = {"worker": self._topology.worker_index, **own}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where an iterator over an equal pipeline was, with exactly the batches it had left.
+        """Continue from the state of an iterator over an equal pipeline, with its remaining rows.
 
-        The number of workers and of replicas may be another. Every worker loads the same state; the
-        rest of the epoch is shared as it was begun. Later iterations follow on the resumed one.
+        The numbers of workers and of replicas may differ. All workers load the same state, and the
+        rest of the epoch keeps its kind of sharding. Later epochs continue after the resumed one.
 
         Args:
-            state: what `state_dict` returned, in this process or another.
+            state: the result of `state_dict`, from this process or another.
 
         Raises:
-            ValueError: the state is of another pipeline, or of input that can not be dealt anew, or
-                the input is a loader that can not be brought to where it was.
+            ValueError: the state belongs to another pipeline, or to input that cannot be divided
+                anew, or the input is a loader without a `load_state_dict`.
         """
         _check_resumable(self._node, self._loader, "load_state_dict")
         progress = Progress.of_state(state).fit(self._own)
@@ -251,7 +251,7 @@ class DistributedIterator(Iterator[Any]):
             self._over = self._used_up = own["over"]
 
     def close(self) -> None:
-        """End the iteration and its threads."""
+        """End the iteration, and stop its threads."""
         self._epoch.threads.close()
         self._over = True
 
@@ -273,13 +273,13 @@ class DistributedIterator(Iterator[Any]):
             raise StopIteration
         self._progress.advance(step.reached)
         if self._progress.sharding in (Sharding.OFF, Sharding.FUNCTION):
-            # Nobody says how far the others are: they are taken to go at the same pace.
+            # The positions of the other workers are unknown: assume that they are equal.
             position = step.reached[self._topology.worker_index]
             self._progress.positions[:] = [position] * self._topology.num_workers
         return step.value
 
     def _compare(self, step: Step | None, workers: ProcessGroup) -> None:
-        """Compare the first batch, and the number of rows at the end, with the other workers'."""
+        """Compare the first batch, or at the end the number of rows, with the other workers."""
         if step is None:
             compare(workers, {"number of rows of the epoch": self._rows})
             return
@@ -288,9 +288,9 @@ class DistributedIterator(Iterator[Any]):
             compare(workers, step.first)
 
     def _joint_step(self, source: Iterator[Step], workers: ProcessGroup) -> Any:
-        """Take the next step of this worker's, and agree with the others on whether there is one.
+        """Return the next step, after an agreement of all workers whether there is one.
 
-        An error takes part too, so that the others do not wait for a worker that has raised.
+        A worker whose input failed takes part too, so that the others do not wait for it.
         """
         step, failure = None, None
         try:
@@ -325,45 +325,45 @@ class DistributedIterator(Iterator[Any]):
         return replace(self._epoch, shard=(shard, len(self._progress.positions)))
 
     def _check_shared_alike(self, progress: Progress, loader: Mapping[str, Any] | None) -> None:
-        """Raise an error if this worker can not take over its part of what is saved."""
+        """Raise an error if this worker cannot continue its part of a saved state."""
         several = self._topology.num_workers > 1
         if progress.sharding is Sharding.FILE and several and self._topology.workers is None:
             raise ValueError(
-                "load_state_dict: the state is of files that workers shared, so the workers must "
-                "tell each other when they end: pass their communicator as workers."
+                "load_state_dict: the state is of files divided among workers, so the workers must "
+                "agree on the end of each: pass their communicator as workers."
             )
         if (loader is None) is not (self._loader is None):
             raise ValueError(
-                "load_state_dict: of the state and this input, one is of a loader with a state of "
-                "its own, and the other is not. Distribute the same input as it was saved from."
+                "load_state_dict: only one of the saved input and this input is a loader with a "
+                "state of its own. Distribute the same input as when the state was saved."
             )
         own = self._topology.worker_index
         by_worker = progress.sharding is not Sharding.DATA
         if loader is not None and by_worker and loader["worker"] != own:
             raise ValueError(
-                f"load_state_dict: the state is of the loader of worker {loader['worker']}, this "
-                f"is worker {own}. Each worker has a loader of its own here: save a state on every "
-                "worker, and load that."
+                f"load_state_dict: the state is of the loader of worker {loader['worker']}, but "
+                f"this is worker {own}. Each worker has its own loader here: save a state on every "
+                "worker, and load that one."
             )
 
 
 def loader_of(node: Node) -> Any:
-    """Return the loader that a pipeline is, if it keeps a state of its own; else None."""
+    """Return the loader that a pipeline consists of, if it has a state; None otherwise."""
     while node.options is not None:
         (node,) = node.inputs
     return node.loader if has_state(node.loader) else None
 
 
 def _check_resumable(node: Node, loader: Any, what: str) -> None:
-    """Raise an error if nobody can tell which batches of a loader come after some of them."""
+    """Raise an error if the position of a loader in the pipeline cannot be restored."""
     for step in upstream(node):
         if step.loader is loader or isinstance(step.loader, Sequence | None):
             continue
         kind = type(step.loader).__name__
         raise ValueError(
-            f"{what}: the input is a {kind}, and nobody can tell which batches come after those "
-            "that it gave: it has no state_dict and load_state_dict, or is a part of a dataset. "
-            "Distribute a loader that has both as it is; or, if this one gives the same batches "
+            f"{what}: the input contains a {kind}, whose position cannot be saved and restored: it "
+            "has no state_dict and load_state_dict, or is only a part of the dataset. Distribute "
+            "a loader that has both directly; or, if this one yields the same batches "
             "each time, write Dataset.from_generator(lambda: iter(loader))."
         )
 
@@ -374,18 +374,18 @@ def _check_options(options: Any, what: str) -> None:
 
 
 def _options_of(node: Node) -> InputOptions:
-    """Return what `with_options` said last."""
+    """Return the options of the last `with_options`, or the defaults."""
     said = (step.options for step in reversed(upstream(node)))
     return next((options for options in said if options is not None), InputOptions())
 
 
 def _default_depth(node: Node, devices: Sequence[Device]) -> int:
-    """Return how many steps to prepare ahead where the user did not say.
+    """Return the default number of steps to prepare ahead.
 
-    Measured on 2 cores, batches of 256 x 784 float32, with a thread against without: a consumer
-    that waits (for a GPU, a network) takes 10 to 28 % less per step; one that computes on both
-    cores 0 to 10 % more. Arrays on the CPU never wait, so they go without; a user's function may
-    well read files.
+    Measured on 2 cores, batches of 256 x 784 float32, with a thread relative to none: steps of a
+    consumer that waits (for a GPU or a network) take 10 to 28 % less time; those of one that
+    computes on both cores 0 to 10 % more. Arrays on the CPU involve no waiting, so they use no
+    thread; a user's function may read files.
     """
     waits = any(step.runs_user_code for step in upstream(node))
     return 2 if waits or any(device.kind != "cpu" for device in devices) else 0

@@ -1,10 +1,10 @@
-"""What an element of a dataset is: a nest of NumPy arrays, rank-0 leaves being NumPy scalars.
+"""Elements of a dataset: nests of NumPy arrays, whose rank-0 leaves are NumPy scalars.
 
-The rules by which users' values become elements, elements become batches and batches fall apart
-again stand here once. As in `tf.data`, a list is one array; tuples, dicts and dataclasses nest.
+This file contains the rules that convert users' values to elements, elements to batches, and
+batches to elements. As in `tf.data`, a list is one array; tuples, dicts and dataclasses nest.
 
-Between the steps of a pipeline elements travel in chunks: a list or tuple of elements, or `Rows` of
-arrays, which stay positions up to the batch. All have a length and can be sliced.
+Nodes of a pipeline exchange elements in chunks: a list or tuple of elements, or `Rows` of arrays,
+which remain indices until they are batched. All chunks have a length and can be sliced.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ IntArray = npt.NDArray[np.int64]
 Positions = range | IntArray
 Chunk: TypeAlias = "Rows | Sequence[Element]"
 
-# Rows gathered at once where single elements are asked for: spreads the cost of a gather, and a
-# kept element holds no more than this many rows in memory.
+# The rows gathered at once when single elements are iterated over. This spreads the cost of a
+# gather, and an element that the user keeps retains at most this many rows in memory.
 _ROWS_PER_GATHER = 64
 
 
-# Of a DataFrame of any library, as `columns_of` returns them.
+# The code in messages that does the same as `columns_of`.
 COLUMNS_OF_FRAME = "{name: frame[name].to_numpy() for name in frame.columns}"
 
 
 def as_element(value: Any) -> Element:
-    """Turn what a user's function gave into an element.
+    """Return the element for a value from a user's function.
 
     Raises:
-        ValueError: a leaf is None, or is not rectangular.
+        ValueError: a leaf is None, a table or a list of rows of different lengths.
 
     >>> as_element(([1, 2], 3.0))
     (array([1, 2]), np.float64(3.0))
@@ -48,10 +48,10 @@ def as_element(value: Any) -> Element:
 
 
 def as_batch(value: Any) -> Element:
-    """Turn what a foreign iterable gave into a batch.
+    """Return the batch for a value from a user's iterable.
 
-    Other libraries' loaders give lists of arrays where `tf.data` gives tuples, so here a list that
-    holds arrays nests.
+    Loaders of other libraries yield lists of arrays instead of tuples, so here a list that
+    contains arrays nests.
 
     >>> as_batch([np.zeros((4, 3)), [0, 1, 2, 3]])[1]
     array([0, 1, 2, 3])
@@ -60,7 +60,7 @@ def as_batch(value: Any) -> Element:
 
 
 def read_only(element: Element) -> Element:
-    """Return views that refuse writes, for arrays that the dataset will hand out again."""
+    """Return read-only views of an element whose arrays the dataset will return again."""
 
     def view(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, np.ndarray):
@@ -73,7 +73,7 @@ def read_only(element: Element) -> Element:
 
 
 def stack(elements: Sequence[Element]) -> Element:
-    """Join elements into a batch, along a new leading axis.
+    """Return a batch of elements, stacked along a new first axis.
 
     Raises:
         ValueError: the elements differ in structure or shape.
@@ -85,7 +85,7 @@ def stack(elements: Sequence[Element]) -> Element:
     first = elements[0]
     if all(hasattr(element, "dtype") for element in elements):
         return _stack_leaf(elements)
-    # Flat tuples and dicts, the common elements, take a fifth of the time of the general way.
+    # Flat tuples and dicts, the common elements, take a fifth of the general case's time.
     if type(first) is tuple and all(_alike(first, element) for element in elements):
         return tuple(stack(column) for column in zip(*elements, strict=True))
     if type(first) is dict and all(_alike(first, element) for element in elements):
@@ -101,10 +101,10 @@ def stack(elements: Sequence[Element]) -> Element:
 
 
 def unstack(batch: Element) -> Iterator[Element]:
-    """Take a batch apart into the elements along its leading axis."""
+    """Yield the elements of a batch: the rows along its first axis."""
     if isinstance(batch, np.ndarray):
         return iter(batch)
-    # Flat tuples and dicts, the common batches, take a quarter of the time of the general way.
+    # Flat tuples and dicts, the common batches, take a quarter of the general case's time.
     columns = list(batch.values() if type(batch) is dict else batch if type(batch) is tuple else ())
     if columns and all(isinstance(column, np.ndarray) for column in columns):
         rows = zip(*columns, strict=True)
@@ -125,10 +125,10 @@ def columns_of(frame: Any) -> dict[Any, Any]:
 
 
 def leading_length(leaves: Sequence[Leaf], what: str, remedy: str) -> int:
-    """Return the number of rows of a batch, for a call (`what`) that tells users a remedy.
+    """Return the number of rows of a batch; errors name the call (`what`) and a remedy.
 
     Raises:
-        ValueError: a leaf is a scalar, or the leading lengths differ.
+        ValueError: a leaf is a scalar, or the lengths of the first axes differ.
     """
     lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
     if len(lengths) == 1 and -1 not in lengths:
@@ -141,20 +141,20 @@ def leading_length(leaves: Sequence[Leaf], what: str, remedy: str) -> int:
 
 
 def call_with(fn: Callable[..., Any], element: Element) -> Any:
-    """Call a user's function on an element; a tuple's items become separate arguments."""
+    """Return ``fn(element)``, or ``fn(*element)`` if the element is a tuple."""
     return fn(*element) if type(element) is tuple else fn(element)
 
 
 class Rows:
-    """Rows of arrays by position, which become data when they are gathered.
+    """Rows of arrays, stored as indices until `gather` copies the data.
 
-    Choosing, reordering and joining are arithmetic on positions. Those are a `range` as long as
-    order is kept, so that a contiguous batch is a view, and an index array after a shuffle.
+    Slicing, reordering and joining compute indices only. The indices are a `range` while the order
+    is kept, so that a contiguous batch is a view, and an index array after a shuffle.
 
     Args:
-        like: a nest whose leaves stand for the columns.
-        parts: columns that share their positions, and those positions. A column is an array, or a
-            range of int64 numbers that are made when they are asked for.
+        like: a nest with one leaf per column.
+        parts: pairs of columns and the indices of their rows. A column is an array, or a `range`
+            that stands for an array of int64 numbers.
     """
 
     __slots__ = ("_like", "_parts")
@@ -170,7 +170,7 @@ class Rows:
 
     @classmethod
     def zipped(cls, like: Any, chunks: Sequence[Rows]) -> Rows:
-        """Return as many rows of several datasets side by side, in the place of the leaves."""
+        """Return the rows of chunks of equal length, nested in the structure of `like`."""
         nest = tree.unflatten(like, [chunk._like for chunk in chunks])
         return cls(nest, [part for chunk in chunks for part in chunk._parts])
 
@@ -185,11 +185,11 @@ class Rows:
             yield from unstack(self[first : first + _ROWS_PER_GATHER].gather())
 
     def pick(self, indices: IntArray) -> Rows:
-        """Return the rows at some indices of these."""
+        """Return the rows at the given indices of these rows."""
         return Rows(self._like, [(columns, _at(at, indices)) for columns, at in self._parts])
 
     def same_columns(self, other: Chunk) -> bool:
-        """Return True if another chunk holds rows of the very same arrays in the same structure."""
+        """Return True if another chunk has rows of the same array objects and structure."""
         return (
             isinstance(other, Rows)
             and [id(own) for own, _ in self._parts] == [id(other) for other, _ in other._parts]
@@ -197,7 +197,7 @@ class Rows:
         )
 
     def joined(self, others: Sequence[Rows]) -> Rows:
-        """Return these rows and then others of the same columns."""
+        """Return these rows, followed by other rows of the same columns."""
         lists = zip(*([at for _, at in each._parts] for each in (self, *others)), strict=True)
         places = [np.concatenate([_indices(at) for at in each]) for each in lists]
         columns = [columns for columns, _ in self._parts]
@@ -210,7 +210,7 @@ class Rows:
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
-    """Return several chunks as one; rows of different arrays become elements."""
+    """Return several chunks as one; a list of elements if they are rows of different arrays."""
     first = chunks[0] if chunks else []
     if len(chunks) == 1:
         return first
@@ -220,7 +220,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def pick(chunk: Chunk, indices: IntArray) -> Chunk:
-    """Return the elements at some indices of a chunk."""
+    """Return the elements at the given indices of a chunk."""
     if isinstance(chunk, Rows):
         return chunk.pick(indices)
     return [chunk[index] for index in indices.tolist()]
@@ -233,7 +233,7 @@ def batch_of(chunks: Sequence[Chunk]) -> Element:
 
 
 def drop(chunks: Iterator[Chunk], count: int) -> Iterator[Chunk]:
-    """Leave out the first elements."""
+    """Return the chunks without their first `count` elements."""
     return _dropped(chunks, count) if count else chunks
 
 
@@ -250,8 +250,8 @@ def _taken(column: Any, positions: Positions) -> Leaf:
         return _indices(_at(column, positions))
     if isinstance(positions, range):
         return column[positions.start : positions.stop : positions.step]
-    # take, fancy indexing and take(out=...) were measured alike (60,000 x 784 float32, 1.4 to
-    # 1.8 million rows a second): the memory is the limit.
+    # take, fancy indexing and take(out=...) are equally fast (measured: 60,000 x 784 float32, 1.4
+    # to 1.8 million rows per second), limited by the memory bandwidth.
     return column.take(positions, axis=0)
 
 
@@ -286,13 +286,13 @@ def _convert(value: Any, nests: Callable[[list[Any]], bool]) -> Element:
         return [_convert(item, nests) for item in value]
     if value is None:
         raise ValueError(
-            "a dataset's element has a leaf that is None; a leaf must be an array or a number. "
+            "an element of a dataset has a leaf None, which must be an array or a number. "
             "Check that the function given to map or from_generator returns its result."
         )
     if is_frame(value):
         raise ValueError(
-            f"a {type(value).__name__} is a table, not an array. Give {COLUMNS_OF_FRAME} for one "
-            "array a column, or frame.to_numpy() for one array of all of them."
+            f"a {type(value).__name__} is a table, not an array. Pass {COLUMNS_OF_FRAME} for one "
+            "array per column, or frame.to_numpy() for one array of all columns."
         )
     try:
         return _leaf(as_array(value))
@@ -309,7 +309,7 @@ def _leaf(array: Any) -> Leaf:
 def _not_rectangular() -> ValueError:
     return ValueError(
         "a leaf of a dataset's element is not rectangular: a list is one array, and its rows have "
-        "different lengths. Pad the rows, or give a tuple where you mean several arrays."
+        "different lengths. Pad the rows, or pass a tuple if you mean several arrays."
     )
 
 
@@ -329,6 +329,6 @@ def _stack_leaf(column: Sequence[Leaf]) -> npt.NDArray[Any]:
     except ValueError as error:
         shapes = ", ".join(sorted({str(np.shape(leaf)) for leaf in column}))
         raise ValueError(
-            f"batch: elements of shapes {shapes} do not stack into one array. Pad them to one "
+            f"batch: elements of shapes {shapes} cannot be stacked into one array. Pad them to one "
             "shape in map, or use batch(1)."
         ) from error

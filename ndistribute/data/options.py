@@ -1,7 +1,7 @@
-"""What the user says about how input is spread, and where it goes.
+"""Options for the distribution of input, and the topology of the replicas that receive it.
 
-Plain values, checked when they are made, with one wording for all wrong arguments; they start
-nothing and know no dataset.
+All are plain values that check their arguments on creation. The functions at the end check
+arguments for the whole subpackage. Nothing here depends on a dataset.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ndistribute.device import Device
 
 
 class AutoShardPolicy(enum.Enum):
-    """Say how several workers share one dataset.
+    """The ways in which several workers divide one dataset.
 
-    ``DATA``: each global batch is cut over all workers. ``FILE``: each worker reads its own files,
-    number i belonging to worker i modulo their number. ``OFF``: every worker goes through the whole
-    dataset. ``AUTO``: ``FILE`` where the dataset is made of at least as many files as there are
-    workers and counts nothing over them, else ``DATA``.
+    ``DATA``: each worker takes its slices of every global batch. ``FILE``: worker i of n reads the
+    files i, i + n, and so on. ``OFF``: every worker reads the whole dataset. ``AUTO``: ``FILE`` if
+    the dataset reads at least one file per worker, reads nothing else, and does not count elements
+    over all files (`take`, `skip`, `shard`, `zip`); otherwise ``DATA``.
 
     >>> AutoShardPolicy("Data")
     <AutoShardPolicy.DATA: 'data'>
@@ -40,13 +40,13 @@ class AutoShardPolicy(enum.Enum):
 
 @dataclass(frozen=True)
 class InputOptions:
-    """Say how a dataset is distributed.
+    """Options for the distribution of a dataset.
 
     Args:
-        auto_shard_policy: an `AutoShardPolicy` or its name in any case.
-        prefetch: steps that a background thread prepares ahead, which then is the one that calls
-            the dataset's functions; 0 prepares each step when it is asked for; None chooses by the
-            kind of dataset.
+        auto_shard_policy: an `AutoShardPolicy`, or its name in any case.
+        prefetch: the number of steps that a background thread prepares ahead. That thread then
+            calls the dataset's functions. 0 prepares each step on request. None means 2 if the
+            dataset runs user code or reads files, or if a replica is on a GPU, otherwise 0.
 
     Raises:
         ValueError: the policy is unknown, or `prefetch` is negative.
@@ -73,12 +73,12 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class InputContext:
-    """Tell a dataset function which part of the input it makes.
+    """The part of the input that a dataset function is to produce.
 
     Args:
-        num_input_pipelines: how many such functions run, one for each worker.
-        input_pipeline_id: which of them this one is, from 0.
-        num_replicas_in_sync: the replicas that all of them feed together.
+        num_input_pipelines: the number of input pipelines, one for each worker.
+        input_pipeline_id: the index of this pipeline, from 0.
+        num_replicas_in_sync: the number of replicas of all workers together.
 
     >>> InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
     InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
@@ -89,10 +89,10 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return a replica's share of the global batch.
+        """Return the batch size of one replica.
 
         Raises:
-            ValueError: the replicas can not share it evenly.
+            ValueError: the global batch size is not a multiple of the number of replicas.
 
         >>> InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(64)
         32
@@ -102,17 +102,17 @@ class InputContext:
             raise ValueError(
                 f"get_per_replica_batch_size: the global batch size {global_batch_size} is not a "
                 f"multiple of the {self.num_replicas_in_sync} replicas in sync. Choose a multiple, "
-                "or give the global batches to distribute_dataset, which cuts any size."
+                "or pass the global batches to distribute_dataset, which accepts any size."
             )
         return global_batch_size // self.num_replicas_in_sync
 
 
 class Sharding(enum.Enum):
-    """Say what the shards of an epoch are.
+    """The kinds of shards of an epoch.
 
-    ``DATA``: one shard, of whose every batch each worker takes its slices. ``FILE``: every n-th
-    file. ``OFF``: the whole pipeline, once for each worker. ``FUNCTION``: what the dataset function
-    of each worker made.
+    ``DATA``: one shard; each worker takes its slices of every batch. ``FILE``: every n-th file of
+    the pipeline. ``OFF``: the whole pipeline, once for each worker. ``FUNCTION``: the dataset that
+    each worker's dataset function returned.
     """
 
     DATA = "data"
@@ -123,18 +123,17 @@ class Sharding(enum.Enum):
 
 @dataclass(frozen=True)
 class Topology:
-    """Say where input goes: the replicas of this worker, among those of all workers of the job.
+    """The replicas of this worker, and the replica counts of all workers of the job.
 
     Args:
-        devices: of this worker's replicas.
-        replica_counts: replicas of each worker of the job.
-        worker_index: this worker.
-        workers: how the workers meet, so that an iteration may begin with a collective of all of
-            them, and under the policies FILE and OFF each step; None where there is one worker,
-            or where they can not.
+        devices: the devices of this worker's replicas.
+        replica_counts: the number of replicas of each worker.
+        worker_index: the index of this worker.
+        workers: the process group of the workers. An iteration begins with a collective in it, and
+            so does each step with FILE and OFF. None if there is one worker or no such group.
 
     Raises:
-        ValueError: the numbers do not fit together.
+        ValueError: the replica counts, the worker index and the devices are inconsistent.
 
     >>> Topology((Device("cpu:0"),), (1, 3)).num_replicas
     4
@@ -157,21 +156,21 @@ class Topology:
 
     @property
     def num_workers(self) -> int:
-        """Return the number of workers of the job."""
+        """The number of workers of the job."""
         return len(self.replica_counts)
 
     @property
     def num_replicas(self) -> int:
-        """Return the replicas of all of them."""
+        """The number of replicas of all workers."""
         return sum(self.replica_counts)
 
 
 def integer(value: Any, what: str, lowest: int | None = None, below: int | None = None) -> int:
-    """Return an integer within bounds.
+    """Return an argument as an integer, after checking its bounds.
 
     Raises:
-        TypeError: the value is no integer.
-        ValueError: it is out of bounds.
+        TypeError: the value is not an integer.
+        ValueError: the value is below `lowest`, or not from 0 to ``below - 1``.
 
     >>> integer(3, "batch: n", 1)
     3
@@ -188,7 +187,7 @@ def integer(value: Any, what: str, lowest: int | None = None, below: int | None 
 
 
 def function(value: Any, what: str) -> Callable[..., Any]:
-    """Return what can be called, or raise a TypeError."""
+    """Return an argument after checking that it is callable; raise a TypeError otherwise."""
     if not callable(value):
         raise TypeError(f"{what} must be a function, got {value!r}.")
     return value  # type: ignore[no-any-return]

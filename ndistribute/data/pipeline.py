@@ -1,8 +1,8 @@
-"""The inner face of a dataset: a chain of nodes, and one epoch over it.
+"""The pipeline of a dataset: a graph of nodes, and the state of one epoch over it.
 
-A node is a value that says how to make elements; what belongs to one iteration is in its `Epoch`.
-Every node can begin at any element, which is at once how `skip` works and how an interrupted epoch
-is resumed: an epoch is the seeds of its shuffles and a position, and nothing else.
+A node describes how to produce elements; the state of an iteration is in its `Epoch`. Every node
+can start at any element. `skip` uses this, and so does the resumption of an interrupted epoch: the
+seeds of its shuffles and a position are all that has to be saved.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ UNKNOWN_CARDINALITY = -2
 
 
 class ShuffleSeed(NamedTuple):
-    """What decides the order of a shuffle in one epoch."""
+    """The seed of the order of a shuffle in one epoch."""
 
     entropy: int
     iteration: int
 
 
 class SeedCounter:
-    """Give each epoch over a shuffle its seed.
+    """A generator of the seeds of a shuffle, one for each epoch.
 
     Args:
-        entropy: decides the whole sequence of orders.
+        entropy: determines the whole sequence of orders.
         iteration: the number of the next epoch.
     """
 
@@ -41,7 +41,7 @@ class SeedCounter:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[SeedCounter], ShuffleSeed]:
-        """Send a dataset to another process without the lock."""
+        """Return what `pickle` needs; the lock cannot be sent."""
         return SeedCounter, self._next
 
     def draw(self) -> ShuffleSeed:
@@ -52,7 +52,7 @@ class SeedCounter:
             return drawn
 
     def resume(self, seed: ShuffleSeed) -> None:
-        """Go on as if this seed had been the last."""
+        """Continue after this seed, as if it had been the last."""
         with self._lock:
             self._next = seed._replace(iteration=seed.iteration + 1)
 
@@ -62,11 +62,11 @@ class Epoch:
     """One iteration over a pipeline.
 
     Args:
-        seeds: the seed of each shuffle in it.
-        path: which repetition of which `repeat` a node is in, outermost first.
-        shard: number and count of the parts that the files are dealt into; this epoch reads one.
-        threads: those that end when the epoch ends.
-        loaded: of a loader that has loaded a state, how many batches are before that.
+        seeds: the seed of each shuffle of the pipeline.
+        path: the numbers of the current repetitions, of the outermost `repeat` first.
+        shard: the index of the shard of files that this epoch reads, and the number of shards.
+        threads: the threads to stop when the epoch ends.
+        loaded: the number of batches before the state that a loader has loaded.
     """
 
     seeds: Mapping[SeedCounter, ShuffleSeed]
@@ -77,40 +77,40 @@ class Epoch:
 
     @classmethod
     def begin(cls, node: Node) -> Epoch:
-        """Begin the next epoch over a pipeline."""
+        """Return the next epoch over a pipeline."""
         return cls({counter: counter.draw() for counter in seeds_of(node)})
 
     @classmethod
     def resume(cls, node: Node, seeds: Sequence[ShuffleSeed]) -> Epoch:
-        """Begin an epoch whose seeds are known; later ones follow on it."""
+        """Return an epoch with known seeds; later epochs continue after it."""
         known = dict(zip(seeds_of(node), seeds, strict=True))
         for counter, seed in known.items():
             counter.resume(seed)
         return cls(known)
 
     def branch(self, number: int) -> Epoch:
-        """Return this epoch as a node sees it that is iterated several times."""
+        """Return this epoch for one repetition of a node that is iterated several times."""
         return replace(self, path=(*self.path, number))
 
     def frozen(self) -> Epoch:
-        """Return this epoch as a node sees it that is the same in every epoch."""
+        """Return this epoch for a node that produces the same elements in every epoch."""
         first = {counter: seed._replace(iteration=0) for counter, seed in self.seeds.items()}
         return replace(self, seeds=first, path=())
 
 
 class ArraySpec:
-    """The dtype and the shape of a leaf; a length of None varies, and so does a shape of None."""
+    """The dtype and the shape of a leaf; a None as length or as shape means that it varies."""
 
     def __init__(self, dtype: Any, shape: Sequence[int | None] | None) -> None:
         self.dtype = dtype
         self.shape = shape
 
     def led_by(self, length: int | None) -> ArraySpec:
-        """Return the spec of a batch of such leaves."""
+        """Return the spec of a batch of these leaves."""
         return ArraySpec(self.dtype, None if self.shape is None else (length, *self.shape))
 
     def row(self) -> ArraySpec:
-        """Return the spec of an element of such a batch."""
+        """Return the spec of an element of this batch."""
         return ArraySpec(self.dtype, None if self.shape is None else self.shape[1:])
 
     def __repr__(self) -> str:
@@ -119,13 +119,13 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class ElementSpec:
-    """What is known of a node's elements before they are made.
+    """The properties of a node's elements that are known in advance.
 
     Args:
-        cardinality: how many there are, or one of the two constants.
-        batched: whether they are batches; None where only the user knows.
-        batch_size: elements of every batch but a short one; None where that is not known.
-        like: a nest of `ArraySpec`; None where that is not known.
+        cardinality: the number of elements, or one of the two constants.
+        batched: whether the elements are batches; None if unknown.
+        batch_size: the number of elements of each batch except short ones; None if unknown.
+        like: a nest of `ArraySpec`; None if unknown.
     """
 
     cardinality: int = UNKNOWN_CARDINALITY
@@ -143,20 +143,20 @@ class ElementSpec:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Node:
-    """One step of a pipeline, and those before it.
+    """A node of a pipeline, and its inputs.
 
     Args:
-        name: the call that made it.
-        chunks: yields the elements of an epoch from a given number on, in chunks.
-        inputs: the steps before this one.
-        spec: what its elements are.
-        seeds: of a shuffle, where its seeds come from.
-        options: what `with_options` set.
-        files: of a source that reads files, their paths.
-        loader: of a source that iterates over an object of the user's, that object.
-        runs_user_code: whether making an element calls a function of the user's.
-        positional: whether which elements it yields depends on how many come before them, so that
-            parts of the input can not be read apart from each other.
+        name: the call that created it.
+        chunks: called with an epoch and an element number; yields the elements from there on.
+        inputs: the nodes whose elements it uses.
+        spec: the known properties of its elements.
+        seeds: the generator of the seeds of a shuffle.
+        options: the options of `with_options`.
+        files: the paths of a source that reads files.
+        loader: the object of the user that a source iterates over.
+        runs_user_code: whether producing an element runs user code or reads files.
+        positional: whether the node selects elements by their number, so that the parts of its
+            input cannot be read independently.
     """
 
     name: str
@@ -171,16 +171,16 @@ class Node:
     positional: bool = False
 
     def then(self, name: str, chunks: Callable[[Epoch, int], Iterator[Chunk]], **own: Any) -> Node:
-        """Return the next step, whose elements are as these where it does not say otherwise."""
+        """Return a node after this one, with the same spec unless `own` contains another."""
         return Node(**{"name": name, "chunks": chunks, "inputs": (self,), "spec": self.spec, **own})
 
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Element]:
-        """Yield the elements from number `start` on, one at a time."""
+        """Yield the elements one at a time, starting at number `start`."""
         return chain.from_iterable(self.chunks(epoch, start))
 
 
 def run(node: Node, epoch: Epoch) -> Iterator[Element]:
-    """Yield the elements of one epoch, and end its threads however it ends."""
+    """Yield the elements of one epoch; stop its threads when the generator ends or is closed."""
     try:
         yield from node.iterate(epoch)
     finally:
@@ -188,7 +188,7 @@ def run(node: Node, epoch: Epoch) -> Iterator[Element]:
 
 
 def upstream(node: Node) -> list[Node]:
-    """Return a node after all the nodes before it, each once, in a fixed order."""
+    """Return a node and all nodes before it, each once, inputs first, in a fixed order."""
     found: dict[Node, None] = {}
     for before in node.inputs:
         found.update(dict.fromkeys(upstream(before)))
@@ -196,17 +196,17 @@ def upstream(node: Node) -> list[Node]:
 
 
 def seeds_of(node: Node) -> list[SeedCounter]:
-    """Return where the seeds of the shuffles of a pipeline come from, in a fixed order."""
+    """Return the seed counters of the shuffles of a pipeline, in a fixed order."""
     return [step.seeds for step in upstream(node) if step.seeds is not None]
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Return what `describe` calls a function of the user's."""
+    """Return the name of a user's function for `describe`."""
     return getattr(fn, "__name__", type(fn).__name__)
 
 
 def describe(node: Node) -> str:
-    """Return the calls that made a pipeline."""
+    """Return the calls that created a pipeline."""
     inputs = [describe(before) for before in node.inputs]
     if node.name == "zip":
         return f"zip({', '.join(inputs)})"

@@ -1,9 +1,9 @@
-"""Work done ahead of the consumer: threads that take elements from a source and map them.
+"""Prefetching: background threads that take elements from a source and map them.
 
-The threads know the source and a bounded buffer, never the consumer's iterator, so an iterator that
-is dropped half-way is collected and its threads end. Elements keep their order, and an error
-arrives at the element at which it happened. Either side can close, and no thread outlives the
-interpreter.
+The threads refer to the source and to a bounded buffer, but not to the consumer's iterator. So an
+abandoned iterator is garbage-collected, which stops its threads. Elements keep their order, and an
+error is raised at the element that caused it. Both sides can close the buffer, and no thread
+outlives the interpreter.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# A wait is woken by what it waits for; this only bounds how late a lost partner is noticed.
+# Notifications end a wait; this only bounds the delay until a dead thread is noticed.
 _CHECK_SECONDS = 1.0
 
-# How long the interpreter's exit waits for the element that a thread is making.
+# The time for which the exit of the interpreter waits for a thread to finish its element.
 _EXIT_SECONDS = 5.0
 
 
 class Threads:
-    """The buffers of an epoch, so that one call ends all their threads.
+    """The buffers of an epoch; closing them stops all its threads.
 
-    An exception's traceback keeps the generators of a pipeline alive, so dropping references alone
-    would not end their threads.
+    The traceback of an exception keeps the generators of a pipeline alive, so dropping references
+    is not enough to stop their threads.
     """
 
     def __init__(self) -> None:
-        # Without a lock, as a garbage collection may close an epoch on a thread that holds a
-        # buffer's: `add` and `close` each write what the other one reads after its own write.
+        # There is no lock, because a garbage collection may close an epoch on a thread that holds
+        # the lock of a buffer. `add` and `close` each write before they read the other's value.
         self._buffers: list[weakref.ref[Buffer]] = []
         self._closed = False
 
     def add(self, buffer: Buffer) -> None:
-        """Close a buffer with the others, at once if they are."""
+        """Register a buffer to be closed with the others; close it now if they are closed."""
         self._buffers.append(weakref.ref(buffer, self._buffers.remove))
         if self._closed:
             buffer.close()
 
     def close(self) -> None:
-        """Tell all threads to end, without waiting for them."""
+        """Stop all threads, without waiting for them."""
         self._closed = True
         for each in self._buffers.copy():
             if (buffer := each()) is not None:
@@ -51,14 +51,14 @@ class Threads:
 
 
 class Ahead(Iterator[T], Generic[T]):
-    """Iterate over a source whose elements background threads make ahead, in order.
+    """An iterator over a source whose elements background threads prepare, in order.
 
     Args:
-        source: only the threads touch it from now on, one at a time; they close it at the end.
-        depth: how many finished elements wait at most.
-        epoch: with which the threads end.
-        fn: what is made of each element, on several threads at once; None leaves them as they are.
-        threads: how many.
+        source: from now on only the threads use it, one at a time; they close it at the end.
+        depth: the maximum number of prepared elements.
+        epoch: its `close` stops the threads.
+        fn: applied to each element, by several threads at once; None leaves elements unchanged.
+        threads: the number of threads.
 
     >>> list(Ahead(iter("abc"), depth=2))
     ['a', 'b', 'c']
@@ -76,7 +76,7 @@ class Ahead(Iterator[T], Generic[T]):
     ) -> None:
         self._buffer = Buffer(depth, epoch or Threads())
         shared = Source(source)
-        # Daemons: the interpreter waits for all others before it lets us tell them to end.
+        # Daemons, because the interpreter joins other threads before it runs our finalizer.
         self._threads = [
             threading.Thread(
                 target=_work,
@@ -98,25 +98,25 @@ class Ahead(Iterator[T], Generic[T]):
         try:
             raise error
         finally:
-            del error  # It would hold, by way of the traceback, this frame and all that it holds.
+            del error  # Its traceback refers to this frame, which would keep everything here alive.
 
     def close(self) -> None:
-        """Tell the threads to end; they do so as soon as the element at hand is made."""
+        """Stop the threads, each after its current element, without waiting for them."""
         self._buffer.close()
 
 
 class Buffer:
-    """Outcomes by their number: threads put them as they are made, the consumer gets them in order.
+    """A bounded buffer of numbered outcomes: `put` accepts them in any order, `get` is in order.
 
     Args:
-        depth: how many wait at most.
-        epoch: what ends this too.
+        depth: the maximum number of outcomes in it.
+        epoch: its `close` closes this buffer.
     """
 
     def __init__(self, depth: int, epoch: Threads) -> None:
         self._depth = depth
-        # Two conditions of one lock, so that a put wakes only who can go on. Re-entrant, as a
-        # garbage collection may close a buffer on the very thread that holds its lock.
+        # Two conditions on one lock, so that a put wakes only the consumer. The lock is re-entrant,
+        # because a garbage collection may close a buffer on the thread that holds its lock.
         lock = threading.RLock()
         self._room = threading.Condition(lock)
         self._ready = threading.Condition(lock)
@@ -126,7 +126,7 @@ class Buffer:
         epoch.add(self)
 
     def put(self, number: int, value: Any, error: BaseException | None = None) -> bool:
-        """Add an outcome once there is room; False if this is closed."""
+        """Add an outcome once there is room; return False if the buffer is closed."""
         with self._room:
             while not self._over:
                 if number < self._given + self._depth:
@@ -148,13 +148,13 @@ class Buffer:
                 woken = self._ready.wait(_CHECK_SECONDS)
                 if not woken and not any(thread.is_alive() for thread in threads):
                     return None, RuntimeError(
-                        "the threads that prefetch are gone, as they are after a fork. Make a new "
+                        "the prefetch threads no longer exist, as after a fork. Create a new "
                         "iterator in this process."
                     )
             return None, StopIteration()
 
     def close(self) -> None:
-        """Wake both sides; nothing goes in or out any more."""
+        """Wake both sides, and end the iteration."""
         with self._room:
             self._over = True
             self._made.clear()
@@ -163,7 +163,7 @@ class Buffer:
 
 
 class Source:
-    """A source that several threads take from, one at a time."""
+    """A source from which several threads take elements, one at a time."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
@@ -172,19 +172,19 @@ class Source:
         self._over = False
 
     def take(self) -> tuple[int, Any, BaseException | None] | None:
-        """Return the next element or how the source ended, and its number; None after the end."""
+        """Return the number and the next element or final exception; None after the end."""
         with self._turn:
             if self._over:
                 return None
             self._number += 1
             try:
                 return self._number, next(self._source), None
-            except BaseException as error:  # the consumer raises it
+            except BaseException as error:  # The consumer raises it.
                 self._over = True
                 return self._number, None, error
 
     def close(self) -> None:
-        """End the source, unless another thread has."""
+        """Close the source."""
         with self._turn:
             self._over = True
             getattr(self._source, "close", bool)()
@@ -196,7 +196,7 @@ def _work(source: Source, fn: Callable[[Any], Any] | None, buffer: Buffer) -> No
         if error is None and fn is not None:
             try:
                 value = fn(value)
-            except BaseException as raised:  # the consumer raises it
+            except BaseException as raised:  # The consumer raises it.
                 error = raised
         if not buffer.put(number, value, error):
             break
@@ -205,10 +205,10 @@ def _work(source: Source, fn: Callable[[Any], Any] | None, buffer: Buffer) -> No
 
 
 def _end(buffer: Buffer, threads: list[threading.Thread]) -> None:
-    """Tell threads to end when their owner is dropped, and at the interpreter's exit."""
+    """Stop threads when their iterator is garbage-collected, or at the interpreter's exit."""
     buffer.close()
     if not threading.main_thread().is_alive():
-        # At exit a daemon is frozen where it stands, with the locks that it holds: wait for it.
+        # The exit freezes daemons with the locks that they hold, so wait for them before.
         deadline = time.monotonic() + _EXIT_SECONDS
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))

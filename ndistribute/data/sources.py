@@ -1,9 +1,9 @@
-"""Where elements come from: arrays, numbers, a user's function, files, or a loader of batches.
+"""Sources of elements: arrays, numbers, a user's function, files, or a loader of batches.
 
-Arrays are neither copied nor written: what a source hands out of them is a read-only view, so that
-a step which works in place fails at once instead of changing the next epoch. Files are read one
-after another; which ones there are is settled when the dataset is made, in an order that all
-workers share, so that they can divide them.
+Sources neither copy arrays nor write to them. Elements are read-only views, so that a step which
+works in place fails at once instead of changing the next epoch. Files are read one after another.
+Patterns of paths are expanded when the dataset is created, in an order that is the same on all
+workers, so that the workers can divide the files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MISSING_VALUES = frozenset(["", "na", "n/a", "nan", "null", "none", "-", "?"])
 
 
 def single(tensors: Any) -> Node:
-    """Return one element: a nest of arrays as they are."""
+    """Return a node of one element: a nest of arrays."""
     element = read_only(as_element(tensors))
     return Node(
         name="from_tensors",
@@ -59,7 +59,7 @@ def single(tensors: Any) -> Node:
 
 
 def slices(tensors: Any) -> Node:
-    """Return the rows of a nest of arrays."""
+    """Return a node of the rows of a nest of arrays."""
     columns = read_only(as_element(tensors))
     length = leading_length(
         tree.flatten(columns),
@@ -70,7 +70,7 @@ def slices(tensors: Any) -> Node:
 
 
 def numbers(values: range) -> Node:
-    """Return the numbers of a range."""
+    """Return a node of the numbers of a range."""
     rows = Rows(0, [([values], range(len(values)))])
     return _of_rows(repr(values), rows, ArraySpec(np.dtype(np.int64), ()))
 
@@ -83,11 +83,11 @@ def _of_rows(name: str, rows: Rows, like: Any) -> Node:
 
 
 def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
-    """Return what a user's function yields, which is called anew for each epoch."""
+    """Return a node of what a user's function yields; each epoch calls the function again."""
     if not callable(make):
         raise ValueError(
             f"from_generator needs a function that returns an iterable, got {make!r}. Pass the "
-            "generator function itself, not what it returns: each epoch calls it again."
+            "generator function itself, not its result: each epoch calls it again."
         )
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
@@ -104,21 +104,21 @@ def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
 
 
 def iterable(batches: Any) -> Node:
-    """Return the batches of a re-iterable, such as a list or another library's loader.
+    """Return a node of the batches of a re-iterable, such as a list or a library's loader.
 
     Raises:
-        ValueError: it can be iterated once only, or is no collection of batches.
+        ValueError: the object can be iterated only once, or is not a collection of batches.
     """
     write = "Dataset.from_tensor_slices({}).batch(global_batch_size)"
     together = f"For arrays whose rows belong together write {write.format('(x, y)')}"
     refused = (
-        (isinstance(batches, tuple), f"{together}; batches that are made already go in a list."),
-        (is_frame(batches), f"For one array a column write {write.format(COLUMNS_OF_FRAME)}."),
+        (isinstance(batches, tuple), f"{together}; pass a list of batches that exist already."),
+        (is_frame(batches), f"For one array per column write {write.format(COLUMNS_OF_FRAME)}."),
         (isinstance(batches, np.ndarray | Mapping | str | bytes), f"Write {write.format('...')}."),
-        (not hasattr(batches, "__iter__"), "Something to iterate over again and again will do."),
+        (not hasattr(batches, "__iter__"), "Pass an object that can be iterated repeatedly."),
         (
             hasattr(batches, "__next__"),
-            "That can be iterated only once: give the function that makes it to "
+            "It can be iterated only once: pass the function that creates it to "
             "Dataset.from_generator.",
         ),
     )
@@ -140,19 +140,19 @@ def iterable(batches: Any) -> Node:
 
 
 def has_state(loader: Any) -> bool:
-    """Return True if a loader can say where it is, and go on from there."""
+    """Return True if a loader can save and restore its position."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def files(paths: Any, reader: Reader | None = None) -> Node:
-    """Return what a reader makes of each file, one file after another.
+    """Return a node of the elements in files, one file after another.
 
     Args:
-        paths: one or several; ``**`` in a pattern stands for any folders.
-        reader: None chooses by the extension of each file.
+        paths: a path or pattern, or several; ``**`` in a pattern matches any directories.
+        reader: reads a file by its path; None chooses a reader by the extension of each file.
 
     Raises:
-        ValueError: a pattern matches nothing, or there is no reader for an extension.
+        ValueError: no file matches a pattern, or no reader exists for an extension.
     """
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     try:
@@ -180,7 +180,7 @@ def files(paths: Any, reader: Reader | None = None) -> Node:
 def _length(batches: Any) -> int:
     try:
         return len(batches) if isinstance(batches, Sized) else UNKNOWN_CARDINALITY
-    except TypeError:  # A loader over a stream has __len__ and refuses to answer.
+    except TypeError:  # Loaders over a stream have a __len__ that raises.
         return UNKNOWN_CARDINALITY
 
 
@@ -189,18 +189,18 @@ def _like(columns: Element, axis: int) -> Any:
 
 
 def _spec_of(leaf: Any) -> ArraySpec:
-    """Return what a leaf of a signature says; a dtype alone is of any shape."""
+    """Return the spec for a leaf of a signature; a dtype alone matches any shape."""
     if isinstance(leaf, type | np.dtype | str):
         return ArraySpec(np.dtype(leaf), None)
     return ArraySpec(np.dtype(leaf.dtype), tuple(leaf.shape))
 
 
 def _conform(element: Element, specs: Any) -> Element:
-    """Cast an element to the dtypes of a signature, and check it against its shapes."""
+    """Return an element cast to the dtypes of a signature, after checking its shapes."""
     if not tree.same_structure(element, specs):
         raise ValueError(
-            f"from_generator: the generator yielded {element!r}, which has another structure than "
-            f"output_signature, {specs!r}."
+            f"from_generator: the generator yielded {element!r}, whose structure differs from that "
+            f"of output_signature, {specs!r}."
         )
     return tree.map_leaves(_conform_leaf, element, specs)
 
@@ -212,7 +212,7 @@ def _conform_leaf(leaf: Any, spec: ArraySpec) -> Any:
     ):
         raise ValueError(
             f"from_generator: the generator yielded shape {leaf.shape} where output_signature says "
-            f"{wanted}. Yield arrays of that shape, or put None for a length that varies."
+            f"{wanted}. Yield arrays of that shape, or write None for a length that varies."
         )
     return leaf.astype(spec.dtype, copy=False)
 
@@ -223,8 +223,8 @@ def _matches(path: str) -> list[str]:
     found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     if not found:
         raise ValueError(
-            f"from_files: no file matches {path!r}, seen from {os.getcwd()!r}. Every worker must "
-            "see all files under the same names."
+            f"from_files: no file matches {path!r} in the directory {os.getcwd()!r}. Every worker "
+            "must see all files under the same names."
         )
     return found
 
@@ -233,14 +233,14 @@ def _reader_for(path: str) -> Reader:
     extension = PurePath(path).suffix.lower()
     if extension not in _READERS:
         raise ValueError(
-            f"from_files knows no reader for {path!r}: it reads {', '.join(_READERS)}. Pass "
+            f"from_files has no reader for {path!r}: it reads {', '.join(_READERS)}. Pass "
             "reader=fn, where fn(path) returns arrays, whose rows are the elements, or an iterable."
         )
     return _READERS[extension]
 
 
 def _read(path: str, read: Reader) -> Iterator[Chunk]:
-    """Yield what a file holds: the rows of arrays at once, the elements of an iterable singly."""
+    """Yield the contents of a file: the rows of arrays at once, elements of an iterable singly."""
     content: Any = None
     try:
         content = read(path)
@@ -248,7 +248,7 @@ def _read(path: str, read: Reader) -> Iterator[Chunk]:
             yield from zip(map(as_element, content))
             return
         columns = read_only(as_element(columns_of(content) if is_frame(content) else content))
-        remedy = "Let the reader return arrays of as many rows, or an iterable of elements."
+        remedy = "Return arrays of equally many rows, or an iterable of elements, from the reader."
         yield Rows.of(columns, leading_length(tree.flatten(columns), "from_files", remedy))
     except Exception as error:
         error.add_note(f"while {path!r} was read")
@@ -274,7 +274,7 @@ def _read_npz(path: str) -> dict[str, npt.NDArray[Any]]:
 
 
 def _read_csv(path: str) -> npt.NDArray[np.float64]:
-    """Read numbers separated by commas; a first line that holds none is a header."""
+    """Return the numbers of a CSV file; a first line without any number is a header."""
     with open(path, encoding="utf-8-sig") as lines:
         first = next(lines, "")
         header = not any(map(_is_number, first.split(",")))
@@ -290,19 +290,19 @@ def _read_csv(path: str) -> npt.NDArray[np.float64]:
 
 
 def _check_header(path: str, line: str) -> None:
-    """Raise an error for a first line that is rather a row: without values, or not of commas."""
+    """Raise an error if the first line is a row of missing values, or not split by commas."""
     cells = [cell.strip(" \t\"'").lower() for cell in line.split(",")]
     other = "," not in line and any(separator in line for separator in ";\t")
     if other or (line and _MISSING_VALUES.issuperset(cells)):
-        what = "is not separated by commas" if other else "holds no value"
+        what = "is not separated by commas" if other else "contains no value"
         raise ValueError(
-            f"{path}, line 1: {line!r} {what}, and is no header. Correct it, or pass reader=fn to "
-            "from_files to read such files."
+            f"{path}, line 1: {line!r} {what}, so it is not a header. Correct it, or pass "
+            "reader=fn to from_files to read such files."
         )
 
 
 def _fault_of_csv(path: str, header: bool) -> str | None:
-    """Return what is wrong with the first line that is no row of numbers, and where it is."""
+    """Return a message about the first line that is not a row of numbers; None without one."""
     with open(path, encoding="utf-8-sig") as lines:
         width = 0
         for number, line in enumerate(lines, 1):
@@ -313,12 +313,12 @@ def _fault_of_csv(path: str, header: bool) -> str | None:
             for column, cell in enumerate(cells, 1):
                 if not _is_number(cell):
                     return (
-                        f"{where} column {column} is {cell.strip()!r}, which is no number. Correct "
-                        "it, or pass reader=fn to from_files to read such files."
+                        f"{where} column {column} is {cell.strip()!r}, which is not a number. "
+                        "Correct it, or pass reader=fn to from_files to read such files."
                     )
             width = width or len(cells)
             if len(cells) != width:
-                return f"{where} {len(cells)} column(s), where the lines before it have {width}."
+                return f"{where} {len(cells)} column(s), but the lines before it have {width}."
     return None
 
 

@@ -1,9 +1,8 @@
-"""Steps: what each replica of a worker gets when the consumer asks for the next batch.
+"""Steps: the parts of a batch for all replicas of a worker.
 
-Either a worker takes its slices of every global batch, or it goes through shards of its own and
-deals pieces of their batches to its replicas. Which rows belong to whom is computed from numbers
-alone. Each step comes with the positions that it reaches, so what is made ahead never enters the
-state of whoever consumes it.
+Either a worker takes its slices of every global batch, or it reads shards of its own and assigns
+pieces of their batches to its replicas. Numbers alone determine the rows of each replica. Each
+step contains the positions after it, so prefetched steps do not affect the state of the consumer.
 """
 
 from __future__ import annotations
@@ -26,56 +25,56 @@ from ndistribute.device import Device, copy_to, to_host
 from ndistribute.values import PerReplica
 
 BATCH_IT = (
-    "Elements are batches of the global batch size, cut over the replicas: call "
+    "Elements must be batches of the global batch size, which are divided among the replicas: call "
     "dataset.batch(global_batch_size) before distribute_dataset."
 )
 
 COMPLETE_IT = (
-    "The last step is completed with empty batches, so elements must be batches: call "
+    "Empty batches complete the last step, so elements must be batches: call "
     "dataset.batch(per_replica_batch_size)."
 )
 
 
 class Position(NamedTuple):
-    """How much of a shard has been consumed."""
+    """The consumed part of a shard."""
 
     batches: int = 0
-    rows: int = 0  # Of the next batch.
-    left: int = 0  # Into how many pieces the other rows of that batch are still to be cut.
-    of: int = 0  # How many pieces that batch had.
+    rows: int = 0  # The consumed rows of the next batch.
+    left: int = 0  # The number of pieces for the other rows of that batch.
+    of: int = 0  # The number of pieces of that whole batch.
 
 
 class Step(NamedTuple):
-    """What the replicas get, and the position that each shard which was touched is at then."""
+    """The parts of the replicas, and the position of each used shard after this step."""
 
     value: Any
     reached: Mapping[int, Position]
-    rows: int = 0  # Of the global batch that was cut.
-    first: dict[str, Any] | None = None  # Of the first one, what workers that share it compare.
+    rows: int = 0  # The rows of the global batch with DATA.
+    first: dict[str, Any] | None = None  # What workers compare of the first global batch.
 
 
 @dataclass
 class Progress:
-    """Hold the shards of an epoch, and for each the seeds of its shuffles and its position."""
+    """The shards of an epoch: the seeds of the shuffles and the position of each."""
 
     sharding: Sharding
-    files: int  # How many the pipeline reads.
+    files: int  # The number of files that the pipeline reads.
     seeds: list[list[ShuffleSeed]]
     positions: list[Position]
 
     def shards_of(self, topology: Topology) -> Sequence[int]:
-        """Return the shards that this worker goes through, in order."""
+        """Return the shards that this worker reads, in order."""
         if self.sharding is Sharding.DATA:
             return (0,)
         return range(topology.worker_index, len(self.positions), topology.num_workers)
 
     def advance(self, reached: Mapping[int, Position]) -> None:
-        """Move shards to the positions that a step reaches."""
+        """Set the shards to the positions after a step."""
         for shard, position in reached.items():
             self.positions[shard] = position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
+        """Return the progress as plain values."""
         return {
             "sharding": self.sharding.value,
             "files": self.files,
@@ -87,10 +86,10 @@ class Progress:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Progress:
-        """Return what a state holds.
+        """Return the progress in a state of `state_dict`.
 
         Raises:
-            ValueError: it is no state.
+            ValueError: an entry of the state is missing.
         """
         if not {"sharding", "files", "shards"} <= state.keys():
             raise ValueError(
@@ -106,10 +105,10 @@ class Progress:
         )
 
     def fit(self, own: Progress) -> Progress:
-        """Return this progress as an iterator takes it over whose `own` has just begun.
+        """Return this progress for an iterator at the start of its `own` progress.
 
         Raises:
-            ValueError: it is of another pipeline, or divided in a way that can not be gone on with.
+            ValueError: it belongs to another pipeline, or this iterator cannot continue it.
         """
         by_worker = {Sharding.OFF, Sharding.FUNCTION}
         saved, now = len(self.positions), len(own.positions)
@@ -128,8 +127,8 @@ class Progress:
             ),
             (
                 self.sharding is Sharding.FUNCTION and saved != now,
-                f"{saved} worker(s), each with the dataset that its function made, and there are "
-                f"{now} now. What they have left can not be dealt anew: go on with {saved}, or use "
+                f"{saved} worker(s), each with the dataset that its function returned, but there "
+                f"are {now} now. Their rest cannot be divided anew: continue with {saved}, or use "
                 "distribute_dataset.",
             ),
             (
@@ -144,7 +143,7 @@ class Progress:
         return fitted
 
     def _for_workers(self, count: int) -> Progress:
-        """Return the progress of workers of which each goes through everything."""
+        """Return the progress for `count` workers that each read the whole dataset."""
         chosen = [worker % len(self.positions) for worker in range(count)]
         return Progress(
             self.sharding,
@@ -155,7 +154,7 @@ class Progress:
 
 
 def count_steps(topology: Topology, sharding: Sharding, batches: int) -> int:
-    """Return how many steps there are, if this worker goes through that many batches."""
+    """Return the number of steps of a worker that reads `batches` batches."""
     if sharding is Sharding.DATA:
         return batches
     pieces = 1 if sharding is Sharding.FUNCTION else topology.num_replicas
@@ -168,7 +167,7 @@ def steps_of(
     sharding: Sharding,
     epochs: Mapping[int, tuple[Epoch, Position]],
 ) -> Iterator[Step]:
-    """Yield the steps of this worker over shards, each with its epoch and where to begin in it."""
+    """Yield the steps of this worker; `epochs` has the epoch and start position of each shard."""
     if sharding is Sharding.DATA:
         return _cut(node, topology, epochs)
     return _deal(topology.devices, _dealt(node, topology, sharding, epochs))
@@ -177,7 +176,7 @@ def steps_of(
 def _cut(
     node: Node, topology: Topology, epochs: Mapping[int, tuple[Epoch, Position]]
 ) -> Iterator[Step]:
-    """Yield steps that are this worker's slices of every global batch."""
+    """Yield steps of this worker's slices of every global batch."""
     compares = topology.num_workers > 1
     loads = any(step.loader is not None for step in upstream(node))
     for shard, (epoch, position) in epochs.items():
@@ -193,7 +192,7 @@ def _cut(
 
 
 def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
-    """Return what tells a batch from others: dtypes and shapes, and a digest of the values."""
+    """Return what identifies a batch: its dtypes and shapes, and a digest of its values."""
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
     values = 0
     for array in _telling_order([to_host(leaf) for leaf in leaves]) if digest else ():
@@ -204,10 +203,10 @@ def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
 
 
 def _telling_order(arrays: Sequence[Any]) -> Sequence[Any]:
-    """Return the arrays of a batch whose values tell which rows it has, and in which order.
+    """Return the arrays of a batch whose values identify its rows and their order.
 
-    Those are labels, if there are any: what is beside them may be augmented at random on each
-    worker. Of other objects than text and numbers the text tells their address.
+    If there are labels, these are enough: the other arrays may be augmented at random. Objects
+    other than text and numbers are left out, because their ``repr`` may contain an address.
     """
     plain = [
         array
@@ -222,7 +221,7 @@ def _telling_order(arrays: Sequence[Any]) -> Sequence[Any]:
 def _deal(
     devices: Sequence[Device], source: Iterator[tuple[int, Position, Element]]
 ) -> Iterator[Step]:
-    """Yield steps in which each replica takes the next piece of this worker's own shards."""
+    """Yield steps in which each replica gets the next piece of this worker's shards."""
     while dealt := list(islice(source, len(devices))):
         reached = {shard: position for shard, position, _ in dealt}
         pieces = [piece for *_, piece in dealt]
@@ -241,10 +240,10 @@ def _dealt(
     sharding: Sharding,
     epochs: Mapping[int, tuple[Epoch, Position]],
 ) -> Iterator[tuple[int, Position, Element]]:
-    """Yield the pieces of this worker's batches, each with its shard and the position after it.
+    """Yield the shard, the position afterwards and the rows of each piece of this worker's batches.
 
-    Global batches are cut into as many pieces as there are replicas over all workers. Of files, a
-    short batch fills pieces of the usual size, so that it takes fewer steps.
+    A global batch is cut into one piece for each replica of all workers. With FILE, a short batch
+    is cut into fewer pieces of the usual size, so that it takes fewer steps.
     """
     count = 1 if sharding is Sharding.FUNCTION else topology.num_replicas
     full = node.spec.batch_size if sharding is Sharding.FILE else None
@@ -259,10 +258,10 @@ def _dealt(
 def _pieces(
     batch: Element, done: Position, count: int, full: int | None
 ) -> Iterator[tuple[Position, Element]]:
-    """Cut what is left of a batch into pieces, each with the position after it.
+    """Yield the remaining pieces of a batch, each after the position that follows it.
 
-    The suffix of a balanced cut is the balanced cut of its rows. Where the number of replicas is
-    another than when the cut was begun, the rest is cut so that pieces keep about their size.
+    The last pieces of a balanced cut are a balanced cut of their rows. If the number of replicas
+    has changed since the first piece, the rest is cut into pieces of about the same size.
     """
     if count == 1 and not done.rows:
         yield Position(done.batches + 1), batch
@@ -279,14 +278,14 @@ def _pieces(
 
 
 def empty_step(like: Element, devices: Sequence[Device]) -> Any:
-    """Return the step of a worker that has run out, of batches that have no rows."""
+    """Return a step without rows, for a worker that has no input left."""
     return tree.map_leaves(
         lambda leaf: PerReplica([copy_to(leaf, device) for device in devices]), like
     )
 
 
 def template_of(step: Any) -> Element | None:
-    """Return a batch of no rows, on the host, like the pieces of a step; None if they have none."""
+    """Return a batch without rows, on the host, like those of a step; None for scalar leaves."""
     leaves = [leaf.values[0] for leaf in tree.flatten(step)]
     if not all(leaf.ndim for leaf in leaves):
         return None
@@ -296,7 +295,7 @@ def template_of(step: Any) -> Element | None:
 def _spread(
     leaves: Sequence[Any], pieces: Sequence[slice], devices: Sequence[Device]
 ) -> list[PerReplica]:
-    """Put each device's rows of a batch into its memory; on the CPU they are views."""
+    """Return the rows of each device, copied to its memory; on the CPU they are views."""
     placed = list(zip(pieces, devices, strict=True))
     return [
         PerReplica([copy_to(leaf[piece], device) for piece, device in placed]) for leaf in leaves
@@ -310,7 +309,7 @@ def _no_rows(batch: Element) -> Element:
 
 @functools.lru_cache(maxsize=256)
 def balanced_slices(length: int, parts: int) -> tuple[slice, ...]:
-    """Cut ``length`` rows into contiguous pieces, the first ``length % parts`` one row longer.
+    """Return contiguous slices of ``length`` rows, the first ``length % parts`` one row longer.
 
     >>> [piece.stop - piece.start for piece in balanced_slices(4, 3)]
     [2, 1, 1]
@@ -323,15 +322,15 @@ def balanced_slices(length: int, parts: int) -> tuple[slice, ...]:
 def replica_slices(
     length: int, replica_counts: Sequence[int], worker_index: int
 ) -> tuple[slice, ...]:
-    """Return the pieces of a global batch for the replicas of one worker.
+    """Return the slices of a global batch for the replicas of one worker.
 
-    The batch is cut for all replicas of all workers at once, so the result of a step does not
-    depend on how the replicas are spread over processes.
+    The cut depends on the replicas of all workers together, so the result of a step does not
+    depend on the division of the replicas among processes.
 
     Args:
-        length: rows of the global batch.
-        replica_counts: replicas of each worker.
-        worker_index: this worker.
+        length: the number of rows of the global batch.
+        replica_counts: the number of replicas of each worker.
+        worker_index: the index of this worker.
 
     >>> replica_slices(5, replica_counts=(1, 3), worker_index=1)
     (slice(2, 3, None), slice(3, 4, None), slice(4, 5, None))

@@ -45,7 +45,7 @@ WRONG = [
     (lambda: NUMBERS.map(3), "map: fn must be a function, got 3"),
     (lambda: NUMBERS.filter(None), "filter: predicate must be a function, got None"),
     (lambda: NUMBERS.with_options(None), "needs an InputOptions"),
-    (lambda: NUMBERS.concatenate(3), "got int. Something to iterate over again and again"),
+    (lambda: NUMBERS.concatenate(3), "got int. Pass an object that can be iterated repeatedly"),
     (lambda: NUMBERS.concatenate(iter([1])), "only once"),
     (lambda: NUMBERS.concatenate(np.zeros(3)), "from_tensor_slices"),
     (lambda: Dataset.zip(()), "at least one dataset"),
@@ -63,7 +63,7 @@ WRONG = [
     ),
     (lambda: Dataset.from_files("a.tfrecord"), r"no reader for 'a\.tfrecord'.*Pass reader=fn"),
     (lambda: list(NUMBERS.map(lambda x: None)), "returns its result"),
-    (lambda: list(generated([1], [1, 2]).batch(2)), r"\(1,\), \(2,\) do not stack"),
+    (lambda: list(generated([1], [1, 2]).batch(2)), r"\(1,\), \(2,\) cannot be stacked"),
     (lambda: list(generated({"a": 1}, {"b": 1}).batch(2)), "differ in structure"),
     (lambda: list(NUMBERS.unbatch()), "Batch the dataset before unbatch"),
     (lambda: InputOptions(auto_shard_policy="hint"), "AUTO, DATA, FILE, OFF"),
@@ -79,7 +79,7 @@ WRONG = [
     (lambda: distribute({"x": np.zeros(4)}, cpus(1)), "got dict"),
     (lambda: distribute(Frame(), cpus(1)), r"frame\[name\]\.to_numpy"),
     (lambda: distribute((np.arange(2) for _ in range(3)), cpus(1)), "only once"),
-    (lambda: distribute(distribute(NUMBERS.batch(1), cpus(1)), cpus(1)), "distributed already"),
+    (lambda: distribute(distribute(NUMBERS.batch(1), cpus(1)), cpus(1)), "already distributed"),
     (lambda: distribute(NUMBERS.batch(2), cpus(1), "file"), "InputOptions.* 'file'"),
     (lambda: distribute(NUMBERS.batch(2), cpus(1), InputOptions("file"), 2), "reads none"),
     (lambda: distribute(NUMBERS, cpus(2)), UNBATCHED),
@@ -99,7 +99,7 @@ WRONG = [
     (lambda: distribute_from_function(NUMBERS, cpus(1)), "needs a function"),
     (lambda: distribute_from_function(lambda _: None, cpus(2)), "got NoneType"),
     (lambda: distribute_from_function(list, cpus(1), 3), "InputOptions.* got 3"),
-    (lambda: list(distribute_from_function(lambda _: Dataset.range(3), cpus(2))), "empty batches"),
+    (lambda: list(distribute_from_function(lambda _: Dataset.range(3), cpus(2))), "Empty batches"),
 ]
 
 
@@ -112,14 +112,14 @@ def test_what_is_wrong_is_refused_with_what_to_write(call, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("x,y\n1,2\n\n3,4;5\n", r"a\.csv, line 4: column 2 is '4;5', which is no number"),
+        ("x,y\n1,2\n\n3,4;5\n", r"a\.csv, line 4: column 2 is '4;5', which is not a number"),
         ("1,2\n3,\n", r"a\.csv, line 2: column 2 is ''"),
         ("1,\n3,4\n", r"a\.csv, line 1: column 2 is ''"),
-        ("NA,NA\n1,2\n", r"a\.csv, line 1: 'NA,NA' holds no value.*reader=fn"),
-        (",\n1,2\n", r"a\.csv, line 1: ',' holds no value"),
+        ("NA,NA\n1,2\n", r"a\.csv, line 1: 'NA,NA' contains no value.*reader=fn"),
+        (",\n1,2\n", r"a\.csv, line 1: ',' contains no value"),
         ("1;2\n", r"a\.csv, line 1: '1;2' is not separated by commas.*reader=fn"),
         ("x\ty\n1\t2\n", r"a\.csv, line 1: 'x\\ty' is not separated by commas"),
-        ("1,2\n3,4\n5\n", r"a\.csv, line 3: 1 column\(s\), where the lines before it have 2"),
+        ("1,2\n3,4\n5\n", r"a\.csv, line 3: 1 column\(s\), but the lines before it have 2"),
     ],
 )
 def test_an_error_in_a_csv_file_names_the_file_and_the_line(tmp_path, content, message):

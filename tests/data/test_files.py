@@ -129,7 +129,7 @@ def test_an_error_names_the_file(tmp_path):
         list(Dataset.from_files(tmp_path / "a.npy"))
     assert "a.npy' was read" in caught.value.__notes__[0]
     uneven = Dataset.from_files("x", lambda path: (np.zeros(2), np.zeros(3)))
-    with pytest.raises(ValueError, match="Let the reader return arrays of as many rows"):
+    with pytest.raises(ValueError, match="Return arrays of equally many rows"):
         list(uneven)
 
 

@@ -81,7 +81,7 @@ def test_the_state_of_a_loader_is_taken_between_its_batches():
 
     interrupted, resumed = iterator(), iterator()
     next(interrupted)
-    with pytest.raises(ValueError, match="Take the state after 3 pieces"):
+    with pytest.raises(ValueError, match="Take the state after all 3 parts"):
         interrupted.state_dict()
     for _ in range(2):
         next(interrupted)
@@ -111,7 +111,7 @@ def test_a_loader_that_can_not_be_resumed_says_so(build):
     iterator = iter(distribute(build(), cpus(2)))
     next(iterator)
     for call in (iterator.state_dict, lambda: iterator.load_state_dict({})):
-        with pytest.raises(ValueError, match=r"nobody can tell.*Dataset\.from_generator"):
+        with pytest.raises(ValueError, match=r"position cannot be saved.*Dataset\.from_generator"):
             call()
 
 
@@ -152,7 +152,7 @@ def test_each_worker_loads_the_state_of_its_own_loader():
 
     states = [make(worker).state_dict() for worker in range(2)]
     make(1).load_state_dict(states[1])
-    with pytest.raises(ValueError, match="loader of worker 0, this is worker 1"):
+    with pytest.raises(ValueError, match="loader of worker 0, but this is worker 1"):
         make(1).load_state_dict(states[0])
 
 
@@ -181,7 +181,7 @@ def test_loaders_whose_order_differs_between_workers_are_refused(prefetch):
     for error in on_workers(2, work):
         assert isinstance(error, ValueError)
         assert "digest of the first batch" in str(error)
-        assert "seed the loader alike on all workers" in str(error)
+        assert "seed all loaders equally" in str(error)
 
 
 def augmented(rank):
