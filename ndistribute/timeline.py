@@ -1,8 +1,8 @@
-"""What this process did when, for whoever wonders where the time goes.
+"""Traces: a record of what each process does when.
 
-With ``NDISTRIBUTE_TRACE`` set to a directory when the package is imported, each process writes a
-trace there that Chrome (``chrome://tracing``) and Perfetto show; `ndistribute.trace_report` merges
-and explains them. Without it a span costs next to nothing.
+If ``NDISTRIBUTE_TRACE`` names a directory when the package is imported, each process writes a trace
+there, which Chrome (``chrome://tracing``) and Perfetto display. `ndistribute.trace_report` merges
+and explains the traces of a job. Without the variable, a span costs almost nothing.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _Event = tuple[str, str, int, int, int]  # name, title, start, end, thread
 
 
 class Recorder:
-    """Keep a process's events, and write them to a file now and then.
+    """A recorder of the events of a process, which it writes to a file periodically.
 
-    The file is whole JSON after each flush; a process killed while it writes leaves one that
-    `ndistribute.trace_report` still reads. Beyond its size limit events are counted, no longer
-    kept. A file that can not be written is logged once and ends the recording, not the program.
+    The file is complete JSON after each flush; `ndistribute.trace_report` also reads the file of a
+    process that was killed during a write. Beyond the size limit events are only counted. If the
+    file cannot be written, the recorder logs a warning once and stops recording.
 
     Args:
-        directory: where the file goes; made when the first event is written.
-        max_bytes: how large the file may grow.
+        directory: the directory of the file, created when the first event is written.
+        max_bytes: the size limit of the file in bytes.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int = _MAX_FILE_BYTES) -> None:
@@ -55,7 +55,7 @@ class Recorder:
         self._start_over()
 
     def add(self, name: str, title: str, start: int, end: int) -> None:
-        """Keep one event of the calling thread; times are of ``time.monotonic_ns``."""
+        """Record an event of the calling thread, with times of ``time.monotonic_ns``."""
         thread = threading.get_ident()
         if thread not in self._threads:
             self._introduce(thread)
@@ -64,7 +64,7 @@ class Recorder:
             self.flush()
 
     def identify(self, name: str, names: Sequence[str]) -> None:
-        """Say who this process is; what it recorded under another name stays in that file."""
+        """Set the name of this process and those of all; events from before stay in their file."""
         with self._lock:
             if self._file is not None and name != self._name:
                 self._write()
@@ -73,12 +73,12 @@ class Recorder:
             self._name, self._names = name, tuple(names)
 
     def flush(self) -> None:
-        """Write what is kept in memory."""
+        """Write the buffered events."""
         with self._lock:
             self._write()
 
     def close(self) -> None:
-        """Write what is kept in memory, and close the file."""
+        """Write the buffered events, and close the file."""
         with self._lock:
             self._write()
             if self._file is not None:
@@ -86,17 +86,17 @@ class Recorder:
                 self._file = None
 
     def forget(self) -> None:
-        """Start over in a forked child: the parent's events and file are the parent's."""
+        """Reset the recorder in a forked child: the events and the file belong to the parent."""
         self._lock = threading.Lock()
         self._name, self._names = "", ()
         if self._file is not None:
-            self._file.close()  # Everything was written through, so nothing is written twice.
+            self._file.close()  # It is unbuffered, so nothing is written twice.
             self._file = None
         self._start_over()
 
     def _start_over(self) -> None:
         self._events: list[_Event] = []
-        self._threads: dict[int, tuple[int, str]] = {}  # By identity: number and name.
+        self._threads: dict[int, tuple[int, str]] = {}  # Number and name by identifier.
         self._flushed = time.monotonic_ns()
         self._failed = False
         self._end = 0
@@ -109,7 +109,7 @@ class Recorder:
             self._threads.setdefault(thread, (len(self._threads) + 1, name))
 
     def _write(self) -> None:
-        # Other threads append meanwhile: take what is there now, and leave the rest.
+        # Other threads append meanwhile: take the present events only.
         events = self._events[: len(self._events)]
         del self._events[: len(events)]
         self._flushed = time.monotonic_ns()
@@ -119,7 +119,7 @@ class Recorder:
             self._append(events)
         except OSError as error:
             self._failed = True
-            _log.warning("no trace is written to %s any more: %s", self._directory, error)
+            _log.warning("tracing to %s stopped, as a write failed: %s", self._directory, error)
 
     def _append(self, events: Sequence[_Event]) -> None:
         if self._file is None:
@@ -131,7 +131,7 @@ class Recorder:
             lines = [*self._new_thread_names(), *map(self._line, events)]
         text = "".join(f"{line},\n" for line in lines).encode()
         self._file.seek(self._end)
-        # The tail makes the file whole; the next flush writes over it.
+        # The tail completes the JSON; the next flush overwrites it.
         self._file.write(text + f"{self._process_name()}\n]}}\n".encode())
         if self._end <= self._max_bytes:
             self._end += len(text)
@@ -203,12 +203,12 @@ class _Nothing:
 
 
 def span(name: str, title: str = "") -> AbstractContextManager[None]:
-    """Return a context manager that records how long its block took, where a trace is asked for.
+    """Return a context manager that records the duration of its block, if tracing is enabled.
 
     Args:
         name: one of ``input compute pull push pack wait reduce update``, or another word.
-        title: which call it belongs to, such as ``all_reduce #12``: the calls of the ranks that
-            have one title are taken for one collective.
+        title: the call that the block belongs to, such as ``all_reduce #12``. Calls of several
+            ranks with the same title are treated as one collective.
 
     >>> with span("compute", "step #1"):
     ...     total = sum(range(10))
@@ -217,12 +217,12 @@ def span(name: str, title: str = "") -> AbstractContextManager[None]:
 
 
 def recorded(describe: Callable[..., tuple[str, str]]) -> Callable[[F], F]:
-    """Return a decorator that records each call of a function, where a trace is asked for.
+    """Return a decorator that records each call of a function, if tracing is enabled.
 
-    Without a trace it returns the function as it is, so that calls cost nothing more.
+    Otherwise it returns the function unchanged, so that calls cost nothing extra.
 
     Args:
-        describe: called with what the function returned and its arguments, returns the name and
+        describe: called with the result and the arguments of the function; returns the name and
             the title of the span. A call that raises is not recorded.
     """
 
@@ -244,18 +244,18 @@ def recorded(describe: Callable[..., tuple[str, str]]) -> Callable[[F], F]:
 
 
 def enabled() -> bool:
-    """Return whether a trace is written."""
+    """Return True if tracing is enabled."""
     return _recorder is not None
 
 
 def identify(name: str, names: Sequence[str]) -> None:
-    """Say which process of a job this is, such as ``"rank 0"`` or ``"ps:1"``, and all there are."""
+    """Set the name of this process, such as ``"rank 0"`` or ``"ps:1"``, and those of all."""
     if _recorder is not None:
         _recorder.identify(name, names)
 
 
 def flush() -> None:
-    """Write what was recorded so far; it is done now and then, and when the process ends."""
+    """Write the buffered events; this also happens periodically, and when the process ends."""
     if _recorder is not None:
         _recorder.flush()
 
@@ -266,7 +266,7 @@ def _metadata(tid: int, name: str, value: Any) -> str:
 
 
 def _clock() -> str:
-    # Processes that were booted together read one monotonic clock.
+    # Processes of one boot of a machine read the same monotonic clock.
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else platform.node()
 

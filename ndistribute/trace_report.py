@@ -1,7 +1,7 @@
-"""A report in words: where the time of a job goes, who is late, and what may help.
+"""A report on the traces of a job: the use of its time, late processes, and possible remedies.
 
-Each moment of a thread counts for the innermost span around it. Who makes the others wait is seen
-in the collectives that all share, and which server does in how long its answers take.
+Each moment of a thread counts for the innermost span around it. The collectives common to all
+processes show which process makes the others wait; response times show which server does.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ["Event", "Lateness", "Trace", "explain", "lateness", "merge", "read",
 UNTRACED = "untraced"
 _COLUMNS = ("input", "compute", "pull", "push", "pack", "wait", "reduce", "update", "serve")
 
-# One is called late where the others lose clearly more to it than to each other, so far from its
-# fair share towards everything, and more than the second figure of the run. Below, chance is as
-# good an explanation.
+# A process is late if the cost of waiting for it exceeds its fair share by the first figure, as a
+# fraction of the rest, and exceeds the second figure as a fraction of the run. Below these, chance
+# may explain the difference.
 _MORE_THAN_SHARE = 0.3
 _LATE_COST = 0.02
 
-# From which share of the time on a kind deserves a sentence.
+# The share of the time above which a kind gets a sentence, and the sentence.
 _ADVICE = {
-    "wait": (0.2, "Waiting takes {:.0%} and nobody is to blame: a larger batch makes fewer calls."),
+    "wait": (0.2, "Waiting takes {:.0%}, for no one process: a larger batch makes fewer calls."),
     "input": (0.15, "Input takes {:.0%}: `prefetch` prepares batches while steps compute."),
     "pull": (0.2, "Pulling variables takes {:.0%}: a larger batch pulls less often."),
     "push": (0.2, "Pushing gradients takes {:.0%}: a larger batch pushes less often."),
     "pack": (0.15, "Copying gradients takes {:.0%}: a larger batch copies them less often."),
     "reduce": (0.2, "Adding takes {:.0%}, bound by memory: a larger batch adds less often."),
     "update": (0.25, "Updating variables takes {:.0%}: a larger batch updates less often."),
-    "compute": (0.7, "Computing takes {:.0%}: that is what the machine is for."),
-    UNTRACED: (0.3, "{:.0%} of the time is in no span: `timeline.span` around parts shows which."),
+    "compute": (0.7, "Computing takes {:.0%}: little of the time is lost."),
+    UNTRACED: (0.3, "{:.0%} of the time is in no span: add `timeline.span` around parts of it."),
 }
 
 _SERVER = re.compile(r"ps:\d+")
@@ -45,20 +45,20 @@ _REPLICA = re.compile(r":(\d+)$")
 
 
 class Lateness(NamedTuple):
-    """How a process, or a replica, came to the calls that all share."""
+    """The lateness of a process, or of a replica, at the calls common to all."""
 
     name: str
-    calls: int  # How many there are,
-    steps: int  # and to how many steps they belong.
-    last: int  # To how many it came last,
-    behind: float  # by how many microseconds after the one before it, in the median of those.
-    cost: float  # For how many microseconds the others waited for nobody but it, in all calls.
+    calls: int  # The number of common calls.
+    steps: int  # The number of steps with such calls.
+    last: int  # The number of calls that it entered last.
+    behind: float  # Median delay after the previous one in those calls, in microseconds.
+    cost: float  # Time for which all others waited for it alone, in microseconds, in all calls.
 
 
 def exclusive(events: Iterable[Event]) -> dict[str, float]:
-    """Return the microseconds by name, of which a span does not count those of spans in it.
+    """Return the microseconds in spans of each name, without those in nested spans.
 
-    What stands between the first and the last event of a thread and in no span is `UNTRACED`.
+    Time between the first and the last event of a thread that is in no span is `UNTRACED`.
     """
     threads: dict[int, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda e: (e.start, -e.end)):
@@ -80,14 +80,14 @@ def exclusive(events: Iterable[Event]) -> dict[str, float]:
 
 
 def shares(events: Iterable[Event]) -> dict[str, float]:
-    """Return the same as parts of the whole, which add up to 1."""
+    """Return the result of `exclusive` as fractions that add up to 1."""
     times = exclusive(events)
     whole = sum(times.values())
     return {name: time / whole for name, time in times.items()}
 
 
 def lateness(traces: Sequence[Trace]) -> list[Lateness]:
-    """Return how each of those that make collective calls came to the common ones."""
+    """Return the lateness of each process with collective calls."""
     shifts = offsets(traces)
     made = [calls(trace.events, shift) for trace, shift in zip(traces, shifts, strict=True)]
     callers = [(trace.name, own) for trace, own in zip(traces, made, strict=True) if own]
@@ -105,7 +105,7 @@ def lateness(traces: Sequence[Trace]) -> list[Lateness]:
 
 
 def report(directory: str | os.PathLike[str]) -> str:
-    """Say in words what the traces in a directory show.
+    """Return a report on the traces in a directory.
 
     Raises:
         FileNotFoundError: the directory has no trace.
@@ -114,7 +114,7 @@ def report(directory: str | os.PathLike[str]) -> str:
 
 
 def explain(traces: Sequence[Trace]) -> str:
-    """Say where the time of some processes goes, who is late, and what to do about it.
+    """Return a report on traces: the use of time, late processes, and possible remedies.
 
     >>> from ndistribute.trace_report import Event, Trace
     >>> print(explain([Trace("rank 0", events=(Event("compute", "", 0, 3e6, 1),))]))
@@ -123,8 +123,8 @@ def explain(traces: Sequence[Trace]) -> str:
             compute  other
     rank 0     100%     0%
     <BLANKLINE>
-    One process with one replica waits for nobody.
-    Computing takes 100%: that is what the machine is for.
+    One process with one replica waits for no other.
+    Computing takes 100%: little of the time is lost.
     """
     seconds = max(trace.seconds for trace in traces)
     members = _replicas(traces[0]) if len(traces) == 1 else list(traces)
@@ -136,7 +136,7 @@ def explain(traces: Sequence[Trace]) -> str:
     lines += ["", *_table(members), ""]
     lines += list(_servers(members, seconds)) or _who_is_late(members, late, worst, seconds)
     every = [shares(trace.events) for trace in members]
-    mean = _mean([own for own in every if "compute" in own] or every)  # Not servers, nor a chief.
+    mean = _mean([own for own in every if "compute" in own] or every)  # No servers, nor a chief.
     for kind, (large, advice) in _ADVICE.items():
         if mean.get(kind, 0.0) > large and not (kind == "wait" and worst):
             lines.append(advice.format(mean[kind]))
@@ -144,7 +144,7 @@ def explain(traces: Sequence[Trace]) -> str:
 
 
 def _replicas(trace: Trace) -> list[Trace]:
-    """Return what each replica of a process recorded, or the process where it has one."""
+    """Return a trace of each replica of a process, or the given trace if it has only one."""
     numbers = {}
     for thread in {event.thread for event in trace.events if event.name == "compute"}:
         found = _REPLICA.search(trace.threads.get(thread, ""))
@@ -172,7 +172,7 @@ def _table(traces: Sequence[Trace]) -> Iterator[str]:
 
 
 def _latest(cost: Mapping[str, float], seconds: float) -> str:
-    """Return who makes the others wait, where it is more than chance and worth a word, or ''."""
+    """Return the name of the late process or server; '' if no cost exceeds the thresholds."""
     if len(cost) < 2:
         return ""
     worst = max(cost, key=lambda name: cost[name])
@@ -184,13 +184,13 @@ def _latest(cost: Mapping[str, float], seconds: float) -> str:
 def _who_is_late(
     members: Sequence[Trace], late: Sequence[Lateness], worst: str, seconds: float
 ) -> Iterator[str]:
-    """Say who is late, and what it does more of than the others."""
+    """Yield sentences on the late process, and the kind of work that takes it longer."""
     if len(members) == 1:
-        yield "One process with one replica waits for nobody."
+        yield "One process with one replica waits for no other."
     elif not late or late[0].calls == 0:
-        yield "They share no collective that would show who waits for whom."
+        yield "They have no common collective, which would show which of them is late."
     elif not worst:
-        yield f"Nobody is late: over {late[0].calls} calls they wait for each other in turn."
+        yield f"None is late: over {late[0].calls} calls they wait for each other in turn."
     else:
         one = next(one for one in late if one.name == worst)
         yield (
@@ -215,7 +215,7 @@ def _who_is_late(
 
 
 def _servers(members: Sequence[Trace], seconds: float) -> Iterator[str]:
-    """Say how long each server's answers took those who asked, and which server is late."""
+    """Yield sentences on the response times of the servers, and on a late server."""
     waits: dict[str, list[float]] = defaultdict(list)
     for event in (event for trace in members for event in trace.events):
         if event.name in ("pull", "push") and _SERVER.fullmatch(event.title):
@@ -223,17 +223,17 @@ def _servers(members: Sequence[Trace], seconds: float) -> Iterator[str]:
     cost = {name: sum(own) for name, own in sorted(waits.items())}
     if cost:
         each = [f"{name} {_time(cost[name] / len(waits[name]))}" for name in cost]
-        yield f"For an answer of a server its clients wait, in the mean: {', '.join(each)}."
+        yield f"Mean time that a client waits for an answer: {', '.join(each)}."
     clients = sum("pull" in shares(trace.events) for trace in members)
     worst = _latest(cost, seconds * clients)
     if worst:
         part = cost[worst] / sum(cost.values())
-        yield f"Server {worst} is late: {part:.0%} of the waiting for servers is for it."
+        yield f"Server {worst} is late: {part:.0%} of the waiting time for servers is for it."
         for trace in (trace for trace in members if trace.name == worst):
             yield (
-                f"It is at work for {shares(trace.events).get('serve', 0.0):.0%} of the time: if "
-                "that is much, give it less (`nd.partitioners`) or a faster host; else look at its "
-                "network."
+                f"It works for {shares(trace.events).get('serve', 0.0):.0%} of the time: if "
+                "that is much, give it fewer variables (`nd.partitioners`) or a faster host; "
+                "otherwise look at its network."
             )
 
 
@@ -243,7 +243,7 @@ def _mean(of_many: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _time(microseconds: float) -> str:
-    """Return a time with a unit that suits it.
+    """Return a time as text, in us, ms or s.
 
     >>> _time(12.34), _time(4_321.0), _time(2_500_000.0)
     ('12 us', '4.3 ms', '2.5 s')

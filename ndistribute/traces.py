@@ -1,8 +1,8 @@
-"""The traces of a job's processes: read as far as they were written, and put on one clock.
+"""Reading the traces of a job's processes, and aligning their clocks.
 
-`ndistribute.timeline` writes one for each process, every event on a line of its own. Nobody can
-leave a collective before the last has come, and all leave at about the same time: so the median
-difference of the times at which two processes left their common calls is that of their clocks.
+`ndistribute.timeline` writes one trace per process, with one event per line. All processes leave a
+collective at about the same time, after the last one has entered it. So the median difference of
+the times at which two processes left their common calls is the offset between their clocks.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from typing import Any, NamedTuple
 
 __all__ = ["Event", "Trace", "calls", "merge", "merged", "offsets", "read"]
 
-# Of each collective, told by its title and the number of its step: when one came to it, and left.
+# The times of entering and leaving each collective, by its title and the number of its step.
 Calls = dict[tuple[str, int], tuple[float, float]]
 
 
 class Event(NamedTuple):
-    """One span; its times are in microseconds of the process's clock."""
+    """A span; its times are in microseconds of the process's clock."""
 
-    name: str  # What the thread did, such as "compute".
-    title: str  # The call that it belongs to, or the server that was asked; or nothing.
+    name: str  # The kind of work, such as "compute".
+    title: str  # The call that it belongs to, or the server of a request; may be empty.
     start: float
     end: float
-    thread: int  # Its number in the process.
+    thread: int  # The thread's number in the process.
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one process recorded, or one replica of it."""
+    """The events of one process, or of one of its replicas."""
 
     name: str  # Such as "rank 0" or "ps:1".
-    names: tuple[str, ...] = ()  # Of all processes of the job; empty where it never joined one.
-    clock: str = ""  # Processes that name the same clock read the same times from it.
-    wall: float = 0.0  # What to add to a time for the microseconds since 1970.
+    names: tuple[str, ...] = ()  # The processes of the job; empty if it never joined one.
+    clock: str = ""  # Processes with the same name here share a clock.
+    wall: float = 0.0  # Added to a time, gives the microseconds since 1970.
     host: str = ""
     events: tuple[Event, ...] = ()  # In the order in which they ended.
     threads: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
-        """Return the time between the first and the last event."""
+        """The time between the first and the last event."""
         return (max(e.end for e in self.events) - min(e.start for e in self.events)) / 1e6
 
 
@@ -56,17 +56,17 @@ def read(directory: str | os.PathLike[str]) -> list[Trace]:
     """Return the traces of the newest job in a directory, in the order of its processes.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the directory has no trace with events.
     """
     found = [_read_file(path) for path in sorted(Path(directory).glob("trace-*.json"))]
     traces = [trace for trace in found if trace is not None and trace.events]
     if not traces:
         raise FileNotFoundError(
-            f"{os.fspath(directory)} holds no trace with events. Set NDISTRIBUTE_TRACE to this "
-            "directory and run the program again; what strategy.run runs is recorded."
+            f"{os.fspath(directory)} contains no trace with events. Set NDISTRIBUTE_TRACE to this "
+            "directory and run the program again; it records the calls of strategy.run."
         )
-    # A process that never joined a job may be one that only starts others. It is a last resort,
-    # unless it computed after all jobs had ended.
+    # A process that never joined a job may only start others, so its trace is used last, unless it
+    # computed after all jobs had ended.
     jobs = [trace for trace in traces if trace.names]
     ended = max((trace.wall + trace.events[-1].end for trace in jobs), default=0.0)
     alone = [trace for trace in traces if not trace.names and trace.wall + _computed(trace) > ended]
@@ -79,12 +79,12 @@ def read(directory: str | os.PathLike[str]) -> list[Trace]:
 
 
 def _computed(trace: Trace) -> float:
-    """Return when the last step of a process began."""
+    """Return the start time of the last step of a process."""
     return max((event.start for event in trace.events if event.name == "compute"), default=-inf)
 
 
 def _read_file(path: Path) -> Trace | None:
-    """Return what a file holds, None where not even its first line was written."""
+    """Return the trace in a file; None if its first line is incomplete."""
     first, *lines = path.read_text(errors="replace").splitlines() or [""]
     try:
         about = json.loads(first + "]}")["otherData"]
@@ -107,23 +107,23 @@ def _entries(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             entry = json.loads(line.rstrip(","))
-        except ValueError:  # The file's tail, or where a killed process ended.
+        except ValueError:  # The file's tail, or the last line of a killed process.
             continue
         if isinstance(entry, dict) and "ph" in entry:
             yield entry
 
 
 def calls(events: Sequence[Event], shift: float = 0.0) -> Calls:
-    """Return the collectives of one process, those whose title has a number.
+    """Return the collectives of one process: the events whose title has a number.
 
-    Numbers start again with each step, which is a span named ``compute``. A process with several
-    replicas has come when the last of them has. `shift` is added to the times.
+    The numbers restart with each step, which is a span named ``compute``. A process with several
+    replicas enters a collective when its last replica does. `shift` is added to the times.
     """
     steps = _steps(events)
     came: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)  # By thread.
     left: dict[tuple[str, int], float] = {}
     for event in sorted(events, key=lambda e: e.start):
-        # A thread that runs no steps of its own works for those of the first that does.
+        # A thread without steps works for the steps of the first thread that has some.
         own = steps.get(event.thread) or (steps[min(steps)] if steps else ())
         number = bisect_right(own, event.start, key=lambda step: step[0])
         is_inside = number > 0 and event.start < own[number - 1][1]
@@ -139,7 +139,7 @@ def calls(events: Sequence[Event], shift: float = 0.0) -> Calls:
 
 
 def _steps(events: Sequence[Event]) -> dict[int, list[tuple[float, float]]]:
-    """Return when the steps of each thread began and ended."""
+    """Return the start and end times of the steps of each thread."""
     steps: dict[int, list[tuple[float, float]]] = {}
     for event in sorted(events, key=lambda e: (e.start, -e.end)):
         if event.name == "compute":
@@ -150,10 +150,10 @@ def _steps(events: Sequence[Event]) -> dict[int, list[tuple[float, float]]]:
 
 
 def offsets(traces: Sequence[Trace]) -> list[float]:
-    """Return what to add to each trace's times so that they are those of the first one's clock.
+    """Return the offsets that convert each trace's times to the clock of the first trace.
 
-    Processes that read one clock get one offset. Where no call is shared with the first trace, the
-    clocks on the wall have to do.
+    Traces with the same clock get the same offset. For clocks without a call in common with the
+    first trace, the offset follows from their wall-clock times.
     """
     reference = calls(traces[0].events)
     clocks = [trace.clock or f"of trace {number}" for number, trace in enumerate(traces)]
@@ -181,7 +181,7 @@ def merge(directory: str | os.PathLike[str]) -> Path:
 
 
 def merged(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Return one trace of all, for Chrome and Perfetto; its times start at 0."""
+    """Return one trace of all processes, for Chrome and Perfetto; its times start at 0."""
     moved = list(zip(traces, offsets(traces), strict=True))
     zero = min(event.start + shift for trace, shift in moved for event in trace.events)
     entries: list[dict[str, Any]] = []
