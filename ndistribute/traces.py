@@ -74,8 +74,10 @@ def read(directory: str | os.PathLike[str]) -> list[Trace]:
     newest = max(chosen, key=lambda trace: trace.wall + trace.events[-1].end)
     if not newest.names:
         return [newest]
-    same_job = [trace for trace in chosen if trace.names == newest.names]
-    return sorted(same_job, key=lambda trace: trace.names.index(trace.name))
+    # Of each process the newest trace: files after a recovery have names of their own.
+    chosen.sort(key=lambda trace: trace.wall + trace.events[-1].end)
+    same_job = {trace.name: trace for trace in chosen if trace.names == newest.names}
+    return [same_job[name] for name in newest.names if name in same_job]
 
 
 def _computed(trace: Trace) -> float:
