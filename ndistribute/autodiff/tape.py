@@ -57,6 +57,11 @@ class Graph:
         self._open = 0
         self._recording: list[GradientTape] = []
 
+    @property
+    def is_recording(self) -> bool:
+        """Return True while a tape records."""
+        return bool(self._recording)
+
     def record(self, value: Any, parents: tuple[int, ...], rules: Any) -> Tracked:
         """Append an operation.
 

@@ -16,13 +16,21 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.autodiff.diagnostics import refuse_conversion
-from ndistribute.autodiff.dispatch import Recorded, apply, binary, ufunc_method, unary
+from ndistribute.autodiff.dispatch import (
+    Recorded,
+    apply,
+    binary,
+    read_only,
+    refuse_detached,
+    ufunc_method,
+    unary,
+)
 from ndistribute.autodiff.rules.elementwise import cast
 from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.context import current_frame
 from ndistribute.device import as_array, is_gpu_array
 
-__all__ = ["Tracked", "stop_gradient", "untrack"]
+__all__ = ["Tracked", "refuse_tracked", "stop_gradient", "untrack"]
 
 
 class Tracked(Recorded):
@@ -74,7 +82,7 @@ class Tracked(Recorded):
             raise TypeError("a tracked GPU array does not turn into a NumPy array: use .numpy().")
         if copy or (dtype is not None and dtype != value.dtype):
             return np.array(value, dtype=dtype)
-        return _read_only(value)
+        return read_only(value)
 
     def item(self, *args: Any) -> Any:
         """Return one element as a Python number, where no tape records."""
@@ -119,7 +127,8 @@ class Tracked(Recorded):
         result = value[index]
         graph: Any = current_frame().recorder
         if graph is not self.graph:
-            return result
+            refuse_detached("x[...]", self)
+            return result if getattr(result, "base", None) is None else read_only(result)
         return graph.record(result, (self.index,), (index_rule(value, index),))
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
@@ -168,6 +177,15 @@ class Tracked(Recorded):
     def __format__(self, spec: str) -> str:
         return format(self.value[()] if self.value.ndim == 0 else self.value, spec)
 
+    def __copy__(self) -> Tracked:
+        return self  # Which can not be written.
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return np.copy(self)
+
+    def __reduce__(self) -> Any:
+        return np.copy, (self._plain("pickle"),)
+
     def __repr__(self) -> str:
         return f"Tracked({self.value!r})"
 
@@ -200,6 +218,12 @@ def untrack(value: Any) -> Any:
     return tree.unflatten(value, map(untrack, leaves))
 
 
+def refuse_tracked(value: Any, call: str) -> None:
+    """Raise `TypeError` if a value is tracked by a tape that records; `call` takes it as plain."""
+    if isinstance(value, Tracked):
+        value._plain(call)
+
+
 def stop_gradient(value: Any) -> Any:
     """Return values as constants, through which no gradient flows.
 
@@ -223,16 +247,7 @@ def stop_gradient(value: Any) -> Any:
 def _constant(leaf: Any) -> Any:
     if getattr(leaf, "is_distributed_variable", False):
         leaf = leaf.read_value()
-    return _read_only(leaf.value) if isinstance(leaf, Tracked) else leaf
-
-
-def _read_only(value: Any) -> Any:
-    """Return an array through which nobody can change a value that the tape has kept."""
-    if is_gpu_array(value):
-        return value.copy()
-    view = np.asarray(value).view()
-    view.flags.writeable = False
-    return view
+    return read_only(leaf.value) if isinstance(leaf, Tracked) else leaf
 
 
 def _method(name: str) -> Callable[..., Any]:
