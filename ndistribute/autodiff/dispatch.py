@@ -64,6 +64,10 @@ _FIRST_ARGUMENT = frozenset(function for function in RULES if not isinstance(fun
 _METHODS = {np.sum: "sum", np.mean: "mean", np.max: "max", np.min: "min", np.prod: "prod"}
 
 
+# More than NumPy and SciPy have; a program may make its own without end.
+_UFUNCS = 512
+
+
 class Recorded:
     """Hold a raw array and its place in the graph of a gradient tape.
 
@@ -81,7 +85,7 @@ class Recorded:
         self.index = index
 
 
-@functools.cache
+@functools.lru_cache(_UFUNCS)
 def unary(ufunc: Any) -> Callable[[Any], Any]:
     """Return the function that calls a ufunc of one tracked argument."""
     makers = RULES.get(ufunc) or special_rules(ufunc)
@@ -100,7 +104,7 @@ def unary(ufunc: Any) -> Callable[[Any], Any]:
     return call
 
 
-@functools.cache
+@functools.lru_cache(_UFUNCS)
 def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
     """Return the function that calls a ufunc of two arguments, of which at least one is tracked."""
     makers = RULES.get(ufunc)
@@ -173,7 +177,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not found or function in CONSTANT:
         return result
     several = isinstance(result, list | tuple)
-    if several or is_differentiable(result):
+    if any(map(is_differentiable, result)) if several else is_differentiable(result):
         if None in found.values():
             refuse_elsewhere(function)
         rules = _rules_of(function, result, raw_args, raw_kwargs, list(found))

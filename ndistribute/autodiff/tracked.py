@@ -8,6 +8,7 @@ into no plain array: the gradient would be lost.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from ndistribute.autodiff.dispatch import (
 from ndistribute.autodiff.rules.elementwise import cast
 from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.context import current_frame
-from ndistribute.device import as_array, is_gpu_array
+from ndistribute.device import as_array, is_gpu_array, to_host
 
 __all__ = ["Tracked", "refuse_tracked", "stop_gradient", "untrack"]
 
@@ -94,7 +95,7 @@ class Tracked(Recorded):
 
     def numpy(self) -> Any:
         """Return a copy of the raw array, without a gradient."""
-        return self.value.copy()
+        return np.array(to_host(self.value))
 
     def raw_array(self) -> Any:
         """Return the raw array, as `ndistribute.device.as_array` asks for it."""
@@ -108,9 +109,13 @@ class Tracked(Recorded):
         """Return the array with its elements held between two bounds, None for no bound."""
         return apply(np.clip, (self, min, max), kwargs)
 
-    def reshape(self, *shape: Any, order: str = "C") -> Any:
+    def reshape(self, *shape: Any, order: str = "C", **kwargs: Any) -> Any:
         """Return the array with another shape, given as one tuple or as several integers."""
-        return apply(np.reshape, (self, shape[0] if len(shape) == 1 else shape, order), {})
+        return apply(np.reshape, (self, shape[0] if len(shape) == 1 else shape, order), kwargs)
+
+    def compress(self, condition: Any, axis: Any = None) -> Any:
+        """Return the elements, or slices along an axis, where a condition holds."""
+        return np.compress(condition, self, axis)
 
     def transpose(self, *axes: Any) -> Any:
         """Return the array with its axes reordered, given as one tuple or as several integers."""
@@ -158,6 +163,9 @@ class Tracked(Recorded):
         if not self.value.ndim:
             raise TypeError("iteration over a 0-d tracked array.")
         return (self[i] for i in range(len(self.value)))
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(float(self), digits)
 
     def __contains__(self, item: Any) -> bool:
         return item in self.value
@@ -261,21 +269,17 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-def _reflected(operator: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: operator(other, self)
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: function(other, self)
+
+
+def _comparison(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: function(self.value, untrack(other))
 
 
 # The same as NumPy's own ** takes for a Python number.
 _QUICK_POWERS = {-1: np.reciprocal, 0.5: np.sqrt, 1: np.positive, 2: np.square}
 
-_COMPARISONS: dict[str, Any] = {
-    "lt": np.less,
-    "le": np.less_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
 # There are no in-place operators: `x += y` makes a new array.
 _ARITHMETIC: dict[str, Any] = {
     "add": np.add,
@@ -288,7 +292,7 @@ _ARITHMETIC: dict[str, Any] = {
     "divmod": np.divmod,
 }
 # The detour through NumPy's protocol would cost 0.6 us more.
-for _name, _ufunc in (_COMPARISONS | _ARITHMETIC).items():
+for _name, _ufunc in _ARITHMETIC.items():
     setattr(Tracked, f"__{_name}__", binary(_ufunc))
 for _name, _ufunc in (_ARITHMETIC | {"pow": np.power}).items():
     setattr(Tracked, f"__r{_name}__", _reflected(binary(_ufunc)))
@@ -298,4 +302,6 @@ for _name in (
     "var"
 ).split():
     setattr(Tracked, _name, _method(_name))
+for _name in "lt le eq ne gt ge".split():
+    setattr(Tracked, f"__{_name}__", _comparison(getattr(operator, _name)))
 del _name, _ufunc

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -278,6 +279,18 @@ def test_a_tape_can_pause_and_end_inside_a_scope():
             y = x * x
             assert isinstance(y, Tracked)
             assert tape.gradient(y, x) == 6
+            assert not isinstance(x * x, Tracked)
+
+
+def test_a_tape_that_ends_in_an_inner_scope_records_in_none():
+    with ExitStack() as tapes, GradientTape() as tape:
+        tapes.enter_context(outer := GradientTape())
+        x = outer.watch(3.0)
+        with scope():
+            with scope():
+                tapes.close()
+                tape._close()
+            assert current_frame().recorder is None
             assert not isinstance(x * x, Tracked)
 
 

@@ -38,6 +38,8 @@ def test_conversions_after_the_tape():
             bool(x)
     assert float(scalar) == scalar.item() == complex(scalar).real == 2.5
     assert int(scalar) == 2
+    assert round(scalar) == 2
+    assert round(scalar / 3, 2) == 0.83
     assert x.tolist() == [[1, 2]]
     array = np.asarray(x)
     assert type(array) is np.ndarray
@@ -93,6 +95,9 @@ def test_conversions_after_the_tape():
         lambda x: np.array_equal(x, x + 1),
         lambda x: np.result_type(x, np.float64),
         lambda x: 3.0 in x,
+        lambda x: x == "auto",
+        lambda x: x == [[1, 2, 3], [3, 4, 5]],
+        lambda x: untrack(x)[0] > x,
     ],
 )
 def test_what_has_no_gradient_is_plain(function, x):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.unbroadcast import as_axes, unbroadcast, zeros
+from ndistribute.autodiff.rules.unbroadcast import as_axes, unbroadcast, wide, zeros
 from ndistribute.autodiff.rules.windows import moved
 from ndistribute.device import Array
 
@@ -65,7 +65,12 @@ def _repeat(out: Array, a: Array, repeats: Any, axis: Any = None) -> Vjp:
     flat = (a.size,) if axis is None else shape
     along = 0 if axis is None else axis % a.ndim
     unfolded = (*flat[: along + 1], int(repeats), *flat[along + 1 :])
-    return lambda g: g.reshape(unfolded).sum(axis=along + 1, dtype=g.dtype).reshape(shape)
+
+    def vjp(g: Array) -> Array:
+        total = g.reshape(unfolded).sum(axis=along + 1, dtype=wide(g.dtype))
+        return total.astype(g.dtype, copy=False).reshape(shape)
+
+    return vjp
 
 
 def _triangle(function: Callable[..., Array]) -> Callable[..., Vjp]:
@@ -95,13 +100,17 @@ def _diag(out: Array, v: Array, k: int = 0) -> Vjp:
     return lambda g: np.diagonal(g, k)
 
 
-def _trace(out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Vjp:
+def _trace(
+    out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None
+) -> Vjp:
     diagonal = _diagonal(out, a, offset, axis1, axis2)
-    length = a.diagonal(offset, axis1, axis2).shape[-1]
-    return lambda g: diagonal(np.repeat(g[..., None], length, -1))
+    length, own_dtype = a.diagonal(offset, axis1, axis2).shape[-1], a.dtype
+    return lambda g: diagonal(np.repeat(unbroadcast(g, g.shape, own_dtype)[..., None], length, -1))
 
 
-def _concatenate(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
+def _concatenate(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
+    if len(path) != 2:
+        return None
     arrays, position, axis = args[0], path[1], _axis(args, kwargs, 1)
     part = arrays[position]
     shape, dtype = part.shape, part.dtype
@@ -113,7 +122,9 @@ def _concatenate(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
     return lambda g: unbroadcast(g[where], shape, dtype)
 
 
-def _stack(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
+def _stack(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
+    if len(path) != 2:
+        return None
     part = args[0][path[1]]
     shape, dtype = part.shape, part.dtype
     where = (slice(None),) * (_axis(args, kwargs, 1) % out.ndim) + (path[1],)
@@ -159,7 +170,7 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.trace: (_trace,),
 }
 
-RULES_BY_PATH: dict[Any, Callable[[Array, Path, Args, Kwargs], Vjp]] = {
+RULES_BY_PATH: dict[Any, Callable[[Array, Path, Args, Kwargs], Vjp | None]] = {
     np.concatenate: _concatenate,
     np.stack: _stack,
 }
