@@ -60,6 +60,9 @@ _OPERANDS = (np.ndarray, np.generic, int, float, complex)
 # compute, and mean nothing to a rule.
 _FIRST_ARGUMENT = frozenset(function for function in RULES if not isinstance(function, np.ufunc))
 
+# Keywords by which a function may write into an argument.
+_WRITING = frozenset({"copy", "out", "overwrite_input"})
+
 # The array's own method does the same as the function, a microsecond sooner.
 _METHODS = {np.sum: "sum", np.mean: "mean", np.max: "max", np.min: "min", np.prod: "prod"}
 
@@ -277,10 +280,8 @@ def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[
     for value in (*rest, *kwargs.values()):
         if type(value) not in _PLAIN and (_hides_array(value) or _is_foreign(value)):
             return NotImplemented
-    if "out" in kwargs:
+    if kwargs and not _WRITING.isdisjoint(kwargs):
         return NotImplemented
-    if kwargs:
-        _refuse_writes(function, (x, *rest), kwargs, True)
     value = x.value
     if function in _METHODS:
         result = getattr(value, _METHODS[function])(*rest, **kwargs)
