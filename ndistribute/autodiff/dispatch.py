@@ -314,8 +314,7 @@ def _rules_of(
             if function in JOINT_RULES and all(path in ((0,), (1,)) for path in paths):
                 return _chosen(JOINT_RULES[function](result, args, kwargs), paths)
         elif function in RULES_BY_PATH:
-            by_path = RULES_BY_PATH[function]
-            rules = tuple([by_path(result, path, args, kwargs) for path in paths])
+            rules = tuple(RULES_BY_PATH[function](result, paths, args, kwargs))
             if None not in rules:
                 return rules
         elif all(len(path) == 1 and path[0] in range(len(makers)) for path in paths):

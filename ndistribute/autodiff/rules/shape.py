@@ -7,6 +7,7 @@ list, so their rules see the whole call and the path of one tracked array in it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -108,27 +109,35 @@ def _trace(
     return lambda g: diagonal(np.repeat(unbroadcast(g, g.shape, own_dtype)[..., None], length, -1))
 
 
-def _concatenate(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
-    if len(path) != 2:
-        return None
-    arrays, position, axis = args[0], path[1], _axis(args, kwargs, 1)
-    part = arrays[position]
-    shape, dtype = part.shape, part.dtype
-    if axis is None:
-        start = sum(np.size(array) for array in arrays[:position])
-        return lambda g: unbroadcast(g[start : start + part.size].reshape(shape), shape, dtype)
-    start = sum(np.shape(array)[axis] for array in arrays[:position])
-    where = (slice(None),) * (axis % part.ndim) + (slice(start, start + shape[axis]),)
-    return lambda g: unbroadcast(g[where], shape, dtype)
+def _concatenate(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
+    axis = _axis(args, kwargs, 1)
+    if any(len(path) != 2 for path in paths):
+        return [None]
+    # Where each array starts, found once: there may be thousands.
+    lengths = [np.size(one) if axis is None else np.shape(one)[axis] for one in args[0]]
+    starts = list(itertools.accumulate(lengths, initial=0))
+
+    def rule(position: int) -> Vjp:
+        shape, dtype = args[0][position].shape, args[0][position].dtype
+        where: Any = slice(starts[position], starts[position + 1])
+        if axis is None:
+            return lambda g: unbroadcast(g[where].reshape(shape), shape, dtype)
+        place = (*(slice(None),) * (axis % len(shape)), where)
+        return lambda g: unbroadcast(g[place], shape, dtype)
+
+    return [rule(position) for _, position in paths]
 
 
-def _stack(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
-    if len(path) != 2:
-        return None
-    part = args[0][path[1]]
-    shape, dtype = part.shape, part.dtype
-    where = (slice(None),) * (_axis(args, kwargs, 1) % out.ndim) + (path[1],)
-    return lambda g: unbroadcast(g[where], shape, dtype)
+def _stack(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
+    if any(len(path) != 2 for path in paths):
+        return [None]
+    lead = (slice(None),) * (_axis(args, kwargs, 1) % out.ndim)
+
+    def rule(position: int) -> Vjp:
+        shape, dtype = args[0][position].shape, args[0][position].dtype
+        return lambda g: unbroadcast(g[(*lead, position)], shape, dtype)
+
+    return [rule(position) for _, position in paths]
 
 
 def _split(parts: Sequence[Array], args: Args, kwargs: Kwargs) -> Any:
@@ -170,7 +179,7 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.trace: (_trace,),
 }
 
-RULES_BY_PATH: dict[Any, Callable[[Array, Path, Args, Kwargs], Vjp | None]] = {
+RULES_BY_PATH: dict[Any, Callable[[Array, Sequence[Path], Args, Kwargs], list[Vjp | None]]] = {
     np.concatenate: _concatenate,
     np.stack: _stack,
 }
