@@ -1,4 +1,4 @@
-"""Gradients of plain NumPy code: the tape, the arrays it tracks, and operations of one's own."""
+"""Gradients of NumPy code: the gradient tape, tracked arrays, and custom gradients."""
 
 from ndistribute.autodiff.custom import custom_gradient
 from ndistribute.autodiff.functions import log_softmax, logsumexp, softmax

@@ -1,8 +1,8 @@
-"""Walk a graph from its end to its beginning, and compute the gradients of some entries.
+"""The backward pass: it walks a graph in reverse, and computes the gradients of some entries.
 
-Entries are in the order in which they were made, so their reverse is a topological order and no
-sorting is needed. Gradients are added in place wherever nobody else can see the buffer. Only what
-leads from the target to a source is computed.
+Entries are in order of creation, so their reverse is a topological order. Gradients are added in
+place if nothing else refers to the buffer. The pass visits only the entries between the target and
+a source.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Memory = Callable[[np.dtype[Any], tuple[int, ...]], Any]
 
 
 class Component:
-    """Hold the gradient of one result of an operation that has several.
+    """The gradient of one result of an operation with several results.
 
     Args:
-        position: which result.
-        total: how many there are.
-        gradient: that of the result.
+        position: the position of the result.
+        total: the number of results.
+        gradient: the gradient of the result.
     """
 
     __slots__ = ("gradient", "position", "total")
@@ -51,19 +51,19 @@ def backpropagate(
     free: bool,
     memory: Memory | None = None,
 ) -> dict[int, Any]:
-    """Compute the gradients of some entries.
+    """Return the gradients of some entries.
 
     Args:
-        entries: a graph's.
-        seeds: the gradients to start from, under their entries; not changed.
-        sources: the entries whose gradients are wanted.
-        spans: ranges of entries that count; an operation outside is a constant.
-        free: whether to drop each entry once it is done, so that its memory serves the next.
-        memory: offers arrays for the gradients of weights, or None; such memory need not be copied
-            when gradients are added over replicas.
+        entries: the entries of a graph.
+        seeds: the gradients at the start, by entry; they are not changed.
+        sources: the entries whose gradients to compute.
+        spans: ranges of entries to use; an operation outside them is a constant.
+        free: whether to drop each entry after its use, so that its memory can be reused.
+        memory: called with a dtype and a shape; returns an array for the gradient of a weight, or
+            None. An all-reduce need not copy such an array.
 
     Returns:
-        The gradient of each source, which is the caller's own; None if it is not connected.
+        The gradient of each source, in a new array; None if it is not connected.
     """
     top = max(seeds, default=-1)
     reached = {source for source in sources if source <= top}
@@ -99,7 +99,7 @@ def _plan(
 
 
 def _step(index: int, found: _Found, needed: bytearray, memory: Memory | None, keep: bool) -> None:
-    """Pass the gradient of one operation on to what it used."""
+    """Add the gradients of the arguments of one operation."""
     gradients = found.gradients
     upstream = gradients[index]
     if not keep:
@@ -123,7 +123,7 @@ def _step(index: int, found: _Found, needed: bytearray, memory: Memory | None, k
         change = upstream if rule is identity else rule(upstream)
         owned = change is not upstream and getrefcount(change) == _ALONE
         if gradients[parent] is None and type(change) is np.ndarray:
-            # What nearly always happens, without a call.
+            # The common case, without a call.
             gradients[parent] = change
             found.owned[parent] = owned and change.base is None
         else:
@@ -131,7 +131,7 @@ def _step(index: int, found: _Found, needed: bytearray, memory: Memory | None, k
 
 
 class _Found:
-    """Hold the gradients of a walk, and which of their buffers may be written to."""
+    """The gradients of a backward pass, and whether their buffers may be overwritten."""
 
     __slots__ = ("entries", "gradients", "owned")
 
@@ -150,7 +150,7 @@ class _Found:
         Args:
             index: the entry.
             change: the contribution, None for nothing.
-            owned: whether nobody else refers to `change`.
+            owned: whether nothing else refers to `change`.
         """
         if change is None:
             return
@@ -167,14 +167,14 @@ class _Found:
         elif type(old) is SparseGradient:
             self._own(index, old.to_dense() + change)
         elif self.owned[index]:
-            # The result is bound again because NumPy numbers are not changed in place.
+            # Assigned again, because NumPy scalars do not change in place.
             old += change
             self.gradients[index] = old
         else:
             self._own(index, old + change)
 
     def take(self, source: int) -> Any:
-        """Return a source's gradient as an array that belongs to the caller alone."""
+        """Return the gradient of a source, in an array that nothing else refers to."""
         gradient = self.gradients[source]
         if gradient is None:
             return None
@@ -183,7 +183,7 @@ class _Found:
         if isinstance(gradient, np.generic):
             return np.asarray(gradient)
         if self.entries[source] is not None or not self.owned[source]:
-            # Of a source that is itself a result, what it used may have the same array.
+            # If the source is a result, the gradient of its argument may be the same array.
             return gradient.copy()
         self.gradients[source] = None
         return gradient
@@ -197,7 +197,7 @@ class _Found:
         if type(old) is SparseGradient and type(change) is SparseGradient:
             old.merge(change)
         elif old is None:
-            # Rows stay rows for a leaf; a rule upstream would not know what to do with them.
+            # A leaf keeps rows sparse; rules accept dense gradients only.
             keep = self.entries[index] is None and type(change) is SparseGradient
             self._own(index, change if keep else change.to_dense())
         else:
@@ -216,10 +216,10 @@ class _Found:
 
 
 def _count_alone() -> int:
-    """Count the references to an array that one variable alone holds."""
+    """Return the reference count of an array that only one variable refers to."""
     array = np.empty(0)
     return getrefcount(array)
 
 
-# A rule may return an array that it keeps; writing into that would change the next gradient.
+# A rule may return an array that it keeps, and writing to it would change later gradients.
 _ALONE = _count_alone()

@@ -1,8 +1,8 @@
-"""Gradients of the collectives: each is itself a collective.
+"""Gradients of the collectives; computing them involves collectives.
 
-A call becomes one entry of the graph whatever the nest holds, so that the backward pass makes the
-same calls on every replica, in the same order. Where some result was not used on a replica, its
-gradient is sent as zeros. A replica whose target does not depend on the call at all makes none.
+A call becomes one entry of the graph, however many arrays its nest has, so that the backward pass
+makes the same calls on every replica, in the same order. A replica sends zeros as the gradient of
+an unused result. If its target does not depend on the call at all, it makes no backward call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Backward = Callable[[Arrays], Arrays]
 def all_reduce(
     graph: Any, communicator: CommunicatorLike, op: Any, value: Any, options: Any
 ) -> Any:
-    """Reduce a nest over replicas; the result is tracked where the argument was."""
+    """Return a nest reduced over the replicas; leaves are tracked like those of the argument."""
     op = ReduceOp.parse(op)
 
     def reduce(op: ReduceOp, arrays: Arrays) -> Arrays:
@@ -50,13 +50,13 @@ def all_reduce(
 def all_gather(
     graph: Any, communicator: CommunicatorLike, value: Any, axis: int, options: Any
 ) -> Any:
-    """Concatenate a nest over replicas; the result is tracked where the argument was."""
+    """Return a nest concatenated over the replicas; leaves are tracked like the argument's."""
 
     def backward_of(inputs: Arrays, results: Arrays) -> Backward:
         lengths = [array.shape[axis] for array in inputs]
 
         def backward(gradients: Arrays) -> Arrays:
-            # Each replica has a gradient for all parts; this one needs the sum of its own part's.
+            # Each replica has a gradient for all parts; this one needs the sum for its own part.
             table = communicator.all_gather(np.array([lengths]), 0, options)
             starts = table[: communicator.rank].sum(axis=0).tolist()
             totals = communicator.all_reduce(ReduceOp.SUM, gradients, options)
@@ -78,7 +78,7 @@ def _recorded(
     call: Callable[[Any], Any],
     backward_of: Callable[[Arrays, Arrays], Backward],
 ) -> Any:
-    """Run a collective on raw arrays and record the leaves that were tracked as one operation."""
+    """Run a collective on raw arrays, and record its tracked leaves as one operation."""
     pairs = [operand(leaf, graph) for leaf in tree.flatten(value)]
     results = call(tree.unflatten(value, [raw for raw, _ in pairs]))
     tracked = [k for k, (_, place) in enumerate(pairs) if place is not None]
@@ -106,7 +106,7 @@ def _recorded(
 def _extreme_gradients(
     inputs: Arrays, results: Arrays, gradients: Arrays, reduce: Reduce
 ) -> Arrays:
-    """Give the gradient to the replicas that hold the extreme value; those that tie share it."""
+    """Return the gradients of MIN or MAX: replicas with the extreme value share the gradient."""
     holds = [
         np.equal(array, result).astype(g.dtype)
         for array, result, g in zip(inputs, results, gradients, strict=True)
@@ -117,7 +117,7 @@ def _extreme_gradients(
 
 
 def _product_gradients(inputs: Arrays, gradients: Arrays, reduce: Reduce) -> Arrays:
-    """Multiply the gradient by the product of the other replicas' values."""
+    """Return the gradients of PROD: the gradient times the product of the other values."""
     zeros = [np.equal(array, 0) for array in inputs]
     factors = [
         np.where(zero, np.ones_like(array), array)

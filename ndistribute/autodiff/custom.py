@@ -1,7 +1,7 @@
-"""Operations whose derivative their author writes.
+"""Custom gradients: operations whose derivative the user writes.
 
-For fused operations, which save passes over memory, and for functions that have no rule. They are
-recorded like NumPy's own: one entry, and gradients only for the arguments that need one.
+They serve fused operations, which save passes over memory, and functions without a rule. The tape
+records a call as one entry, like a NumPy function, with gradients for tracked arguments only.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["custom_gradient"]
 
 
 def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
-    """Let a function bring its own derivative.
+    """Return a differentiable function for a function that returns its own derivative.
 
     Args:
-        function: takes raw arrays by position, and anything by keyword, and returns the result and
-            its derivative. The result is an array, or a tuple or list of arrays. The derivative is
-            a function from the result's gradient (a list of gradients, None where unused, for
-            several results) to a sequence with the gradient of each positional argument, None for
-            an argument without one; or, for a single result, a sequence of functions, one for each
-            positional argument, of which only those are called whose gradient is needed. Gradients
-            have the shape and dtype of their argument; `IndexedSlices` will do for a source. A
-            derivative must not write into the gradient that it is given.
+        function: takes raw arrays by position, and any values by keyword, and returns the result
+            and its derivative. The result is an array, or a tuple or list of arrays. The derivative
+            is a function from the result's gradient (for several results, a list of gradients, None
+            for unused ones) to a sequence with the gradient of each positional argument, or None.
+            For a single result it may also be a sequence of functions from the result's gradient,
+            one for each positional argument; only those for tracked arguments are called. A
+            gradient has the shape of its argument, and is cast to its dtype; `IndexedSlices` are
+            allowed for a source. A derivative must not write to the gradient that it receives.
 
     Returns:
-        A function that accepts variables, tracked and plain arrays alike.
+        A function that accepts variables, tracked arrays and plain arrays.
 
     >>> import numpy as np
     >>> from ndistribute.autodiff import GradientTape
@@ -72,7 +72,7 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
         elif several:
             raise TypeError(
                 f"{function.__qualname__} has several results: its derivative must be one function "
-                "of a list of gradients, not one function for each argument."
+                "of the list of their gradients, not one function for each argument."
             )
         else:
             _check_count(function, derivative, len(raw), "derivatives")
@@ -85,12 +85,12 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
 
 
 def _plain(result: Any) -> Any:
-    """Return a result as an array, numbers of Python too; raise if it is tracked."""
+    """Return a result, Python floats as arrays; raise a TypeError if it is tracked."""
     if isinstance(result, Recorded):
         raise TypeError(
-            f"a function with a derivative of its own, called at {user_line()}, computed with a "
-            "tracked array or a variable that it was not given by position, whose gradient would "
-            "be lost: pass it by position."
+            f"a custom_gradient function, called at {user_line()}, computed with a tracked array "
+            "or a variable that is not a positional argument, so its gradient would be lost: pass "
+            "it by position."
         )
     return np.asarray(result) if type(result) in (float, complex) else result
 
@@ -98,7 +98,7 @@ def _plain(result: Any) -> Any:
 def _checked(
     function: Callable[..., Any], rule: Callable[[Any], Any], argument: Any
 ) -> Callable[[Any], Any]:
-    """Return the rule of one argument, with what it returns made sure of."""
+    """Return the rule of one argument, which checks the gradient that it returns."""
     shape, dtype = argument.shape, argument.dtype
     return lambda g: _fitted(function, rule(g), shape, dtype)
 
@@ -109,7 +109,7 @@ def _joint(
     arguments: Sequence[Any],
     wanted: Sequence[int],
 ) -> Callable[[Any], list[Any]]:
-    """Return the rule of all arguments; of the arguments themselves it keeps the shape alone."""
+    """Return the rule of all arguments; it keeps their shapes and dtypes only."""
     expected = [(k, arguments[k].shape, arguments[k].dtype) for k in wanted]
     count = len(arguments)
 
@@ -127,22 +127,22 @@ def _fitted(function: Callable[..., Any], gradient: Any, shape: tuple[int, ...],
     gradient = as_array(gradient)
     if gradient.shape != shape:
         raise ValueError(
-            f"the derivative of {function.__qualname__} gave a gradient of shape {gradient.shape} "
+            f"the derivative of {function.__qualname__} returned shape {gradient.shape} "
             f"for an argument of shape {shape}: they must be the same."
         )
     return gradient if gradient.dtype == dtype else gradient.astype(dtype)
 
 
 def _check_count(function: Callable[..., Any], given: Any, count: int, what: str) -> None:
-    """Raise unless there is a list or tuple with one item for each positional argument."""
+    """Raise an error unless `given` has one item for each positional argument."""
     name, rule = function.__qualname__, "one for each positional argument, None where not needed"
     if not isinstance(given, list | tuple):
         raise TypeError(
-            f"the derivative of {name} gave a {type(given).__name__} where a list of {count} "
-            f"{what} is expected, {rule}."
+            f"the derivative of {name} returned a {type(given).__name__}, not a list of {count} "
+            f"{what}, {rule}."
         )
     if len(given) != count:
         raise ValueError(
-            f"{name} was called with {count} positional argument(s), and its derivative gave "
-            f"{len(given)} {what}: it must give {rule}."
+            f"{name} was called with {count} positional argument(s), and its derivative returned "
+            f"{len(given)} {what}: it must return {rule}."
         )

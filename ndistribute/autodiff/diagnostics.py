@@ -1,8 +1,8 @@
-"""Errors that name the user's line: gradients that would be lost, and rules that are missing.
+"""Errors that name the user's line: lost gradients and missing rules.
 
-A tape learns of a mistake inside NumPy or deeper, so a message looks for the caller's own code: the
-first frame that belongs neither to this package nor to an installed one. Frames are walked only
-where there is something to complain of.
+A tape detects a mistake inside NumPy or deeper, so the message names the innermost frame that
+belongs neither to this package nor to an installed one. Frames are searched only when a message
+is needed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ __all__ = ["missing", "name_of", "no_rule", "refuse_conversion", "refuse_elsewhe
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD = os.path.dirname(os.__file__)
-# Packages need not lie under site-packages: `pip install --target` puts them anywhere.
+# Packages may be outside site-packages: `pip install --target` installs them anywhere.
 _INSTALLED = os.path.dirname(os.path.dirname(np.__file__))
 _NUMERIC = [os.path.join(_INSTALLED, name) for name in ("numpy", "scipy", "pandas")]
 _LIBRARIES = (*(path + os.sep for path in (_PACKAGE, _STANDARD, *_NUMERIC)), "<frozen ")
 
-# What converts its arguments before NumPy's protocols could see them, and what to call instead.
+# SciPy functions that convert arguments before NumPy's protocols see them; ours are the same.
 _REPLACED = {"logsumexp", "softmax", "log_softmax"}
 
 
 def user_line() -> str:
-    """Return the file and the line of the user's code that is being executed, as file:line."""
+    """Return the current file and line of the user's code, as ``file:line``."""
     frame = _user_frame()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def missing(function: Any, why: str = "") -> Callable[[Any], NoReturn]:
-    """Return a rule that raises a `TypeError` naming the function when the gradient is asked."""
+    """Return a rule that raises a `TypeError` that names the function."""
     error = no_rule(function, why, user_line())
 
     def vjp(g: Any) -> NoReturn:
@@ -52,28 +52,28 @@ def no_rule(function: Any, why: str, line: str) -> str:
 
     Args:
         function: a NumPy function.
-        why: what about the arguments is beyond its rule, if it has one.
-        line: where the user called it.
+        why: the property of the arguments that its rule does not support, if it has a rule.
+        line: the user's line that called it.
     """
     arguments = f" with these arguments ({why})" if why else ""
     return (
         f"{name_of(function)}{arguments}, called at {line}, has no derivative rule. Write it in "
-        "terms of functions that have one, give it one with nd.custom_gradient, or compute it from "
+        "terms of functions that have one, define one with nd.custom_gradient, or compute it from "
         "nd.stop_gradient(x)."
     )
 
 
 def refuse_conversion(conversion: str) -> None:
-    """Raise where a tracked array is turned into a plain value; text formatting is let through.
+    """Raise an error for a conversion of a tracked array to a plain value, except in formatting.
 
     Args:
-        conversion: what turns it, for example ``"float()"``.
+        conversion: the name of the conversion, for example ``"float()"``.
 
     Raises:
         TypeError: always, unless the caller is the ``%`` operator of a string.
     """
     caller, user = next(_frames()), _user_frame()
-    # "%.3f" % loss shows a value and computes nothing with it; it asks for a float all the same.
+    # "%.3f" % loss only displays the value, but calls __float__ too.
     operation, operator = caller.f_code.co_code[caller.f_lasti : caller.f_lasti + 2]
     if operation == dis.opmap["BINARY_OP"] and operator in _REMAINDERS:
         return
@@ -81,20 +81,20 @@ def refuse_conversion(conversion: str) -> None:
     called = _REPLACED.intersection(frame.f_code.co_name for frame in inside)
     instead = "".join(f"nd.{name} does the same and has a gradient. " for name in called)
     raise TypeError(
-        f"{_expression(user) or conversion} at {user_line()} turns a tracked array into a plain "
-        f"value ({conversion}) while a GradientTape records, and the gradient would be lost. "
+        f"{_expression(user) or conversion} at {user_line()} converts a tracked array to a plain "
+        f"value ({conversion}) while a GradientTape records, so the gradient would be lost. "
         f"{instead}Use NumPy functions of the tracked array itself, join tracked values with "
-        "np.stack([a, b]), convert arrays of other libraries beside it with np.asarray, wrap their "
-        "functions in nd.custom_gradient, and where no gradient is wanted, take the value with "
+        "np.stack([a, b]), convert arrays of other libraries with np.asarray, wrap functions of "
+        "other libraries in nd.custom_gradient, or, if no gradient is needed, pass "
         "nd.stop_gradient(x)."
     )
 
 
 def refuse_elsewhere(function: Any) -> NoReturn:
-    """Raise where a call computes beside the tape that records its argument.
+    """Raise an error for a call outside the frame of the tape that tracks its argument.
 
     Args:
-        function: what was called; its name if it is no function.
+        function: the called function, or a name for the message.
 
     Raises:
         TypeError: always.
@@ -130,7 +130,7 @@ def name_of(function: Any) -> str:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the frames of this thread outside this package, the innermost first."""
+    """Yield the frames of this thread outside this package, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_LIBRARIES[0]):
@@ -139,7 +139,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _user_frame() -> FrameType:
-    """Return the innermost frame of the user's own code; of anybody's, if there is none."""
+    """Return the innermost frame of the user's code; without one, of any code."""
     first = None
     for frame in _frames():
         file = frame.f_code.co_filename
@@ -150,7 +150,7 @@ def _user_frame() -> FrameType:
 
 
 def _expression(frame: FrameType) -> str:
-    """Return the source of what a frame is executing, "" if it is not known or takes lines."""
+    """Return the source of the expression that a frame executes; "" if unknown or multi-line."""
     code = frame.f_code
     place = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     first, last, start, stop = place

@@ -1,10 +1,9 @@
-"""Run a NumPy function on raw values, and record how its gradient flows back.
+"""Dispatch of NumPy functions: it calls them on raw values, and records their gradient rules.
 
-Every operation on a tracked array comes through here: operators and plain ufunc calls by two short
-paths, everything else by `apply`. What is recorded goes to the graph that this thread's frame
-names; a tracked array of a graph that no longer records is a constant, and one of a graph that
-records in another frame is refused. A call without a rule is no error until its gradient is asked
-for.
+Every operation on a tracked array runs this code: `unary` and `binary` handle operators and plain
+ufunc calls, `apply` all other functions. The recorder of the thread's frame is the graph that
+records. A tracked array of a graph that no longer records is a constant; one of a graph that
+records in another frame is an error. A call without a rule raises only if its gradient is needed.
 """
 
 from __future__ import annotations
@@ -44,40 +43,40 @@ __all__ = [
     "unary",
 ]
 
-# Where an argument stands in a call: (1,), (0, 2) inside a list, ("x",) for a keyword.
+# The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
 Path = tuple[Any, ...]
 
-# One rule for each tracked argument, or one that returns the gradients of all.
+# One rule for each tracked argument, or one rule that returns the gradients of all.
 Rules = tuple[Callable[[Any], Any], ...] | Callable[[Any], Sequence[Any]]
 
-# Types whose values never hide a tracked array: the common case is told by one look-up.
+# Types without tracked arrays inside, so that one look-up decides the common case.
 _PLAIN = frozenset({np.ndarray, float, int, bool, np.float32, np.float64, type(None), str, slice})
 
-# What NumPy computes with as it is.
+# The types that NumPy functions take without a conversion.
 _OPERANDS = (np.ndarray, np.generic, int, float, complex)
 
-# Functions whose first argument has a rule. Ufuncs are not among them: their keywords say how to
-# compute, and mean nothing to a rule.
+# Functions whose first argument has a rule, except ufuncs, whose rules do not accept the keywords
+# of a call.
 _FIRST_ARGUMENT = frozenset(function for function in RULES if not isinstance(function, np.ufunc))
 
-# Keywords by which a function may write into an argument.
+# Keywords that may make a function write to an argument.
 _WRITING = frozenset({"copy", "out", "overwrite_input"})
 
-# The array's own method does the same as the function, a microsecond sooner.
+# The methods of arrays, which are a microsecond faster than these functions.
 _METHODS = {np.sum: "sum", np.mean: "mean", np.max: "max", np.min: "min", np.prod: "prod"}
 
 
-# More than NumPy and SciPy have; a program may make its own without end.
+# More than NumPy and SciPy have, but bounded, because programs may create ufuncs.
 _UFUNCS = 512
 
 
 class Recorded:
-    """Hold a raw array and its place in the graph of a gradient tape.
+    """A raw array and its entry in the graph of a gradient tape.
 
     Args:
         value: the raw array.
-        graph: the graph in which it was recorded.
-        index: its place there.
+        graph: the graph of the entry.
+        index: the index of the entry.
     """
 
     __slots__ = ("graph", "index", "value")
@@ -109,7 +108,7 @@ def unary(ufunc: Any) -> Callable[[Any], Any]:
 
 @functools.lru_cache(_UFUNCS)
 def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
-    """Return the function that calls a ufunc of two arguments, of which at least one is tracked."""
+    """Return the function that calls a ufunc of two arguments, at least one of them tracked."""
     makers = RULES.get(ufunc)
     if makers is None:
         return lambda x, y: apply(ufunc, (x, y), {})
@@ -147,14 +146,13 @@ def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
 
 
 def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a NumPy function with tracked arrays anywhere among its arguments.
+    """Return the result of a NumPy function with tracked arrays among its arguments.
 
     Returns:
-        Tracked arrays where gradients can flow; integers, booleans and everything that is not an
-        array come back plain.
+        Tracked arrays for results with a gradient; other results, such as integers, stay plain.
 
     Raises:
-        TypeError: the function would write into an array, or the tape records elsewhere.
+        TypeError: the function would write to an array, or its tape records in another frame.
     """
     if function in _FIRST_ARGUMENT and args and isinstance(args[0], Recorded):
         result = _apply_to_first(function, args[0], args[1:], kwargs)
@@ -188,15 +186,15 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return record(result, tuple(found.values()), rules)
     if isinstance(result, np.ndarray) and result.dtype.kind == "O":
         raise TypeError(
-            f"{name_of(function)} of a tracked array at {user_line()} gave an array of objects, "
-            "which carries no gradient: write it in NumPy functions, or give it a derivative with "
+            f"{name_of(function)} of a tracked array at {user_line()} returned an array of "
+            "objects, which has no gradient: use NumPy functions, or define a derivative with "
             "nd.custom_gradient."
         )
     return result
 
 
 def ufunc_method(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a ufunc in another way than by itself with plain arguments."""
+    """Return the result of a ufunc method, or of a ufunc call with keywords."""
     if method == "__call__":
         return apply(ufunc, inputs, kwargs)
     if method == "reduce" and ufunc in UFUNC_REDUCTIONS:
@@ -210,7 +208,7 @@ def ufunc_method(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[st
 
 
 def refuse_detached(function: Any, x: Any) -> None:
-    """Raise `TypeError` if the tape of an argument of a call records, but not in this frame."""
+    """Raise a `TypeError` if the tape of an argument records, but not in this frame."""
     if _is_detached(x):
         refuse_elsewhere(function)
 
@@ -218,7 +216,7 @@ def refuse_detached(function: Any, x: Any) -> None:
 def _is_detached(x: Any) -> bool:
     frame = current_frame()
     detached = isinstance(x, Recorded) and x.graph is not frame.recorder and x.graph.is_recording
-    # Replicas wait for the function of a `merge_call`, which computes for them without a tape.
+    # The function of a `merge_call` computes for the waiting replicas, without a tape.
     return detached and not frame.merging
 
 
@@ -232,13 +230,13 @@ def read_only(value: Any) -> Any:
 
 
 def is_differentiable(value: Any) -> bool:
-    """Return True for arrays, and NumPy numbers, of a dtype that gradients can have."""
+    """Return True for arrays and NumPy scalars of a floating or complex dtype."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and (dtype.kind in "fc" or dtype.name == "bfloat16")
 
 
 def operand(x: Any, graph: Any) -> tuple[Any, int | None]:
-    """Return an argument's raw value, and its place in the graph if it is recorded there."""
+    """Return an argument's raw value and its entry in the graph; None if it has none there."""
     if not isinstance(x, Recorded):
         if getattr(x, "is_distributed_variable", False):
             x = x.tracked_value()
@@ -248,14 +246,14 @@ def operand(x: Any, graph: Any) -> tuple[Any, int | None]:
 
 
 def strip(value: Any, graph: Any, found: dict[Path, int | None], path: Path = ()) -> Any:
-    """Replace tracked arrays and variables in an argument by raw values.
+    """Return an argument with raw values instead of tracked arrays and variables.
 
     Args:
         value: the argument; lists and tuples are searched.
-        graph: tracked arrays of this graph count, those that no tape records are constants.
-        found: gets the place in the graph of each that counts, under its path; None for one that a
-            tape records elsewhere.
-        path: where the argument stands in the call.
+        graph: the recording graph; arrays of graphs that do not record are constants.
+        found: receives the entry in the graph of each tracked array, by its path; None for an
+            array whose tape records in another frame.
+        path: the position of the argument in the call.
     """
     if type(value) in _PLAIN:
         return value
@@ -272,10 +270,10 @@ def strip(value: Any, graph: Any, found: dict[Path, int | None], path: Path = ()
 
 
 def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function whose first argument alone is tracked: reductions, reshapes and the like.
+    """Return the result of a function with only its first argument tracked, such as a reduction.
 
     Returns:
-        `NotImplemented` if there is more to it, for `apply` to deal with.
+        The result, or `NotImplemented` if the call needs the general code of `apply`.
     """
     for value in (*rest, *kwargs.values()):
         if type(value) not in _PLAIN and (_hides_array(value) or _is_foreign(value)):
@@ -307,7 +305,7 @@ def _rules_of(
     kwargs: Mapping[str, Any],
     paths: Sequence[Path],
 ) -> Rules:
-    """Return the rules of a call for the tracked arguments at some paths; all else is raw."""
+    """Return the rules of a call for the tracked arguments at the given paths."""
     makers = RULES.get(function) or special_rules(function) or ()
     try:
         if isinstance(result, list | tuple):
@@ -328,7 +326,7 @@ def _rules_of(
 
 
 def _chosen(joint: Callable[[Any], Sequence[Any]], paths: Sequence[Path]) -> Rules:
-    """Return the rule that gives only the gradients of some arguments."""
+    """Return the rule for the gradients of the given arguments only."""
     if paths == [(0,)]:
         return joint
 
@@ -342,7 +340,7 @@ def _chosen(joint: Callable[[Any], Sequence[Any]], paths: Sequence[Path]) -> Rul
 def _cast_rule(
     maker: Callable[..., Any], result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], k: int
 ) -> Callable[[Any], Any]:
-    """Return a ufunc's rule where keywords may have changed the result's dtype."""
+    """Return a ufunc's rule for a call with keywords, which may change the result's dtype."""
     if "where" in kwargs:
         raise NotImplementedError("where=: use np.where")
     rule, shape, dtype = maker(result, *args), args[k].shape, args[k].dtype
@@ -350,10 +348,10 @@ def _cast_rule(
 
 
 def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:
-    """Return a ufunc's operand like `operand`; lists and arrays of other libraries are converted.
+    """Return the result of `operand`, with lists and arrays of other libraries converted.
 
     Raises:
-        TypeError: it is something that NumPy would take for an object.
+        TypeError: NumPy would convert the value to an array of objects.
     """
     value, place = operand(value, graph)
     if place is not None or isinstance(value, _OPERANDS) or is_gpu_array(value):
@@ -364,21 +362,21 @@ def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:
     if array.dtype == object:
         raise TypeError(
             f"{name_of(ufunc)} of a tracked array and a {type(value).__module__}."
-            f"{type(value).__qualname__} at {user_line()}: convert that to a NumPy array first, "
+            f"{type(value).__qualname__} at {user_line()}: convert it to a NumPy array first, "
             "or wrap the operation in nd.custom_gradient."
         )
     return array, None
 
 
 def _without_list(value: Any) -> Any:
-    """Turn a list into an array, a tracked one if it holds tracked arrays."""
+    """Return a tracked array for a list with tracked arrays, and other values unchanged."""
     if not isinstance(value, list | tuple) or not _hides_array(value):
         return value
     return np.stack([_without_list(item) for item in value])
 
 
 def _is_foreign(value: Any) -> bool:
-    """Return True for arrays of other libraries, as of pandas, which are constants to a tape."""
+    """Return True for arrays of other libraries, such as pandas, which are constants."""
     known = isinstance(value, _OPERANDS) or not hasattr(type(value), "__array__")
     return not known and not is_gpu_array(value)
 
@@ -394,7 +392,7 @@ def _hides_array(value: Any) -> bool:
 def _positional(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Turn keywords into positions where the function's signature is known."""
+    """Return the arguments with keywords as positions, if the signature is known."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
@@ -403,7 +401,7 @@ def _positional(
 
 
 def _takes(composed: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if what is written instead of a NumPy function takes these keywords."""
+    """Return True if a decomposition of a NumPy function accepts these keywords."""
     known = _keywords(composed) if kwargs else None
     return kwargs.get("out") is None and (known is None or kwargs.keys() <= known)
 
@@ -418,7 +416,7 @@ def _keywords(composed: Callable[..., Any]) -> set[str] | None:
 def _refuse_writes(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool
 ) -> None:
-    """Raise where a call would write into a tracked array, or past the tape into a plain one."""
+    """Raise a TypeError if a call with tracked arguments would write to an array."""
     out = kwargs.get("out")
     targets = list(out) if isinstance(out, tuple) else [] if out is None else [out]
     name = getattr(function, "__name__", "")
@@ -427,7 +425,7 @@ def _refuse_writes(
         targets.append(args[0])
     if targets and (recorded or any(isinstance(target, Recorded) for target in targets)):
         raise TypeError(
-            f"{name_of(function)} at {user_line()} would write into an array, and one of its "
-            "arguments is tracked: the tape could not take that back. Use the result instead, as "
+            f"{name_of(function)} at {user_line()} would write to an array, and one of its "
+            "arguments is tracked: tapes do not record writes. Use the result instead, as "
             "in x = np.add(x, y) or x = x + y."
         )

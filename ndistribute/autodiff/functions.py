@@ -1,7 +1,7 @@
-"""`logsumexp`, `softmax` and `log_softmax`, each one entry of the tape.
+"""`logsumexp`, `softmax` and `log_softmax`, each recorded as one entry of the tape.
 
-SciPy's functions of these names turn their argument into a plain NumPy array, where a gradient
-ends. These take plain, tracked and GPU arrays, and compute the gradient from what is there anyhow.
+SciPy's functions of these names convert their argument to a plain NumPy array, which has no
+gradient. These accept plain, tracked and GPU arrays, and reuse values of the forward pass.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Axis = int | tuple[int, ...] | None
 
 
 def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
-    """Return the logarithm of the sum of exponentials, which does not overflow.
+    """Return ``log(sum(exp(x)))``, computed without overflow.
 
     Args:
         x: a plain or tracked array or a variable, of any shape and a real dtype.
-        axis: the axes to sum over; all of them if it is None, as in SciPy.
+        axis: the axes to sum over; None means all axes, as in SciPy.
         keepdims: whether the result keeps the summed axes, with length 1.
 
     Returns:
-        An array of the dtype of `x` without the axes that were summed over.
+        An array of the dtype of `x`, without the summed axes unless `keepdims` is True.
 
     >>> float(logsumexp(np.array([1000.0, 1000.0])).round(4))
     1000.6931
@@ -37,12 +37,12 @@ def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
 
 
 def softmax(x: Any, axis: Axis = None) -> Any:
-    """Return exponentials divided by their sum.
+    """Return ``exp(x) / sum(exp(x))``, computed without overflow.
 
     Args:
         x: a plain or tracked array or a variable, of any shape and a real dtype.
-        axis: the axes over which the result sums to 1; all of them if it is None, as in SciPy.
-            Probabilities of classes usually are along ``axis=-1``.
+        axis: the axes over which the result sums to 1; None means all axes, as in SciPy. For
+            probabilities of classes it is usually -1.
 
     Returns:
         An array of the shape and dtype of `x`.
@@ -55,12 +55,12 @@ def softmax(x: Any, axis: Axis = None) -> Any:
 
 
 def log_softmax(x: Any, axis: Axis = None) -> Any:
-    """Return the logarithm of `softmax`, exact where that is close to 0.
+    """Return the logarithm of `softmax`, precise also if a value of `softmax` is close to 0.
 
     Args:
         x: a plain or tracked array or a variable, of any shape and a real dtype.
-        axis: the axes over which the exponentials of the result sum to 1; all of them if it is
-            None, as in SciPy.
+        axis: the axes over which the exponentials of the result sum to 1; None means all axes, as
+            in SciPy.
 
     Returns:
         An array of the shape and dtype of `x`.

@@ -1,10 +1,10 @@
 """The gradient tape, and the graph in which it records.
 
-A graph is a list of entries in the order in which they were made: None for a leaf (a variable, a
-watched array), else the entries that an operation used and the rules that turn its gradient into
-theirs. Tracked arrays hold a place in the list and nothing else, so dropping the list frees all
-that the rules keep. Several tapes of a thread share one graph; the frame of the thread names it. A
-tape says when to record, which variables to watch and for which sources to compute gradients.
+A graph is a list of entries in order of creation: None for a leaf (a variable or a watched array),
+otherwise the indices of an operation's arguments and the rules that compute their gradients.
+Tracked arrays refer to an entry by its index only, so dropping the list frees all arrays that the
+rules keep. The tapes of a thread share one graph, the recorder of the thread's frame. A tape
+determines when to record, which variables to watch, and for which sources to compute gradients.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _new: Any = object.__new__
 
 
 class Graph:
-    """Record operations; implements `ndistribute.context.Recorder`.
+    """A recorder of operations; implements `ndistribute.context.Recorder`.
 
     Args:
-        frame: where the thread is; the graph is its recorder while a tape records.
+        frame: the frame of the thread; the graph is its recorder while a tape records.
 
     Attributes:
-        entries: what was recorded.
-        leaves: each variable that was read, and its place; under its id, which it thereby keeps.
-        askers: how many tapes may still ask for gradients.
-        shared: whether several tapes were open at once.
+        entries: the recorded entries.
+        leaves: the variables that were read and their entries, by id; this keeps them alive.
+        askers: the number of tapes whose `gradient` may still be called.
+        shared: whether several tapes were open at the same time.
     """
 
     __slots__ = ("_frame", "_open", "_recording", "askers", "entries", "leaves", "shared")
@@ -63,15 +63,15 @@ class Graph:
         return bool(self._recording)
 
     def record(self, value: Any, parents: tuple[int, ...], rules: Any) -> Tracked:
-        """Append an operation.
+        """Append an operation, and return its tracked result.
 
         Args:
-            value: its raw result.
-            parents: the entries that it used.
+            value: the raw result.
+            parents: the entries of its arguments.
             rules: one function for each parent, from the result's gradient to the parent's; or one
                 function that returns the gradients of all parents.
         """
-        # Each operation comes by here, and a call of `Tracked.__init__` takes a third longer.
+        # Every operation runs this code, and a call of `Tracked.__init__` takes a third longer.
         tracked: Tracked = _new(Tracked)
         tracked.value = value
         tracked.graph = self
@@ -80,13 +80,13 @@ class Graph:
         return tracked
 
     def record_many(self, values: Any, parents: tuple[int, ...], joint: Callable[..., Any]) -> Any:
-        """Append an operation with several results.
+        """Append an operation with several results, and return them tracked.
 
         Args:
-            values: a nest of results; those that carry no gradient come back as they are.
-            parents: the entries that it used.
-            joint: takes one gradient per result, None for a result that nobody used, and returns
-                one per parent.
+            values: a nest of raw results; those of a dtype without gradients are not tracked.
+            parents: the entries of its arguments.
+            joint: takes one gradient for each result, None for an unused one, and returns one for
+                each parent.
         """
         results = tree.flatten(values)
         base = self.leaf(None).index
@@ -98,13 +98,13 @@ class Graph:
         return tree.unflatten(values, results)
 
     def leaf(self, value: Any) -> Tracked:
-        """Append a leaf that stands for an array."""
+        """Append a leaf, and return the tracked array for it."""
         tracked = Tracked(value, self, len(self.entries))
         self.entries.append(None)
         return tracked
 
     def read(self, variable: Any, value: Any) -> Any:
-        """Return a variable's value, tracked if a tape that records watches the variable."""
+        """Return a variable's value, tracked if a recording tape watches the variable."""
         known = self.leaves.get(id(variable))
         if known is not None:
             return Tracked(value, self, known[1])
@@ -115,7 +115,7 @@ class Graph:
         return value
 
     def read_part(self, variable: Any, index: Any, value: Any) -> Any:
-        """Return ``variable[index]``, read without the rest, tracked like a whole value."""
+        """Return ``variable[index]``, given as `value`, tracked if `read` would track the whole."""
         whole = self.read(variable, value)
         if not isinstance(whole, Tracked):
             return value
@@ -126,7 +126,7 @@ class Graph:
 
     @classmethod
     def joined(cls, tape: GradientTape) -> Graph:
-        """Return the graph of this thread, a new one if no tape is open, and let a tape record."""
+        """Return the graph of this thread, or a new one, in which a tape now records."""
         frame = current_frame()
         graph = frame.recorder
         if not isinstance(graph, Graph) or not graph._open:
@@ -138,12 +138,12 @@ class Graph:
         return graph
 
     def resume(self, tape: GradientTape) -> None:
-        """Record for a tape."""
+        """Start or continue recording for a tape."""
         self._recording.append(tape)
         self._frame.recorder = current_frame().recorder = self
 
     def pause(self, tape: GradientTape) -> None:
-        """Record no longer for a tape; when it was the last one, record nothing."""
+        """Stop recording for a tape."""
         self._recording.remove(tape)
         # The frame of the first tape, and those of scopes entered since, if any.
         for frame in (self._frame, *frame_stack()):
@@ -151,7 +151,7 @@ class Graph:
                 frame.recorder = None
 
     def close(self, tape: GradientTape) -> None:
-        """Let a tape go; after the last one, only the tapes hold what was recorded."""
+        """Remove a tape; after the last one, only the tapes refer to the entries."""
         if tape in self._recording:
             self.pause(tape)
         self._open -= 1
@@ -160,18 +160,17 @@ class Graph:
 
 
 class GradientTape:
-    """Record NumPy code, and compute gradients through it.
+    """A tape that records NumPy code, and computes gradients through it.
 
-    Inside the ``with`` block, variables that are read and arrays that are watched can be
-    differentiated through NumPy functions, operators and array methods. Tapes may be nested, and
-    opened together; each sees what was recorded while it was open. Gradients themselves are
-    constants: there are no second derivatives.
+    Inside the ``with`` block it records the NumPy functions, operators and array methods that use
+    variables or watched arrays. Several tapes may be open at once; each uses the operations that
+    were recorded while it was open. Gradients are constants, so second derivatives do not exist.
 
     Args:
-        persistent: whether `gradient` may be called more than once. What was recorded is then kept
-            as long as the tape is.
-        watch_accessed_variables: whether trainable variables are watched as soon as they are read;
-            if not, call `watch`.
+        persistent: whether `gradient` may be called more than once. The tape then keeps the
+            recorded arrays in memory as long as it exists.
+        watch_accessed_variables: whether the tape watches every trainable variable that is read;
+            otherwise call `watch`.
 
     >>> import numpy as np
     >>> with GradientTape() as tape:
@@ -188,13 +187,13 @@ class GradientTape:
         self._graph: Graph | None = None
         self._entries: list[Entry | None] | None = None
         self._leaves: dict[int, tuple[Any, int]] = {}
-        # What was recorded between a start and a stop counts; the last may be open.
+        # Recorded ranges of entries, from start to stop; a stop of None means that it records.
         self._spans: list[tuple[int, int | None]] = []
         self._is_open = False
 
     def __enter__(self) -> GradientTape:
         if self._graph is not None:
-            raise RuntimeError("this GradientTape was entered before: make a new one for each use.")
+            raise RuntimeError("this GradientTape was already used: create a new one for each use.")
         self._graph = graph = Graph.joined(self)
         self._entries, self._leaves = graph.entries, graph.leaves
         self._is_open = True
@@ -205,18 +204,18 @@ class GradientTape:
         self._close()
 
     def watch(self, value: Any) -> Any:
-        """Make arrays or variables sources.
+        """Return tracked arrays, which can be sources of `gradient`; watch variables.
 
         Args:
-            value: a nest of arrays, numbers or variables.
+            value: a nest of arrays, numbers or variables of floating or complex dtypes.
 
         Returns:
-            The same nest with tracked arrays to compute with, and to name as sources. Variables
-            come back as themselves.
+            The same nest with tracked arrays instead of arrays and numbers: compute with these, and
+            pass them to `gradient`. Variables stay unchanged.
 
         Raises:
             RuntimeError: the tape is not open.
-            TypeError: a value is not of a floating dtype.
+            TypeError: an array or a number has another dtype.
 
         >>> with GradientTape() as tape:
         ...     x, y = tape.watch((3.0, 4.0))
@@ -229,19 +228,19 @@ class GradientTape:
         return tree.map_leaves(self._watch_one, value)
 
     def watches(self, variable: Any) -> bool:
-        """Return True if reading a variable makes it a source."""
+        """Return True if the tape watches a variable."""
         return id(variable) in self._watched or (self._watch_accessed and bool(variable.trainable))
 
     def watched_variables(self) -> list[Any]:
-        """Return the variables that were read and are watched, in the order of the first read."""
+        """Return the watched variables that were read, in the order of their first reads."""
         return [variable for variable, _ in self._leaves.values() if self.watches(variable)]
 
     @contextmanager
     def stop_recording(self) -> Iterator[None]:
-        """Pause the tape for a ``with`` block; what is computed there is a constant to it.
+        """Return a context manager that pauses the tape; results of its block are constants.
 
         Raises:
-            RuntimeError: the tape is not open, or paused already.
+            RuntimeError: the tape is not open, or is already paused.
         """
         graph, spans = self._graph, self._spans
         if not self._is_open or graph is None or spans[-1][1] is not None:
@@ -266,22 +265,23 @@ class GradientTape:
         """Return the gradient of a target with respect to sources.
 
         Args:
-            target: a nest of tracked arrays; the gradient is that of the sum of all elements.
-            sources: a nest of variables and of tracked arrays.
-            unconnected_gradients: what a source gets on which the target does not depend: None for
-                ``"none"``, zeros for ``"zero"``.
-            output_gradients: a nest like `target` with the gradient of something else with respect
-                to the target, to be carried on to the sources; ones if it is None.
+            target: a nest of tracked arrays or variables; the function to differentiate is the sum
+                of all their elements.
+            sources: a nest of variables and tracked arrays.
+            unconnected_gradients: the result for a source that does not affect the target: None
+                with ``"none"``, zeros with ``"zero"``.
+            output_gradients: a nest like `target`, with the gradient of another value with respect
+                to the target, to propagate to the sources; None means ones.
 
         Returns:
-            The structure of `sources` with arrays of the sources' shapes and dtypes, which belong
-            to the caller; `IndexedSlices` where a source was only read by rows.
+            The structure of `sources`, with new arrays of the sources' shapes and dtypes;
+            `IndexedSlices` for a source of which only rows were read.
 
         Raises:
-            RuntimeError: the tape is not persistent and was asked before, or was never entered.
+            RuntimeError: the tape is not persistent and was used before, or was never entered.
             TypeError: an operation has no derivative rule, or a source is a plain array or an
                 integer variable.
-            ValueError: an argument is not as described, or target and sources are swapped.
+            ValueError: an argument is invalid, or target and sources are swapped.
         """
         zero = str(getattr(unconnected_gradients, "value", unconnected_gradients)).lower()
         if zero not in ("none", "zero"):
@@ -289,7 +289,7 @@ class GradientTape:
                 f"unconnected_gradients must be 'none' or 'zero', got {unconnected_gradients!r}."
             )
         graph, entries = self._recorded()
-        # A plain list of variables is what nearly everybody asks for, at each step.
+        # Nearly all programs pass a plain list of variables, at each step.
         flat = type(sources) is list and all(map(_is_source, set(map(type, sources))))
         leaves = sources if flat else tree.flatten(sources)
         places = [self._place(source) for source in leaves]
@@ -314,11 +314,11 @@ class GradientTape:
 
     def _recorded(self) -> tuple[Graph, list[Entry | None]]:
         if self._graph is None:
-            raise RuntimeError("this GradientTape recorded nothing: enter it with a with block.")
+            raise RuntimeError("this GradientTape has recorded nothing: use it in a with block.")
         if self._entries is None:
             raise RuntimeError(
-                "a GradientTape that is not persistent gives one gradient, for all sources at "
-                "once: pass them together, or make it with persistent=True."
+                "GradientTape.gradient can be called only once if the tape is not persistent: pass "
+                "all sources together, or create the tape with persistent=True."
             )
         return self._graph, self._entries
 
@@ -332,13 +332,13 @@ class GradientTape:
         array = as_array(untrack(value))
         if not is_differentiable(array):
             raise TypeError(
-                f"GradientTape.watch got {array.dtype}: only floating values have gradients. "
+                f"GradientTape.watch got {array.dtype}: only floating dtypes have gradients. "
                 "Convert first, for example with x.astype(np.float32)."
             )
         return graph.leaf(array)
 
     def _place(self, source: Any) -> int | None:
-        """Return where a source stands in the graph, None if it is not there."""
+        """Return the entry of a source in the graph; None if it has none."""
         graph = self._graph
         if isinstance(source, Tracked):
             return source.index if source.graph is graph else None
@@ -346,17 +346,17 @@ class GradientTape:
         if known is None:
             _check_source(source)
             return None
-        # A leaf that several tapes share may be there for another one.
+        # Another tape that shares the graph may have recorded this leaf.
         shared = graph is not None and graph.shared
         return None if shared and not self.watches(source) else known[1]
 
     def _seeds(self, targets: Any, output_gradients: Any) -> dict[int, Any]:
-        """Return the gradients that a backward pass starts from, by entry."""
+        """Return the gradients at the start of the backward pass, by entry."""
         flat = tree.flatten(targets)
         given: list[Any] = [None] * len(flat)
         if output_gradients is not None:
             if not tree.same_structure(targets, output_gradients):
-                raise ValueError("output_gradients must have the structure of the target.")
+                raise ValueError("output_gradients must have the same structure as the target.")
             given = tree.flatten(output_gradients)
         seeds: dict[int, Any] = {}
         for target, gradient in zip(flat, given, strict=True):
@@ -386,7 +386,7 @@ class GradientTape:
 def _results(
     sources: Sequence[Any], places: Sequence[int | None], found: dict[Any, Any], zero: bool
 ) -> list[Any]:
-    """Return the gradient of each source, an array of its own for each."""
+    """Return the gradient of each source, each in a separate array."""
     results: list[Any] = []
     for k, (source, place) in enumerate(zip(sources, places, strict=True)):
         gradient = found.get(place)
@@ -396,8 +396,8 @@ def _results(
         if place in places[:k]:
             gradient = _copy(gradient)
         if gradient.dtype.kind == "c":
-            # The rules carry the derivative of the analytic function; users want the direction
-            # of steepest ascent, as TensorFlow gives it.
+            # The rules compute the derivative of the analytic function; the result is the
+            # direction of steepest ascent, as in TensorFlow.
             gradient = np.conj(gradient)
         results.append(gradient)
     return results
@@ -409,13 +409,13 @@ def _zeros(source: Any) -> Any:
 
 
 def _seed(value: Any, gradient: Any) -> Any:
-    """Return the gradient of a target, in its shape and dtype; ones if the user gave none."""
+    """Return the gradient of a target, in its shape and dtype; ones if the user passed none."""
     if gradient is None:
         return type(value)(1) if isinstance(value, np.generic) else np.ones_like(value)
     gradient = as_array(untrack(gradient))
     if gradient.shape != value.shape:
         raise ValueError(
-            f"output_gradients has shape {gradient.shape} where the target has {value.shape}: they "
+            f"output_gradients has shape {gradient.shape}, but the target has {value.shape}: they "
             "must be the same."
         )
     gradient = gradient.astype(value.dtype, copy=False)
@@ -435,27 +435,27 @@ def _is_source(kind: type) -> bool:
 def _check_source(source: Any) -> None:
     if not _is_source(type(source)):
         raise TypeError(
-            f"a source of GradientTape.gradient is of type {type(source).__name__}: name "
-            "variables, or what tape.watch(array) returned, as in tape.gradient(loss, variables)."
+            f"a source of GradientTape.gradient is of type {type(source).__name__}: pass "
+            "variables, or results of tape.watch(array), as in tape.gradient(loss, variables)."
         )
     if not is_differentiable(source):
         raise TypeError(
             f"a source of GradientTape.gradient is {getattr(source, 'name', 'a variable')} of "
-            f"dtype {source.dtype}: only variables of a floating dtype have gradients. Leave it "
-            "out of the sources, or make it of another dtype."
+            f"dtype {source.dtype}: only variables of a floating dtype have gradients. Remove "
+            "it from the sources, or create it with another dtype."
         )
 
 
 def _check_order(
     graph: Graph, entries: Sequence[Entry | None], sources: Sequence[Any], seeds: Mapping[int, Any]
 ) -> None:
-    """Raise if everything that was asked for was computed after the target."""
+    """Raise an error if all sources were computed after the target."""
     for source in sources:
         if not isinstance(source, Tracked) or source.graph is not graph:
             return
         if source.index <= max(seeds, default=source.index) or entries[source.index] is None:
             return
     raise ValueError(
-        "every source of GradientTape.gradient was computed after the target, which can not depend "
-        "on it. Are they swapped? Write tape.gradient(loss, variables)."
+        "all sources of GradientTape.gradient were computed after the target, which therefore does "
+        "not depend on them. Are they swapped? Write tape.gradient(loss, variables)."
     )

@@ -1,9 +1,9 @@
-"""Arrays whose computation is recorded.
+"""Arrays whose computation a gradient tape records.
 
-A `Tracked` stands in for a raw array inside a tape, and offers what ``numpy.ndarray`` offers, so
-that model code need not know which it has. NumPy hands every function that meets one over to it,
-and the dispatch records what was done. It can not be written, and while its tape records it turns
-into no plain array: the gradient would be lost.
+A `Tracked` replaces a raw array inside a tape, and has the methods of ``numpy.ndarray``, so that
+model code works with both. NumPy calls its ``__array_function__`` and ``__array_ufunc__``, which
+record the operation. A tracked array is read-only. While its tape records, it cannot be converted
+to a plain array, because the gradient would be lost.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["Tracked", "refuse_tracked", "stop_gradient", "untrack"]
 
 
 class Tracked(Recorded):
-    """Hold a raw array and its place in the graph of a gradient tape.
+    """An array whose operations a gradient tape records.
 
-    Made by `GradientTape.watch`, by reading a variable inside a tape, and by every operation on
-    another; `untrack` gives the raw array back.
+    `GradientTape.watch`, reading a variable inside a tape, and operations on tracked arrays return
+    it; `untrack` returns its raw array.
 
     >>> from ndistribute.autodiff import GradientTape
     >>> with GradientTape() as tape:
@@ -51,17 +51,17 @@ class Tracked(Recorded):
     __slots__ = ()
     __array_priority__ = 1000.0
 
-    shape = property(attrgetter("value.shape"), doc="Return the lengths of the axes.")
-    dtype = property(attrgetter("value.dtype"), doc="Return the dtype of the elements.")
-    ndim = property(attrgetter("value.ndim"), doc="Return the number of axes.")
-    size = property(attrgetter("value.size"), doc="Return the number of elements.")
-    nbytes = property(attrgetter("value.nbytes"), doc="Return the memory of all elements.")
-    itemsize = property(attrgetter("value.itemsize"), doc="Return the memory of one element.")
-    device = property(attrgetter("value.device"), doc="Return where the raw array lives.")
-    T = property(np.transpose, doc="Return the array with its axes reversed.")
-    mT = property(lambda self: np.swapaxes(self, -1, -2), doc="Return the matrices transposed.")
-    real = property(np.real, doc="Return the real part.")
-    imag = property(np.imag, doc="Return the imaginary part.")
+    shape = property(attrgetter("value.shape"), doc="The lengths of the axes.")
+    dtype = property(attrgetter("value.dtype"), doc="The dtype of the elements.")
+    ndim = property(attrgetter("value.ndim"), doc="The number of axes.")
+    size = property(attrgetter("value.size"), doc="The number of elements.")
+    nbytes = property(attrgetter("value.nbytes"), doc="The size of all elements in bytes.")
+    itemsize = property(attrgetter("value.itemsize"), doc="The size of one element in bytes.")
+    device = property(attrgetter("value.device"), doc="The device of the raw array.")
+    T = property(np.transpose, doc="The array with its axes reversed.")
+    mT = property(lambda self: np.swapaxes(self, -1, -2), doc="The transposed matrices.")
+    real = property(np.real, doc="The real part.")
+    imag = property(np.imag, doc="The imaginary part.")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method == "__call__" and not kwargs:
@@ -77,20 +77,20 @@ class Tracked(Recorded):
         return apply(function, args, kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return the raw value where no tape records; read-only unless it is a copy."""
+        """Return the raw value if no tape records; read-only unless it is a copy."""
         value = self._plain("np.asarray")
         if is_gpu_array(value):
-            raise TypeError("a tracked GPU array does not turn into a NumPy array: use .numpy().")
+            raise TypeError("a tracked GPU array is not converted to a NumPy array: use .numpy().")
         if copy or (dtype is not None and dtype != value.dtype):
             return np.array(value, dtype=dtype)
         return read_only(value)
 
     def item(self, *args: Any) -> Any:
-        """Return one element as a Python number, where no tape records."""
+        """Return one element as a Python number, if no tape records."""
         return self._plain(".item()").item(*args)
 
     def tolist(self) -> Any:
-        """Return the elements as nested lists of Python numbers, where no tape records."""
+        """Return the elements as nested lists of Python numbers, if no tape records."""
         return self._plain(".tolist()").tolist()
 
     def numpy(self) -> Any:
@@ -98,15 +98,15 @@ class Tracked(Recorded):
         return np.array(to_host(self.value))
 
     def raw_array(self) -> Any:
-        """Return the raw array, as `ndistribute.device.as_array` asks for it."""
+        """Return the raw array, for `ndistribute.device.as_array`."""
         return as_array(self.value)
 
     def astype(self, dtype: Any, **kwargs: Any) -> Any:
-        """Return the array cast to a dtype; to integers or booleans, without a gradient."""
+        """Return the array cast to a dtype; integers and booleans have no gradient."""
         return apply(cast, (self, dtype), kwargs)
 
     def clip(self, min: Any = None, max: Any = None, **kwargs: Any) -> Any:  # noqa: A002
-        """Return the array with its elements held between two bounds, None for no bound."""
+        """Return the array with its elements limited to two bounds; None means no bound."""
         return apply(np.clip, (self, min, max), kwargs)
 
     def reshape(self, *shape: Any, order: str = "C", **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class Tracked(Recorded):
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         raise TypeError(
-            "x[i] = v on a tracked array: the tape could not take it back. Make a new array, with "
+            "x[i] = v on a tracked array, which is read-only. Compute a new array with "
             "np.where(mask, v, x), np.concatenate or np.stack."
         )
 
@@ -161,7 +161,7 @@ class Tracked(Recorded):
 
     def __iter__(self) -> Iterator[Any]:
         if not self.value.ndim:
-            raise TypeError("iteration over a 0-d tracked array.")
+            raise TypeError("a 0-d tracked array cannot be iterated over.")
         return (self[i] for i in range(len(self.value)))
 
     def __round__(self, digits: int | None = None) -> Any:
@@ -186,7 +186,7 @@ class Tracked(Recorded):
         return format(self.value[()] if self.value.ndim == 0 else self.value, spec)
 
     def __copy__(self) -> Tracked:
-        return self  # Which can not be written.
+        return self  # It is read-only.
 
     def __deepcopy__(self, memo: Any) -> Any:
         return np.copy(self)
@@ -198,17 +198,17 @@ class Tracked(Recorded):
         return f"Tracked({self.value!r})"
 
     def _plain(self, conversion: str) -> Any:
-        """Return the raw value, having refused where a tape would go on without its gradient."""
+        """Return the raw value; raise a TypeError while the tape records."""
         if current_frame().recorder is self.graph:
             refuse_conversion(conversion)
         return self.value
 
 
 def untrack(value: Any) -> Any:
-    """Replace the tracked arrays of a nest by their raw arrays.
+    """Return a nest with raw arrays instead of tracked arrays.
 
     Args:
-        value: any nest; leaves that are not tracked stay as they are.
+        value: any nest; leaves that are not tracked stay unchanged.
 
     Returns:
         The same structure.
@@ -227,20 +227,20 @@ def untrack(value: Any) -> Any:
 
 
 def refuse_tracked(value: Any, call: str) -> None:
-    """Raise `TypeError` if a value is tracked by a tape that records; `call` takes it as plain."""
+    """Raise a `TypeError` that names `call` if a recording tape tracks a value."""
     if isinstance(value, Tracked):
         value._plain(call)
 
 
 def stop_gradient(value: Any) -> Any:
-    """Return values as constants, through which no gradient flows.
+    """Return values as constants, which have no gradient.
 
     Args:
         value: a nest of tracked arrays, variables and plain values.
 
     Returns:
-        The same structure with plain arrays in place of tracked ones and of variables. They are not
-        copied: on the host they are read-only.
+        The same structure with plain arrays instead of tracked arrays and variables. On the host
+        they are read-only views, not copies.
 
     >>> from ndistribute.autodiff import GradientTape
     >>> with GradientTape() as tape:
@@ -277,7 +277,7 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
     return lambda self, other: function(self.value, untrack(other))
 
 
-# The same as NumPy's own ** takes for a Python number.
+# The functions that NumPy's ``**`` uses for these Python numbers.
 _QUICK_POWERS = {-1: np.reciprocal, 0.5: np.sqrt, 1: np.positive, 2: np.square}
 
 # There are no in-place operators: `x += y` makes a new array.
@@ -291,7 +291,7 @@ _ARITHMETIC: dict[str, Any] = {
     "mod": np.remainder,
     "divmod": np.divmod,
 }
-# The detour through NumPy's protocol would cost 0.6 us more.
+# Calls through NumPy's protocol would take 0.6 us longer.
 for _name, _ufunc in _ARITHMETIC.items():
     setattr(Tracked, f"__{_name}__", binary(_ufunc))
 for _name, _ufunc in (_ARITHMETIC | {"pow": np.power}).items():

@@ -76,7 +76,7 @@ def test_a_conversion_is_refused_where_a_tape_records(expression):
     assert type(refusal) is TypeError
     message = str(refusal)
     assert expression in message
-    assert re.search(HERE + r":\d+ turns a tracked array into a plain value", message)
+    assert re.search(HERE + r":\d+ converts a tracked array to a plain value", message)
     assert "np.stack" in message
     assert "nd.stop_gradient(x)" in message
 

@@ -104,7 +104,7 @@ def test_several_results_need_one_derivative():
 
     with GradientTape() as tape:
         x = tape.watch(1.0)
-        with pytest.raises(TypeError, match=r"halves.*one function of a list"):
+        with pytest.raises(TypeError, match=r"halves.*one function of the list"):
             halves(x)
 
 
@@ -149,10 +149,10 @@ def test_gradients_are_cast_and_their_shape_is_checked():
 @pytest.mark.parametrize(
     ("derivative", "error", "message"),
     [
-        (lambda g: [g], ValueError, r"fused was called with 2.*gave 1 gradients"),
-        (lambda g: [g, g, g], ValueError, r"fused was called with 2.*gave 3 gradients"),
-        (lambda g: g, TypeError, r"derivative of .*fused gave a ndarray where a list of 2"),
-        ([lambda g: g], ValueError, r"fused was called with 2.*gave 1 derivatives"),
+        (lambda g: [g], ValueError, r"fused was called with 2.*returned 1 gradients"),
+        (lambda g: [g, g, g], ValueError, r"fused was called with 2.*returned 3 gradients"),
+        (lambda g: g, TypeError, r"derivative of .*fused returned a ndarray, not a list of 2"),
+        ([lambda g: g], ValueError, r"fused was called with 2.*returned 1 derivatives"),
     ],
 )
 def test_a_wrong_number_of_gradients_is_refused(derivative, error, message):

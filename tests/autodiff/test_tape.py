@@ -202,13 +202,13 @@ def test_wrong_uses_say_so():
     tape = GradientTape()
     with pytest.raises(RuntimeError, match="with block"):
         tape.watch(1.0)
-    with pytest.raises(RuntimeError, match="enter it"):
+    with pytest.raises(RuntimeError, match="with block"):
         tape.gradient(1.0, [])
     with pytest.raises(RuntimeError, match="is recording"), tape.stop_recording():
         pass
     with tape:
         x = tape.watch(np.ones(2))
-        with pytest.raises(RuntimeError, match="make a new one"), tape:
+        with pytest.raises(RuntimeError, match="create a new one"), tape:
             pass
         with pytest.raises(TypeError, match=r"int64.*astype"):
             tape.watch(np.ones(2, np.int64))

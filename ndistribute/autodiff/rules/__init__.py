@@ -1,10 +1,10 @@
-"""The derivative rules, each under the NumPy function that it belongs to.
+"""The tables of derivative rules, by NumPy function.
 
-`RULES` holds one maker for each differentiable argument, `RULES_BY_PATH` one for all arguments,
-which may stand inside lists, `JOINT_RULES` one for functions with several results, and `COMPOSED`
-what is written again in terms of other functions. `CONSTANT` names the functions whose result
-carries no gradient although it may be a float; `IN_PLACE` those that write to an argument, which a
-tracked array does not allow. A function in none of the tables has no derivative.
+`RULES` has one maker for each differentiable argument, `RULES_BY_PATH` one for all arguments,
+including those in lists, `JOINT_RULES` one for functions with several results, and `COMPOSED` the
+decompositions into other functions. `CONSTANT` contains the functions whose result has no gradient
+although it may be a float; `IN_PLACE` those that write to an argument, which tracked arrays do not
+allow. A function in none of the tables has no derivative.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Functions that are differentiated by what they are made of.
+"""Decompositions: NumPy functions written in terms of functions that have rules.
 
-Each is written again in terms of functions that have rules, and runs with tracked arrays; it needs
-no rule of its own. `NotImplemented` means that the arguments are beyond what is written here.
+They run with tracked arrays, so they need no rule of their own. A decomposition returns
+`NotImplemented` for arguments that it does not support.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _append(arr: Value, values: Value, axis: Any = None) -> Value:
 
 def _atleast(ndim: int) -> Callable[..., Value]:
     def atleast(*arys: Value) -> Value:
-        # NumPy puts the new axes of a matrix behind, and all others in front.
+        # NumPy appends the new axis of a matrix, and prepends all others.
         results = []
         for array in arys:
             shape = np.shape(array)
@@ -99,7 +99,7 @@ def _inner(a: Value, b: Value) -> Value:
 
 
 def _tensordot(a: Value, b: Value, axes: Any = 2) -> Value:
-    """Move the summed axes together and multiply two matrices."""
+    """Return the product of two matrices, after moving the summed axes together."""
     ndim_a, ndim_b = np.ndim(a), np.ndim(b)
     if isinstance(axes, int):
         axes = (list(range(ndim_a - axes, ndim_a)), list(range(axes)))
@@ -119,7 +119,7 @@ def _tensordot(a: Value, b: Value, axes: Any = 2) -> Value:
 
 
 def _block(arrays: Any) -> Value:
-    """Join the innermost lists along the last axis, those around them along the one before."""
+    """Return the innermost lists joined along the last axis, the outer ones along those before."""
 
     def depth(part: Any) -> int:
         return 1 + max(map(depth, part)) if isinstance(part, list) else 0
@@ -163,7 +163,7 @@ def _cross(
     a, b = np.moveaxis(a, axisa, -1), np.moveaxis(b, axisb, -1)
     if not np.shape(a)[-1] == np.shape(b)[-1] == 3:
         return NotImplemented
-    # The components that follow, in the circle x y z x.
+    # The next components, in the cyclic order x y z x.
     a1, a2, b1, b2 = (np.roll(x, -k, -1) for x in (a, b) for k in (1, 2))
     return np.moveaxis(a1 * b2 - a2 * b1, -1, axisc)
 
@@ -218,7 +218,7 @@ COMPOSED: dict[Any, Callable[..., Value]] = {
     ),
 }
 
-# Younger than NumPy 2.0, the oldest version that is supported.
+# Functions added after NumPy 2.0, the oldest supported version.
 COMPOSED_BY_NAME: dict[str, Callable[..., Value]] = {
     "matvec": lambda x1, x2: np.matmul(x1, x2[..., None])[..., 0],
     "unstack": lambda x, *, axis=0: tuple(np.moveaxis(x, axis, 0)),

@@ -1,8 +1,8 @@
-"""Derivatives of the functions that work element by element.
+"""Derivatives of elementwise functions.
 
-A maker takes the result and the arguments of a call, all raw, and returns the function that turns
-the result's gradient into one argument's. That keeps only what it needs, so that large
-intermediates are freed on the way forward.
+A maker takes the raw result and arguments of a call, and returns the rule of one argument: a
+function from the result's gradient to the argument's. A rule keeps only the arrays that it needs,
+so that large intermediate results are freed during the forward pass.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Vjp = Callable[[Array], Array]
 
 
 def cast(x: Array, dtype: Any, **kwargs: Any) -> Array:
-    """Return an array cast to a dtype: the method `astype` as a function."""
+    """Return an array cast to a dtype, as the method `astype` does."""
     return x.astype(dtype, **kwargs)
 
 
 def _onto(x: Array, out: Array, change: Vjp) -> Vjp:
-    """Return the rule of an argument that may have been broadcast; `change` has the full shape."""
+    """Return the rule of a possibly broadcast argument; `change` returns the full shape."""
     if x.shape == out.shape and x.dtype == out.dtype:
         return change
     shape, dtype = x.shape, x.dtype
@@ -38,8 +38,8 @@ def _onto(x: Array, out: Array, change: Vjp) -> Vjp:
 def _masked(out: Array, mask: Array, x: Array) -> Vjp:
     """Return the rule of an argument that the result copies where `mask` is true.
 
-    The mask takes a quarter of the memory of a float32 argument, which is thus free to go. The
-    product took a ninth of the time of `np.where` on the random masks of a ReLU.
+    The rule keeps the mask, a quarter of the memory of a float32 argument. The product took a ninth
+    of the time of `np.where` for the random masks of a ReLU.
     """
     return _onto(x, out, lambda g: g * mask)
 
@@ -60,7 +60,7 @@ def _divide_y(out: Array, x: Array, y: Array) -> Vjp:
 
 def _power_x(out: Array, x: Array, y: Any) -> Vjp:
     def change(g: Array) -> Array:
-        # Where the exponent is 0 the derivative is 0, also at x = 0.
+        # For an exponent of 0 the derivative is 0, also at x = 0.
         below = (y - 1 if y else 1) if np.ndim(y) == 0 else np.where(y, y - 1, 1)
         return g * (y * x**below)
 
@@ -69,8 +69,7 @@ def _power_x(out: Array, x: Array, y: Any) -> Vjp:
 
 def _power_y(out: Array, x: Any, y: Array) -> Vjp:
     def change(g: Array) -> Array:
-        # Taken as 0 where the logarithm is not real, or for complex results infinite, as in
-        # TensorFlow.
+        # 0 where the logarithm is not real (for complex results: infinite), as in TensorFlow.
         known = np.not_equal(x, 0) if out.dtype.kind == "c" else np.greater(x, 0)
         return g * out * np.log(np.where(known, x, 1).astype(out.dtype))
 
@@ -91,7 +90,7 @@ def _clip_low(out: Array, a: Any, a_min: Array, a_max: Any = None) -> Vjp:
 
 
 def _clip_high(out: Array, a: Any, a_min: Any, a_max: Array) -> Vjp:
-    # The upper bound wins where it is below the lower one.
+    # The upper bound applies where it is below the lower one.
     return _masked(out, np.greater(a if a_min is None else np.maximum(a, a_min), a_max), a_max)
 
 
@@ -146,7 +145,7 @@ def _none(*args: Any) -> Callable[[Array], None]:
 
 _LOG_2, _LOG_10 = math.log(2), math.log(10)
 
-# A NaN loses, so the comparison is with the result.
+# The result is the argument that is not NaN, so compare with the result.
 _FMAX: tuple[Callable[..., Vjp], ...] = (
     lambda out, x, y: _masked(out, np.equal(x, out), x),
     lambda out, x, y: _masked(out, np.not_equal(x, out), y),
@@ -218,7 +217,7 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.degrees: (lambda out, x: np.degrees,),
     np.deg2rad: (lambda out, x: np.deg2rad,),
     np.radians: (lambda out, x: np.radians,),
-    # The quotient tends to 0 where x does.
+    # The quotient tends to 0 with x.
     np.sinc: (lambda out, x: lambda g: g * (np.cos(math.pi * x) - out) / np.where(x, x, 1),),
     np.negative: (lambda out, x: np.negative,),
     np.sign: (_sign,),

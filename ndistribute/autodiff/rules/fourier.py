@@ -1,7 +1,7 @@
 """Derivatives of `numpy.fft`.
 
-The matrix of a Fourier transform is symmetric: its derivative is the transform itself. Transforms
-over several axes are those over one, one after the other, as in NumPy.
+The matrix of a Fourier transform is symmetric, so its derivative is the transform itself.
+Transforms over several axes are sequences of transforms over one axis, as in NumPy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["COMPOSED", "RULES"]
 Value = Any  # a tracked or plain array
 Vjp = Callable[[Array], Array]
 
-# What scales a transform there, scales the transform back that its derivative is made of.
+# For the norm of a real transform, the norm of the inverse one in its derivative.
 _BACK: dict[Any, Any] = {
     None: "forward",
     "backward": "forward",
@@ -50,7 +50,7 @@ def _irfft(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None
 
     def vjp(g: Array) -> Array:
         change = np.conj(np.fft.rfft(g, axis=axis, norm=_BACK[norm]))
-        # All but the first, and the middle one of an even length, stand for two frequencies.
+        # All but the first, and the middle one of an even length, represent two frequencies.
         np.moveaxis(change, axis, 0)[1 : (length + 1) // 2] *= 2
         return unbroadcast(_resized(change, shape), shape, dtype)
 
@@ -58,7 +58,7 @@ def _irfft(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None
 
 
 def _resized(g: Array, shape: tuple[int, ...]) -> Array:
-    """Return an array cut or filled with zeros at the end of each axis."""
+    """Return an array truncated or padded with zeros at the end of each axis."""
     if g.shape == shape:
         return g
     whole = zeros(g, shape)
@@ -70,7 +70,7 @@ def _resized(g: Array, shape: tuple[int, ...]) -> Array:
 def _over_axes(
     last: Callable[..., Value], others: Callable[..., Value], default: Any
 ) -> Callable[..., Value]:
-    """Return a transform over several axes; that of real values is over the last axis."""
+    """Return a transform over several axes; `last` transforms the last one."""
 
     def transform(a: Value, s: Any = None, axes: Any = default, norm: Any = None) -> Value:
         if axes is None:

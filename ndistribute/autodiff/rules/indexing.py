@@ -1,8 +1,8 @@
-"""Derivatives of indexing, kept sparse for as long as that is cheaper.
+"""Derivatives of indexing, which stay sparse as long as this is cheaper.
 
-A part of an array gets the gradient of that part, so a rule here returns where the gradient goes
-and not a whole array of zeros. The backward pass adds it to what it has, or, for a source, keeps
-rows as rows: the gradient of an embedding then costs what the batch costs.
+A rule here returns the index and the gradient of the selected elements, not an array filled with
+zeros. The backward pass adds it to the existing gradient, or keeps the rows of a source sparse.
+So the cost of the gradient of an embedding depends on the batch size only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["RULES", "SliceGradient", "SparseGradient", "index_rule"]
 
 
 class SliceGradient:
-    """Hold the gradient of the elements that an index names, in an array that is zero elsewhere.
+    """The gradient of the elements that an index selects; it is zero elsewhere.
 
     Args:
         shape: the shape of the whole array.
-        index: what stood in the brackets.
+        index: the index of the elements.
         values: the gradient of the elements.
-        distinct: whether no element is named twice.
+        distinct: whether the index selects no element twice.
     """
 
     __slots__ = ("distinct", "index", "shape", "values")
@@ -59,11 +59,11 @@ class SliceGradient:
 
 
 class SparseGradient:
-    """Collect gradients of rows of one array, from one or several look-ups.
+    """The gradients of rows of one array, from one or several look-ups.
 
     Args:
         shape: the shape of the whole array.
-        indices: which rows, of any shape, negative ones counted from the end.
+        indices: the rows, an array of any shape; negative ones count from the end.
         values: their gradients, of shape ``(*indices.shape, *shape[1:])``.
     """
 
@@ -74,7 +74,7 @@ class SparseGradient:
         self.parts = [(indices, values)]
 
     def merge(self, other: SparseGradient) -> None:
-        """Take over the gradients of another look-up in the same array."""
+        """Add the gradients of other look-ups in the same array."""
         self.parts.extend(other.parts)
 
     def add_to(self, total: Array) -> None:
@@ -89,10 +89,10 @@ class SparseGradient:
         return whole
 
     def to_slices(self) -> IndexedSlices:
-        """Return the rows in fresh arrays, with indices counted from 0, in order of look-up."""
+        """Return the rows in new arrays, with indices from 0, in order of look-up."""
         length, rest = self.shape[0], self.shape[1:]
         flat = [np.where(index < 0, index + length, index).reshape(-1) for index, _ in self.parts]
-        # A reshape to -1 rows is not defined where the rows are empty.
+        # A reshape to -1 rows is undefined if the rows are empty.
         values = [
             value.reshape(len(index), *rest)
             for index, (_, value) in zip(flat, self.parts, strict=True)
@@ -114,12 +114,12 @@ def _placed(shape: tuple[int, ...], index: Any, g: Array) -> SliceGradient | Spa
     kinds = _kinds(index)
     if kinds == ["i"] and not isinstance(index, tuple) and index.ndim:
         return SparseGradient(shape, index, g)
-    # A mask alone names no element twice, and neither do slices and single numbers.
+    # A single mask, slices and numbers select no element twice.
     return SliceGradient(shape, index, g, distinct="i" not in kinds and kinds.count("b") <= 1)
 
 
 def _exact(item: Any, g: Array) -> Any:
-    """Return one part of an index, what is like an array as an array."""
+    """Return one part of an index, with lists and other array-likes as arrays."""
     if item is None or item is Ellipsis or isinstance(item, _INDICES) or is_gpu_array(item):
         return item
     array = np.asarray(item)
@@ -130,7 +130,7 @@ _INDICES = (slice, int, np.ndarray, np.generic)
 
 
 def _kinds(index: Any) -> list[str]:
-    """Return the dtype kinds of the arrays in an index: i, b, or none for slices and numbers."""
+    """Return the kinds of the arrays in an index, "i" or "b"; nothing for slices and numbers."""
     items = index if isinstance(index, tuple) else (index,)
     kinds = []
     for item in items:

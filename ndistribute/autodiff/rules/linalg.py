@@ -1,8 +1,8 @@
-"""Derivatives of `numpy.linalg`: inverses, decompositions, and what is made of them.
+"""Derivatives of `numpy.linalg`: inverses, factorizations, and functions composed of them.
 
 The formulas are those of Giles, "Collected matrix derivative results for forward and reverse mode
-algorithmic differentiation" (2008). All take stacks of matrices. A degenerate matrix has no
-derivative: equal eigenvalues or singular values give infinities where vectors are used.
+algorithmic differentiation" (2008). All support stacks of matrices. With equal eigenvalues or
+singular values, the gradients through the vectors are infinite.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _cholesky(out: Array, a: Array, /, *, upper: bool = False) -> Vjp:
         inner = _mirrored(_t(factor) @ (_t(g) if upper else g))
         half = np.linalg.solve(_t(factor), inner)
         both = _t(np.linalg.solve(_t(factor), _t(half)))
-        # NumPy reads one triangle alone, which thus gets the gradient of both.
+        # NumPy reads only one triangle, which thus has the gradient of both.
         whole = np.triu(both) + np.triu(both, 1) if upper else np.tril(both) + np.tril(both, -1)
         return whole / 2
 
@@ -96,7 +96,7 @@ def _eigh(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
         if gradients[1] is not None:
             change = change + _inverse_gaps(values) * (_t(vectors) @ gradients[1])
         change = np.conj(vectors) @ change @ _t(vectors)
-        # NumPy reads one triangle alone, which thus gets the gradient of both.
+        # NumPy reads only one triangle, which thus has the gradient of both.
         both = change + np.conj(_t(change))
         diagonal = _diagonal(np.diagonal(change, 0, -2, -1).real)
         return [diagonal + (np.tril(both, -1) if lower else np.triu(both, 1))]
@@ -112,7 +112,7 @@ def _eig(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
         change = _diagonal(_zero_if_none(gradients[0], values))
         if gradients[1] is not None:
             inner = _t(vectors) @ gradients[1]
-            # Vectors keep their length of 1.
+            # The length of the vectors stays 1.
             along = np.diagonal(inner.real, 0, -2, -1)[..., None, :]
             inner = inner - (_t(vectors) @ np.conj(vectors)) * along
             change = change + _inverse_gaps(values) * inner
@@ -230,7 +230,7 @@ def _mirrored(matrix: Array) -> Array:
 
 
 def _diagonal(values: Array) -> Array:
-    """Return matrices with `values` on their diagonals."""
+    """Return matrices with `values` on their diagonals, and zeros elsewhere."""
     return values[..., None] * _eye(values, -1)
 
 

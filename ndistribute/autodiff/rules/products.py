@@ -1,7 +1,7 @@
 """Derivatives of matrix products and of einsum.
 
-Every product of a gradient here is a BLAS call where the forward product was one: operands are made
-contiguous enough first, and a stack of matrices that meets one matrix becomes a single product.
+Every backward product is a BLAS call if the forward product was one: operands with stride 0 are
+copied first, and a stack of matrices times one matrix becomes a single product.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kwargs = Mapping[str, Any]
 
 
 class RightFactor:
-    """The gradient of the right factor of a product of two matrices: in most models, the weights.
+    """The rule of the right factor of a product of two matrices, in most models the weights.
 
     Args:
         x: the left factor.
@@ -39,7 +39,7 @@ class RightFactor:
         return self._x.T @ _blas(g)
 
     def into(self, g: Array, memory: Callable[[Any, tuple[int, ...]], Array | None]) -> Array:
-        """Return the gradient in the memory that a function offers, if it offers any."""
+        """Return the gradient, in an array from `memory` unless that returns None."""
         here = type(g) is np.ndarray
         out = memory(g.dtype, (self._x.shape[1], g.shape[1])) if here else None
         return np.matmul(self._x.T, _blas(g), out=out)
@@ -107,7 +107,7 @@ def _dot_y(out: Array, x: Any, y: Array) -> Vjp:
 
 
 def _blas(g: Array) -> Array:
-    """Return an operand that BLAS takes; a broadcast view would fall back to a slow loop."""
+    """Return an operand for BLAS; NumPy multiplies broadcast views in a slow loop."""
     return np.ascontiguousarray(g) if 0 in g.strides else g
 
 
@@ -116,7 +116,7 @@ def _rows(x: Array) -> Array:
 
 
 def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
-    """Return the rule of one operand of an einsum, itself an einsum."""
+    """Return the rule of one operand of an einsum, which is another einsum."""
     if not isinstance(args[0], str):
         return None
     inputs, arrow, output = _without_ellipsis(args[0].replace(" ", ""), args[1:]).partition("->")
@@ -136,8 +136,8 @@ def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
     def vjp(g: Array) -> Array:
         change = np.einsum(backward, g, *rest, optimize=True)
         if known != own:
-            # Indices that were summed away alone spread the gradient, and repeated ones put it on
-            # the diagonal, which einsum gives as a view.
+            # The gradient is constant along indices that only this operand has, and on the diagonal
+            # of repeated ones, which einsum returns as a view.
             whole = zeros(change, shape)
             diagonal = np.einsum(f"{own}->{distinct}", whole)
             where = tuple(slice(None) if c in known else None for c in distinct)
@@ -149,7 +149,7 @@ def _einsum(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp | None:
 
 
 def _without_ellipsis(formula: str, operands: Sequence[Any]) -> str:
-    """Return the formula of an einsum with letters in the place of each ellipsis."""
+    """Return the formula of an einsum with letters instead of each ellipsis."""
     if "..." not in formula:
         return formula
     free = "".join(sorted(set(string.ascii_letters) - set(formula)))
@@ -159,7 +159,7 @@ def _without_ellipsis(formula: str, operands: Sequence[Any]) -> str:
         np.ndim(x) - len(term) + 3 if "..." in term else 0
         for term, x in zip(terms, operands, strict=True)
     ]
-    # Axes are matched from the last one on, as in broadcasting.
+    # Broadcasting aligns axes from the last one.
     most = max(counts)
     letters = free[:most]
     terms = [t.replace("...", letters[most - n :]) for t, n in zip(terms, counts, strict=True)]

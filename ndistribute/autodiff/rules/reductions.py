@@ -1,7 +1,7 @@
-"""Derivatives of the functions that reduce axes, and of those that run along one.
+"""Derivatives of reductions, and of functions along an axis.
 
-The gradient of a reduction is spread over the axes that it reduced. Arguments that change which
-elements take part (`where`, `initial`) have no rule; they fail when the gradient is asked.
+The gradient of a reduction is repeated along the reduced axes. Calls with `where` or `initial` have
+no rule, and raise when their gradient is needed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def _mean(
 ) -> Vjp:
     shape, own_dtype = a.shape, a.dtype
     count = max(1, a.size // max(1, result.size))
-    if own_dtype.itemsize == 2:  # In which a count may be infinite.
+    if own_dtype.itemsize == 2:  # A count may overflow in it.
         return lambda g: spread(g / np.float32(count), shape, own_dtype, axis)
     return lambda g: spread(g / count, shape, own_dtype, axis)
 
 
 def _extreme(result: Array, a: Array, axis: Any = None, out: Any = None, keepdims: Any = 0) -> Vjp:
-    """Return the rule of max and min: elements that tie share the gradient."""
+    """Return the rule of max and min, in which equal extremes share the gradient."""
     shape = a.shape
 
     def vjp(g: Array) -> Array:
@@ -48,10 +48,10 @@ def _extreme(result: Array, a: Array, axis: Any = None, out: Any = None, keepdim
             and np.count_nonzero(holds) == result.size
             and holds.any(axis=axis).all()
         ):
-            # No ties, as nearly always. On a GPU the question would cost more than it saves.
+            # The common case without ties. On a GPU this check costs more than it saves.
             return g.reshape(kept) * holds
         share = holds.astype(a.dtype)
-        # Beside a NaN nothing holds.
+        # With a NaN in the slice, no element is equal to the result.
         share /= np.maximum(share.sum(axis=axis, keepdims=True, dtype=wide(a.dtype)), 1)
         share *= g.reshape(kept)
         return share
@@ -72,7 +72,7 @@ def _variance(
 ) -> Vjp:
     _real(a)
     count = max(1, a.size // max(1, result.size))
-    with np.errstate(divide="ignore"):  # NumPy has warned of the value.
+    with np.errstate(divide="ignore"):  # The forward pass has warned already.
         scale = np.divide(2.0, count - (ddof if correction is None else correction))
 
     def vjp(g: Array) -> Array:
@@ -104,16 +104,16 @@ def _prod(
 
 
 def exclusive_product(product: Array, factors: Array, zeros: Array, zero: Array) -> Array:
-    """Return for each of some factors the product of all the others.
+    """Return for each factor the product of all the others.
 
-    A quotient fails at zeros, so they are taken out and counted: beside two zeros everything is 0,
-    beside one of them only the zero itself sees the product of the rest.
+    Division fails for zeros, so 1 replaces them and they are counted. With two zeros all results
+    are 0; with one, only the result of that zero is the product of the others.
 
     Args:
-        product: of all `factors`.
-        factors: with 1 in the place of zeros.
-        zeros: how many zeros there are among all the factors.
-        zero: which of these factors are zeros.
+        product: the product of all `factors`.
+        factors: the factors, with 1 instead of zeros.
+        zeros: the number of zeros among all factors.
+        zero: a mask of the zeros among these factors.
 
     >>> zero = np.array([False, True, False])
     >>> exclusive_product(np.float64(10), np.array([2.0, 1.0, 5.0]), np.int64(1), zero)
@@ -138,7 +138,7 @@ def _cumsum(result: Array, a: Array, axis: Any = None, dtype: Any = None, out: A
 def _sort(result: Array, a: Array, axis: Any = -1, kind: Any = None, **kwargs: Any) -> Vjp:
     along = 0 if axis is None else axis
     flat = a.reshape(-1) if axis is None else a
-    # Stable, so that equal elements get their gradients in a fixed order.
+    # Stable, so that the order of the gradients of equal elements is fixed.
     order = np.argsort(flat, axis=along, kind="stable")
 
     def vjp(g: Array) -> Array:

@@ -1,8 +1,8 @@
-"""Derivatives of the functions that move elements about: each moves the gradient back.
+"""Derivatives of functions that rearrange elements; each rearranges the gradient in reverse.
 
-Most return a view of the gradient, at no cost; the backward pass knows that it does not own a view
-and copies where it has to write. The tracked arguments of functions that join arrays stand inside a
-list, so their rules see the whole call and the path of one tracked array in it.
+Most return a view of the gradient, at no cost; the backward pass copies a view before it writes to
+it. Functions that join arrays have their tracked arguments inside a list, so their rules receive
+the whole call and the paths of all tracked arrays in it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _repeat(out: Array, a: Array, repeats: Any, axis: Any = None) -> Vjp:
 
 def _triangle(function: Callable[..., Array]) -> Callable[..., Vjp]:
     def maker(out: Array, m: Array, k: int = 0) -> Vjp:
-        shape, dtype = m.shape, m.dtype  # A vector was repeated to a square.
+        shape, dtype = m.shape, m.dtype  # A vector is broadcast to a square.
         return lambda g: unbroadcast(function(g, k), shape, dtype)
 
     return maker
@@ -113,7 +113,7 @@ def _concatenate(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) 
     axis = _axis(args, kwargs, 1)
     if any(len(path) != 2 for path in paths):
         return [None]
-    # Where each array starts, found once: there may be thousands.
+    # The start of each array, computed once, as there may be thousands.
     lengths = [np.size(one) if axis is None else np.shape(one)[axis] for one in args[0]]
     starts = list(itertools.accumulate(lengths, initial=0))
 
@@ -141,7 +141,7 @@ def _stack(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> lis
 
 
 def _split(parts: Sequence[Array], args: Args, kwargs: Kwargs) -> Any:
-    """Return the rule that joins the gradients of the pieces; None counts as zeros."""
+    """Return the rule that joins the gradients of the pieces, with zeros for None."""
     axis = _axis(args, kwargs, 2)
 
     def vjp(gradients: Sequence[Array | None]) -> list[Array]:

@@ -1,7 +1,7 @@
 """Derivatives of the ufuncs of `scipy.special`.
 
-The rules stand under names, so that nothing here imports SciPy before the user has. On CuPy arrays
-SciPy's ufuncs call those of `cupyx.scipy.special`, in the rules too.
+The keys are names, so that this file does not import SciPy unless the user does. For CuPy arrays,
+SciPy's ufuncs call those of `cupyx.scipy.special`, also in the rules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ndistribute.device import Array
 
 __all__ = ["PARTIALS", "special_rules"]
 
-# From the result and the arguments of a call, the derivative by one argument; None: there is none.
+# Computes the derivative by one argument from the result and all arguments; None without a rule.
 Partial = Callable[..., Array] | None
 
 _ROOT_PI, _ROOT_2PI = math.sqrt(math.pi), math.sqrt(2 * math.pi)
@@ -29,14 +29,14 @@ _ROOT_PI, _ROOT_2PI = math.sqrt(math.pi), math.sqrt(2 * math.pi)
 
 @functools.lru_cache(maxsize=256)
 def special_rules(ufunc: Any) -> tuple[Callable[..., Any], ...] | None:
-    """Return the rules of a ufunc of `scipy.special`, None for any other function."""
+    """Return the rules of a ufunc of `scipy.special`; None for other functions."""
     name = getattr(ufunc, "__name__", "")
     special = sys.modules.get("scipy.special")
     if special is None or getattr(special, name, None) is not ufunc:
         return None
     if name in PARTIALS:
         return tuple(_maker(ufunc, k, partial) for k, partial in enumerate(PARTIALS[name]))
-    # SciPy has its own expm1, log1p, exp2, cbrt.
+    # SciPy has its own versions of expm1, log1p, exp2 and cbrt.
     return elementwise.RULES.get(getattr(np, name, None))
 
 
@@ -51,7 +51,7 @@ def _maker(ufunc: Any, position: int, partial: Partial) -> Callable[..., Callabl
 
 
 def _special() -> Any:
-    """Return the module that the ufunc of a rule comes from."""
+    """Return the imported module `scipy.special`."""
     return sys.modules["scipy.special"]
 
 
@@ -60,12 +60,12 @@ def _psi(x: Any) -> Any:
 
 
 def _positive(x: Any, y: Any) -> Any:
-    """Return `y`, or 1 where both are 0, as they may be in ``x * log(y)``."""
+    """Return `y`, or 1 where both are 0, which ``x * log(y)`` allows."""
     return np.where(np.logical_or(x, y), y, 1)
 
 
 def _over(out: Any, x: Any) -> Any:
-    """Return ``out / x``, which for the Bessel functions of order 1 is 1/2 at 0."""
+    """Return ``out / x``, or its limit 1/2 at 0 for Bessel functions of order 1."""
     return np.where(x, out / np.where(x, x, 1), 0.5)
 
 

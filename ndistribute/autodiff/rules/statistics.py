@@ -1,4 +1,4 @@
-"""Derivatives of averages, order statistics, statistics without NaN, and sums along an axis."""
+"""Derivatives of averages, order statistics, NaN-aware statistics, and cumulative functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Vjp = Callable[[Array], Array]
 
 
 def _quantile(scale: float = 1, nan: bool = False) -> Callable[..., Vjp]:
-    """Return the rule of `quantile`, or of `percentile`, whose levels are divided by `scale`."""
+    """Return the rule of `quantile`, or with a `scale` of 100, of `percentile`."""
 
     def maker(
         result: Array,
@@ -58,9 +58,9 @@ def _quantile(scale: float = 1, nan: bool = False) -> Callable[..., Vjp]:
 
 
 def _places(counts: Array, levels: Array, method: Any) -> Array:
-    """Return for each level, and each number of sorted elements, between which two it lies."""
+    """Return the fractional index of each level in sorted rows of the given lengths."""
     distinct, which = np.unique(to_host(counts), return_inverse=True)
-    # All methods interpolate between two neighbours, so the quantile of 0, 1, 2 ... tells.
+    # All methods interpolate between neighbours, so the quantile of 0, 1, 2 ... is the index.
     places = [np.quantile(np.arange(max(1, n)), levels, method=method) for n in distinct]
     return np.stack(places, -1)[:, which]
 
@@ -73,7 +73,7 @@ def _partition(out: Array, a: Array, kth: Any, axis: Any = -1, *args: Any, **kwa
     along, shape = (0, (a.size,)) if axis is None else (axis, a.shape)
 
     def vjp(g: Array) -> Array:
-        # The same elements in another order: the smallest comes from the smallest, and so on.
+        # The elements are the same, so sorting both arrays maps each element to its source.
         source, target = (
             np.argsort(one.reshape(shape), axis=along, kind="stable") for one in (a, out)
         )
@@ -85,7 +85,7 @@ def _partition(out: Array, a: Array, kth: Any, axis: Any = -1, *args: Any, **kwa
 
 
 def _cumprod(result: Array, a: Array, axis: Any = None, dtype: Any = None, out: Any = None) -> Vjp:
-    """Return the rule that walks back along the axis, and divides by nothing that may be 0."""
+    """Return the rule, a loop in reverse along the axis without any division."""
     along, shape = (0, (a.size,)) if axis is None else (axis, a.shape)
 
     def vjp(g: Array) -> Array:
@@ -129,7 +129,7 @@ def _cumulative_sum(
 
 
 def _filled(function: Callable[..., Value], fill: float) -> Callable[..., Value]:
-    """Return a function that computes with a number in the place of each NaN."""
+    """Return a function that replaces each NaN by a number."""
     return lambda a, *args, **kwargs: function(np.where(np.isnan(a), fill, a), *args, **kwargs)
 
 
@@ -207,5 +207,5 @@ COMPOSED: dict[Any, Callable[..., Value]] = {
     ),
 }
 
-# Younger than NumPy 2.0, the oldest version that is supported.
+# Functions added after NumPy 2.0, the oldest supported version.
 COMPOSED_BY_NAME: dict[str, Callable[..., Value]] = {"cumulative_sum": _cumulative_sum}

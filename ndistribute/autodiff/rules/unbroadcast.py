@@ -1,7 +1,7 @@
-"""Give a gradient the shape and dtype of the value that it belongs to.
+"""Conversion of gradients to the shape and dtype of their values.
 
-Broadcasting and type promotion happen silently in the forward direction; their reverse is a sum
-and a cast. Every rule ends here, which is why a float32 model never computes in float64.
+The forward pass broadcasts and promotes dtypes implicitly; the reverse is a sum and a cast. Rules
+whose gradient may differ end with it, so a float32 model never computes in float64.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Shape = tuple[int, ...]
 
 
 def identity(g: Array) -> Array:
-    """Pass a gradient on as it is."""
+    """Return a gradient unchanged."""
     return g
 
 
 def unbroadcast(g: Array, shape: Shape, dtype: Any) -> Array:
-    """Sum a gradient over the axes that broadcasting added, and cast it.
+    """Return a gradient summed over the axes of broadcasting, and cast.
 
     Returns:
-        `g` itself where it fits already.
+        `g` itself if its shape and dtype fit already.
 
     Raises:
         ValueError: `shape` does not broadcast to that of `g`.
@@ -49,7 +49,7 @@ def unbroadcast(g: Array, shape: Shape, dtype: Any) -> Array:
     if g.shape != shape:
         g = _sum_to(g, shape)
     if g.dtype != dtype:
-        # The imaginary part of a gradient says nothing about a real value.
+        # A real value has a real gradient.
         g = (g.real if g.dtype.kind == "c" != dtype.kind else g).astype(dtype)
     return g
 
@@ -57,7 +57,7 @@ def unbroadcast(g: Array, shape: Shape, dtype: Any) -> Array:
 def unbroadcasting(x: Array, out: Array) -> Callable[[Array], Array]:
     """Return the function from a gradient of the shape and dtype of `out` to that of `x`.
 
-    Chosen on the way forward, so that a gradient that fits passes without a question.
+    The forward pass selects it, so the backward pass needs no checks for a gradient that fits.
     """
     shape, dtype = x.shape, x.dtype
     if dtype == out.dtype:
@@ -78,15 +78,15 @@ def _sum_to(g: Array, shape: Shape) -> Array:
     if lead > 0 and total.shape[lead:] == shape:
         total = total.reshape(shape)
     if total.shape != shape:
-        raise ValueError(f"a gradient of shape {long} does not belong to a value of {shape}.")
+        raise ValueError(f"a gradient of shape {long} does not fit a value of shape {shape}.")
     return total.astype(g.dtype, copy=False)
 
 
 def lead_sum(g: Array) -> Array:
-    """Sum a matrix over its rows.
+    """Return the sum of the rows of a matrix.
 
-    A product with ones is a GEMV, which took 0.6 of the time of `sum` at 256 x 512 float32, and
-    more than that at 32 x 512.
+    The product with ones is a GEMV, which took 0.6 of the time of `sum` for 256 x 512 float32, and
+    a larger part for 32 x 512.
     """
     large = g.size >= _GEMV_SIZE and type(g) is np.ndarray
     if large and g.dtype.char in "fd" and g.flags.c_contiguous:
@@ -99,12 +99,12 @@ _HOST = (np.ndarray, np.generic)
 
 
 def wide(dtype: Any) -> Any:
-    """Return the dtype in which a sum runs: float32 for 16-bit floats, None for the same."""
+    """Return the dtype in which to sum: float32 for 16-bit floats, otherwise None, the same."""
     return np.float32 if dtype.itemsize == 2 else None
 
 
 def as_axes(axis: Any, ndim: int) -> Shape:
-    """Return the axes that an `axis` argument means, counted from 0.
+    """Return the axes of an `axis` argument, counted from 0.
 
     >>> as_axes(None, 2), as_axes(-1, 3), as_axes((0, -1), 3)
     ((0, 1), (2,), (0, 2))
@@ -126,9 +126,9 @@ def kept_shape(shape: Shape, axis: Any) -> Shape:
 
 
 def spread(g: Array, shape: Shape, dtype: Any, axis: Any) -> Array:
-    """Repeat the gradient of a reduction over the axes that it reduced.
+    """Return the gradient of a reduction repeated along the reduced axes.
 
-    A real array, not a broadcast view: a matrix product of a view with stride 0 leaves BLAS.
+    It is a contiguous array, because matrix products of views with stride 0 do not use BLAS.
     """
     whole = zeros(g, shape, dtype)
     if 0 < g.ndim < len(shape):
@@ -138,13 +138,13 @@ def spread(g: Array, shape: Shape, dtype: Any, axis: Any) -> Array:
 
 
 def add_at(total: Array, index: Any, values: Array) -> None:
-    """Add values at an index, in place; what is named several times is added several times."""
+    """Add values at an index in place; repeated indices add repeatedly."""
     xp = np if isinstance(total, np.ndarray) else array_namespace(total)
     xp.add.at(total, index, values)
 
 
 def zeros(like: Array, shape: Shape, dtype: Any = None) -> Array:
-    """Return zeros in the memory of another array, in its dtype if none is given."""
+    """Return zeros on the device of another array, in its dtype unless one is given."""
     if dtype is None:
         dtype = like.dtype
     if isinstance(like, _HOST):

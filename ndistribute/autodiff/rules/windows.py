@@ -1,7 +1,7 @@
-"""Derivatives of padding, sliding windows, convolution, interpolation, and of counted copies.
+"""Derivatives of padding, sliding windows, convolution, interpolation, and of copying functions.
 
-The gradient of a copy goes back to the place that it was copied from, which is found by moving the
-numbers of the places in the same way.
+The gradient of a copied element is added to that of its source. Applying the copying function to
+an array of indices yields the source of each element.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def moved(function: Callable[..., Array], a: Array, *args: Any, **kwargs: Any) -
     """Return the rule of a function that copies elements of an array to other places.
 
     Args:
-        function: called again with the numbers of the places, which start at 1, in place of `a`.
-            A 0 in its result is no copy.
-        a: the array; only its shape is kept.
+        function: called again with the indices of the elements of `a`, counted from 1, instead of
+            `a`. A 0 in its result is not a copy.
+        a: the array; the rule keeps only its shape.
         *args: the other arguments of the call.
-        **kwargs: its keywords.
+        **kwargs: the keywords of the call.
     """
     shape, size = a.shape, a.size
 
@@ -56,7 +56,7 @@ def _pad(out: Array, array: Array, pad_width: Any, mode: str = "constant", **kwa
 
 
 def _windows(out: Array, x: Array, window_shape: Any, axis: Any = None, **kwargs: Any) -> Vjp:
-    """Return the rule that adds one slice for each element of a window: a few, of many windows."""
+    """Return the rule: it adds one slice per element of a window, usually fewer than windows."""
     shape, count, axes = x.shape, out.shape[: x.ndim], as_axes(axis, x.ndim)
 
     def vjp(g: Array) -> Array:
