@@ -52,7 +52,7 @@ class WaitMonitor:
         self._deadline, self._ask_at = start + timeout, start + _ASK_SECONDS
 
     def check(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Raise if the group is broken, a rank of `missing()` will not make the call, or at timeout."""
+        """Raise if the group is broken, a rank in `missing()` is gone, or the timeout is over."""
         plane = self._plane
         plane.check()
         now = time.monotonic()
