@@ -72,7 +72,7 @@ class WaitMonitor:
             late = plane.where.late(self._place, absent, sorted(plane.others))
             raise CollectiveTimeoutError(
                 f"{self._call.title}: worker {plane.rank} waited {self._timeout:g} s for worker(s) "
-                f"{', '.join(map(str, late))}. Work that takes longer needs "
+                f"{', '.join(map(str, late))}. If they need more time, raise "
                 "CommunicationOptions(timeout_seconds=...).",
                 rank=late[0] if late else None,
                 op=self._call.kind,
@@ -317,8 +317,9 @@ class ControlPlane:
                     break
                 if (left := deadline - time.monotonic()) <= 0:
                     error = CollectiveTimeoutError(
-                        f"worker {self.rank} raised in a step, and waited {timeout:g} s until "
-                        f"worker(s) {sorted(late)} left it.",
+                        f"worker {self.rank} raised in a step, and waited {timeout:g} s for "
+                        f"worker(s) {sorted(late)} to leave it. If they need more "
+                        "time, raise CommunicationOptions(timeout_seconds=...).",
                         op="step",
                     )
                     self.abort(error, after=BEFORE_ALL)

@@ -172,8 +172,8 @@ class Rendezvous:
         absent = [other for other, held in enumerate(meeting.calls) if held is None]
         error = CollectiveTimeoutError(
             f"{call.title}: replica {rank} waited {timeout:g} s for replica(s) "
-            f"{', '.join(map(str, absent)) or 'in the reduction'}. A replica that computes "
-            "longer needs CommunicationOptions(timeout_seconds=...).",
+            f"{', '.join(map(str, absent)) or 'in the reduction'}. If they need more time, "
+            "raise CommunicationOptions(timeout_seconds=...).",
             rank=absent[0] if absent else None,
             op=call.kind,
             sequence=call.sequence,

@@ -264,7 +264,7 @@ class Star:
         joined = self._hub is not None and self._hub.joined
         reason = self._info.refusal_of(hello, joined) or self._double_of(hello)
         if reason:
-            self.refusal = f" It refused one: {reason}."
+            self.refusal = f" Worker 0 refused a process: {reason}."
             _log.warning("worker 0 refused a worker: %s", reason)
         return reason
 

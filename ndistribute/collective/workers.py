@@ -200,8 +200,8 @@ class Workers:
             for rank, other in enumerate(others, 1):
                 if other != first:
                     raise CollectiveMismatchError(
-                        f"worker {rank} created {other}, worker 0 {first}. All workers must create "
-                        "the same variables in the same order.",
+                        f"worker {rank} created {other}, worker 0 created {first}. All workers "
+                        "must create the same variables in the same order.",
                         rank=rank,
                     )
             return communicator.broadcast(value)

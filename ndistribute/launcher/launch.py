@@ -261,7 +261,7 @@ def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: in
     what, then = "failed first", "; all were stopped"
     if outcome.reason == "unsaved":
         what, then = "ended without a last snapshot", ""
-    last = " Its last words:" if report else ""
+    last = " Its last output:" if report else ""
     console.say(f"{who} {what} ({exit_text(outcome.code, outcome.host)}){then}.{last}", report)
     left = 0 if options.servers else options.max_restarts - attempt
     if left and outcome.reason == "failed":

@@ -195,5 +195,5 @@ def tells_of_another(lines: list[bytes]) -> bool:
 def exit_text(code: int, host: str = "") -> str:
     """Return an exit code in words; `host` is the other machine on which ssh ran the process."""
     if host and code == 255:
-        return f"exit code 255: ssh has no connection to {host}, check that `ssh {host} true` works"
+        return f"exit code 255: ssh could not connect to {host}; check that `ssh {host} true` works"
     return f"signal {code - 128}" if 128 < code < 193 else f"exit code {code}"
