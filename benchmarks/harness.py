@@ -127,7 +127,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch-python", default=sys.executable, help="one with PyTorch")
     parser.add_argument("--mpi-python", default=sys.executable, help="one with mpi4py and MPICH")
     parser.add_argument("--cores", type=int, default=2, help="that all processes share; 2")
-    parser.add_argument("--repetitions", type=int, help="of each contender; 9, quick 1")
+    parser.add_argument("--repetitions", type=int, help="of each contender; 7, quick 1")
 
 
 def options_of(
@@ -143,7 +143,7 @@ def options_of(
     for name in _PYTHONS.values():  # Given relative to where we are; workers run in the repository.
         if os.sep in getattr(options, name):
             setattr(options, name, os.path.abspath(getattr(options, name)))
-    options.repetitions = options.repetitions or (1 if options.quick else 9)
+    options.repetitions = options.repetitions or (1 if options.quick else 7)
     return options
 
 
@@ -269,7 +269,7 @@ class _Run:
         turn.check = max(self._ask(one, worker.open_case, turn.case, *params), default=None)
         if self._options.quick:
             return
-        seconds = 0.3
+        seconds = 0.25
         self._seconds(turn, _WARM_STEPS)
         while True:
             # The fastest of three, lest a hiccup makes repetitions short from then on.

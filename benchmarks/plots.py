@@ -47,7 +47,9 @@ def draw_curves(
             color, marker = styles[name]
             axis.plot(xs, ys, marker=marker, color=color, label=name, markersize=5)
         axis.set_xscale("log", base=2)
-        axis.set(yscale="log", xlabel=axes[panel][0], ylabel=axes[panel][1])
+        highs = [max(ys) / min(ys) for _, ys in curves.values()]
+        scale = "log" if max(highs) > 10 else "linear"
+        axis.set(yscale=scale, xlabel=axes[panel][0], ylabel=axes[panel][1])
         axis.set_title(panel, loc="left", fontsize=11)
         axis.grid(True, which="major", alpha=0.3)
         axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -352,7 +354,7 @@ def optimizer_made_in_a_step(strategy):
     strategy.run(lambda: nd.optimizers.SGD(0.1).apply_gradients([(np.ones(2), weights)]))
 
 
-@mistake(ValueError, "optimizer 'adam", "'weights'", "make an optimizer for each one")
+@mistake(ValueError, "optimizer 'adam", "'weights'", "make an optimizer for each strategy")
 def optimizer_of_another_strategy(strategy):
     with strategy.scope():
         optimizer = nd.optimizers.Adam(0.1)
@@ -428,6 +430,44 @@ def variable_that_stands_in_no_list(_):
     with nd.GradientTape() as tape:
         loss = np.sum(weights * weights)
     nd.optimizers.SGD(0.1).minimize(loss, weights, tape)
+
+
+@mistake(TypeError, "float", "nd.stop_gradient")
+def number_of_a_loss_on_the_tape(_):
+    weights = nd.Variable([1.0, 2.0])
+    with nd.GradientTape():
+        print(float(np.sum(weights)))
+
+
+@mistake(TypeError, "steps", "int64", "floating")
+def gradient_of_integers(_):
+    steps = nd.Variable(np.arange(3), name="steps")
+    with nd.GradientTape() as tape:
+        loss = np.sum(steps * 2.0)
+    tape.gradient(loss, steps)
+
+
+@mistake(TypeError, "devices=['cpu:0']", "nd.TFConfigClusterResolver()")
+def devices_in_the_place_of_a_resolver(_):
+    nd.MultiWorkerMirroredStrategy(["cpu:0"])
+
+
+@mistake(TypeError, "nd.CommunicationOptions(...)", "'ring'")
+def options_by_name(_):
+    nd.MultiWorkerMirroredStrategy(communication_options="ring")
+
+
+@mistake(ValueError, "Dataset.from_tensor_slices((x, y))", "batch")
+def arrays_in_the_place_of_a_dataset(strategy):
+    strategy.distribute_dataset((np.zeros((4, 2)), np.zeros(4)))
+
+
+@mistake(ValueError, "table.csv", "line 3")
+def word_in_a_table(_):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "table.csv")
+        path.write_text("a,b\n1,2\n3,four\n")
+        list(nd.Dataset.from_files(str(path)))
 
 
 def made(one: Mistake) -> Exception:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.indexing import Part, Rows
+from ndistribute.autodiff.rules.indexing import SliceGradient, SparseGradient
 from ndistribute.autodiff.rules.products import RightFactor
 from ndistribute.autodiff.rules.unbroadcast import identity
 from ndistribute.collective.indexed_slices import IndexedSlices
@@ -155,7 +155,7 @@ class _Found:
         if change is None:
             return
         old = self.gradients[index]
-        if type(change) in (Part, Rows, IndexedSlices):
+        if type(change) in (SliceGradient, SparseGradient, IndexedSlices):
             self._add_sparse(index, change)
         elif type(change) is Component:
             parts = [None] * change.total if old is None else old
@@ -164,7 +164,7 @@ class _Found:
         elif old is None:
             self.gradients[index] = change
             self.owned[index] = owned and change.base is None
-        elif type(old) is Rows:
+        elif type(old) is SparseGradient:
             self._own(index, old.to_dense() + change)
         elif self.owned[index]:
             # The result is bound again because NumPy numbers are not changed in place.
@@ -178,7 +178,7 @@ class _Found:
         gradient = self.gradients[source]
         if gradient is None:
             return None
-        if type(gradient) is Rows:
+        if type(gradient) is SparseGradient:
             return gradient.to_slices()
         if isinstance(gradient, np.generic):
             return np.asarray(gradient)
@@ -188,18 +188,20 @@ class _Found:
         self.gradients[source] = None
         return gradient
 
-    def _add_sparse(self, index: int, change: Part | Rows | IndexedSlices) -> None:
+    def _add_sparse(
+        self, index: int, change: SliceGradient | SparseGradient | IndexedSlices
+    ) -> None:
         if isinstance(change, IndexedSlices):
-            change = Rows(change.dense_shape, change.indices, change.values)
+            change = SparseGradient(change.dense_shape, change.indices, change.values)
         old = self.gradients[index]
-        if type(old) is Rows and type(change) is Rows:
+        if type(old) is SparseGradient and type(change) is SparseGradient:
             old.merge(change)
         elif old is None:
             # Rows stay rows for a leaf; a rule upstream would not know what to do with them.
-            keep = self.entries[index] is None and type(change) is Rows
+            keep = self.entries[index] is None and type(change) is SparseGradient
             self._own(index, change if keep else change.to_dense())
         else:
-            if type(old) is Rows:
+            if type(old) is SparseGradient:
                 old = old.to_dense()
             elif not self.owned[index]:
                 old = old.copy()

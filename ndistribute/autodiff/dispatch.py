@@ -158,7 +158,9 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     raw_kwargs = {name: strip(kwargs[name], graph, found, (name,)) for name in kwargs}
     _refuse_writes(function, args, kwargs, bool(found))
     if function in RULES and max(map(len, found), default=1) > 1:
-        return apply(function, [_without_list(arg) for arg in args], kwargs)
+        joined = [_without_list(arg) for arg in args]
+        if any(new is not old for new, old in zip(joined, args, strict=True)):
+            return apply(function, joined, kwargs)
     result = function(*raw_args, **raw_kwargs)
     if not found or function in CONSTANT:
         return result
@@ -273,7 +275,6 @@ def _rules_of(
             rules = tuple([by_path(result, path, args, kwargs) for path in paths])
             if None not in rules:
                 return rules
-            kwargs = {}  # Those of einsum say how to compute, and not what.
         elif all(len(path) == 1 and path[0] in range(len(makers)) for path in paths):
             if isinstance(function, np.ufunc) and kwargs:
                 return tuple([_cast_rule(makers[k], result, args, kwargs, k) for (k,) in paths])
@@ -315,10 +316,8 @@ def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:
     value, place = operand(value, graph)
     if place is not None or isinstance(value, _OPERANDS) or is_gpu_array(value):
         return value, place
-    if isinstance(value, list | tuple):
-        return operand(
-            np.asarray(value) if not _hides_array(value) else _without_list(value), graph
-        )
+    if isinstance(value, list | tuple) and _hides_array(value):
+        return operand(_without_list(value), graph)
     array = np.asarray(value)
     if array.dtype == object:
         raise TypeError(

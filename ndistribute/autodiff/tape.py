@@ -23,7 +23,7 @@ from ndistribute.autodiff.dispatch import is_differentiable
 from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.autodiff.tracked import Tracked, untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.context import CommunicatorLike, Frame, current_frame
+from ndistribute.context import Frame, current_frame
 from ndistribute.device import as_array
 
 __all__ = ["GradientTape", "Graph"]
@@ -116,15 +116,8 @@ class Graph:
             return value
         return self.record(value, (whole.index,), (index_rule(variable, index),))
 
-    def all_reduce(self, communicator: CommunicatorLike, op: Any, value: Any, options: Any) -> Any:
-        """Reduce over replicas, and record that."""
-        return collectives.all_reduce(self, communicator, op, value, options)
-
-    def all_gather(
-        self, communicator: CommunicatorLike, value: Any, axis: int, options: Any
-    ) -> Any:
-        """Concatenate over replicas, and record that."""
-        return collectives.all_gather(self, communicator, value, axis, options)
+    all_reduce = collectives.all_reduce
+    all_gather = collectives.all_gather
 
     @classmethod
     def joined(cls, tape: GradientTape) -> Graph:

@@ -30,8 +30,25 @@ __all__ = [
     "TFConfigClusterResolver",
     "TorchrunClusterResolver",
     "resolve",
+    "resolver_of_job",
     "worker_index",
 ]
+
+
+def resolver_of_job(given: ClusterResolver | None) -> ClusterResolver:
+    """Return the given resolver, else the one for how this process was started.
+
+    A process that works alone gets one of an empty cluster.
+
+    Raises:
+        TypeError: `given` is no resolver.
+    """
+    if given is not None and not isinstance(given, ClusterResolver):
+        raise TypeError(
+            f"cluster_resolver must be a resolver such as nd.TFConfigClusterResolver(), or None to "
+            f"read the environment; got {given!r}. Pass devices by name: devices=['cpu:0']."
+        )
+    return given or resolve() or ClusterResolver(ClusterSpec({}))
 
 
 def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:

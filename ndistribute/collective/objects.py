@@ -7,7 +7,6 @@ dataclass with the same fields. Decoding imports nothing.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import math
@@ -39,7 +38,7 @@ class PlainSpec(Record, frozen=True):
 
 
 class ArraySpec(Record, frozen=True):
-    """An array, or a NumPy scalar as an array without axes; the dtype is a Python literal."""
+    """An array, or a NumPy scalar as an array without axes; the dtype is JSON."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -158,14 +157,14 @@ def _spec_of(value: Any) -> PlainSpec | ArraySpec | NestSpec:
     # Dtypes of other packages, such as bfloat16, are known by name only.
     own = array.dtype.isbuiltin == 2
     dtype = array.dtype.name if own else np.lib.format.dtype_to_descr(array.dtype)
-    return ArraySpec(repr(dtype), array.shape, data)
+    return ArraySpec(json.dumps(dtype), array.shape, data)
 
 
 def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
     if isinstance(spec, PlainSpec):
         return json.loads(spec.text)
     if isinstance(spec, ArraySpec):
-        descr = ast.literal_eval(spec.dtype)
+        descr = _descr(json.loads(spec.dtype))
         simple = isinstance(descr, str)
         dtype = dtype_named(descr) if simple else np.lib.format.descr_to_dtype(descr)
         if spec.data and not dtype.hasobject:
@@ -183,6 +182,18 @@ def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
     if found is None:
         raise ValueError(f"{spec.kind!r} with the fields {spec.keys} is no class of this process.")
     return found(**named)
+
+
+def _descr(told: Any) -> Any:
+    """Return the description of a dtype, whose tuples JSON has turned into lists.
+
+    `ast.literal_eval` would keep them, but it fails at random on several threads in Python 3.11.
+    """
+    if not isinstance(told, list):
+        return told
+    if all(isinstance(field, list) for field in told):
+        return [tuple(map(_descr, field)) for field in told]
+    return tuple(told)
 
 
 def _class_named(name: str, fields: tuple[Any, ...]) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.context import current_frame
+from ndistribute.context import current_frame, told_apart
 from ndistribute.device import Array, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
 from ndistribute.optimizers.clipping import Clipping, widened
@@ -240,8 +240,8 @@ class Optimizer:
             owner = self._counter_of(strategy).distribute_strategy
             if owner is not strategy and not owner.is_default:
                 raise ValueError(
-                    f"optimizer {self.name!r} of {owner!r} was given variable "
-                    f"{variables[0].name!r} of another strategy: make an optimizer for each one."
+                    f"optimizer {self.name!r} of {told_apart(owner, strategy)} was given variable "
+                    f"{variables[0].name!r} of {strategy!r}: make an optimizer for each strategy."
                 )
             for variable in variables:
                 if variable not in self._slots:

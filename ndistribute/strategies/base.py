@@ -83,7 +83,7 @@ class Strategy:
     """
 
     _internal = frozenset(
-        "across_workers agree_on input_place input_topology is_default make_group "
+        "across_workers agree_on input_topology is_default make_group "
         "make_variable names replica_contexts running_on serial variable_kinds".split()
     )
     """What `dir` and completion leave out: called by the package and by extensions of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from ndistribute.cluster import ClusterResolver, ClusterSpec, resolve
+from ndistribute.cluster import ClusterResolver, resolver_of_job
 from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.select import join_workers
 from ndistribute.collective.workers import Workers
@@ -44,7 +44,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         devices: Sequence[str | Device] | None = None,
     ) -> None:
-        resolver = cluster_resolver or resolve() or ClusterResolver(ClusterSpec({}))
+        resolver = resolver_of_job(cluster_resolver)
+        if not isinstance(communication_options, CommunicationOptions | None):
+            raise TypeError(
+                "communication_options must be nd.CommunicationOptions(...), got "
+                f"{communication_options!r}."
+            )
         own = resolve_devices(devices)
         workers = _join(resolver, own, communication_options or CommunicationOptions())
         if workers is not None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ndistribute import tree
-from ndistribute.cluster import ClusterResolver, ClusterSpec, resolve
+from ndistribute.cluster import ClusterResolver, resolver_of_job
 from ndistribute.cluster.resolvers import current_task
 from ndistribute.cluster.spec import task_names
 from ndistribute.coordinator.coordinator import forget
@@ -187,7 +187,7 @@ class ParameterServerStrategy(Strategy):
         restore: bool = False,
         _sent: tuple[str, str] | None = None,
     ) -> None:
-        resolver = cluster_resolver or resolve() or ClusterResolver(ClusterSpec({}))
+        resolver = resolver_of_job(cluster_resolver)
         self._role = _Role.of(resolver)
         self._cluster = resolver.cluster_spec() or None
         self.timeout_seconds = 600.0 if timeout_seconds is None else float(timeout_seconds)

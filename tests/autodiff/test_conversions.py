@@ -166,3 +166,13 @@ def test_what_is_no_array_is_refused(other):
         x = tape.watch(np.ones(3))
         with pytest.raises(TypeError, match=rf"np\.multiply.*{HERE}:\d+: convert"):
             x * other
+
+
+def test_lists_in_keywords():
+    x = np.array([0.3, 1.5])
+    check_gradients(lambda x: np.clip(x, a_min=[x[0] * 2, 0.5], a_max=2.0), x)
+    with GradientTape() as tape:
+        tracked = tape.watch(x)
+        total = np.sum(tracked, where=[tracked[0], tracked[1]])
+    with pytest.raises(TypeError, match=rf"np\.sum .*{HERE}.*no derivative rule"):
+        tape.gradient(total, tracked)

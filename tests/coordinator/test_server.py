@@ -93,6 +93,13 @@ def joined(server: Server) -> Iterator[Future[bool]]:
             server.stop()
 
 
+def test_a_local_server_holds_variables():
+    with Server.create_local_server(environ=ENVIRON) as server, reach(server) as client:
+        value = np.arange(600_000.0).reshape(2, -1)
+        create(client, value)
+        np.testing.assert_array_equal(read(client), value)
+
+
 def test_join_returns_once_the_server_is_stopped():
     with serving() as server:
         assert not server.join(timeout=0.05)

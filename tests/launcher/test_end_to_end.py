@@ -54,4 +54,4 @@ def test_the_trace_of_a_job_is_merged_and_explained(script, tmp_path, capfd):
     (path,) = capfd.readouterr().out.splitlines()
     assert json.loads(Path(path).read_text())["traceEvents"]
     assert cli.main(["trace", "report", folder]) == 0
-    assert "2 ranks" in capfd.readouterr().out
+    assert "2 processes" in capfd.readouterr().out

@@ -1,8 +1,10 @@
 """The derivative rules, each under the NumPy function that it belongs to.
 
-`RULES` holds one maker for each differentiable argument; `CONSTANT` names the functions whose
-result carries no gradient although it may be a float; `IN_PLACE` those that write to an argument,
-which a tracked array does not allow. A function in none of the tables has no derivative.
+`RULES` holds one maker for each differentiable argument, `RULES_BY_PATH` one maker for arguments
+that stand inside lists, `JOINT_RULES` one for functions with several results, and `COMPOSED` what
+is written again in terms of other functions. `CONSTANT` names the functions whose result carries no
+gradient although it may be a float; `IN_PLACE` those that write to an argument, which a tracked
+array does not allow. A function in none of the tables has no derivative.
 """
 
 from __future__ import annotations
@@ -69,24 +71,11 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
 }
 
 CONSTANT: frozenset[Any] = frozenset(
-    {
-        np.ceil,
-        np.empty_like,
-        np.fix,
-        np.floor,
-        np.floor_divide,
-        np.full_like,
-        np.heaviside,
-        np.histogram,
-        np.histogram_bin_edges,
-        np.ones_like,
-        np.rint,
-        np.around,
-        np.round,
-        np.spacing,
-        np.trunc,
-        np.zeros_like,
-    }
+    getattr(np, name)
+    for name in (
+        "ceil empty_like fix floor floor_divide full_like heaviside histogram "
+        "histogram_bin_edges ones_like rint around round spacing trunc zeros_like"
+    ).split()
 )
 
 IN_PLACE: frozenset[Any] = frozenset(

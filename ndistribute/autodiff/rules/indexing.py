@@ -18,10 +18,10 @@ from ndistribute.autodiff.rules.windows import moved
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.device import Array, array_namespace
 
-__all__ = ["RULES", "Part", "Rows", "index_rule"]
+__all__ = ["RULES", "SliceGradient", "SparseGradient", "index_rule"]
 
 
-class Part:
+class SliceGradient:
     """Hold the gradient of the elements that an index names, in an array that is zero elsewhere.
 
     Args:
@@ -58,7 +58,7 @@ class Part:
         return whole
 
 
-class Rows:
+class SparseGradient:
     """Collect gradients of rows of one array, from one or several look-ups.
 
     Args:
@@ -73,7 +73,7 @@ class Rows:
         self.shape = shape
         self.parts = [(indices, values)]
 
-    def merge(self, other: Rows) -> None:
+    def merge(self, other: SparseGradient) -> None:
         """Take over the gradients of another look-up in the same array."""
         self.parts.extend(other.parts)
 
@@ -100,20 +100,20 @@ class Rows:
         return IndexedSlices(np.concatenate(values), np.concatenate(flat), self.shape)
 
 
-def index_rule(x: Array, index: Any) -> Callable[[Array], Part | Rows]:
+def index_rule(x: Array, index: Any) -> Callable[[Array], SliceGradient | SparseGradient]:
     """Return the rule of ``x[index]``."""
     shape = x.shape
     return lambda g: _placed(shape, index, g)
 
 
-def _placed(shape: tuple[int, ...], index: Any, g: Array) -> Part | Rows:
+def _placed(shape: tuple[int, ...], index: Any, g: Array) -> SliceGradient | SparseGradient:
     if isinstance(index, list):
         index = array_namespace(g).asarray(index, dtype=None if index else np.intp)
     kinds = _kinds(index)
     if kinds == ["i"] and not isinstance(index, tuple) and index.ndim:
-        return Rows(shape, index, g)
+        return SparseGradient(shape, index, g)
     # A mask alone names no element twice, and neither do slices and single numbers.
-    return Part(shape, index, g, distinct="i" not in kinds and kinds.count("b") <= 1)
+    return SliceGradient(shape, index, g, distinct="i" not in kinds and kinds.count("b") <= 1)
 
 
 def _kinds(index: Any) -> list[str]:
@@ -133,7 +133,7 @@ def _kinds(index: Any) -> list[str]:
 
 def _take(
     result: Array, a: Array, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise"
-) -> Callable[[Array], Part | Rows | Array]:
+) -> Callable[[Array], SliceGradient | SparseGradient | Array]:
     if mode != "raise":
         return moved(np.take, a, indices, axis, mode=mode)
     if not hasattr(indices, "dtype"):
@@ -147,7 +147,7 @@ def _take(
 
 def _take_along_axis(
     result: Array, arr: Array, indices: Array, axis: Any = -1
-) -> Callable[[Array], Part]:
+) -> Callable[[Array], SliceGradient]:
     if axis is None:
         raise NotImplementedError("axis=None")
     shape = arr.shape
@@ -155,7 +155,7 @@ def _take_along_axis(
     grid = list(xp.ix_(*(xp.arange(length) for length in shape)))
     grid[axis % arr.ndim] = indices
     index = tuple(grid)
-    return lambda g: Part(shape, index, g)
+    return lambda g: SliceGradient(shape, index, g)
 
 
 RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
