@@ -36,12 +36,12 @@ __all__ = [
 
 
 def resolver_of_job(given: ClusterResolver | None) -> ClusterResolver:
-    """Return the given resolver, else the one for how this process was started.
+    """Return `given`, or if it is None, the resolver for the launcher of this process.
 
-    A process that works alone gets one of an empty cluster.
+    Without a launcher, the resolver has an empty cluster.
 
     Raises:
-        TypeError: `given` is no resolver.
+        TypeError: `given` is neither a `ClusterResolver` nor None.
     """
     if given is not None and not isinstance(given, ClusterResolver):
         raise TypeError(
