@@ -109,8 +109,8 @@ def _check_servers(options: argparse.Namespace) -> None:
         raise ValueError("--ps needs the number of workers too: --workers 2 --ps 1.")
     if options.hosts is not None or options.hostfile is not None or options.mpi:
         raise ValueError(
-            "--ps starts all tasks on this machine and without MPI. On several hosts, start each task "
-            "yourself, with its own TF_CONFIG: see docs/launching.md."
+            "--ps starts all tasks on this machine and without MPI. On several hosts, start each "
+            "task yourself, with its own TF_CONFIG: see docs/launching.md."
         )
     numbers = {"--workers": options.workers, "--ps": options.servers}
     for name, value in {**numbers, "--snapshot-seconds": options.snapshot_seconds}.items():
