@@ -375,7 +375,7 @@ def test_only_a_worker_has_an_index():
         enter_task(SimpleClusterResolver(jobs, task_type="worker", task_id=1))
         assert worker_index() == 1
         enter_task(SimpleClusterResolver(jobs, task_type="ps", task_id=0))
-        with pytest.raises(RuntimeError, match="ps:0, which is no worker"):
+        with pytest.raises(RuntimeError, match="ps:0, which is not a worker"):
             worker_index()
     finally:
         enter_task(None)

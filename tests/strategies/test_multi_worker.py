@@ -142,7 +142,7 @@ def test_a_process_that_nothing_says_is_one_of_several_works_alone():
 
 def unlike(rank: int, size: int, name: str, values: Sequence[Any]) -> str:
     options = nd.CommunicationOptions(timeout_seconds=30, **{name: values[rank]})
-    with pytest.raises(ValueError, match="give all workers the same") as error:
+    with pytest.raises(ValueError, match="pass the same options on all workers") as error:
         nd.MultiWorkerMirroredStrategy(communication_options=options)
     return str(error.value)
 
