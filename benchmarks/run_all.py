@@ -43,11 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, own in commands.items():
         _log.info("%s", name)
         command = [sys.executable, "-m", f"benchmarks.{name}", *own]
-        done = subprocess.run(
-            command, cwd=ROOT, timeout=_SECONDS, stdout=subprocess.PIPE, text=True, check=False
-        )
-        page.append(f"## {name}\n\n{done.stdout}")
-        failed += [name] if done.returncode else []
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, timeout=_SECONDS, stdout=subprocess.PIPE, text=True, check=False
+            )
+            tables, code = done.stdout, done.returncode
+        except subprocess.TimeoutExpired as error:
+            tables, code = f"{error}", 1
+        page.append(f"## {name}\n\n{tables}")
+        failed += [name] if code else []
         (out / "comparison.md").write_text("\n\n".join(page))
     if failed:
         sys.exit(f"{', '.join(failed)} failed")

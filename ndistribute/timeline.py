@@ -64,12 +64,13 @@ class Recorder:
             self.flush()
 
     def identify(self, name: str, names: Sequence[str]) -> None:
-        """Say who this process is; what it recorded under another name stays in that file."""
+        """Say who this process is, and among whom; what it recorded before stays in that file."""
         with self._lock:
-            if self._file is not None and name != self._name:
+            if self._file is not None and (name, tuple(names)) != (self._name, self._names):
                 self._write()
                 self._file.close()
                 self._file = None
+                self._jobs += bool(self._names)
             self._name, self._names = name, tuple(names)
 
     def flush(self) -> None:
@@ -102,6 +103,7 @@ class Recorder:
         self._end = 0
         self._dropped = 0
         self._named = 0
+        self._jobs = 0  # That this process recorded and left, such as before a recovery.
 
     def _introduce(self, thread: int) -> None:
         with self._lock:
@@ -147,6 +149,7 @@ class Recorder:
         }
         head = f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n'
         name = self._title.removeprefix("rank ").replace(":", "-").replace(" ", "-")
+        name += f".{self._jobs}" if self._jobs else ""
         file = (self._directory / f"trace-{name}.json").open("wb", buffering=0)
         self._end = file.write(head.encode())
         self._named = 0

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -64,13 +65,24 @@ def read(directory: str | os.PathLike[str]) -> list[Trace]:
             f"{os.fspath(directory)} holds no trace with events. Set NDISTRIBUTE_TRACE to this "
             "directory and run the program again; what strategy.run runs is recorded."
         )
-    # Processes that never joined a job, such as one that only starts others, are a last resort.
-    chosen = [trace for trace in traces if trace.names] or traces
+    # A process that never joined a job may be one that only starts others. It is a last resort,
+    # unless it computed after all jobs had ended.
+    jobs = [trace for trace in traces if trace.names]
+    ended = max((trace.wall + trace.events[-1].end for trace in jobs), default=0.0)
+    alone = [trace for trace in traces if not trace.names and trace.wall + _computed(trace) > ended]
+    chosen = alone or jobs or traces
     newest = max(chosen, key=lambda trace: trace.wall + trace.events[-1].end)
     if not newest.names:
         return [newest]
-    same_job = [trace for trace in chosen if trace.names == newest.names]
-    return sorted(same_job, key=lambda trace: trace.names.index(trace.name))
+    # Of each process the newest trace: files after a recovery have names of their own.
+    chosen.sort(key=lambda trace: trace.wall + trace.events[-1].end)
+    same_job = {trace.name: trace for trace in chosen if trace.names == newest.names}
+    return [same_job[name] for name in newest.names if name in same_job]
+
+
+def _computed(trace: Trace) -> float:
+    """Return when the last step of a process began."""
+    return max((event.start for event in trace.events if event.name == "compute"), default=-inf)
 
 
 def _read_file(path: Path) -> Trace | None:

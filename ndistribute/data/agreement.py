@@ -32,6 +32,18 @@ _SEPARATELY = (
     "distribute_datasets_from_function or AutoShardPolicy.OFF."
 )
 
+_SAME_BATCHES = (
+    "Under AutoShardPolicy.DATA each worker takes its part of every batch, so all must get "
+    "the same batches in the same order: seed the loader alike on all workers, or let each "
+    "have its own data with AutoShardPolicy.OFF or distribute_datasets_from_function. If only the "
+    "values differ, as with augmentation at random, give Dataset.from_generator(lambda: "
+    "iter(loader)), of which no values are compared."
+)
+
+# The point of the input at which workers compare first batches and ends, and a failure before it.
+_COMPARISON = "the first batch or the end of an epoch"
+_FAILED = "failed"
+
 
 def choose_sharding(
     node: Node, policy: AutoShardPolicy, num_workers: int, can_agree: bool
@@ -105,17 +117,56 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
             "batch size": node.spec.batch_size,
             "number of shuffles": len(seeds),
         }
-        told = all_gather_object(topology.workers, (note, seeds))
-        of_workers = [theirs for _, theirs in told]
+        told = _tell(topology.workers, "the begin of an epoch", {**note, "seeds": seeds})
+        of_workers = [theirs.pop("seeds") for theirs in told]
         if sharding in (Sharding.DATA, Sharding.FILE):
-            check_alike([note for note, _ in told], _SEPARATELY)
+            _check_alike(told, _SEPARATELY)
             of_workers = of_workers[:1] * topology.num_workers
         if of_workers[topology.worker_index] != seeds:
             epoch = Epoch.resume(node, of_workers[0])
     return epoch, Progress(sharding, files, of_workers[:shards], [Position()] * shards)
 
 
-def check_alike(notes: Sequence[dict[str, Any]], remedy: str) -> None:
+def compare(workers: ProcessGroup, note: dict[str, Any]) -> None:
+    """Check that all workers under DATA begin with the same batch, and end after as many rows.
+
+    Raises:
+        DistributeError: the input of another worker failed.
+        ValueError: the workers get different batches.
+    """
+    told = _tell(workers, _COMPARISON, note)
+    failed = [rank for rank, theirs in enumerate(told) if _FAILED in theirs]
+    if failed:
+        raise _failed_on(failed[0], workers)
+    _check_alike(told, _SAME_BATCHES)
+
+
+def tell_failure(workers: ProcessGroup) -> None:
+    """Let the others know, where they `compare`, that the input of this worker failed."""
+    all_gather_object(workers, {"at": _COMPARISON, _FAILED: True})
+
+
+def _tell(workers: ProcessGroup, at: str, note: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what all workers say of themselves, all at the same point of their input."""
+    told = all_gather_object(workers, {"at": at, **note})
+    for worker, theirs in enumerate(told):
+        if theirs["at"] != at:
+            raise DistributeError(
+                f"worker {workers.rank} is at {at} of its input, and worker {worker} at "
+                f"{theirs['at']}: after an error in the input of one worker, or a break, all "
+                "workers must leave the iteration before they iterate again."
+            )
+    return told
+
+
+def _failed_on(worker: int, workers: ProcessGroup) -> DistributeError:
+    return DistributeError(
+        f"the input of worker {worker} failed, so this step can not be made: its own error "
+        f"says why. Worker {workers.rank} has nothing to mend; iterate again on all workers."
+    )
+
+
+def _check_alike(notes: Sequence[dict[str, Any]], remedy: str) -> None:
     """Raise a ValueError with a remedy if what workers say of themselves differs."""
     for key, first in notes[0].items():
         for worker, note in enumerate(notes):
@@ -146,10 +197,7 @@ def agree(
     by_worker = [row[1:3] for row in told if row[0] == _WORKER]
     failed = [rank for fared, rank in by_worker if fared == FAILED]
     if failed and fares != FAILED:
-        raise DistributeError(
-            f"the input of worker {failed[0]} failed, so this step can not be made: its own error "
-            f"says why. Worker {workers.rank} has nothing to mend; iterate again on all workers."
-        )
+        raise _failed_on(failed[0], workers)
     joint = {shard: Position(*position) for shard, *position in told if shard != _WORKER}
     return {fared for fared, _ in by_worker}, joint
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ndistribute.collective.objects import ProcessGroup, all_gather_object
+from ndistribute.collective.objects import ProcessGroup
 from ndistribute.context import current_frame
 from ndistribute.data.agreement import (
     EMPTY,
@@ -21,9 +21,10 @@ from ndistribute.data.agreement import (
     STEP,
     agree,
     begin,
-    check_alike,
     choose_sharding,
+    compare,
     share_template,
+    tell_failure,
 )
 from ndistribute.data.dataset import as_dataset
 from ndistribute.data.elements import Element
@@ -124,7 +125,7 @@ class DistributedDataset:
         self._sharding = sharding
         given = options.prefetch
         self._depth = _default_depth(node, topology.devices) if given is None else given
-        if loader_of(node) is not None:
+        if any(has_state(step.loader) for step in upstream(node)):
             self._depth = 0  # Its state is to be where the consumer is, and it prefetches itself.
 
     def cardinality(self) -> int:
@@ -259,7 +260,12 @@ class DistributedIterator(Iterator[Any]):
         return next(iter(self._progress.shards_of(self._topology)), 0)
 
     def _step(self, source: Iterator[Step]) -> Any:
-        step = next(source, None)
+        try:
+            step = next(source, None)
+        except Exception:
+            if self._compared_with is not None and not self._rows:
+                tell_failure(self._compared_with)
+            raise
         if self._compared_with is not None:
             self._compare(step, self._compared_with)
         if step is None:
@@ -273,20 +279,13 @@ class DistributedIterator(Iterator[Any]):
         return step.value
 
     def _compare(self, step: Step | None, workers: ProcessGroup) -> None:
-        """Check that all workers begin with the same batch, and end after as many rows."""
+        """Compare the first batch, and the number of rows at the end, with the other workers'."""
         if step is None:
-            note: dict[str, Any] = {"number of rows of the epoch": self._rows}
-        else:
-            self._rows += step.rows
-            if step.first is None:
-                return
-            note = step.first
-        check_alike(
-            all_gather_object(workers, note),
-            "Under AutoShardPolicy.DATA each worker takes its part of every batch, so all must get "
-            "the same batches in the same order: seed the loader alike on all workers, or let each "
-            "have its own data with AutoShardPolicy.OFF or distribute_datasets_from_function.",
-        )
+            compare(workers, {"number of rows of the epoch": self._rows})
+            return
+        self._rows += step.rows
+        if step.first is not None:
+            compare(workers, step.first)
 
     def _joint_step(self, source: Iterator[Step], workers: ProcessGroup) -> Any:
         """Take the next step of this worker's, and agree with the others on whether there is one.

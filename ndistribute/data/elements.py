@@ -31,6 +31,10 @@ Chunk: TypeAlias = "Rows | Sequence[Element]"
 _ROWS_PER_GATHER = 64
 
 
+# Of a DataFrame of any library, as `columns_of` returns them.
+COLUMNS_OF_FRAME = "{name: frame[name].to_numpy() for name in frame.columns}"
+
+
 def as_element(value: Any) -> Element:
     """Turn what a user's function gave into an element.
 
@@ -115,6 +119,11 @@ def is_frame(value: Any) -> bool:
     return hasattr(value, "columns") and hasattr(value, "to_numpy")
 
 
+def columns_of(frame: Any) -> dict[Any, Any]:
+    """Return one array for each column of a table."""
+    return {name: frame[name].to_numpy() for name in frame.columns}
+
+
 def leading_length(leaves: Sequence[Leaf], what: str, remedy: str) -> int:
     """Return the number of rows of a batch, for a call (`what`) that tells users a remedy.
 
@@ -184,7 +193,7 @@ class Rows:
         return (
             isinstance(other, Rows)
             and [id(own) for own, _ in self._parts] == [id(other) for other, _ in other._parts]
-            and tree.same_structure(self._like, other._like)
+            and (self._like is other._like or tree.same_structure(self._like, other._like))
         )
 
     def joined(self, others: Sequence[Rows]) -> Rows:
@@ -282,8 +291,8 @@ def _convert(value: Any, nests: Callable[[list[Any]], bool]) -> Element:
         )
     if is_frame(value):
         raise ValueError(
-            f"a {type(value).__name__} is a table, not an array. Give dict(frame) for one array a "
-            "column, or frame.to_numpy() for one array of all of them."
+            f"a {type(value).__name__} is a table, not an array. Give {COLUMNS_OF_FRAME} for one "
+            "array a column, or frame.to_numpy() for one array of all of them."
         )
     try:
         return _leaf(as_array(value))

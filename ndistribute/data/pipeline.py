@@ -33,11 +33,16 @@ class SeedCounter:
 
     Args:
         entropy: decides the whole sequence of orders.
+        iteration: the number of the next epoch.
     """
 
-    def __init__(self, entropy: int) -> None:
-        self._next = ShuffleSeed(entropy, 0)
+    def __init__(self, entropy: int, iteration: int = 0) -> None:
+        self._next = ShuffleSeed(entropy, iteration)
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[SeedCounter], ShuffleSeed]:
+        """Send a dataset to another process without the lock."""
+        return SeedCounter, self._next
 
     def draw(self) -> ShuffleSeed:
         """Return the seed of the next epoch."""

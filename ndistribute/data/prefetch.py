@@ -24,22 +24,30 @@ _EXIT_SECONDS = 5.0
 
 
 class Threads:
-    """What all threads of an epoch wait on, so that one call ends them.
+    """The buffers of an epoch, so that one call ends all their threads.
 
     An exception's traceback keeps the generators of a pipeline alive, so dropping references alone
     would not end their threads.
     """
 
     def __init__(self) -> None:
-        # Re-entrant, as a garbage collection may close a buffer on the very thread that holds this.
-        self.changed = threading.Condition(threading.RLock())
-        self.closed = False
+        # Without a lock, as a garbage collection may close an epoch on a thread that holds a
+        # buffer's: `add` and `close` each write what the other one reads after its own write.
+        self._buffers: list[weakref.ref[Buffer]] = []
+        self._closed = False
+
+    def add(self, buffer: Buffer) -> None:
+        """Close a buffer with the others, at once if they are."""
+        self._buffers.append(weakref.ref(buffer, self._buffers.remove))
+        if self._closed:
+            buffer.close()
 
     def close(self) -> None:
         """Tell all threads to end, without waiting for them."""
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
+        self._closed = True
+        for each in self._buffers.copy():
+            if (buffer := each()) is not None:
+                buffer.close()
 
 
 class Ahead(Iterator[T], Generic[T]):
@@ -107,32 +115,37 @@ class Buffer:
 
     def __init__(self, depth: int, epoch: Threads) -> None:
         self._depth = depth
-        self._epoch = epoch
-        self._changed = epoch.changed
+        # Two conditions of one lock, so that a put wakes only who can go on. Re-entrant, as a
+        # garbage collection may close a buffer on the very thread that holds its lock.
+        lock = threading.RLock()
+        self._room = threading.Condition(lock)
+        self._ready = threading.Condition(lock)
         self._made: dict[int, tuple[Any, BaseException | None]] = {}
         self._given = 0
         self._over = False
+        epoch.add(self)
 
     def put(self, number: int, value: Any, error: BaseException | None = None) -> bool:
         """Add an outcome once there is room; False if this is closed."""
-        with self._changed:
-            while not (closed := self._over or self._epoch.closed):
+        with self._room:
+            while not self._over:
                 if number < self._given + self._depth:
                     self._made[number] = (value, error)
-                    self._changed.notify_all()
-                    break
-                self._changed.wait(_CHECK_SECONDS)
-            return not closed
+                    if number == self._given:
+                        self._ready.notify()
+                    return True
+                self._room.wait(_CHECK_SECONDS)
+            return False
 
     def get(self, threads: list[threading.Thread]) -> tuple[Any, BaseException | None]:
         """Return the next outcome: a value, or the error that ends the iteration."""
-        with self._changed:
-            while not (self._over or self._epoch.closed):
+        with self._ready:
+            while not self._over:
                 if self._given in self._made:
                     self._given += 1
-                    self._changed.notify_all()
+                    self._room.notify_all()
                     return self._made.pop(self._given - 1)
-                woken = self._changed.wait(_CHECK_SECONDS)
+                woken = self._ready.wait(_CHECK_SECONDS)
                 if not woken and not any(thread.is_alive() for thread in threads):
                     return None, RuntimeError(
                         "the threads that prefetch are gone, as they are after a fork. Make a new "
@@ -142,10 +155,11 @@ class Buffer:
 
     def close(self) -> None:
         """Wake both sides; nothing goes in or out any more."""
-        with self._changed:
+        with self._room:
             self._over = True
             self._made.clear()
-            self._changed.notify_all()
+            self._room.notify_all()
+            self._ready.notify_all()
 
 
 class Source:

@@ -21,11 +21,13 @@ import numpy.typing as npt
 
 from ndistribute import tree
 from ndistribute.data.elements import (
+    COLUMNS_OF_FRAME,
     Chunk,
     Element,
     Rows,
     as_batch,
     as_element,
+    columns_of,
     drop,
     is_frame,
     leading_length,
@@ -43,6 +45,7 @@ from ndistribute.data.pipeline import (
 Reader = Callable[[str], Any]
 
 _WILDCARDS = frozenset("*?[")
+_MISSING_VALUES = frozenset(["", "na", "n/a", "nan", "null", "none", "-", "?"])
 
 
 def single(tensors: Any) -> Node:
@@ -110,7 +113,7 @@ def iterable(batches: Any) -> Node:
     together = f"For arrays whose rows belong together write {write.format('(x, y)')}"
     refused = (
         (isinstance(batches, tuple), f"{together}; batches that are made already go in a list."),
-        (is_frame(batches), f"For one array a column write {write.format('dict(frame)')}."),
+        (is_frame(batches), f"For one array a column write {write.format(COLUMNS_OF_FRAME)}."),
         (isinstance(batches, np.ndarray | Mapping | str | bytes), f"Write {write.format('...')}."),
         (not hasattr(batches, "__iter__"), "Something to iterate over again and again will do."),
         (
@@ -244,7 +247,7 @@ def _read(path: str, read: Reader) -> Iterator[Chunk]:
         if _is_stream(content):
             yield from zip(map(as_element, content))
             return
-        columns = read_only(as_element(content))
+        columns = read_only(as_element(columns_of(content) if is_frame(content) else content))
         remedy = "Let the reader return arrays of as many rows, or an iterable of elements."
         yield Rows.of(columns, leading_length(tree.flatten(columns), "from_files", remedy))
     except Exception as error:
@@ -257,8 +260,8 @@ def _read(path: str, read: Reader) -> Iterator[Chunk]:
 
 def _is_stream(content: Any) -> bool:
     nested = isinstance(content, np.ndarray | tuple | list | dict)
-    array_like = hasattr(content, "__array__") or dataclasses.is_dataclass(content)
-    return isinstance(content, Iterable) and not nested and not array_like
+    arrays = nested or hasattr(content, "__array__") or dataclasses.is_dataclass(content)
+    return isinstance(content, Iterable) and not arrays and not is_frame(content)
 
 
 def _read_npy(path: str) -> npt.NDArray[Any]:
@@ -275,6 +278,8 @@ def _read_csv(path: str) -> npt.NDArray[np.float64]:
     with open(path, encoding="utf-8-sig") as lines:
         first = next(lines, "")
         header = not any(map(_is_number, first.split(",")))
+        if header:
+            _check_header(path, first.partition("#")[0].strip())
         rows = [line for line in ([] if header else [first]) + list(lines) if line.strip()]
     if not rows:
         return np.empty((0, 0))
@@ -282,6 +287,18 @@ def _read_csv(path: str) -> npt.NDArray[np.float64]:
         return np.loadtxt(rows, delimiter=",", ndmin=2)
     except ValueError as error:
         raise ValueError(_fault_of_csv(path, header) or f"{path}: {error}") from error
+
+
+def _check_header(path: str, line: str) -> None:
+    """Raise an error for a first line that is rather a row: without values, or not of commas."""
+    cells = [cell.strip(" \t\"'").lower() for cell in line.split(",")]
+    other = "," not in line and any(separator in line for separator in ";\t")
+    if other or (line and _MISSING_VALUES.issuperset(cells)):
+        what = "is not separated by commas" if other else "holds no value"
+        raise ValueError(
+            f"{path}, line 1: {line!r} {what}, and is no header. Correct it, or pass reader=fn to "
+            "from_files to read such files."
+        )
 
 
 def _fault_of_csv(path: str, header: bool) -> str | None:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,11 +196,27 @@ def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
     """Return what tells a batch from others: dtypes and shapes, and a digest of the values."""
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
     values = 0
-    for array in map(to_host, leaves if digest else ()):
+    for array in _telling_order([to_host(leaf) for leaf in leaves]) if digest else ():
         as_text = array.dtype.hasobject
         data = repr(array.tolist()).encode() if as_text else array.tobytes()
         values = zlib.crc32(data, values)
     return {"first batch": shapes, "digest of the first batch": values}
+
+
+def _telling_order(arrays: Sequence[Any]) -> Sequence[Any]:
+    """Return the arrays of a batch whose values tell which rows it has, and in which order.
+
+    Those are labels, if there are any: what is beside them may be augmented at random on each
+    worker. Of other objects than text and numbers the text tells their address.
+    """
+    plain = [
+        array
+        for array in arrays
+        if not array.dtype.hasobject
+        or all(isinstance(item, str | bytes | Number) for item in array.flat)
+    ]
+    labels = [array for array in plain if array.ndim == 1 and array.dtype.kind in "biuSUO"]
+    return labels or plain
 
 
 def _deal(

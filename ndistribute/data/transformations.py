@@ -208,11 +208,6 @@ def repeated(child: Node, times: int | None) -> Node:
 def zipped(like: Any, parts: tuple[Node, ...]) -> Node:
     """Return elements side by side in a nest like that of the datasets, until one ends."""
 
-    def beside(chunks: Sequence[Chunk]) -> Chunk:
-        if all(isinstance(chunk, Rows) for chunk in chunks):
-            return Rows.zipped(like, cast("Sequence[Rows]", chunks))
-        return [tree.unflatten(like, items) for items in zip(*chunks, strict=True)]
-
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         sources = [part.chunks(epoch, start) for part in parts]
         held: list[Chunk] = [[] for _ in parts]
@@ -223,9 +218,15 @@ def zipped(like: Any, parts: tuple[Node, ...]) -> Node:
                     if chunk is None:
                         return
                     held[number] = chunk
+            if not all(isinstance(chunk, Rows) for chunk in held):
+                break
             size = min(map(len, held))
-            yield beside([chunk[:size] for chunk in held])
+            rows = [chunk[:size] for chunk in held]
+            yield Rows.zipped(like, cast("Sequence[Rows]", rows))
             held = [chunk[size:] for chunk in held]
+        pairs = zip(held, sources, strict=True)
+        elements = [chain(head, chain.from_iterable(source)) for head, source in pairs]
+        yield from zip(tree.unflatten(like, items) for items in zip(*elements, strict=False))
 
     lengths = [part.spec.cardinality for part in parts]
     shortest = min((length for length in lengths if length >= 0), default=INFINITE_CARDINALITY)
@@ -331,9 +332,9 @@ def through_buffer(
             break
     buffer = join(filling)
     picks = _endless_picks(rng, buffer_size)
-    for chunk in more:
+    drawn = max(_DRAWN, buffer_size // 4)
+    for chunk in _joined_like(buffer, more, drawn) if isinstance(buffer, Rows) else more:
         if isinstance(buffer, Rows) and buffer.same_columns(chunk):
-            drawn = max(_DRAWN, buffer_size // 4)
             for first in range(0, len(chunk), drawn):
                 out, buffer = _exchanged(buffer, chunk[first : first + drawn], rng)
                 yield out
@@ -345,6 +346,23 @@ def through_buffer(
             yield (buffer[slot],)
             buffer[slot] = element
     yield pick(buffer, rng.permutation(len(buffer)))
+
+
+def _joined_like(buffer: Rows, chunks: Iterator[Chunk], size: int) -> Iterator[Chunk]:
+    """Join successive rows of a buffer's columns up to `size`: an exchange costs a whole buffer."""
+    held: list[Chunk] = []
+    rows = 0
+    for chunk in chunks:
+        if alike := buffer.same_columns(chunk):
+            held.append(chunk)
+            rows += len(chunk)
+        if held and (rows >= size or not alike):
+            yield join(held)
+            held, rows = [], 0
+        if not alike:
+            yield chunk
+    if held:
+        yield join(held)
 
 
 def _exchanged(buffer: Chunk, entering: Chunk, rng: np.random.Generator) -> tuple[Chunk, Chunk]:

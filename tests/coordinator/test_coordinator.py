@@ -19,6 +19,7 @@ from ndistribute.cluster.resolvers import enter_task
 from ndistribute.coordinator import coordinator as coordinators
 from ndistribute.coordinator import worker
 from ndistribute.coordinator.coordinator import ClusterCoordinator
+from ndistribute.data import Dataset
 from ndistribute.errors import CollectiveTimeoutError
 from tests.coordinator.errands import double, fail
 from tests.faults.tasks import wait_until
@@ -102,6 +103,16 @@ def test_arrays_travel_and_can_be_written_to(coordinator):
     np.testing.assert_array_equal(result, np.arange(400_000.0) + 3)
     np.testing.assert_array_equal(start, np.arange(400_000.0))
     assert value.fetch() is value.fetch()
+
+
+def test_a_dataset_with_a_shuffle_is_sent_and_begins_with_the_epoch_it_had_next(coordinator):
+    dataset = Dataset.range(9).shuffle(9, seed=1).batch(9)
+    (first,), (second,) = ([batch.tolist() for batch in dataset] for _ in range(2))
+    sent = coordinator.create_per_worker_dataset(dataset)
+    third = coordinator.schedule(next, (iter(sent),)).fetch().tolist()
+    assert third == next(iter(dataset)).tolist()
+    assert third not in (first, second)
+    assert sorted(third) == list(range(9))
 
 
 def test_a_per_worker_iterator_goes_on_where_it_was(coordinator):

@@ -151,6 +151,18 @@ def test_a_tuple_becomes_separate_arguments_and_a_dict_does_not():
     assert listed(named.map(lambda element: element["x"])) == [0, 1]
 
 
+@pytest.mark.parametrize("rows", [0, 5, 12, 30])
+def test_zip_puts_rows_and_elements_of_any_chunks_side_by_side(rows):
+    """Rows come from arrays, one list from the end of a shuffle, single elements from a map."""
+    arrays = Dataset.range(rows).concatenate(Dataset.range(12).map(lambda x: x + rows))
+    elements = Dataset.range(20).map(lambda x: x)
+    shuffled = elements.shuffle(20, seed=1, reshuffle_each_iteration=False)
+    order = [int(x) for x in shuffled]
+    zipped = Dataset.zip((arrays, shuffled, Dataset.range(20)))
+    expected = list(zip(range(rows + 12), order, range(20), strict=False))
+    assert [tuple(map(int, element)) for element in zipped] == expected
+
+
 def test_zip_takes_any_nest_of_datasets_and_of_re_iterables():
     zipped = Dataset.zip({"x": Dataset.range(3), "y": (Dataset.range(5, 9), Dataset.range(7, 9))})
     assert [(int(e["x"]), *map(int, e["y"])) for e in zipped] == [(0, 5, 7), (1, 6, 8)]

@@ -35,7 +35,7 @@ def test_the_lines_of_a_csv_file_are_rows_of_numbers(tmp_path, header):
     assert batch.dtype == np.float64
 
 
-@pytest.mark.parametrize("content", ["", "width,height\n"])
+@pytest.mark.parametrize("content", ["", "\n", "width,height\n", "# by hand; in metres\n"])
 def test_a_csv_file_without_rows_has_no_elements(tmp_path, content):
     (tmp_path / "a.csv").write_text(content)
     assert list(Dataset.from_files(tmp_path / "a.csv")) == []
@@ -44,6 +44,37 @@ def test_a_csv_file_without_rows_has_no_elements(tmp_path, content):
 def test_a_mark_of_the_byte_order_is_no_header(tmp_path):
     (tmp_path / "a.csv").write_text("1,2\n3,4\n", encoding="utf-8-sig")
     assert [row.tolist() for row in Dataset.from_files(tmp_path / "a.csv")] == [[1, 2], [3, 4]]
+
+
+class Column:
+    def __init__(self, values):
+        self._values = values
+
+    def to_numpy(self):
+        return np.array(self._values)
+
+
+class Frame:
+    """Imitates a DataFrame of polars: has columns, and iterating gives those."""
+
+    def __init__(self, **columns):
+        self._columns = columns
+        self.columns = list(columns)
+
+    def __getitem__(self, name):
+        return self._columns[name]
+
+    def __iter__(self):
+        return iter(self._columns.values())
+
+    def to_numpy(self):
+        return np.stack([column.to_numpy() for column in self], 1)
+
+
+def test_a_reader_may_return_a_dataframe():
+    frame = Frame(x=Column([1, 2]), y=Column(["a", "b"]))
+    rows = list(Dataset.from_files("a.csv", lambda path: frame))
+    assert [(int(row["x"]), str(row["y"])) for row in rows] == [(1, "a"), (2, "b")]
 
 
 def test_a_reader_may_yield_elements_one_by_one(tmp_path):

@@ -128,6 +128,14 @@ def test_a_part_of_a_loader_is_taken_by_position():
     assert [batch.tolist() for batch in as_dataset(Stateful()).skip(2).take(3)] == everything[2:5]
 
 
+def test_a_part_of_a_loader_with_a_state_is_not_read_ahead():
+    """A worker of a `ParameterServerStrategy` takes its part of the batches."""
+    loader = Stateful()
+    iterator = iter(distribute(as_dataset(loader).shard(2, 0), cpus(1)))
+    next(iterator)
+    assert loader.given == 1
+
+
 def test_the_state_of_a_loader_is_loaded_by_a_loader_alone():
     state = iter(distribute(Stateful(), cpus(1))).state_dict()
     with pytest.raises(ValueError, match="Distribute the same input"):
@@ -174,6 +182,35 @@ def test_loaders_whose_order_differs_between_workers_are_refused(prefetch):
         assert isinstance(error, ValueError)
         assert "digest of the first batch" in str(error)
         assert "seed the loader alike on all workers" in str(error)
+
+
+def augmented(rank):
+    """Return labels that all workers have, beside values that each draws for itself."""
+    noise = np.random.default_rng(rank)
+    return [(np.arange(4) + 4 * i, noise.random((4, 3))) for i in range(3)]
+
+
+def of_objects(rank):
+    return [np.array([object(), {"a", "b", str(rank)}], object) for _ in range(3)]
+
+
+@pytest.mark.parametrize("build", [augmented, of_objects])
+def test_loaders_of_one_order_may_differ_in_what_does_not_tell_the_order(build):
+    def work(workers):
+        return len(list(distribute(build(workers.rank), cpus(1), workers=workers)))
+
+    assert raised(on_workers(2, work)) == [3, 3]
+
+
+def test_a_refused_loader_may_be_given_as_a_generator():
+    def work(workers):
+        loader = [images for _, images in augmented(workers.rank)]
+        with pytest.raises(ValueError, match=r"Dataset\.from_generator\(lambda: iter\(loader\)\)"):
+            list(distribute(loader, cpus(1), workers=workers))
+        generated = Dataset.from_generator(lambda: iter(loader))
+        return len(list(distribute(generated, cpus(1), workers=workers)))
+
+    assert raised(on_workers(2, work)) == [3, 3]
 
 
 def shared_by_processes(rank, size):

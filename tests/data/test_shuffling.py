@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -48,6 +49,25 @@ sizes = st.one_of(st.integers(0, 60), st.just(2 * _DRAWN + 7))
 @given(st.integers(0, 99), sizes, st.integers(1, 70))
 def test_the_vectorised_window_is_the_buffer_run_element_by_element(seed, length, buffer_size):
     assert window(seed, length, buffer_size) == list(one_at_a_time(seed, length, buffer_size))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 60, _DRAWN])
+def test_rows_that_come_in_many_chunks_are_one_window(rows):
+    length = 2 * _DRAWN + 7
+    whole = Rows.of(np.arange(length), length)
+    chunks = [whole[first : first + rows] for first in range(0, length, rows)]
+    order = np.concatenate(
+        [chunk.gather() for chunk in through_buffer(iter(chunks), np.random.default_rng(1), 50)]
+    )
+    assert order.tolist() == list(one_at_a_time(1, length, 50))
+
+
+def test_rows_of_another_array_between_pass_the_window_in_their_place():
+    first, other = Rows.of(np.arange(10), 10), Rows.of(np.arange(100, 104), 4)
+    chunks = through_buffer(iter([first, first, other, first]), np.random.default_rng(1), 10)
+    order = [int(element) for chunk in chunks for element in chunk]
+    assert Counter(order) == Counter([*range(10)] * 3 + [*range(100, 104)])
+    assert all(value < 100 for value in order[:11])
 
 
 def test_a_wide_window_is_the_buffer_too():

@@ -267,6 +267,39 @@ def test_input_that_fails_on_one_worker_is_an_error_on_all(prefetch):
         assert "worker 1 failed" in str(error)
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_input_that_failed_under_data_is_tried_again(failing, prefetch):
+    """A failure before the first batch is told at once, a later one when the worker begins anew."""
+
+    def work(workers):
+        broken = [workers.rank == 0]
+
+        def read(number):
+            if broken[0] and number == 2 * failing:
+                broken[0] = False
+                raise OSError("the disk is gone")
+            return number
+
+        dataset = Dataset.range(6).map(read).batch(2)
+        steps = distribute(dataset, cpus(1), InputOptions("data", prefetch), workers=workers)
+        errors = []
+        for _ in range(1 + failing):
+            with pytest.raises((OSError, DistributeError)) as caught:
+                list(steps)
+            errors.append(caught.value)
+            if workers.rank == 1:
+                break
+        return errors, pieces_of(steps)
+
+    failed, other = raised(on_workers(2, work))
+    assert [type(error) for error in other[0]] == [DistributeError]
+    expected = [OSError, DistributeError][: 1 + failing]
+    assert [type(error) for error in failed[0]] == expected
+    assert ("worker 0 failed" if not failing else "iterate again") in str(other[0][0])
+    assert rows_of([failed[1], other[1]]) == list(range(6))
+
+
 @pytest.mark.parametrize(
     ("pipelines", "named"),
     [

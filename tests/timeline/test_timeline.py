@@ -143,6 +143,23 @@ def test_a_process_that_gets_another_rank_goes_on_in_another_file(tmp_path: Path
     assert [e.title for e in second.events] == ["as 1"]
 
 
+def test_those_who_are_left_after_a_recovery_are_reported_together(tmp_path: Path):
+    recorders = {rank: timeline.Recorder(tmp_path) for rank in range(3)}
+    for second, survivors in enumerate(([0, 1, 2], [0, 2], [2])):
+        start = second * 10**9
+        names = [f"rank {rank}" for rank, _ in enumerate(survivors)]
+        for rank, old in enumerate(survivors):
+            recorders[old].identify(f"rank {rank}", names)
+            recorders[old].add("wait", f"{old} of {len(names)}", start, start + 1)
+            recorders[old].flush()
+        found = trace_report.read(tmp_path)
+        assert [trace.name for trace in found] == names
+        titles = [[event.title for event in trace.events] for trace in found]
+        assert titles == [[f"{old} of {len(names)}"] for old in survivors]
+    for recorder in recorders.values():
+        recorder.close()
+
+
 def test_a_file_that_is_full_counts_what_it_leaves_out(tmp_path: Path):
     recorder = timeline.Recorder(tmp_path, max_bytes=2000)
     for _ in range(100):

@@ -228,13 +228,17 @@ def test_a_directory_without_traces_says_how_to_get_some(tmp_path: Path):
         trace_report.merge(tmp_path)
 
 
-def written(directory: Path, rank: int, size: int, wall: float, cut: int = 0) -> None:
+def written(
+    directory: Path, rank: int, size: int, wall: float, cut: int = 0, event: str = "wait"
+) -> None:
     about = {"name": f"rank {rank}", "names": _names(size), "host": "h", "clock": "c"}
+    if not size:
+        about["name"] = "process 1"
     head = json.dumps({"otherData": {**about, "wall_minus_clock_us": wall}, "traceEvents": []})
     lines = [head[:-2]]
     for number in range(3):
-        event = {"ph": "X", "name": "wait", "pid": rank, "tid": 1, "ts": number, "dur": 1.0}
-        lines.append(json.dumps(event) + ",")
+        entry = {"ph": "X", "name": event, "pid": rank, "tid": 1, "ts": number, "dur": 1.0}
+        lines.append(json.dumps(entry) + ",")
     text = "\n".join(lines)
     (directory / f"trace-{rank}.json").write_text(text[: len(text) - cut])
 
@@ -256,3 +260,21 @@ def test_ranks_of_an_earlier_larger_run_are_left_out(tmp_path: Path):
     for rank in range(2):
         written(tmp_path, rank, 2, wall=9e6)
     assert [trace.name for trace in trace_report.read(tmp_path)] == ["rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize(
+    ("wall", "event", "names"),
+    [
+        (9e6, "compute", ["process 1"]),
+        (9e6, "wait", ["rank 0", "rank 1"]),
+        (1e6, "compute", ["rank 0", "rank 1"]),
+    ],
+    ids=["later", "launcher", "earlier"],
+)
+def test_a_single_process_that_computed_after_a_job_is_the_newest(
+    tmp_path: Path, wall: float, event: str, names: list[str]
+):
+    for rank in range(2):
+        written(tmp_path, rank, 2, wall=5e6, event="compute")
+    written(tmp_path, 7, 0, wall, event=event)
+    assert [trace.name for trace in trace_report.read(tmp_path)] == names
