@@ -82,7 +82,7 @@ class Communicator:
 
     def begin(self) -> None:
         """Start a step: calls are numbered from 1 again."""
-        self.calls_made = self.guard.met = 0
+        self.calls_made = 0
         self.guard.history.clear()
 
     def all_reduce(self, op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
@@ -135,24 +135,27 @@ class Communicator:
         buffers = [flat.copy() for flat in inputs]
         if self.size > 1:
             # Who sends hears nothing of who receives.
-            with self._numbered("broadcast", f"root={root}", signature, meets=False) as call:
+            with self._numbered("broadcast", f"root={root}", signature, counts=False) as call:
                 self._backend.broadcast(call, buffers, root, self._timeout)
         return self._returned(value, arrays, buffers)
 
-    def merge(self, kind: str, value: Any, combine: Callable[[Sequence[Any]], T]) -> T:
+    def merge(
+        self, kind: str, value: Any, combine: Callable[[Sequence[Any]], T], *, writes: bool = False
+    ) -> T:
         """Run a function once over the values of all replicas of this process.
 
         Args:
             kind: what the replicas are doing; compared between them.
             value: what this replica brings.
             combine: called with the values in replica order, while every replica waits.
+            writes: whether variables have been written when it is over, in all processes alike.
 
         Returns:
             What `combine` returned, the same object on every replica.
         """
         if self.size == 1:
             return combine([value])
-        with self._numbered(kind, None, (), meets=False) as call:
+        with self._numbered(kind, None, (), counts=writes) as call:
             return self._backend.merge(call, value, combine, self._timeout)
 
     def reduce_update(
@@ -184,7 +187,7 @@ class Communicator:
         _, inputs, signature = self._taken(arrays, op)
         backend = self._backend if everywhere else self._local
         # Messages name what users call.
-        with self._numbered("apply_gradients", op.name, signature, meets=everywhere) as call:
+        with self._numbered("apply_gradients", op.name, signature) as call:
             return backend.reduce_update(call, inputs, op, prepare, update, self._timeout)
 
     def owned_part(self, count: int) -> slice:
@@ -231,7 +234,7 @@ class Communicator:
         return tree.unflatten(value, results)
 
     def _numbered(
-        self, kind: str, op: str | None, signature: Signature, *, meets: bool = True
+        self, kind: str, op: str | None, signature: Signature, *, counts: bool = True
     ) -> _Guard:
         """Return a context that yields the next call.
 
@@ -239,12 +242,13 @@ class Communicator:
             kind: the method's name.
             op: the reduction's name, or another argument that has to be the same everywhere.
             signature: dtype and shape of each array.
-            meets: whether each replica hears of all others before it returns.
+            counts: whether recovery compares if it was over: each replica hears of all others in
+                it, or variables are written.
         """
         if self.part_of is None:
             self.calls_made += 1
         guard = self.guard
-        guard.is_part, guard.meets = self.part_of is not None, meets
+        guard.is_part, guard.counts = self.part_of is not None, counts
         guard.history.append(
             Call(self.part_of or self.calls_made, kind, op, signature, self.purpose)
         )
@@ -256,8 +260,7 @@ class _Guard:
 
     def __init__(self, rank: int, where: StepTracker | None) -> None:
         self.history: deque[Call] = deque(maxlen=8)
-        self.is_part, self.meets = False, True
-        self.met = 0  # The last call that is over, of those in which all replicas meet.
+        self.is_part, self.counts = False, True
         self._rank = rank
         self._where = where
 
@@ -270,16 +273,8 @@ class _Guard:
             error.add_note(f"the last calls of replica {self._rank}: {earlier}")
         if error is None and self._where is not None and not self.is_part:
             self._where.finished = self.history[-1].sequence
-            if self.meets:
-                self.met = self._where.exchanged = self._where.finished
-
-    def take_back(self, met: int) -> None:
-        """Count no call after one as over in this process: what it was for has failed here.
-
-        The other processes may have done that; so all find the difference when they recover.
-        """
-        if self._where is not None and self.met > met:
-            self._where.exchanged = met
+            if self.counts:
+                self._where.exchanged = self._where.finished
 
 
 def _rows_first(array: Array, axis: int) -> Array:

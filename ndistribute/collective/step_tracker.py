@@ -27,7 +27,7 @@ class StepTracker:
         position: how many steps have begun and ended, odd inside a step.
         finished: the last call of this step, or else of the last one, that is over here.
         before: the last call of the step before that is over here.
-        exchanged: the same of those in which each process hears of all others.
+        exchanged: the same of those in which each process hears of all others, or writes variables.
         total: the sum of `exchanged` over earlier steps; where it is equal, so are the calls.
         made: the last call of which it is known that this process has made it.
         departed: why, for each process that has said good-bye.

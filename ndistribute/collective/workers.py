@@ -204,7 +204,9 @@ class Workers:
                         "the same variables in the same order.",
                         rank=rank,
                     )
-            return communicator.broadcast(value)
+            agreed = communicator.broadcast(value)
+            communicator.all_reduce("sum", 0)  # Who sends hears nothing of who receives.
+            return agreed
 
     def at_close(self, forget: Callable[[], None]) -> None:
         """Call a function when the group is closed, to let go of what lies in shared memory."""

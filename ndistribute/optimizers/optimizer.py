@@ -185,30 +185,22 @@ class Optimizer:
         gradients, variables = _checked(grads_and_vars, self._reported)
         replica, summed = self._build(variables), skip_gradients_aggregation
         on_servers = isinstance(variables[0], ServedVariable)
-        guard = None if replica is None else replica.communicator.guard
-        met = 0 if guard is None else guard.met
-        try:
-            if not on_servers:
-                gradients = [self._summable(gradient) for gradient in gradients]
-            if replica is not None and not summed and (on_servers or self._clipping):
-                # A norm is known only when the whole sum is.
-                gradients, summed = replica.all_reduce("sum", gradients), True
-            if replica is None or summed:
-                gradients = self._clipping.apply(gradients)
-            if on_servers:
-                self._push(variables, gradients, replica)
-            elif replica is None:
-                opened, rate = self._open(variables)
-                for copies, gradient in zip(opened, gradients, strict=True):
-                    for arrays in copies:
-                        self._update_copy(arrays, gradient, rate)
-            else:
-                self._update_owned(variables, gradients, replica, summed)
-        except BaseException:  # An interrupt, say: the other processes go on and update.
-            # Where the sum and the update are one call, it says itself whether it is over.
-            if guard is not None and (self._clipping or IndexedSlices in map(type, gradients)):
-                guard.take_back(met)
-            raise
+        if not on_servers:
+            gradients = [self._summable(gradient) for gradient in gradients]
+        if replica is not None and not summed and (on_servers or self._clipping):
+            # A norm is known only when the whole sum is.
+            gradients, summed = replica.all_reduce("sum", gradients), True
+        if replica is None or summed:
+            gradients = self._clipping.apply(gradients)
+        if on_servers:
+            self._push(variables, gradients, replica)
+        elif replica is None:
+            opened, rate = self._open(variables)
+            for copies, gradient in zip(opened, gradients, strict=True):
+                for arrays in copies:
+                    self._update_copy(arrays, gradient, rate)
+        else:
+            self._update_owned(variables, gradients, replica, summed)
 
     def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
         """Compute the gradients of a loss and update variables by them.
@@ -345,7 +337,7 @@ class Optimizer:
             return
         for index, rows in zip(sparse, joined, strict=True):
             self._update_copy(copies[index][homes[index]], rows, rate, communicator.owned_part)
-        communicator.merge("apply_gradients", None, lambda _: None)
+        communicator.merge("apply_gradients", None, lambda _: None, writes=True)
 
     def _update_copy(
         self,

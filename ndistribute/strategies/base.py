@@ -84,7 +84,7 @@ class Strategy:
 
     _internal = frozenset(
         "across_workers agree_on input_topology is_default make_group "
-        "make_variable names replica_contexts running_on serial variable_kinds".split()
+        "make_variable numbers replica_contexts running_on serial variable_kinds".split()
     )
     """What `dir` and completion leave out: called by the package and by extensions of it."""
     is_default = False
@@ -110,7 +110,7 @@ class Strategy:
         self.running_on: int | None = None  # The thread that runs a step or closes.
         self._generators: dict[int, Any] = {}
         # Of variables that were given none: the same on all processes.
-        self.names = itertools.chain(["Variable"], map("Variable_{}".format, itertools.count(1)))
+        self.numbers = itertools.count()
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
         if self.num_replicas_in_sync > 1:
