@@ -236,7 +236,8 @@ class DataConnections:
 
     def listens_at(self, address: str) -> bool:
         """Return True until `close` if the others come to this address."""
-        return self.info.address == address and self.info.listener.fileno() >= 0
+        same = split_address(self.info.address) == split_address(address)
+        return same and self.info.listener.fileno() >= 0
 
     def renew(self, generation: int) -> None:
         """Close all connections: those of the next generation are made anew."""

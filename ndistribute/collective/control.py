@@ -342,10 +342,11 @@ class ControlPlane:
                     raise  # Another process has given up.
                 # Rank 0 is to say who else is.
                 late = self._missing((star.JOIN, 0, BEFORE_ALL)) or [0]
-                missing = self._described(late)
                 if until < deadline:
-                    report.tell(missing)
+                    # Rank 0 tells for all who have reached it.
+                    report.tell(self._described(late) if self.rank == 0 or late == [0] else "")
                     continue
+                missing = self._described(late)
                 raise CollectiveTimeoutError(
                     f"worker {self.rank} waited {timeout:g} s for {missing}.{self._star.refusal} "
                     f"Were all {self.size} processes started, with the same secret, and is worker "
@@ -363,8 +364,9 @@ class ControlPlane:
         names, known = [f"worker {rank}" for rank in late], self._info.addresses
         if not known:  # As under MPI and torchrun.
             return f"{shortened(names)} to join at {self._info.first}"
-        for place, rank in enumerate(late[:SHOWN]):  # To look may take a second for each.
-            names[place] += f" at {known[rank]} ({why_absent(known[rank])})"
+        shown = [known[rank] for rank in late[:SHOWN]]
+        for place, (address, why) in enumerate(zip(shown, why_absent(shown), strict=True)):
+            names[place] += f" at {address} ({why})"
         return shortened(names)
 
     def _part(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Sequence
 
@@ -29,11 +30,15 @@ class WaitReport:
         self.due = self._begun + FIRST_SECONDS  # When the next one is, by the monotonic clock.
 
     def tell(self, missing: str) -> None:
-        """Log who is missing, with the address and the reason, if a report is due."""
+        """Log who is missing, with the address and the reason, if a report is due.
+
+        If `missing` is empty, another process logs it, and only the next report is made due.
+        """
         waited = time.monotonic() - self._begun
         if self._begun + waited >= self.due:
             self.due = self._begun + 2 * waited
-            _log.warning("%s has waited %.0f s for %s.", self._waiter, waited, missing)
+            if missing:
+                _log.warning("%s has waited %.0f s for %s.", self._waiter, waited, missing)
 
 
 def shortened(names: Sequence[str]) -> str:
@@ -59,10 +64,28 @@ def why_unreached(address: str, error: OSError) -> str:
     return str(error).rstrip(".")
 
 
-def why_absent(address: str) -> str:
-    """Look whether anything listens at the address of a process that has not joined."""
-    try:
-        socket.create_connection(split_address(address), timeout=_LOOK_SECONDS).close()
-    except OSError as error:
-        return why_unreached(address, error)
-    return "something listens there, but has not joined: it is still starting, or another program"
+def why_absent(addresses: Sequence[str]) -> list[str]:
+    """Look for 1 s what listens at the addresses of processes that have not joined."""
+    found = {address: why_unreached(address, TimeoutError()) for address in addresses}
+
+    def look(address: str) -> None:
+        try:
+            socket.create_connection(split_address(address), timeout=_LOOK_SECONDS).close()
+        except OSError as error:
+            found[address] = why_unreached(address, error)
+        else:
+            found[address] = (
+                "something listens there, but has not joined: it is still starting, or another "
+                "program"
+            )
+
+    threads = [
+        threading.Thread(target=look, args=(address,), name="ndistribute look", daemon=True)
+        for address in addresses
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _LOOK_SECONDS
+    for thread in threads:  # A name server that does not answer holds it for longer.
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [found[address] for address in addresses]

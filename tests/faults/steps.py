@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import ndistribute as nd
+from ndistribute.collective.communicator import Communicator
 from ndistribute.strategies import replicas
 
 DEADLINE = 40.0
@@ -527,10 +528,9 @@ def interrupted_in_a_creation(rank: int, size: int, who: int) -> list[str]:
     """Interrupt one process that has the first value of a variable; return what came of it."""
 
     def interrupt(frame: Any, event: str, _: object) -> None:
-        if event == "return" and frame.f_code.co_name == "broadcast":
-            if "communicator" in frame.f_code.co_filename:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
+        if event == "return" and frame.f_code is Communicator.broadcast.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
 
     told: list[str] = []
     strategy()

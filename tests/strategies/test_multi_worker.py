@@ -162,7 +162,8 @@ def test_workers_with_different_options_are_told_so(name: str, values: list[Any]
     assert f"{values[1]!r}" in text
 
 
-def test_two_strategies_over_one_tf_config_work_at_a_time():
+@pytest.mark.parametrize("scheme", ["", "grpc://"])
+def test_two_strategies_over_one_tf_config_work_at_a_time(scheme):
     with Ranks(3) as ranks:
-        for outcome in ranks.run(worker_steps.two_at_a_time):
+        for outcome in ranks.run(worker_steps.two_at_a_time, scheme):
             assert outcome.result() == [6.0] * 6
