@@ -105,8 +105,7 @@ class _State(threading.local):
 
 _thread = _State()
 
-strategies_of_several: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Those of several replicas: in their steps other threads are no replica."""
+_of_several: set[weakref.ref[Any]] = set()
 
 
 class ReplicaContext:
@@ -295,9 +294,22 @@ def register_default_strategy(strategy: StrategyLike) -> None:
     _State.default = strategy
 
 
+def register_strategy_of_several(strategy: StrategyLike) -> None:
+    """Say that there is a strategy of several replicas: in its steps other threads are no replica.
+
+    It is forgotten when nobody holds it.
+    """
+    _of_several.add(weakref.ref(strategy, _of_several.discard))
+
+
+def strategies_of_several() -> list[Any]:
+    """Return the strategies of several replicas, whatever other threads create meanwhile."""
+    return [strategy for known in tuple(_of_several) if (strategy := known()) is not None]
+
+
 def refuse_beside_a_step(what: str, used: StrategyLike | None = None) -> None:
     """Raise RuntimeError while a step of a strategy, or of any, runs: this thread is no replica."""
-    for strategy in list(strategies_of_several):
+    for strategy in strategies_of_several():
         if strategy.running_on is not None and used in (None, strategy):
             raise RuntimeError(
                 f"{what} was called on thread {threading.current_thread().name!r}, which is no "

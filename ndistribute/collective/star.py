@@ -293,6 +293,7 @@ class Star:
 
     def _welcome(self, rank: int, connection: Connection) -> None:
         if self._double_of(connection.peer):  # They came at once, before either was known.
+            connection.abort("another process has its rank.", clean=True)  # Waits for nobody.
             connection.close()  # It tries again, and is told.
             return
         stale = self._links.get(rank)

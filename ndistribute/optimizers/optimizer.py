@@ -106,7 +106,7 @@ class Optimizer:
         self.name = _unique_name(label, self._served_by) if name is None else name
         self._clipping = Clipping(clipnorm, global_clipnorm, clipvalue)
         self._slots: dict[Any, tuple[Any, ...]] = {}
-        self._reported: dict[tuple[str, ...], object] = {}  # Variables that had no gradient.
+        self._reported: set[str] = set()  # Variables that had no gradient.
         self._counter: Any = None
 
     @property
@@ -230,7 +230,7 @@ class Optimizer:
                 )
             strategy = variables[0].distribute_strategy
             owner = self._counter_of(strategy).distribute_strategy
-            if owner is not strategy and not owner.is_default:
+            if owner is not strategy and not owner.is_default and not strategy.is_default:
                 raise ValueError(
                     f"optimizer {self.name!r} of {told_apart(owner, strategy)} was given variable "
                     f"{variables[0].name!r} of {strategy!r}: make an optimizer for each strategy."
@@ -402,7 +402,7 @@ class Optimizer:
 
 
 def _checked(
-    grads_and_vars: Iterable[tuple[Any, Variable]], reported: dict[tuple[str, ...], object]
+    grads_and_vars: Iterable[tuple[Any, Variable]], reported: set[str]
 ) -> tuple[list[Any], list[Variable]]:
     """Return the gradients that are there, and their variables, or refuse what does not fit."""
     pairs = list(grads_and_vars)
@@ -446,9 +446,13 @@ def _checked(
             else "apply_gradients got no pairs: a zip is empty after its first use, write "
             "list(zip(gradients, variables)) to use it again."
         )
-    me = object()  # Of all steps and replicas, the first that sees them missing reports them.
-    if missing and reported.setdefault(tuple(missing), me) is me:
-        _log.warning("no gradient for variable(s) %s: they stay as they are", ", ".join(missing))
+    if not reported.issuperset(missing):
+        with _naming:  # Of all steps and replicas, the first that sees one missing reports it.
+            missing = [name for name in missing if name not in reported]
+            reported.update(missing)
+        if missing:
+            names = ", ".join(missing)
+            _log.warning("no gradient for variable(s) %s: they stay as they are", names)
     return gradients, variables
 
 

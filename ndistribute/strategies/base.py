@@ -114,7 +114,7 @@ class Strategy:
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
         if self.num_replicas_in_sync > 1:
-            context.strategies_of_several.add(self)
+            context.register_strategy_of_several(self)
 
     # What a strategy may override.
 
@@ -430,6 +430,7 @@ class Strategy:
             "threads and connections: make a strategy here, or start processes by "
             "multiprocessing's method 'spawn'."
         )
+        self._pool.refuse_in_fork(RuntimeError(f"{self!r} {self._refusal}"))
 
     def _exclusively(self, use: Callable[[], T]) -> T:
         """Call a function that uses the replicas, while no other one does.
@@ -480,7 +481,7 @@ class Strategy:
 
 
 def _refuse_in_fork() -> None:
-    for strategy in list(context.strategies_of_several):
+    for strategy in context.strategies_of_several():
         strategy._let_go()
 
 
