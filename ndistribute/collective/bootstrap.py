@@ -235,7 +235,8 @@ class DataConnections:
 
     def listens_at(self, address: str) -> bool:
         """Return True if this group accepts connections at this address."""
-        return self.info.address == address and self.info.listener.fileno() >= 0
+        same = split_address(self.info.address) == split_address(address)
+        return same and self.info.listener.fileno() >= 0
 
     def renew(self, generation: int) -> None:
         """Close all connections; the next generation makes new ones."""

@@ -81,7 +81,7 @@ class Communicator:
 
     def begin(self) -> None:
         """Start a step, in which calls are numbered from 1."""
-        self.calls_made = self.guard.met = 0
+        self.calls_made = 0
         self.guard.history.clear()
 
     def all_reduce(self, op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
@@ -134,24 +134,27 @@ class Communicator:
         buffers = [flat.copy() for flat in inputs]
         if self.size > 1:
             # The sender gets no reply from the receivers.
-            with self._numbered("broadcast", f"root={root}", signature, meets=False) as call:
+            with self._numbered("broadcast", f"root={root}", signature, counts=False) as call:
                 self._backend.broadcast(call, buffers, root, self._timeout)
         return self._returned(value, arrays, buffers)
 
-    def merge(self, kind: str, value: Any, combine: Callable[[Sequence[Any]], T]) -> T:
+    def merge(
+        self, kind: str, value: Any, combine: Callable[[Sequence[Any]], T], *, writes: bool = False
+    ) -> T:
         """Run a function once on the values of all replicas of this process.
 
         Args:
             kind: the name of the operation, which must be the same on all replicas.
             value: the value of this replica.
             combine: called with the values in replica order, while all replicas wait.
+            writes: True if the function writes variables, in all processes.
 
         Returns:
             The result of `combine`, the same object on all replicas.
         """
         if self.size == 1:
             return combine([value])
-        with self._numbered(kind, None, (), meets=False) as call:
+        with self._numbered(kind, None, (), counts=writes) as call:
             return self._backend.merge(call, value, combine, self._timeout)
 
     def reduce_update(
@@ -183,7 +186,7 @@ class Communicator:
         _, inputs, signature = self._taken(arrays, op)
         backend = self._backend if everywhere else self._local
         # Error messages name the method that users call.
-        with self._numbered("apply_gradients", op.name, signature, meets=everywhere) as call:
+        with self._numbered("apply_gradients", op.name, signature) as call:
             return backend.reduce_update(call, inputs, op, prepare, update, self._timeout)
 
     def owned_part(self, count: int) -> slice:
@@ -230,7 +233,7 @@ class Communicator:
         return tree.unflatten(value, results)
 
     def _numbered(
-        self, kind: str, op: str | None, signature: Signature, *, meets: bool = True
+        self, kind: str, op: str | None, signature: Signature, *, counts: bool = True
     ) -> _Guard:
         """Return a context that yields the next call.
 
@@ -238,12 +241,13 @@ class Communicator:
             kind: the method's name.
             op: the reduction's name, or another argument that must be the same on all replicas.
             signature: dtype and shape of each array.
-            meets: True if no replica returns before all replicas have made the call.
+            counts: whether recovery compares its completion: True if every replica receives from
+                all others in it, or if it writes variables.
         """
         if self.part_of is None:
             self.calls_made += 1
         guard = self.guard
-        guard.is_part, guard.meets = self.part_of is not None, meets
+        guard.is_part, guard.counts = self.part_of is not None, counts
         guard.history.append(
             Call(self.part_of or self.calls_made, kind, op, signature, self.purpose)
         )
@@ -255,8 +259,7 @@ class _Guard:
 
     def __init__(self, rank: int, where: StepTracker | None) -> None:
         self.history: deque[Call] = deque(maxlen=8)
-        self.is_part, self.meets = False, True
-        self.met = 0  # The last completed call that synchronized all replicas.
+        self.is_part, self.counts = False, True
         self._rank = rank
         self._where = where
 
@@ -269,16 +272,8 @@ class _Guard:
             error.add_note(f"the last calls of replica {self._rank}: {earlier}")
         if error is None and self._where is not None and not self.is_part:
             self._where.finished = self.history[-1].sequence
-            if self.meets:
-                self.met = self._where.exchanged = self._where.finished
-
-    def take_back(self, met: int) -> None:
-        """Count the calls after `met` as not completed, because the code that used them failed.
-
-        Other processes may have completed that code; `recover` detects the difference.
-        """
-        if self._where is not None and self.met > met:
-            self._where.exchanged = met
+            if self.counts:
+                self._where.exchanged = self._where.finished
 
 
 def _rows_first(array: Array, axis: int) -> Array:

@@ -343,10 +343,11 @@ class ControlPlane:
                     raise  # Another process has given up.
                 # If rank 0 has answered nothing, only it is known to be missing.
                 late = self._missing((star.JOIN, 0, BEFORE_ALL)) or [0]
-                missing = self._described(late)
                 if until < deadline:
-                    report.tell(missing)
+                    # Rank 0 tells for all who have reached it.
+                    report.tell(self._described(late) if self.rank == 0 or late == [0] else "")
                     continue
+                missing = self._described(late)
                 raise CollectiveTimeoutError(
                     f"worker {self.rank} waited {timeout:g} s for {missing}.{self._star.refusal} "
                     f"Check that all {self.size} processes were started with the same secret, and "
@@ -364,8 +365,9 @@ class ControlPlane:
         names, known = [f"worker {rank}" for rank in late], self._info.addresses
         if not known:  # As under MPI and torchrun.
             return f"{shortened(names)} to join at {self._info.first}"
-        for place, rank in enumerate(late[:SHOWN]):  # Each look may take a second.
-            names[place] += f" at {known[rank]} ({why_absent(known[rank])})"
+        shown = [known[rank] for rank in late[:SHOWN]]
+        for place, (address, why) in enumerate(zip(shown, why_absent(shown), strict=True)):
+            names[place] += f" at {address} ({why})"
         return shortened(names)
 
     def _part(self) -> None:

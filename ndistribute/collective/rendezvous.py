@@ -81,6 +81,12 @@ class Rendezvous:
         self._cause: BaseException | None = None
         self._meeting: Meeting | None = None
 
+    def refuse_in_fork(self, cause: BaseException) -> None:
+        """Let nobody meet in a forked child, which has one thread; another may hold the lock."""
+        self._mutex = threading.Lock()
+        self.reset()
+        self._cause = cause
+
     def exchange(
         self,
         rank: int,

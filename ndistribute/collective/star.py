@@ -292,6 +292,7 @@ class Star:
 
     def _welcome(self, rank: int, connection: Connection) -> None:
         if self._double_of(connection.peer):  # Both connected before either was added.
+            connection.abort("another process has its rank.", clean=True)  # Without waiting.
             connection.close()  # It tries again, and gets the refusal.
             return
         stale = self._links.get(rank)

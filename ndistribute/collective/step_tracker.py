@@ -27,7 +27,7 @@ class StepTracker:
         position: the number of step starts and step ends so far, so it is odd inside a step.
         finished: the last completed call of the current step, otherwise of the last one.
         before: the last completed call of the step before that.
-        exchanged: as `finished`, of calls that no process completes before all have made them.
+        exchanged: as `finished`, of calls in which all processes communicate, or write variables.
         total: the sum of `exchanged` over earlier steps; equal totals mean equal calls.
         made: the last call that this process is known to have made.
         departed: the reason of each process that has left, by rank.

@@ -204,7 +204,9 @@ class Workers:
                         "must create the same variables in the same order.",
                         rank=rank,
                     )
-            return communicator.broadcast(value)
+            agreed = communicator.broadcast(value)
+            communicator.all_reduce("sum", 0)  # Who sends hears nothing of who receives.
+            return agreed
 
     def at_close(self, forget: Callable[[], None]) -> None:
         """Call a function at `close`, to drop references to shared memory."""

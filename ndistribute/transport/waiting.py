@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Sequence
 
@@ -29,11 +30,15 @@ class WaitReport:
         self.due = self._begun + FIRST_SECONDS  # The monotonic time of the next report.
 
     def tell(self, missing: str) -> None:
-        """Log the missing processes, with address and reason, if a report is due."""
+        """Log the missing processes, with address and reason, if a report is due.
+
+        If `missing` is empty, log nothing: another process reports.
+        """
         waited = time.monotonic() - self._begun
         if self._begun + waited >= self.due:
             self.due = self._begun + 2 * waited
-            _log.warning("%s has waited %.0f s for %s.", self._waiter, waited, missing)
+            if missing:
+                _log.warning("%s has waited %.0f s for %s.", self._waiter, waited, missing)
 
 
 def shortened(names: Sequence[str]) -> str:
@@ -59,10 +64,27 @@ def why_unreached(address: str, error: OSError) -> str:
     return str(error).rstrip(".")
 
 
-def why_absent(address: str) -> str:
-    """Return why the process at an address has not joined; try to connect to it."""
-    try:
-        socket.create_connection(split_address(address), timeout=_LOOK_SECONDS).close()
-    except OSError as error:
-        return why_unreached(address, error)
-    return "a process listens there, but has not joined: it is starting, or is another program"
+def why_absent(addresses: Sequence[str]) -> list[str]:
+    """Return why each process has not joined; try for at most 1 s to connect to them."""
+    found = {address: why_unreached(address, TimeoutError()) for address in addresses}
+
+    def look(address: str) -> None:
+        try:
+            socket.create_connection(split_address(address), timeout=_LOOK_SECONDS).close()
+        except OSError as error:
+            found[address] = why_unreached(address, error)
+        else:
+            found[address] = (
+                "a process listens there, but has not joined: it is starting, or is another program"
+            )
+
+    threads = [
+        threading.Thread(target=look, args=(address,), name="ndistribute look", daemon=True)
+        for address in addresses
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _LOOK_SECONDS
+    for thread in threads:  # An unreachable name server blocks a thread for longer.
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [found[address] for address in addresses]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import ndistribute as nd
+from ndistribute.transport import waiting
 from tests.faults.jobs import config, job
+from tests.processes import AT_ONCE
 
 FIRST = 0.1
 IDENTITY = {"NDISTRIBUTE_JOB_ID": "waiting", "NDISTRIBUTE_START_SECONDS": "1"}
@@ -103,6 +107,34 @@ def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path: Path) -> No
     assert (
         "worker 3 at 127.0.0.1:3 (nothing listens there: Connection refused) and 5 more" in output
     )
+
+
+def test_only_the_first_worker_reports_who_is_missing(tmp_path: Path) -> None:
+    ends = """
+    import sys
+    from ndistribute import TFConfigClusterResolver
+    if TFConfigClusterResolver().task_id == 2:
+        sys.exit()
+    """
+    body = ends + BODY.replace("timeout_seconds=1", "timeout_seconds=3")
+    with job(tmp_path, body, [{}] * 3) as started:
+        first, second, _ = (ended.output for ended in started.ended())
+    assert "worker 2 at 127.0.0.1:" in first.partition("Traceback")[0]
+    assert "worker 2 at" not in second.partition("Traceback")[0]
+    for output in (first, second):
+        assert "for worker 2 at" in output.rpartition("CollectiveTimeoutError")[2]
+
+
+def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60) and [])
+    start = time.monotonic()
+    try:
+        told = waiting.why_absent(["one.invalid:1", "two.invalid:1"])
+    finally:
+        over.set()
+    assert all("does not answer" in why for why in told)
+    assert time.monotonic() - start < AT_ONCE
 
 
 def task_said(folder: Path, cluster: dict[str, list[str]], job_name: str) -> str:
