@@ -58,7 +58,9 @@ def test_workers_that_create_different_variables_are_all_told(run):
     assert others == [first] * (WORKERS - 1)
     *told, following = first
     here = "worker 2 created variable 'Variable{}' (ON_WRITE, NONE) of shape ({},) and dtype {}, "
-    there = "worker 0 created variable 'Variable' (ON_WRITE, NONE) of shape (2,) and dtype float64. "
+    there = (
+        "worker 0 created variable 'Variable' (ON_WRITE, NONE) of shape (2,) and dtype float64. "
+    )
     assert told[0].startswith(here.format("", 3, "float64") + there)
     assert told[1].startswith(here.format("", 2, "float32") + there)
     for error, (own, chiefs) in zip(
