@@ -203,6 +203,8 @@ class _Found:
         else:
             if type(old) is SparseGradient:
                 old = old.to_dense()
+            elif isinstance(old, np.generic):
+                old = np.array(old)
             elif not self.owned[index]:
                 old = old.copy()
             change.add_to(old)

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.dispatch import is_differentiable, operand
+from ndistribute import tree
+from ndistribute.autodiff.diagnostics import user_line
+from ndistribute.autodiff.dispatch import Recorded, is_differentiable, operand, refuse_detached
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
 from ndistribute.device import as_array
@@ -58,10 +60,13 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
             if place is not None:
                 wanted.append(k)
                 parents.append(place)
+            elif value is not arg:
+                refuse_detached(function, arg)
         result, derivative = function(*raw, **kwargs)
         if not wanted:
             return result
         several = isinstance(result, tuple | list)
+        result = tree.map_leaves(_plain, result) if several else _plain(result)
         if callable(derivative):
             rules: Any = _joint(function, derivative, raw, wanted)
         elif several:
@@ -77,6 +82,17 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
         return graph.record(result, tuple(parents), rules) if is_differentiable(result) else result
 
     return call
+
+
+def _plain(result: Any) -> Any:
+    """Return a result as an array, numbers of Python too; raise if it is tracked."""
+    if isinstance(result, Recorded):
+        raise TypeError(
+            f"a function with a derivative of its own, called at {user_line()}, computed with a "
+            "tracked array or a variable that it was not given by position, whose gradient would "
+            "be lost: pass it by position."
+        )
+    return np.asarray(result) if type(result) in (float, complex) else result
 
 
 def _checked(

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-__all__ = ["missing", "name_of", "no_rule", "refuse_conversion", "user_line"]
+__all__ = ["missing", "name_of", "no_rule", "refuse_conversion", "refuse_elsewhere", "user_line"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD = os.path.dirname(os.__file__)
@@ -87,6 +87,23 @@ def refuse_conversion(conversion: str) -> None:
         "np.stack([a, b]), convert arrays of other libraries beside it with np.asarray, wrap their "
         "functions in nd.custom_gradient, and where no gradient is wanted, take the value with "
         "nd.stop_gradient(x)."
+    )
+
+
+def refuse_elsewhere(function: Any) -> NoReturn:
+    """Raise where a call computes beside the tape that records its argument.
+
+    Args:
+        function: what was called; its name if it is no function.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(
+        f"{function if isinstance(function, str) else name_of(function)} at {user_line()} computes "
+        "with a tracked array in another thread, or in a step of strategy.run, while the "
+        "GradientTape that tracks it records elsewhere, and the gradient would be lost. Open the "
+        "tape in the function that computes, or pass nd.stop_gradient(x)."
     )
 
 

@@ -2,8 +2,9 @@
 
 Every operation on a tracked array comes through here: operators and plain ufunc calls by two short
 paths, everything else by `apply`. What is recorded goes to the graph that this thread's frame
-names; a tracked array of another graph, or of none that still records, is a constant. A call
-without a rule is no error until its gradient is asked for.
+names; a tracked array of a graph that no longer records is a constant, and one of a graph that
+records in another frame is refused. A call without a rule is no error until its gradient is asked
+for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.diagnostics import missing, name_of, user_line
+from ndistribute.autodiff.diagnostics import missing, name_of, refuse_elsewhere, user_line
 from ndistribute.autodiff.rules import (
     COMPOSED,
     CONSTANT,
@@ -36,6 +37,8 @@ __all__ = [
     "binary",
     "is_differentiable",
     "operand",
+    "read_only",
+    "refuse_detached",
     "strip",
     "ufunc_method",
     "unary",
@@ -57,8 +60,15 @@ _OPERANDS = (np.ndarray, np.generic, int, float, complex)
 # compute, and mean nothing to a rule.
 _FIRST_ARGUMENT = frozenset(function for function in RULES if not isinstance(function, np.ufunc))
 
+# Keywords by which a function may write into an argument.
+_WRITING = frozenset({"copy", "out", "overwrite_input"})
+
 # The array's own method does the same as the function, a microsecond sooner.
 _METHODS = {np.sum: "sum", np.mean: "mean", np.max: "max", np.min: "min", np.prod: "prod"}
+
+
+# More than NumPy and SciPy have; a program may make its own without end.
+_UFUNCS = 512
 
 
 class Recorded:
@@ -78,7 +88,7 @@ class Recorded:
         self.index = index
 
 
-@functools.cache
+@functools.lru_cache(_UFUNCS)
 def unary(ufunc: Any) -> Callable[[Any], Any]:
     """Return the function that calls a ufunc of one tracked argument."""
     makers = RULES.get(ufunc) or special_rules(ufunc)
@@ -90,13 +100,14 @@ def unary(ufunc: Any) -> Callable[[Any], Any]:
         result = ufunc(value)
         graph: Any = current_frame().recorder
         if graph is not x.graph:
+            refuse_detached(ufunc, x)
             return result
         return graph.record(result, (x.index,), (makers[0](result, value),))
 
     return call
 
 
-@functools.cache
+@functools.lru_cache(_UFUNCS)
 def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
     """Return the function that calls a ufunc of two arguments, of which at least one is tracked."""
     makers = RULES.get(ufunc)
@@ -110,12 +121,16 @@ def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
         if isinstance(x, Recorded):
             if x.graph is graph:
                 left = x.index
+            else:
+                refuse_detached(ufunc, x)
             x = x.value
         elif type(x) not in _PLAIN:
             x, left = _converted(ufunc, x, graph)
         if isinstance(y, Recorded):
             if y.graph is graph:
                 right = y.index
+            else:
+                refuse_detached(ufunc, y)
             y = y.value
         elif type(y) not in _PLAIN:
             y, right = _converted(ufunc, y, graph)
@@ -139,7 +154,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         array come back plain.
 
     Raises:
-        TypeError: the function would write into an array.
+        TypeError: the function would write into an array, or the tape records elsewhere.
     """
     if function in _FIRST_ARGUMENT and args and isinstance(args[0], Recorded):
         result = _apply_to_first(function, args[0], args[1:], kwargs)
@@ -153,7 +168,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if kwargs and any(_hides_array(value) for name, value in kwargs.items() if name != "out"):
         args, kwargs = _positional(function, args, kwargs)
     graph: Any = current_frame().recorder
-    found: dict[Path, int] = {}
+    found: dict[Path, int | None] = {}
     raw_args = [strip(arg, graph, found, (k,)) for k, arg in enumerate(args)]
     raw_kwargs = {name: strip(kwargs[name], graph, found, (name,)) for name in kwargs}
     _refuse_writes(function, args, kwargs, bool(found))
@@ -165,7 +180,9 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not found or function in CONSTANT:
         return result
     several = isinstance(result, list | tuple)
-    if several or is_differentiable(result):
+    if any(map(is_differentiable, result)) if several else is_differentiable(result):
+        if None in found.values():
+            refuse_elsewhere(function)
         rules = _rules_of(function, result, raw_args, raw_kwargs, list(found))
         record = graph.record_many if several else graph.record
         return record(result, tuple(found.values()), rules)
@@ -192,6 +209,28 @@ def ufunc_method(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[st
     return apply(getattr(ufunc, method), inputs, kwargs)
 
 
+def refuse_detached(function: Any, x: Any) -> None:
+    """Raise `TypeError` if the tape of an argument of a call records, but not in this frame."""
+    if _is_detached(x):
+        refuse_elsewhere(function)
+
+
+def _is_detached(x: Any) -> bool:
+    frame = current_frame()
+    detached = isinstance(x, Recorded) and x.graph is not frame.recorder and x.graph.is_recording
+    # Replicas wait for the function of a `merge_call`, which computes for them without a tape.
+    return detached and not frame.merging
+
+
+def read_only(value: Any) -> Any:
+    """Return an array through which nobody can change a value that the tape has kept."""
+    if is_gpu_array(value):
+        return value.copy()
+    view = np.asarray(value).view()
+    view.flags.writeable = False
+    return view
+
+
 def is_differentiable(value: Any) -> bool:
     """Return True for arrays, and NumPy numbers, of a dtype that gradients can have."""
     dtype = getattr(value, "dtype", None)
@@ -208,13 +247,14 @@ def operand(x: Any, graph: Any) -> tuple[Any, int | None]:
     return x.value, x.index if x.graph is graph else None
 
 
-def strip(value: Any, graph: Any, found: dict[Path, int], path: Path = ()) -> Any:
+def strip(value: Any, graph: Any, found: dict[Path, int | None], path: Path = ()) -> Any:
     """Replace tracked arrays and variables in an argument by raw values.
 
     Args:
         value: the argument; lists and tuples are searched.
-        graph: tracked arrays of this graph count, others are constants.
-        found: gets the place in the graph of each that counts, under its path.
+        graph: tracked arrays of this graph count, those that no tape records are constants.
+        found: gets the place in the graph of each that counts, under its path; None for one that a
+            tape records elsewhere.
         path: where the argument stands in the call.
     """
     if type(value) in _PLAIN:
@@ -224,7 +264,7 @@ def strip(value: Any, graph: Any, found: dict[Path, int], path: Path = ()) -> An
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else items if isinstance(value, list) else tuple(items)
     raw, index = operand(value, graph)
-    if index is not None:
+    if index is not None or _is_detached(value):
         found[path] = index
     elif type(raw) not in _PLAIN and _is_foreign(raw):
         raw = np.asarray(raw)
@@ -240,7 +280,7 @@ def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[
     for value in (*rest, *kwargs.values()):
         if type(value) not in _PLAIN and (_hides_array(value) or _is_foreign(value)):
             return NotImplemented
-    if "out" in kwargs:
+    if kwargs and not _WRITING.isdisjoint(kwargs):
         return NotImplemented
     value = x.value
     if function in _METHODS:
@@ -248,8 +288,11 @@ def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[
     else:
         result = function(value, *rest, **kwargs)
     graph: Any = current_frame().recorder
-    if graph is not x.graph or not is_differentiable(result):
+    if not is_differentiable(result):
         return result
+    if graph is not x.graph:
+        refuse_detached(function, x)
+        return result if getattr(result, "base", None) is None else read_only(result)
     try:
         rules: Rules = (RULES[function][0](result, value, *rest, **kwargs),)
     except (TypeError, NotImplementedError) as error:
@@ -271,8 +314,7 @@ def _rules_of(
             if function in JOINT_RULES and all(path in ((0,), (1,)) for path in paths):
                 return _chosen(JOINT_RULES[function](result, args, kwargs), paths)
         elif function in RULES_BY_PATH:
-            by_path = RULES_BY_PATH[function]
-            rules = tuple([by_path(result, path, args, kwargs) for path in paths])
+            rules = tuple(RULES_BY_PATH[function](result, paths, args, kwargs))
             if None not in rules:
                 return rules
         elif all(len(path) == 1 and path[0] in range(len(makers)) for path in paths):
@@ -379,7 +421,9 @@ def _refuse_writes(
     """Raise where a call would write into a tracked array, or past the tape into a plain one."""
     out = kwargs.get("out")
     targets = list(out) if isinstance(out, tuple) else [] if out is None else [out]
-    if function in IN_PLACE or getattr(function, "__name__", "") == "at":
+    name = getattr(function, "__name__", "")
+    in_place = kwargs.get("overwrite_input") or (name == "nan_to_num" and not kwargs.get("copy", 1))
+    if function in IN_PLACE or name == "at" or in_place:
         targets.append(args[0])
     if targets and (recorded or any(isinstance(target, Recorded) for target in targets)):
         raise TypeError(

@@ -93,7 +93,10 @@ def _softmax(x: Any, *, axis: Axis) -> Any:
     x = as_array(x)
     result = np.exp(x - x.max(axis=axis, keepdims=True))
     total = result.sum(axis=axis, keepdims=True, dtype=wide(result.dtype))
-    result /= total.astype(result.dtype)
+    if total.dtype == result.dtype:
+        result /= total
+    else:  # The sum may be infinite in float16.
+        result = (result / total).astype(result.dtype)
 
     def vjp(g: Array) -> Array:
         change = g * result

@@ -23,7 +23,7 @@ from ndistribute.autodiff.dispatch import is_differentiable
 from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.autodiff.tracked import Tracked, untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.context import Frame, current_frame
+from ndistribute.context import Frame, current_frame, frame_stack
 from ndistribute.device import as_array
 
 __all__ = ["GradientTape", "Graph"]
@@ -56,6 +56,11 @@ class Graph:
         self._frame = frame
         self._open = 0
         self._recording: list[GradientTape] = []
+
+    @property
+    def is_recording(self) -> bool:
+        """Return True while a tape records."""
+        return bool(self._recording)
 
     def record(self, value: Any, parents: tuple[int, ...], rules: Any) -> Tracked:
         """Append an operation.
@@ -140,8 +145,8 @@ class Graph:
     def pause(self, tape: GradientTape) -> None:
         """Record no longer for a tape; when it was the last one, record nothing."""
         self._recording.remove(tape)
-        # The frame of the first tape, and that of a scope entered since, if any.
-        for frame in (self._frame, current_frame()):
+        # The frame of the first tape, and those of scopes entered since, if any.
+        for frame in (self._frame, *frame_stack()):
             if not self._recording and frame.recorder is self:
                 frame.recorder = None
 

@@ -8,6 +8,7 @@ into no plain array: the gradient would be lost.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -16,13 +17,21 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.autodiff.diagnostics import refuse_conversion
-from ndistribute.autodiff.dispatch import Recorded, apply, binary, ufunc_method, unary
+from ndistribute.autodiff.dispatch import (
+    Recorded,
+    apply,
+    binary,
+    read_only,
+    refuse_detached,
+    ufunc_method,
+    unary,
+)
 from ndistribute.autodiff.rules.elementwise import cast
 from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.context import current_frame
-from ndistribute.device import as_array, is_gpu_array
+from ndistribute.device import as_array, is_gpu_array, to_host
 
-__all__ = ["Tracked", "stop_gradient", "untrack"]
+__all__ = ["Tracked", "refuse_tracked", "stop_gradient", "untrack"]
 
 
 class Tracked(Recorded):
@@ -74,7 +83,7 @@ class Tracked(Recorded):
             raise TypeError("a tracked GPU array does not turn into a NumPy array: use .numpy().")
         if copy or (dtype is not None and dtype != value.dtype):
             return np.array(value, dtype=dtype)
-        return _read_only(value)
+        return read_only(value)
 
     def item(self, *args: Any) -> Any:
         """Return one element as a Python number, where no tape records."""
@@ -86,7 +95,7 @@ class Tracked(Recorded):
 
     def numpy(self) -> Any:
         """Return a copy of the raw array, without a gradient."""
-        return self.value.copy()
+        return np.array(to_host(self.value))
 
     def raw_array(self) -> Any:
         """Return the raw array, as `ndistribute.device.as_array` asks for it."""
@@ -100,9 +109,13 @@ class Tracked(Recorded):
         """Return the array with its elements held between two bounds, None for no bound."""
         return apply(np.clip, (self, min, max), kwargs)
 
-    def reshape(self, *shape: Any, order: str = "C") -> Any:
+    def reshape(self, *shape: Any, order: str = "C", **kwargs: Any) -> Any:
         """Return the array with another shape, given as one tuple or as several integers."""
-        return apply(np.reshape, (self, shape[0] if len(shape) == 1 else shape, order), {})
+        return apply(np.reshape, (self, shape[0] if len(shape) == 1 else shape, order), kwargs)
+
+    def compress(self, condition: Any, axis: Any = None) -> Any:
+        """Return the elements, or slices along an axis, where a condition holds."""
+        return np.compress(condition, self, axis)
 
     def transpose(self, *axes: Any) -> Any:
         """Return the array with its axes reordered, given as one tuple or as several integers."""
@@ -119,7 +132,8 @@ class Tracked(Recorded):
         result = value[index]
         graph: Any = current_frame().recorder
         if graph is not self.graph:
-            return result
+            refuse_detached("x[...]", self)
+            return result if getattr(result, "base", None) is None else read_only(result)
         return graph.record(result, (self.index,), (index_rule(value, index),))
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
@@ -150,6 +164,9 @@ class Tracked(Recorded):
             raise TypeError("iteration over a 0-d tracked array.")
         return (self[i] for i in range(len(self.value)))
 
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(float(self), digits)
+
     def __contains__(self, item: Any) -> bool:
         return item in self.value
 
@@ -167,6 +184,15 @@ class Tracked(Recorded):
 
     def __format__(self, spec: str) -> str:
         return format(self.value[()] if self.value.ndim == 0 else self.value, spec)
+
+    def __copy__(self) -> Tracked:
+        return self  # Which can not be written.
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return np.copy(self)
+
+    def __reduce__(self) -> Any:
+        return np.copy, (self._plain("pickle"),)
 
     def __repr__(self) -> str:
         return f"Tracked({self.value!r})"
@@ -200,6 +226,12 @@ def untrack(value: Any) -> Any:
     return tree.unflatten(value, map(untrack, leaves))
 
 
+def refuse_tracked(value: Any, call: str) -> None:
+    """Raise `TypeError` if a value is tracked by a tape that records; `call` takes it as plain."""
+    if isinstance(value, Tracked):
+        value._plain(call)
+
+
 def stop_gradient(value: Any) -> Any:
     """Return values as constants, through which no gradient flows.
 
@@ -223,16 +255,7 @@ def stop_gradient(value: Any) -> Any:
 def _constant(leaf: Any) -> Any:
     if getattr(leaf, "is_distributed_variable", False):
         leaf = leaf.read_value()
-    return _read_only(leaf.value) if isinstance(leaf, Tracked) else leaf
-
-
-def _read_only(value: Any) -> Any:
-    """Return an array through which nobody can change a value that the tape has kept."""
-    if is_gpu_array(value):
-        return value.copy()
-    view = np.asarray(value).view()
-    view.flags.writeable = False
-    return view
+    return read_only(leaf.value) if isinstance(leaf, Tracked) else leaf
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -246,21 +269,17 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-def _reflected(operator: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: operator(other, self)
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: function(other, self)
+
+
+def _comparison(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: function(self.value, untrack(other))
 
 
 # The same as NumPy's own ** takes for a Python number.
 _QUICK_POWERS = {-1: np.reciprocal, 0.5: np.sqrt, 1: np.positive, 2: np.square}
 
-_COMPARISONS: dict[str, Any] = {
-    "lt": np.less,
-    "le": np.less_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
 # There are no in-place operators: `x += y` makes a new array.
 _ARITHMETIC: dict[str, Any] = {
     "add": np.add,
@@ -273,7 +292,7 @@ _ARITHMETIC: dict[str, Any] = {
     "divmod": np.divmod,
 }
 # The detour through NumPy's protocol would cost 0.6 us more.
-for _name, _ufunc in (_COMPARISONS | _ARITHMETIC).items():
+for _name, _ufunc in _ARITHMETIC.items():
     setattr(Tracked, f"__{_name}__", binary(_ufunc))
 for _name, _ufunc in (_ARITHMETIC | {"pow": np.power}).items():
     setattr(Tracked, f"__r{_name}__", _reflected(binary(_ufunc)))
@@ -283,4 +302,6 @@ for _name in (
     "var"
 ).split():
     setattr(Tracked, _name, _method(_name))
+for _name in "lt le eq ne gt ge".split():
+    setattr(Tracked, f"__{_name}__", _comparison(getattr(operator, _name)))
 del _name, _ufunc

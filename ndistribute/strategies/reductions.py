@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
+from ndistribute.autodiff.tracked import refuse_tracked
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.reduce_op import (
@@ -108,6 +109,7 @@ def _differs(leaf: Any) -> bool:
 def _components(leaf: Any, replicas: int, where: str = "strategy") -> Sequence[Any] | None:
     """Return a leaf's components, or None if every replica has the same value."""
     if not _differs(leaf):
+        refuse_tracked(leaf, f"reduce or gather of a {where}")
         return None
     parts: Sequence[Any] = leaf.values
     if len(parts) != replicas:

@@ -178,3 +178,36 @@ def test_an_operation_from_outside_numpy():
         x = tape.watch(np.array([0.0, 1.0]))
         y = tracked_erf(x)
     np.testing.assert_allclose(tape.gradient(y, x), [1.12837917, 0.41510750])
+
+
+def test_results_that_are_numbers_of_python():
+    @custom_gradient
+    def squared(x):
+        return float(x) ** 2, lambda g: [2 * x * g]
+
+    @custom_gradient
+    def halves(x):
+        return (float(x) / 2, [complex(x), "text"]), lambda g: [g[0] / 2]
+
+    with GradientTape(persistent=True) as tape:
+        x = tape.watch(3.0)
+        y = squared(x)
+        half, (_, text) = halves(x)
+    assert tape.gradient(y, x) == 6
+    assert tape.gradient(half, x) == 0.5
+    assert text == "text"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_variable_that_is_no_argument_is_refused(several):
+    v = StandInVariable(2.0)
+
+    @custom_gradient
+    def scaled(x, *, by=1.0):
+        result = x * v.tracked_value() * by
+        return (result, x) if several else result, lambda g: [g * 2]
+
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+        with pytest.raises(TypeError, match=r"test_custom\.py:\d+, computed .* by position"):
+            scaled(x, by=x)

@@ -11,6 +11,7 @@ import re
 import numpy as np
 import pytest
 
+import ndistribute as nd
 from ndistribute.autodiff import GradientTape
 from tests.autodiff.standin import check_gradients, gradients_of, probe
 
@@ -117,7 +118,12 @@ SHAPED = {
     "diagonal_above": lambda x: np.diagonal(x, 1, 1, 2) * x.diagonal(1, axis1=1, axis2=2),
     "diagonal_below": lambda x: np.diagonal(x, -1, 0, 2),
     "diag_beside": lambda x: np.diag(x[0], 1) * np.diag(x[0], -1)[0] + np.diag(x[0, 0], 1)[0, 1],
-    "trace": lambda x: np.trace(x, 1, 1, 2) + x.trace(offset=1, axis1=1, axis2=2),
+    "full_like": lambda x: (
+        np.full_like(x, x[0, 0, 0], shape=(2, 2)) + np.full_like(x[0, :2, :2], 3)
+    ),
+    "meshgrid_is_a_tuple": lambda x: np.stack((*np.meshgrid(x[0, 0], [1.0]), x[0, :1])),
+    "reshape_method": lambda x: x.reshape((4, 6), order="F") + np.ones((4, 6)),
+    "trace": lambda x: np.trace(x, 1, 1, 2, dtype=np.float64) + x.trace(offset=1, axis1=1, axis2=2),
     "split_at": lambda x: np.split(x * x, [1, 3], axis=-1)[1],
     "split_unevenly": lambda x: np.array_split(x, 3, axis=2)[0] * 2,
     "split_in_depth": lambda x: np.dsplit(x, 2)[1] * np.vsplit(x, 2)[1][:, :, :2],
@@ -193,6 +199,13 @@ def test_a_number_beside_float32_keeps_float32(ufunc):
         (np.fmin, [np.nan, 1.0], [2.0, np.nan], [0, 1], [1, 0]),
         (np.power, [0.0, 0.0, 0.0], [0.0, 1.0, 2.0], [0, 1, 0], [0, 0, 0]),
         (lambda x, y: np.max(np.stack([x, y])), [1.0, 3.0], [3.0, 0.0], [0, 0.5], [0.5, 0]),
+        (
+            lambda x, y: np.max(x, axis=1)[:1] * y,
+            [[2, 2], [np.nan, 2]],
+            [1.0],
+            [[0.5, 0.5], [0, 0]],
+            [2],
+        ),
         (lambda x, y: np.clip(x, y[0], y[1]), [0.0, 1.0, 2.0], [0.5, 1.5], [0, 1, 0], [1, 1]),
     ],
 )
@@ -208,6 +221,71 @@ def test_float16_sums_are_exact():
     )
     assert bias.dtype == np.float16
     assert bias.tolist() == [4096, 4096]
+
+
+def test_float16_counts_that_are_infinite():
+    x = np.ones(70000, np.float16)
+    for function, expected in (
+        (np.mean, 1 / 70000),
+        (lambda x: np.mean(np.repeat(x, 2)), 1 / 70000),
+        (lambda x: np.cumsum(x)[-1:] * np.float16(0.25), 0.25),
+        (lambda x: np.abs(np.fft.rfft(x[-2:])[0]), 1),
+    ):
+        _, (gradient,) = gradients_of(function, x)
+        assert gradient.dtype == np.float16
+        np.testing.assert_allclose(gradient[-1], expected, rtol=1e-2)
+    np.testing.assert_allclose(nd.softmax(x), 1 / 70000, rtol=1e-2)
+
+
+def test_a_number_is_indexed_beside_another_use():
+    check_gradients(lambda x: np.sum(x[None] * np.ones(3)) + x * x, 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:Degrees of freedom", "ignore:invalid value", "ignore:divide by")
+def test_no_degree_of_freedom_is_left():
+    for function in (np.var, np.std, np.nanvar):
+        value, (gradient,) = gradients_of(lambda x, f=function: f(x, ddof=1), np.ones(1))
+        assert np.isnan([value, *gradient]).all()
+    assert np.isnan(gradients_of(lambda x: np.nanvar(x, ddof=3), np.arange(2.0))[0])
+
+
+@pytest.mark.parametrize(
+    "function", [np.arccosh, lambda z: (2.0 + 1j) ** z, lambda z: np.power(-2.0, z)]
+)
+def test_complex_derivatives_left_of_zero(function):
+    z, step = np.array([-2 + 1j, -0.5 - 1j]), 1e-6
+    _, (gradient,) = gradients_of(function, z)
+    slope = (function(z + step) - function(z - step)) / (2 * step)
+    np.testing.assert_allclose(gradient, np.conj(slope), rtol=1e-6)
+
+
+def test_a_base_of_any_sign_with_a_complex_exponent_of_real_part():
+    base = np.array([-2.0 + 0.5j, 0j])
+    _, (y,) = gradients_of(lambda y: base**y, np.array([2.0, 2.0]))
+    np.testing.assert_allclose(y, (base**2 * np.log(base + (base == 0))).real)
+
+
+def test_cholesky_gives_the_gradient_to_the_triangle_that_numpy_reads():
+    check_gradients(lambda x: np.linalg.cholesky(np.tril(x)), POSITIVE[0], rtol=1e-5)
+    check_gradients(lambda x: np.linalg.cholesky(np.triu(x), upper=True), POSITIVE[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: np.linalg.norm(x, 3),
+        lambda x: np.tensordot(x, x.T, ([0, 1], [0, 1])),
+        lambda x: np.diff(x, axis=5),
+        lambda x: np.gradient(x[:1]),
+    ],
+)
+def test_what_numpy_refuses_is_refused(call):
+    with pytest.raises(ValueError, match=r".") as expected:
+        call(X)
+    with GradientTape() as tape:
+        x = tape.watch(X)
+        with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
+            call(x)
 
 
 def test_a_complex_source_gets_the_direction_of_steepest_ascent():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
+import ndistribute as nd
 from ndistribute.autodiff import GradientTape, Tracked, custom_gradient
 from ndistribute.context import Frame, current_frame, entered
 from tests.autodiff.standin import StandInVariable
+
+HERE = re.escape(__file__)
 
 
 def test_sources_keep_their_structure():
@@ -226,11 +231,27 @@ def test_a_tape_records_in_its_own_frame_only():
     with GradientTape() as tape:
         x = tape.watch(3.0)
         with entered(Frame(None, None)):
-            assert not isinstance(x * x, Tracked)
+            assert x > 1
+            for compute in (
+                lambda x: x * 2,
+                lambda x: 2 * x,
+                np.exp,
+                np.sum,
+                lambda x: x[...],
+                lambda x: np.where(True, 0.0, x),
+                nd.softmax,
+            ):
+                with pytest.raises(TypeError, match=rf"{HERE}:\d+ computes.*records elsewhere"):
+                    compute(x)
             with GradientTape() as inner:
                 y = inner.watch(x)
                 z = y * y
+                with pytest.raises(TypeError, match="records elsewhere"):
+                    np.stack([x, y])
             assert inner.gradient(z, y) == 6
+            assert nd.stop_gradient(x) * 2 == 6
+        with entered(Frame(None, None, merging=True)):
+            assert not isinstance(x * x, Tracked)
         w = x * x * x
     assert tape.gradient(w, x) == 27
 
@@ -258,6 +279,18 @@ def test_a_tape_can_pause_and_end_inside_a_scope():
             y = x * x
             assert isinstance(y, Tracked)
             assert tape.gradient(y, x) == 6
+            assert not isinstance(x * x, Tracked)
+
+
+def test_a_tape_that_ends_in_an_inner_scope_records_in_none():
+    with ExitStack() as tapes, GradientTape() as tape:
+        tapes.enter_context(outer := GradientTape())
+        x = outer.watch(3.0)
+        with scope():
+            with scope():
+                tapes.close()
+                tape._close()
+            assert current_frame().recorder is None
             assert not isinstance(x * x, Tracked)
 
 
@@ -373,22 +406,34 @@ def test_threads_record_for_themselves():
                 np.testing.assert_array_equal(result, alone(k))
 
 
-def test_a_tracked_array_is_a_constant_to_another_thread():
+def test_a_tracked_array_is_refused_in_another_thread():
     with GradientTape() as tape:
         x = tape.watch(3.0)
 
         def other():
             assert current_frame().recorder is None
-            plain = x * x
+            with pytest.raises(TypeError, match="in another thread"):
+                x * x
+            assert float(x) == 3
+            constant = nd.stop_gradient(x)
             with GradientTape() as own:
                 y = own.watch(2.0)
-                z = x * y
-            return plain, own.gradient(z, [x, y])
+                z = constant * y
+            return own.gradient(z, [x, y])
 
         with ThreadPoolExecutor(1) as pool:
-            plain, (to_x, to_y) = pool.submit(other).result(timeout=50)
+            to_x, to_y = pool.submit(other).result(timeout=50)
         z = x * x
-    assert not isinstance(plain, Tracked)
     assert to_x is None
     assert to_y == 3
     assert tape.gradient(z, x) == 6
+
+
+def test_a_step_that_computes_with_what_a_tape_around_it_tracks_is_refused():
+    with GradientTape() as tape:
+        x = tape.watch(3.0)
+        with pytest.raises(TypeError, match=r"in a step of strategy\.run"):
+            nd.get_strategy().run(lambda x: x * 2, (x,))
+        with pytest.raises(TypeError, match="reduce or gather of a strategy"):
+            nd.get_strategy().reduce("sum", x * 2)
+    assert nd.get_strategy().reduce("sum", x) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 
 import numpy as np
@@ -37,6 +38,8 @@ def test_conversions_after_the_tape():
             bool(x)
     assert float(scalar) == scalar.item() == complex(scalar).real == 2.5
     assert int(scalar) == 2
+    assert round(scalar) == 2
+    assert round(scalar / 3, 2) == 0.83
     assert x.tolist() == [[1, 2]]
     array = np.asarray(x)
     assert type(array) is np.ndarray
@@ -92,6 +95,9 @@ def test_conversions_after_the_tape():
         lambda x: np.array_equal(x, x + 1),
         lambda x: np.result_type(x, np.float64),
         lambda x: 3.0 in x,
+        lambda x: x == "auto",
+        lambda x: x == [[1, 2, 3], [3, 4, 5]],
+        lambda x: untrack(x)[0] > x,
     ],
 )
 def test_what_has_no_gradient_is_plain(function, x):
@@ -161,6 +167,9 @@ def test_an_in_place_operator_makes_a_new_array(x):
         lambda x, a: np.add.at(a, 0, x[0]),
         lambda x, a: np.put(a, 0, x[0, 0]),
         lambda x, a: np.fill_diagonal(x, 0.0),
+        lambda x, a: np.nan_to_num(x, copy=False),
+        lambda x, a: np.median(x, overwrite_input=True),
+        lambda x, a: np.quantile(x, 0.3, overwrite_input=True),
     ],
 )
 def test_writing_is_refused_with_advice(write, x):
@@ -191,6 +200,31 @@ def test_untrack_keeps_the_structure(x):
 def test_a_copy_is_another_array(x):
     assert np.shares_memory(untrack(copy.copy(x)), untrack(x))
     assert not np.shares_memory(untrack(x.copy()), untrack(x))
+
+
+def test_copies_and_pickles_hold_no_graph():
+    with GradientTape() as tape:
+        x = tape.watch(np.ones(2))
+        loss = np.sum(copy.deepcopy([x])[0] * 3)
+        with pytest.raises(TypeError, match="pickle"):
+            pickle.dumps(loss)
+    assert tape.gradient(loss, x).tolist() == [3, 3]
+    assert type(copy.deepcopy(x)) is np.ndarray
+    assert type(pickle.loads(pickle.dumps(x))) is np.ndarray
+    assert pickle.loads(pickle.dumps(loss)) == 6
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda y: y[:], lambda y: y.reshape(3, 2), lambda y: next(iter(y)), lambda y: y.T, np.ravel],
+)
+def test_values_can_not_be_overwritten_before_the_gradient(view):
+    with GradientTape() as tape:
+        x = tape.watch(np.zeros((2, 3)))
+        y = np.exp(x)
+    with pytest.raises(ValueError, match="read-only"):
+        view(y)[...] = 100
+    assert (tape.gradient(y, x) == 1).all()
 
 
 def test_public_methods_are_described():

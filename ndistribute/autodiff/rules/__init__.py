@@ -1,10 +1,10 @@
 """The derivative rules, each under the NumPy function that it belongs to.
 
-`RULES` holds one maker for each differentiable argument, `RULES_BY_PATH` one maker for arguments
-that stand inside lists, `JOINT_RULES` one for functions with several results, and `COMPOSED` what
-is written again in terms of other functions. `CONSTANT` names the functions whose result carries no
-gradient although it may be a float; `IN_PLACE` those that write to an argument, which a tracked
-array does not allow. A function in none of the tables has no derivative.
+`RULES` holds one maker for each differentiable argument, `RULES_BY_PATH` one for all arguments,
+which may stand inside lists, `JOINT_RULES` one for functions with several results, and `COMPOSED`
+what is written again in terms of other functions. `CONSTANT` names the functions whose result
+carries no gradient although it may be a float; `IN_PLACE` those that write to an argument, which a
+tracked array does not allow. A function in none of the tables has no derivative.
 """
 
 from __future__ import annotations
@@ -50,11 +50,18 @@ RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     **windows.RULES,
 }
 
-RULES_BY_PATH: dict[Any, Callable[..., Any]] = {
+
+def _each(maker: Callable[..., Any]) -> Callable[..., list[Any]]:
+    return lambda out, paths, *call: [maker(out, path, *call) for path in paths]
+
+
+RULES_BY_PATH: dict[Any, Callable[..., list[Any]]] = {
     **shape.RULES_BY_PATH,
-    **products.RULES_BY_PATH,
-    **linalg.RULES_BY_PATH,
-    **windows.RULES_BY_PATH,
+    **{
+        function: _each(maker)
+        for table in (products, linalg, windows)
+        for function, maker in table.RULES_BY_PATH.items()
+    },
 }
 
 JOINT_RULES: dict[Any, Callable[..., Any]] = {**shape.JOINT_RULES, **linalg.JOINT_RULES}

@@ -88,7 +88,8 @@ def _meshgrid(*xi: Value, copy: bool = True, sparse: bool = False, indexing: str
         order[:2] = [1, 0]
     lengths = [len(xi[k]) for k in order]
     sides = [[-1 if place == k else 1 for place in order] for k in range(len(xi))]
-    return [np.broadcast_to(np.reshape(x, s), lengths) for x, s in zip(xi, sides, strict=True)]
+    pairs = zip(xi, sides, strict=True)
+    return tuple([np.broadcast_to(np.reshape(x, side), lengths) for x, side in pairs])
 
 
 def _inner(a: Value, b: Value) -> Value:
@@ -108,6 +109,8 @@ def _tensordot(a: Value, b: Value, axes: Any = 2) -> Value:
     rest_a = [axis for axis in range(ndim_a) if axis not in first]
     rest_b = [axis for axis in range(ndim_b) if axis not in second]
     lengths_a, lengths_b = np.shape(a), np.shape(b)
+    if [lengths_a[axis] for axis in first] != [lengths_b[axis] for axis in second]:
+        return NotImplemented
     summed = math.prod(lengths_a[axis] for axis in first)
     out_a, out_b = [lengths_a[axis] for axis in rest_a], [lengths_b[axis] for axis in rest_b]
     left = np.reshape(np.transpose(a, rest_a + first), (math.prod(out_a), summed))
@@ -134,29 +137,6 @@ def _block(arrays: Any) -> Value:
     return join(arrays, -levels)
 
 
-def _choose(a: Any, choices: Sequence[Value], out: Any = None, mode: str = "raise") -> Value:
-    if mode != "raise":
-        return NotImplemented
-    *parts, places = np.broadcast_arrays(*choices, a)
-    return np.take_along_axis(np.stack(parts), places[None], 0)[0]
-
-
-def _piecewise(x: Value, condlist: Any, funclist: Sequence[Any], *args: Any, **kw: Any) -> Value:
-    conditions = np.broadcast_to(condlist, (len(condlist), *np.shape(x)))
-    # The last condition that holds decides; where none does, the last function or else 0.
-    which = np.full(np.shape(x), len(conditions))
-    for k, condition in enumerate(conditions):
-        which[condition] = k
-    flat, places, parts = np.ravel(x), [], []
-    for k, function in enumerate([*funclist, 0.0][: len(conditions) + 1]):
-        here = np.flatnonzero(which == k)
-        part = function(flat[here], *args, **kw) if callable(function) else function
-        places.append(here)
-        parts.append(np.broadcast_to(part, here.shape))
-    ordered = np.concatenate(parts)[np.argsort(np.concatenate(places))]
-    return np.reshape(ordered, np.shape(x)).astype(x.dtype)
-
-
 def _linspace(
     start: Value, stop: Value, num: int = 50, endpoint: bool = True, *, axis: int = 0
 ) -> Value:
@@ -171,7 +151,8 @@ def _linspace(
 def _full_like(a: Value, fill_value: Value, dtype: Any = None, **kwargs: Any) -> Value:
     if not hasattr(fill_value, "dtype"):
         return NotImplemented
-    return np.broadcast_to(fill_value, np.shape(a)).astype(a.dtype if dtype is None else dtype)
+    shape = np.shape(a) if kwargs.get("shape") is None else kwargs["shape"]
+    return np.broadcast_to(fill_value, shape).astype(a.dtype if dtype is None else dtype)
 
 
 def _cross(
@@ -202,7 +183,6 @@ COMPOSED: dict[Any, Callable[..., Value]] = {
     np.atleast_3d: _atleast(3),
     np.block: _block,
     np.broadcast_arrays: _broadcast_arrays,
-    np.choose: _choose,
     np.column_stack: _column_stack,
     np.compress: lambda condition, a, axis=None, out=None: np.take(
         a, np.flatnonzero(condition), axis=axis
@@ -226,10 +206,7 @@ COMPOSED: dict[Any, Callable[..., Value]] = {
     np.linalg.vecdot: lambda x1, x2, *, axis=-1: np.sum(np.conj(x1) * x2, axis=axis),
     np.linspace: _linspace,
     np.meshgrid: _meshgrid,
-    np.modf: lambda x: (x - np.trunc(x), np.trunc(x)),
     np.outer: lambda a, b: np.ravel(a)[:, None] * np.ravel(b)[None, :],
-    np.piecewise: _piecewise,
-    np.rollaxis: lambda a, axis, start=0: np.moveaxis(a, axis, start - (start > axis % np.ndim(a))),
     np.select: _select,
     np.tensordot: _tensordot,
     np.tile: _tile,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.autodiff.diagnostics import missing
 from ndistribute.autodiff.rules.unbroadcast import identity, unbroadcast, unbroadcasting
 from ndistribute.device import Array
 
@@ -68,9 +69,10 @@ def _power_x(out: Array, x: Array, y: Any) -> Vjp:
 
 def _power_y(out: Array, x: Any, y: Array) -> Vjp:
     def change(g: Array) -> Array:
-        # Taken as 0 where the logarithm is not real, as in TensorFlow.
-        log = np.log(np.where(np.greater(x, 0), x, 1)).astype(out.dtype)
-        return g * out * log
+        # Taken as 0 where the logarithm is not real, or for complex results infinite, as in
+        # TensorFlow.
+        known = np.not_equal(x, 0) if out.dtype.kind == "c" else np.greater(x, 0)
+        return g * out * np.log(np.where(known, x, 1).astype(out.dtype))
 
     return _onto(y, out, change)
 
@@ -130,6 +132,12 @@ def _tanh(out: Array, x: Array) -> Vjp:
 def _angle(out: Array, z: Array, deg: bool = False) -> Vjp:
     scale = -180j / math.pi if deg else -1j
     return lambda g: unbroadcast(np.multiply(g, scale) / z, z.shape, z.dtype)
+
+
+def _sign(out: Array, x: Array) -> Vjp:
+    if x.dtype.kind == "c":
+        return missing(np.sign, "complex arguments")
+    return np.zeros_like
 
 
 def _none(*args: Any) -> Callable[[Array], None]:
@@ -213,7 +221,7 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     # The quotient tends to 0 where x does.
     np.sinc: (lambda out, x: lambda g: g * (np.cos(math.pi * x) - out) / np.where(x, x, 1),),
     np.negative: (lambda out, x: np.negative,),
-    np.sign: (lambda out, x: np.zeros_like,),
+    np.sign: (_sign,),
     np.reciprocal: (lambda out, x: lambda g: -g * np.square(out),),
     np.cbrt: (lambda out, x: lambda g: g / (3 * np.square(out)),),
     np.exp: (lambda out, x: lambda g: g * out,),
@@ -232,6 +240,6 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.sinh: (lambda out, x: lambda g: g * np.cosh(x),),
     np.cosh: (lambda out, x: lambda g: g * np.sinh(x),),
     np.arcsinh: (lambda out, x: lambda g: g / np.sqrt(np.square(x) + 1),),
-    np.arccosh: (lambda out, x: lambda g: g / np.sqrt(np.square(x) - 1),),
+    np.arccosh: (lambda out, x: lambda g: g / (np.sqrt(x - 1) * np.sqrt(x + 1)),),
     np.arctanh: (lambda out, x: lambda g: g / (1 - np.square(x)),),
 }

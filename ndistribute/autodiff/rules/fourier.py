@@ -41,8 +41,8 @@ def _complex(function: Callable[..., Array]) -> Callable[..., Vjp]:
 
 
 def _rfft(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None) -> Vjp:
-    shape, length = a.shape, a.shape[axis] if n is None else n
-    return lambda g: _resized(np.fft.fft(g, length, axis, norm).real, shape)
+    shape, dtype, length = a.shape, a.dtype, a.shape[axis] if n is None else n
+    return lambda g: _resized(np.fft.fft(g, length, axis, norm).real, shape).astype(dtype)
 
 
 def _irfft(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None) -> Vjp:

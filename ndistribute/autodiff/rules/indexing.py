@@ -16,7 +16,7 @@ import numpy as np
 from ndistribute.autodiff.rules.unbroadcast import add_at, zeros
 from ndistribute.autodiff.rules.windows import moved
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.device import Array, array_namespace
+from ndistribute.device import Array, array_namespace, is_gpu_array
 
 __all__ = ["RULES", "SliceGradient", "SparseGradient", "index_rule"]
 
@@ -107,13 +107,26 @@ def index_rule(x: Array, index: Any) -> Callable[[Array], SliceGradient | Sparse
 
 
 def _placed(shape: tuple[int, ...], index: Any, g: Array) -> SliceGradient | SparseGradient:
-    if isinstance(index, list):
-        index = array_namespace(g).asarray(index, dtype=None if index else np.intp)
+    if isinstance(index, tuple):
+        index = tuple([_exact(one, g) for one in index])
+    else:
+        index = _exact(index, g)
     kinds = _kinds(index)
     if kinds == ["i"] and not isinstance(index, tuple) and index.ndim:
         return SparseGradient(shape, index, g)
     # A mask alone names no element twice, and neither do slices and single numbers.
     return SliceGradient(shape, index, g, distinct="i" not in kinds and kinds.count("b") <= 1)
+
+
+def _exact(item: Any, g: Array) -> Any:
+    """Return one part of an index, what is like an array as an array."""
+    if item is None or item is Ellipsis or isinstance(item, _INDICES) or is_gpu_array(item):
+        return item
+    array = np.asarray(item)
+    return array_namespace(g).asarray(array, dtype=None if array.size else np.intp)
+
+
+_INDICES = (slice, int, np.ndarray, np.generic)
 
 
 def _kinds(index: Any) -> list[str]:
@@ -126,8 +139,7 @@ def _kinds(index: Any) -> list[str]:
         elif item is None or item is Ellipsis or isinstance(item, slice | int | np.integer):
             continue
         else:
-            kind = (item if hasattr(item, "dtype") else np.asarray(item)).dtype.kind
-            kinds.append("i" if kind == "u" else kind)
+            kinds.append("i" if item.dtype.kind == "u" else item.dtype.kind)
     return kinds
 
 

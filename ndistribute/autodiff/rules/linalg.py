@@ -79,7 +79,10 @@ def _cholesky(out: Array, a: Array, /, *, upper: bool = False) -> Vjp:
     def vjp(g: Array) -> Array:
         inner = _mirrored(_t(factor) @ (_t(g) if upper else g))
         half = np.linalg.solve(_t(factor), inner)
-        return _t(np.linalg.solve(_t(factor), _t(half))) / 2
+        both = _t(np.linalg.solve(_t(factor), _t(half)))
+        # NumPy reads one triangle alone, which thus gets the gradient of both.
+        whole = np.triu(both) + np.triu(both, 1) if upper else np.tril(both) + np.tril(both, -1)
+        return whole / 2
 
     return vjp
 
@@ -267,6 +270,8 @@ def _matrix_norm(x: Value, ord: Any, axis: Any, keepdims: bool) -> Value:
         return np.sum(np.linalg.svd(x, compute_uv=False), axis=-1)
     if abs(ord) == 2:
         return np.linalg.svd(x, compute_uv=False)[..., 0 if ord > 0 else -1]
+    if abs(ord) not in (1, math.inf):
+        return NotImplemented
     sums = np.sum(np.abs(x), axis=-2 if abs(ord) == 1 else -1)
     return (np.max if ord > 0 else np.min)(sums, axis=-1)
 

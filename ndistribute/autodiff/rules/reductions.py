@@ -31,6 +31,8 @@ def _mean(
 ) -> Vjp:
     shape, own_dtype = a.shape, a.dtype
     count = max(1, a.size // max(1, result.size))
+    if own_dtype.itemsize == 2:  # In which a count may be infinite.
+        return lambda g: spread(g / np.float32(count), shape, own_dtype, axis)
     return lambda g: spread(g / count, shape, own_dtype, axis)
 
 
@@ -41,11 +43,16 @@ def _extreme(result: Array, a: Array, axis: Any = None, out: Any = None, keepdim
     def vjp(g: Array) -> Array:
         kept = g.shape if g.ndim == len(shape) else kept_shape(shape, axis)
         holds = np.equal(a, result.reshape(kept))
-        if isinstance(a, np.ndarray) and np.count_nonzero(holds) == result.size:
+        if (
+            isinstance(a, np.ndarray)
+            and np.count_nonzero(holds) == result.size
+            and holds.any(axis=axis).all()
+        ):
             # No ties, as nearly always. On a GPU the question would cost more than it saves.
             return g.reshape(kept) * holds
         share = holds.astype(a.dtype)
-        share /= share.sum(axis=axis, keepdims=True, dtype=wide(a.dtype))
+        # Beside a NaN nothing holds.
+        share /= np.maximum(share.sum(axis=axis, keepdims=True, dtype=wide(a.dtype)), 1)
         share *= g.reshape(kept)
         return share
 
@@ -65,7 +72,8 @@ def _variance(
 ) -> Vjp:
     _real(a)
     count = max(1, a.size // max(1, result.size))
-    scale = 2.0 / (count - (ddof if correction is None else correction))
+    with np.errstate(divide="ignore"):  # NumPy has warned of the value.
+        scale = np.divide(2.0, count - (ddof if correction is None else correction))
 
     def vjp(g: Array) -> Array:
         change = a - a.mean(axis=axis, keepdims=True, dtype=wide(a.dtype)).astype(a.dtype)
@@ -121,7 +129,7 @@ def _cumsum(result: Array, a: Array, axis: Any = None, dtype: Any = None, out: A
 
     def vjp(g: Array) -> Array:
         along = 0 if axis is None else axis
-        change = np.flip(np.cumsum(np.flip(g, along), along), along)
+        change = np.flip(np.cumsum(np.flip(g, along), along, wide(g.dtype)), along)
         return unbroadcast(change.reshape(shape), shape, own_dtype)
 
     return vjp

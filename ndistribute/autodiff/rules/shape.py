@@ -7,12 +7,13 @@ list, so their rules see the whole call and the path of one tracked array in it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.unbroadcast import as_axes, unbroadcast, zeros
+from ndistribute.autodiff.rules.unbroadcast import as_axes, unbroadcast, wide, zeros
 from ndistribute.autodiff.rules.windows import moved
 from ndistribute.device import Array
 
@@ -65,7 +66,12 @@ def _repeat(out: Array, a: Array, repeats: Any, axis: Any = None) -> Vjp:
     flat = (a.size,) if axis is None else shape
     along = 0 if axis is None else axis % a.ndim
     unfolded = (*flat[: along + 1], int(repeats), *flat[along + 1 :])
-    return lambda g: g.reshape(unfolded).sum(axis=along + 1, dtype=g.dtype).reshape(shape)
+
+    def vjp(g: Array) -> Array:
+        total = g.reshape(unfolded).sum(axis=along + 1, dtype=wide(g.dtype))
+        return total.astype(g.dtype, copy=False).reshape(shape)
+
+    return vjp
 
 
 def _triangle(function: Callable[..., Array]) -> Callable[..., Vjp]:
@@ -95,29 +101,43 @@ def _diag(out: Array, v: Array, k: int = 0) -> Vjp:
     return lambda g: np.diagonal(g, k)
 
 
-def _trace(out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Vjp:
+def _trace(
+    out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None
+) -> Vjp:
     diagonal = _diagonal(out, a, offset, axis1, axis2)
-    length = a.diagonal(offset, axis1, axis2).shape[-1]
-    return lambda g: diagonal(np.repeat(g[..., None], length, -1))
+    length, own_dtype = a.diagonal(offset, axis1, axis2).shape[-1], a.dtype
+    return lambda g: diagonal(np.repeat(unbroadcast(g, g.shape, own_dtype)[..., None], length, -1))
 
 
-def _concatenate(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
-    arrays, position, axis = args[0], path[1], _axis(args, kwargs, 1)
-    part = arrays[position]
-    shape, dtype = part.shape, part.dtype
-    if axis is None:
-        start = sum(np.size(array) for array in arrays[:position])
-        return lambda g: unbroadcast(g[start : start + part.size].reshape(shape), shape, dtype)
-    start = sum(np.shape(array)[axis] for array in arrays[:position])
-    where = (slice(None),) * (axis % part.ndim) + (slice(start, start + shape[axis]),)
-    return lambda g: unbroadcast(g[where], shape, dtype)
+def _concatenate(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
+    axis = _axis(args, kwargs, 1)
+    if any(len(path) != 2 for path in paths):
+        return [None]
+    # Where each array starts, found once: there may be thousands.
+    lengths = [np.size(one) if axis is None else np.shape(one)[axis] for one in args[0]]
+    starts = list(itertools.accumulate(lengths, initial=0))
+
+    def rule(position: int) -> Vjp:
+        shape, dtype = args[0][position].shape, args[0][position].dtype
+        where: Any = slice(starts[position], starts[position + 1])
+        if axis is None:
+            return lambda g: unbroadcast(g[where].reshape(shape), shape, dtype)
+        place = (*(slice(None),) * (axis % len(shape)), where)
+        return lambda g: unbroadcast(g[place], shape, dtype)
+
+    return [rule(position) for _, position in paths]
 
 
-def _stack(out: Array, path: Path, args: Args, kwargs: Kwargs) -> Vjp:
-    part = args[0][path[1]]
-    shape, dtype = part.shape, part.dtype
-    where = (slice(None),) * (_axis(args, kwargs, 1) % out.ndim) + (path[1],)
-    return lambda g: unbroadcast(g[where], shape, dtype)
+def _stack(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
+    if any(len(path) != 2 for path in paths):
+        return [None]
+    lead = (slice(None),) * (_axis(args, kwargs, 1) % out.ndim)
+
+    def rule(position: int) -> Vjp:
+        shape, dtype = args[0][position].shape, args[0][position].dtype
+        return lambda g: unbroadcast(g[(*lead, position)], shape, dtype)
+
+    return [rule(position) for _, position in paths]
 
 
 def _split(parts: Sequence[Array], args: Args, kwargs: Kwargs) -> Any:
@@ -159,7 +179,7 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.trace: (_trace,),
 }
 
-RULES_BY_PATH: dict[Any, Callable[[Array, Path, Args, Kwargs], Vjp]] = {
+RULES_BY_PATH: dict[Any, Callable[[Array, Sequence[Path], Args, Kwargs], list[Vjp | None]]] = {
     np.concatenate: _concatenate,
     np.stack: _stack,
 }

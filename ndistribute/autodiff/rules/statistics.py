@@ -33,6 +33,8 @@ def _quantile(scale: float = 1, nan: bool = False) -> Callable[..., Vjp]:
         axes, levels = as_axes(axis, a.ndim), np.ravel(q) / scale
         order = (*(k for k in range(a.ndim) if k not in axes), *axes)
         count = math.prod(a.shape[k] for k in axes)
+        if not a.size:
+            raise NotImplementedError("an empty array")
 
         def vjp(g: Array) -> Array:
             turned = np.transpose(a, order)
@@ -112,6 +114,8 @@ def _average(
 
 
 def _diff(a: Value, n: int = 1, axis: int = -1) -> Value:
+    if not -np.ndim(a) <= axis < np.ndim(a):
+        return NotImplemented
     lead = (slice(None),) * (axis % np.ndim(a))
     for _ in range(n):
         a = a[(*lead, slice(1, None))] - a[(*lead, slice(None, -1))]
@@ -127,6 +131,15 @@ def _cumulative_sum(
 def _filled(function: Callable[..., Value], fill: float) -> Callable[..., Value]:
     """Return a function that computes with a number in the place of each NaN."""
     return lambda a, *args, **kwargs: function(np.where(np.isnan(a), fill, a), *args, **kwargs)
+
+
+def _nan_extreme(function: Callable[..., Value], fill: float) -> Callable[..., Value]:
+    def extreme(a: Value, axis: Any = None, out: Any = None, keepdims: Any = False) -> Value:
+        if np.isnan(a).all(axis).any():
+            return NotImplemented
+        return function(np.where(np.isnan(a), fill, a), axis, keepdims=keepdims)
+
+    return extreme
 
 
 def _nanmean(
@@ -147,7 +160,8 @@ def _nanvar(
     missing = np.isnan(a)
     count = np.sum(~missing, axis=axis, keepdims=keepdims) - ddof
     apart = np.where(missing, 0, a - np.nanmean(a, axis=axis, keepdims=True))
-    return np.sum(np.square(apart), axis, dtype, keepdims=keepdims) / count.astype(a.dtype)
+    count = np.where(count > 0, count, np.nan).astype(a.dtype)
+    return np.sum(np.square(apart), axis, dtype, keepdims=keepdims) / count
 
 
 def _cov(
@@ -164,14 +178,6 @@ def _cov(
     return np.squeeze(np.matmul(rows, np.conj(rows.T)) / count)
 
 
-def _corrcoef(x: Value, y: Any = None, rowvar: bool = True) -> Value:
-    if y is not None:
-        return NotImplemented
-    covariance = np.cov(x, rowvar=rowvar)
-    scale = np.sqrt(np.real(np.diag(covariance)))
-    return covariance / scale[:, None] / scale
-
-
 RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.cumprod: (_cumprod,),
     np.median: (_median(_quantile()),),
@@ -185,14 +191,13 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
 
 COMPOSED: dict[Any, Callable[..., Value]] = {
     np.average: _average,
-    np.corrcoef: _corrcoef,
     np.cov: _cov,
     np.diff: _diff,
     np.nancumprod: _filled(np.cumprod, 1),
     np.nancumsum: _filled(np.cumsum, 0),
-    np.nanmax: _filled(np.max, -math.inf),
+    np.nanmax: _nan_extreme(np.max, -math.inf),
     np.nanmean: _nanmean,
-    np.nanmin: _filled(np.min, math.inf),
+    np.nanmin: _nan_extreme(np.min, math.inf),
     np.nanprod: _filled(np.prod, 1),
     np.nanstd: lambda *args, **kwargs: np.sqrt(np.nanvar(*args, **kwargs)),
     np.nansum: _filled(np.sum, 0),

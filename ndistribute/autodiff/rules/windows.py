@@ -105,7 +105,7 @@ def _correlate(a: Value, v: Value, mode: Any = "valid") -> Value:
 
 
 def _interp(x: Value, xp: Value, fp: Value, left: Any = None, right: Any = None) -> Value:
-    if left is not None or right is not None:
+    if left is not None or right is not None or np.iscomplexobj(fp):
         return NotImplemented
     first = np.clip(np.searchsorted(xp, x) - 1, 0, len(xp) - 2)
     x0, x1, y0, y1 = (np.take(one, k) for one in (xp, fp) for k in (first, first + 1))
@@ -123,6 +123,8 @@ def _gradient(f: Value, *varargs: Any, axis: Any = None, edge_order: int = 1) ->
     if edge_order != 1 or any(np.ndim(one) for one in varargs):
         return NotImplemented
     axes = as_axes(axis, np.ndim(f))
+    if any(np.shape(f)[one] < 2 for one in axes):
+        return NotImplemented
     steps = varargs if len(varargs) == len(axes) else (varargs or (1.0,)) * len(axes)
     results = []
     for one, step in zip(axes, steps, strict=True):
