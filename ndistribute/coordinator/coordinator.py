@@ -211,7 +211,7 @@ class ClusterCoordinator:
             pickled = dump(function)
         except Exception as error:
             raise ValueError(
-                f"{what} can not be sent to workers: {error}. Leave out what it refers to that can "
+                f"{what} cannot be sent to workers: {error}. Leave out what it refers to that can "
                 "not be pickled, or make it inside of the function."
             ) from error
         found = key_of(pickled), pickled
@@ -429,7 +429,7 @@ def _unpicklable(
         except Exception as problem:
             what, error = f"{place} of {closure.result.name}, a {type(value).__name__},", problem
             break
-    return ValueError(f"{what} can not be sent to workers: {error}.")
+    return ValueError(f"{what} cannot be sent to workers: {error}.")
 
 
 def _exception(outcome: Outcome) -> Exception:
@@ -438,5 +438,5 @@ def _exception(outcome: Outcome) -> Exception:
         error = load(outcome.value)
     except Exception as problem:  # For example, its class is unknown here.
         why = traceback.format_exception_only(problem)[-1].strip()
-        error = f"{outcome.trace.strip().splitlines()[-1]} (it can not be made here: {why})"
+        error = f"{outcome.trace.strip().splitlines()[-1]} (it cannot be made here: {why})"
     return error if isinstance(error, Exception) else RuntimeError(str(error))

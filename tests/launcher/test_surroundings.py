@@ -228,7 +228,7 @@ def test_a_limit_that_is_too_low_is_named_and_nothing_is_started(tmp_path, name)
     other_user: list[str] = []
     if name == "RLIMIT_NPROC" and os.getuid() == 0:  # Whose threads have no limit.
         if shutil.which("setpriv") is None:
-            pytest.skip("root can not become another user here: there is no setpriv")
+            pytest.skip("root cannot become another user here: there is no setpriv")
         keeps = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")
         other_user = ["setpriv", "--reuid=65534", *keeps]
     done = subprocess.run(
