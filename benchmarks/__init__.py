@@ -1,1 +1,1 @@
-"""How fast ndistribute is, beside TensorFlow doing the same work in the same run."""
+"""Benchmarks of ndistribute and of its peers, which do the same work in the same run."""

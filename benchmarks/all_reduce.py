@@ -1,7 +1,7 @@
-"""All-reduce of float32 by size: between processes, and between the replicas of one process.
+"""The time of an all-reduce of float32 by size, between processes and between replicas of one.
 
-The speed is bytes over time. Between processes each of our backends is called as the strategies
-call it; `ctx.all_reduce` is what a user calls. Peers are MPI's Allreduce, gloo and TensorFlow.
+The speed is bytes over time. Between processes, our backends are called as strategies call them;
+`ctx.all_reduce` is what users call. The peers are MPI's Allreduce, gloo and TensorFlow.
 """
 
 from __future__ import annotations

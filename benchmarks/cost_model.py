@@ -1,9 +1,9 @@
-"""Predict the time of a training step on up to 4096 workers from what was measured on this host.
+"""Predictions of the time of a training step on up to 4096 workers, from measurements on this host.
 
-No one bandwidth holds for all sizes, because of caches: so an all-reduce of two processes takes
-what was measured, between two sizes on a straight line. More processes make more messages, and
-move and add more bytes at these rates. What can be checked is: each all-reduce from those of the
-sizes beside it, and the steps of two workers from those of one.
+Bandwidth depends on the size, because of caches. So the time of an all-reduce of two processes is
+interpolated between measured sizes. More processes send more messages, and send and add more bytes,
+at the same rates. It checks the prediction of each measured all-reduce from the neighbouring sizes,
+and of the steps of two workers from those of one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How soon a job knows of a fault in one of its processes, and what is lost.
+"""The time until a job detects a fault in one of its processes, and what is lost.
 
-The jobs and the faults are those of `tests/faults`: real processes and signals. A time runs from
-the fault to what the table names: the exception in a step of the last of the other workers, or, for
-jobs with parameter servers, work that goes on.
+The jobs and faults are those of `tests/faults`: real processes and signals. Times start at the
+fault and end at the event in the table: the exception in a step of the last of the other workers,
+or, for jobs with parameter servers, the first work after it.
 """
 
 from __future__ import annotations

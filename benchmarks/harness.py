@@ -1,8 +1,8 @@
-"""Run a benchmark: contenders take turns, one repetition each, until all have done theirs.
+"""The harness: contenders alternate, one repetition each, until all repetitions are done.
 
-Taking turns spreads whatever else the machine does over all of them alike. Every contender lives in
-processes of its own, which sleep until they are told to do a repetition. One that fails is reported
-and left out; the others go on, and what is known is written after each group.
+So the other load of the machine affects all contenders equally. The processes of a contender sleep
+until they must run a repetition. A contender that fails is reported and left out; the others go on.
+The results so far are written after each group.
 """
 
 from __future__ import annotations

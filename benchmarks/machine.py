@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: the machine, its load, and who computes meanwhile."""
+"""The machine, its load, and the processor time of other processes, on which figures depend."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a strategy costs where there is nothing to compute.
+"""The overhead of a strategy, measured with steps that compute nothing.
 
-Microseconds for `run` of an empty step, `run` of a step that sums one number over the replicas, and
-`reduce` of one number, with two replicas. With ``--calls`` it counts instead: which calls of Python
-functions of the package, and files, an update of 4 KB on a server of this host costs, and an empty
-function that a chief schedules; and threads of processes that have nothing to do.
+It measures the microseconds of `run` of an empty step, of `run` of a step that sums a number over
+replicas, and of `reduce` of a number, with two replicas. With ``--calls`` it counts the package's
+Python functions that are called, and their files, for an update of 4 KB on a server of this host
+and for an empty function that a chief schedules; and the threads of idle processes.
 """
 
 from __future__ import annotations

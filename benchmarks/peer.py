@@ -1,4 +1,4 @@
-"""TensorFlow and PyTorch, set up once in a process: the only file that imports them."""
+"""TensorFlow and PyTorch, set up once in each process; no other file imports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the figures of a benchmark; the only file that imports matplotlib."""
+"""Plots of the figures of a benchmark; no other file imports matplotlib."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What becomes of the seconds: medians with their spread, as a table and as JSON.
+"""Results of a benchmark: medians with their spread, as a table and as JSON.
 
-The ratio of two contenders is that of their medians; its spread is over repetitions that followed
-each other, in which the machine was in about the same mood.
+The ratio of two contenders is that of their medians. Its spread is over pairs of repetitions
+of the same turn, which ran under similar load.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Run every benchmark, each in a process of its own, and write all tables into one page.
+"""Runs every benchmark in its own process, and writes all tables into one page.
 
-The faults have a command of their own, `benchmarks.faults`: killing takes longer than measuring.
+Faults have their own command, `benchmarks.faults`, because they take longer than all others.
 """
 
 from __future__ import annotations

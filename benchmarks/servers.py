@@ -1,9 +1,9 @@
-"""Parameter servers: the MLP trained on them, writes and reads of one variable, and staleness.
+"""Parameter servers: training the MLP, writes and reads of one variable, and staleness.
 
-With a chief, two workers run the steps that it schedules; without one, they run loops of their own.
-Every process has one thread for arithmetic. An update's staleness is the number of updates of
-others between the pull of its variables and itself. ``--limits`` shows instead what servers take as
-jobs grow: memory, threads and connections.
+With a chief, two workers run the steps that it schedules; without one, they run their own loops.
+Each process has one thread for arithmetic. The staleness of an update is the number of updates of
+other workers between the pull of its variables and the update. ``--limits`` measures the memory,
+threads and connections of servers in jobs of several sizes instead.
 """
 
 from __future__ import annotations

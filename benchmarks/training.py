@@ -1,8 +1,8 @@
-"""Training steps of an MLP 784-512-512-10, float32, SGD: one process, replicas, and two workers.
+"""Training steps of an MLP 784-512-512-10, float32, SGD: one process, two replicas, two workers.
 
-The step is plain NumPy under `GradientTape`; TensorFlow and PyTorch do the same. All start from the
-same weights, and their losses after a few steps are compared before anything is timed. The batch is
-divided among replicas and workers.
+The step is NumPy code under `GradientTape`; TensorFlow and PyTorch do the same work. All start from
+the same weights, and their losses after a few steps are compared before the measurement. Replicas
+and workers divide the batch.
 """
 
 from __future__ import annotations

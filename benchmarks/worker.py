@@ -1,7 +1,7 @@
-"""What a process of a contender runs when the harness asks: set work up, do it, let go of it.
+"""The functions that the processes of a contender run: set up work, do it, and free it.
 
-`tests.processes.Ranks` calls these functions in the processes that it started, so this file imports
-nothing that another side's interpreter may lack.
+`tests.processes.Ranks` calls them in the processes that it started. This file imports only what the
+interpreters of all sides have.
 """
 
 from __future__ import annotations

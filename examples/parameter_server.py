@@ -1,6 +1,6 @@
 """Train the network of train_digits.py with its variables on parameter servers, asynchronously.
 
-Two servers, and two workers that each run a loop of their own, from four command lines:
+Start two servers, and two workers that each run their own training loop, with four commands:
 
     H="--ps_hosts localhost:7001,localhost:7002 --worker_hosts localhost:7003,localhost:7004"
     python examples/parameter_server.py $H --job_name ps --task_index 0 &
@@ -8,12 +8,12 @@ Two servers, and two workers that each run a loop of their own, from four comman
     python examples/parameter_server.py $H --job_name worker --task_index 0 &
     python examples/parameter_server.py $H --job_name worker --task_index 1
 
-or from one, which sets TF_CONFIG for each of them:
+or with one command, which sets TF_CONFIG for each process:
 
     ndistribute run --workers 2 --ps 2 examples/parameter_server.py
 
-With a chief (``--chief``; or ``--chief_host`` among the flags above) the workers wait for what the
-chief schedules on them instead. The script is the same; each process finds out what it is to do.
+With a chief (``--chief``, or ``--chief_host`` among the flags above), workers run the steps that it
+schedules instead. All processes run this script, which does the work of its process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Step = Callable[[Any, Any], Any]
 
 
 def resolver_of(options: argparse.Namespace) -> nd.cluster.ClusterResolver:
-    """Return who this process is, from the flags or else from TF_CONFIG."""
+    """Return the cluster and the task of this process, from the flags or from TF_CONFIG."""
     if not options.job_name:
         return nd.TFConfigClusterResolver()
     jobs = {"ps": options.ps_hosts, "worker": options.worker_hosts, "chief": options.chief_host}
@@ -41,7 +41,7 @@ def resolver_of(options: argparse.Namespace) -> nd.cluster.ClusterResolver:
 
 
 def make_step(network: Network, optimizer: nd.optimizers.Optimizer) -> Step:
-    """Return the training step, which no style changes."""
+    """Return the training step, which is the same with and without a chief."""
 
     def step(images: Any, labels: Any) -> Any:
         with nd.GradientTape() as tape:
@@ -54,7 +54,7 @@ def make_step(network: Network, optimizer: nd.optimizers.Optimizer) -> Step:
 
 
 def train_in_own_loop(strategy: nd.Strategy, step: Step, epochs: int, seed: int) -> None:
-    """Train on this worker's share of the batches, at its own pace."""
+    """Train on this worker's share of the batches, without waiting for the other workers."""
     training, _ = load_data(seed)
     dataset = nd.Dataset.from_tensor_slices(training).shuffle(len(training[0]), seed=seed)
     batches = strategy.distribute_dataset(dataset.batch(BATCH, drop_remainder=True))
@@ -64,7 +64,7 @@ def train_in_own_loop(strategy: nd.Strategy, step: Step, epochs: int, seed: int)
 
 
 def train_by_coordinator(strategy: nd.Strategy, step: Step, epochs: int, seed: int) -> None:
-    """Schedule as many steps as an epoch has on whichever workers are free."""
+    """Schedule the steps of each epoch on free workers."""
     training, _ = load_data(seed)
 
     def worker_dataset(context: nd.InputContext) -> nd.Dataset:
@@ -89,18 +89,18 @@ def train_by_coordinator(strategy: nd.Strategy, step: Step, epochs: int, seed: i
 
 
 def worker_of(strategy: nd.Strategy) -> int:
-    """Return which worker this is; 0 for a process on its own."""
+    """Return the index of this worker; 0 without a cluster."""
     return strategy.cluster_resolver.worker_index or 0 if strategy.cluster_resolver else 0
 
 
 def report(line: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Find out what this process is to do, and do it."""
+    """Run a server, a worker or the chief, as the cluster says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ps_hosts", default="", help="HOST:PORT of each server, with commas")
     parser.add_argument("--worker_hosts", default="", help="HOST:PORT of each worker")

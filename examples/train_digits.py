@@ -1,13 +1,13 @@
-"""Train a two-layer network on handwritten digits, under the strategy that you name.
+"""Train a two-layer network on handwritten digits, with the strategy of your choice.
 
     python examples/train_digits.py --strategy mirrored --replicas 2
     ndistribute run -n 2 examples/train_digits.py --strategy multi_worker
     mpiexec -n 2 python examples/train_digits.py --strategy multi_worker
     ndistribute run --workers 2 --ps 1 examples/train_digits.py --strategy parameter_server
 
-The network and its training step are plain NumPy. Changing ``--strategy`` changes no line of the
-step, and no digit of the result beyond rounding; but workers of parameter servers do not wait for
-each other, so there several of them give another result each time, about as good.
+The network and its training step are plain NumPy code, which is the same for every ``--strategy``.
+All strategies give the same result up to rounding, except several workers of parameter servers:
+they do not wait for each other, so their result differs slightly each time.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ STRATEGIES = (
 
 
 def make_strategy(name: str, replicas: int) -> nd.Strategy:
-    """Return the strategy that the command line names."""
+    """Return the strategy of this name."""
     devices = [f"cpu:{i}" for i in range(replicas)]
     if name == "mirrored":
         return nd.MirroredStrategy(devices)
     if name == "central_storage":
         return nd.CentralStorageStrategy(devices)
-    if name == "multi_worker":  # As many workers as were started, each with these replicas.
+    if name == "multi_worker":  # All started workers, each with these replicas.
         return nd.MultiWorkerMirroredStrategy(devices=devices)
     if name == "parameter_server":
         return nd.ParameterServerStrategy(devices=devices)
@@ -51,8 +51,8 @@ def make_strategy(name: str, replicas: int) -> nd.Strategy:
 
 
 def load_data(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Return training and test data: 1,437 and 360 images of 8 x 8 pixels."""
-    from sklearn.datasets import load_digits  # Here, for parameter servers load no data.
+    """Return training and test data: 1,437 and 360 images of 8 x 8 pixels, with their labels."""
+    from sklearn.datasets import load_digits  # Not at the top: servers load no data.
 
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
@@ -62,7 +62,7 @@ def load_data(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 class Network:
-    """Two dense layers with a rectifier between them."""
+    """Two dense layers with a ReLU between them."""
 
     def __init__(self, inputs: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ class Network:
 
     @property
     def variables(self) -> list[nd.Variable]:
-        """Return what is trained."""
+        """The trainable variables."""
         return [self.hidden_weights, self.hidden_bias, self.output_weights, self.output_bias]
 
     def __call__(self, images: Any) -> Any:
@@ -95,7 +95,7 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
 
 
 def serves() -> bool:
-    """Be a parameter server until the job ends, if this process is one, and say so."""
+    """Return True after serving until the end of the job, if this process is a server."""
     resolver = nd.TFConfigClusterResolver()
     if resolver.task_type != "ps":
         return False
@@ -104,10 +104,10 @@ def serves() -> bool:
 
 
 def train(strategy: nd.Strategy, epochs: int, seed: int) -> tuple[float, float]:
-    """Train and return the last epoch's loss and the accuracy on the test images."""
+    """Train; return the loss of the last epoch and the accuracy on the test images."""
     (images, labels), (test_images, test_labels) = load_data(seed)
     with strategy.scope():
-        quiet = None if strategy.is_chief else True  # None: where there is a terminal.
+        quiet = None if strategy.is_chief else True  # None: quiet without a terminal.
         network = Network(images.shape[1], seed)
         optimizer = nd.optimizers.Adam(0.003)
 
@@ -133,7 +133,7 @@ def train(strategy: nd.Strategy, epochs: int, seed: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Read the command line, train, and print the result."""
+    """Parse the command line, train, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
     parser.add_argument("--replicas", type=int, default=1)

@@ -1,7 +1,6 @@
-"""The `ndistribute` command: reads arguments and hands them to the part that does the work.
+"""The `ndistribute` command: parses arguments and calls the code of each subcommand.
 
-The only file of the package that writes to the terminal. What a subcommand needs is imported when
-it is asked for.
+No other file of the package writes to the terminal. A subcommand imports what only it needs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: those after the command's name; the process's own by default.
+        arguments: the arguments after the command's name; None: those of this process.
 
     Returns:
         The exit code.
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.act(options))
     except BrokenPipeError:
-        # Nobody reads on; the interpreter's own last flush must not complain either.
+        # The reader has gone; the interpreter's last flush must not raise either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DistributeError, ValueError, OSError) as error:
@@ -46,14 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="ndistribute", description="Start, inspect, measure and trace distributed jobs."
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start a script in several processes"))
-    doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
-    doctor.add_argument("--fast", action="store_true", help="the same: nothing is measured")
+    doctor = commands.add_parser("doctor", help="show what this machine has and what is missing")
+    doctor.add_argument("--fast", action="store_true", help="no effect: doctor measures nothing")
     doctor.set_defaults(act=_doctor)
     bench = commands.add_parser("bench", help="run a benchmark of the repository")
     bench.add_argument("name", choices=_BENCHMARKS)
@@ -67,14 +66,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def job_options(options: argparse.Namespace) -> JobOptions:
-    """Return what ``run`` was asked for.
+    """Return the options of a job from the parsed arguments of ``run``.
 
     Raises:
-        ValueError: the options do not fit each other.
+        ValueError: the options contradict each other.
     """
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        raise ValueError("no script was given: ndistribute run -n 2 script.py")
+        raise ValueError("the script is missing: ndistribute run -n 2 script.py")
     if options.max_restarts < 0:
         raise ValueError(f"--max-restarts must be 0 or more, got {options.max_restarts}.")
     if options.timeout is not None and options.timeout <= 0:
@@ -90,7 +89,7 @@ def job_options(options: argparse.Namespace) -> JobOptions:
 
 
 def _check_servers(options: argparse.Namespace) -> None:
-    """Check what is asked for with and without parameter servers."""
+    """Raise ValueError if options are missing or not allowed with, or without, servers."""
     needs_servers = {
         "--workers": options.workers,
         "--chief": options.chief or None,
@@ -102,23 +101,23 @@ def _check_servers(options: argparse.Namespace) -> None:
     if options.servers is None:
         if given:
             raise ValueError(
-                f"{given[0]} is for jobs with parameter servers: say how many, --ps 1. Workers "
-                "without servers are started by -n."
+                f"{given[0]} needs parameter servers: add their number, --ps 1. To start workers "
+                "without servers, use -n."
             )
         return
     if options.workers is None:
-        raise ValueError("--ps needs workers beside the servers: --workers 2 --ps 1.")
+        raise ValueError("--ps needs the number of workers too: --workers 2 --ps 1.")
     if options.hosts is not None or options.hostfile is not None or options.mpi:
         raise ValueError(
-            "--ps starts its tasks on this machine and without MPI. On several hosts start each "
-            "of them by hand, with a TF_CONFIG of its own: docs/launching.md shows the lines."
+            "--ps starts all tasks on this machine and without MPI. On several hosts, start each "
+            "task yourself, with its own TF_CONFIG: see docs/launching.md."
         )
     numbers = {"--workers": options.workers, "--ps": options.servers}
     for name, value in {**numbers, "--snapshot-seconds": options.snapshot_seconds}.items():
         if value is not None and value <= 0:
             raise ValueError(f"{name} must be more than 0, got {value}.")
     if options.durable and options.snapshot_dir is None:
-        raise ValueError("--durable needs a folder for the log of updates: --snapshot-dir DIR.")
+        raise ValueError("--durable needs a directory for the log of updates: --snapshot-dir DIR.")
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:
@@ -129,38 +128,38 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
     if options.servers is not None:
         return [Host("localhost", options.workers)]
     if options.processes is None:
-        raise ValueError("how many processes? Say -n 2, or where: --hosts a:2,b:2.")
+        raise ValueError("the number of processes is missing: add -n 2, or --hosts a:2,b:2.")
     return assign([Host("localhost", max(options.processes, 1))], options.processes)
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
     run.description = (
-        "Start a script in several processes, show their output line by line with their rank, and "
-        "stop all of them when one fails. The exit code is that of the first that failed. With "
-        "--workers and --ps they are the tasks of a cluster with parameter servers."
+        "Start a script in several processes, print their output line by line with their rank, "
+        "and stop all of them when one fails. The exit code is that of the first that failed. "
+        "With --workers and --ps, the processes are the tasks of a cluster with servers."
     )
     count = run.add_mutually_exclusive_group()
-    count.add_argument("-n", dest="processes", type=int, metavar="N", help="how many processes")
-    count.add_argument("--workers", type=int, metavar="W", help="workers beside --ps servers")
-    run.add_argument("--ps", dest="servers", type=int, metavar="P", help="parameter servers")
-    run.add_argument("--chief", action="store_true", help="a chief beside workers and servers")
-    run.add_argument("--snapshot-dir", type=Path, metavar="D", help="servers keep snapshots here")
-    run.add_argument("--snapshot-seconds", type=float, metavar="S", help="how often they do so")
-    log = "servers log each update there before they confirm it"
+    count.add_argument("-n", dest="processes", type=int, metavar="N", help="number of processes")
+    count.add_argument("--workers", type=int, metavar="W", help="number of workers, with --ps")
+    run.add_argument("--ps", dest="servers", type=int, metavar="P", help="number of servers")
+    run.add_argument("--chief", action="store_true", help="start a chief as well")
+    run.add_argument("--snapshot-dir", type=Path, metavar="D", help="directory of server snapshots")
+    run.add_argument("--snapshot-seconds", type=float, metavar="S", help="snapshot interval")
+    log = "servers log each update in --snapshot-dir before they acknowledge it"
     run.add_argument("--durable", action="store_true", help=log)
     how = run.add_mutually_exclusive_group()
     how.add_argument("--tcp", dest="mpi", action="store_false", help="without MPI (the default)")
     how.add_argument("--mpi", dest="mpi", action="store_true", help="through mpiexec")
     where = run.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A:2,B:2", help="hosts and processes on each, by ssh")
-    where.add_argument("--hostfile", type=Path, metavar="FILE", help="one host a line: a slots=2")
+    where.add_argument("--hostfile", type=Path, metavar="FILE", help="one host per line: a slots=2")
     run.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="the first port on each of several hosts"
     )
     run.add_argument("--max-restarts", type=int, default=0, metavar="K", help="after failures")
-    run.add_argument("--log-dir", type=Path, metavar="DIR", help="a file of output for each")
-    run.add_argument("--timeout", type=float, metavar="S", help="stop everything after S seconds")
-    run.add_argument("--dry-run", action="store_true", help="print what would be started")
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help="write output files here")
+    run.add_argument("--timeout", type=float, metavar="S", help="stop the job after S seconds")
+    run.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     run.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py ...")
     run.set_defaults(act=_run, mpi=False)
@@ -186,18 +185,18 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    # The package may be installed elsewhere than in the clone in which the user stands.
+    # The package may be installed elsewhere than in the clone that is the current directory.
     roots = [Path(__file__).resolve().parents[1], Path.cwd()]
     name = Path("benchmarks", f"{options.name}.py")
     root = next((root for root in roots if (root / name).is_file()), None)
     if root is None:
         raise ValueError(
-            f"there is no {name} in {' nor in '.join(map(str, roots))}: the benchmarks come with "
-            "the repository, not with the package. Clone it, run `pip install --editable "
+            f"there is no {name} in {' or '.join(map(str, roots))}: the package does not include "
+            "the benchmarks. Clone the repository, run `pip install --editable "
             "'.[bench,test]'` there, and then this command."
         )
     command = [sys.executable, "-m", f"benchmarks.{options.name}", *options.arguments]
-    # No limit: how long a benchmark takes is the user's choice, and Ctrl-C reaches it.
+    # No timeout: the user chooses how long a benchmark takes, and can press Ctrl-C.
     return subprocess.call(command, cwd=root)
 
 
@@ -205,7 +204,7 @@ def _trace(options: argparse.Namespace) -> int:
     from ndistribute.trace_report import merge, report
 
     if not options.directory.is_dir():
-        raise ValueError(f"{options.directory} is no directory; NDISTRIBUTE_TRACE names it.")
+        raise ValueError(f"{options.directory} is not a directory: pass that of NDISTRIBUTE_TRACE.")
     done = merge(options.directory) if options.what == "merge" else report(options.directory)
     sys.stdout.write(f"{done}\n")
     return 0

@@ -105,8 +105,7 @@ class _State(threading.local):
 
 _thread = _State()
 
-strategies_of_several: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Strategies of several replicas: during their steps, other threads belong to no replica."""
+_of_several: set[weakref.ref[Any]] = set()
 
 
 class ReplicaContext:
@@ -295,9 +294,22 @@ def register_default_strategy(strategy: StrategyLike) -> None:
     _State.default = strategy
 
 
+def register_strategy_of_several(strategy: StrategyLike) -> None:
+    """Record a strategy of several replicas, by a weak reference.
+
+    During its steps, other threads belong to no replica.
+    """
+    _of_several.add(weakref.ref(strategy, _of_several.discard))
+
+
+def strategies_of_several() -> list[Any]:
+    """Return the strategies of several replicas; other threads may add some meanwhile."""
+    return [strategy for known in tuple(_of_several) if (strategy := known()) is not None]
+
+
 def refuse_beside_a_step(what: str, used: StrategyLike | None = None) -> None:
     """Raise RuntimeError if a strategy (None: any) runs a step that this thread is not part of."""
-    for strategy in list(strategies_of_several):
+    for strategy in strategies_of_several():
         if strategy.running_on is not None and used in (None, strategy):
             raise RuntimeError(
                 f"{what} was called on thread {threading.current_thread().name!r}, which is no "

@@ -213,6 +213,11 @@ def name_as_the_second_argument(_):
     nd.Variable([1.0, 2.0], "weights")
 
 
+@mistake(TypeError, "trainable=<class 'numpy.float32'>", "name='w'")
+def dtype_as_the_second_argument(_):
+    nd.Variable([1.0, 2.0], np.float32)
+
+
 @mistake(ValueError, "aggregation must be one of", "'mean'", "'median'")
 def unknown_aggregation(_):
     nd.Variable(1.0, aggregation="median")

@@ -190,9 +190,12 @@ def one_script(worker: int, size: int) -> dict[str, Any]:
         }
 
 
-def two_at_a_time(worker: int, size: int) -> list[float]:
+def two_at_a_time(worker: int, size: int, scheme: str) -> list[float]:
     """Make strategies while others are open, at an address that no launcher keeps open."""
     os.close(int(os.environ.pop(LISTEN)))
+    config = json.loads(os.environ["TF_CONFIG"])
+    config["cluster"]["worker"] = [scheme + address for address in config["cluster"]["worker"]]
+    os.environ["TF_CONFIG"] = json.dumps(config)
     seen = []
     strategy = nd.MultiWorkerMirroredStrategy(communication_options=OPTIONS)
     for how in ("auto", "ring"):

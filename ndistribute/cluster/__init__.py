@@ -1,4 +1,4 @@
-"""Which processes a job has, which of them this one is, and where the others are."""
+"""Cluster resolvers: the processes of a job, their addresses, and the task of this process."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ __all__ = [
 
 
 def resolver_of_job(given: ClusterResolver | None) -> ClusterResolver:
-    """Return the given resolver, else the one for how this process was started.
+    """Return `given`, or if it is None, the resolver for the launcher of this process.
 
-    A process that works alone gets one of an empty cluster.
+    Without a launcher, the resolver has an empty cluster.
 
     Raises:
-        TypeError: `given` is no resolver.
+        TypeError: `given` is neither a `ClusterResolver` nor None.
     """
     if given is not None and not isinstance(given, ClusterResolver):
         raise TypeError(
@@ -52,17 +52,17 @@ def resolver_of_job(given: ClusterResolver | None) -> ClusterResolver:
 
 
 def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
-    """Return the resolver for how this process was started, or None if it works alone.
+    """Return the resolver for the launcher that started this process, or None if there is none.
 
-    ``TF_CONFIG`` comes first, as somebody wrote it for this process; then torchrun, which may
-    itself have been started by MPI or Slurm; then MPI and Slurm; then torchrun's variables where
-    another program set them.
+    ``TF_CONFIG`` has priority, because it was written for this process; then torchrun, which MPI
+    or Slurm may have started; then MPI and Slurm; then torchrun's variables that another program
+    set. MPI, Slurm and torchrun count only with more than one process.
 
     Args:
-        environ: the environment to read.
+        environ: the environment variables; None: ``os.environ``.
 
     Raises:
-        ValueError: the environment is malformed.
+        ValueError: the variables are malformed.
 
     >>> resolve({}) is None
     True
@@ -78,7 +78,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     mpi = mpi_rank_and_size(environ)
     if mpi is not None and mpi[1] > 1:
         return MPIClusterResolver(environ=environ)
-    # A batch script itself is no step, although Slurm tells it how many tasks it may start.
+    # A batch script is not a step, although Slurm sets the number of tasks it may start.
     in_step = mpi is None and "SLURM_STEP_NUM_TASKS" in environ
     if in_step and number_in(environ, "SLURM_STEP_NUM_TASKS") > 1:
         return SlurmClusterResolver(environ=environ)

@@ -1,7 +1,7 @@
-"""Finds a process's rank in the variables that `mpiexec`, `srun` and `torchrun` set.
+"""Resolvers that read the rank of a process from the variables of `mpiexec`, `srun` and `torchrun`.
 
 Every rank is a worker. MPI's ranks exchange their addresses through MPI later. Those of torchrun
-collect them at rank 0, at the port after the one where torchrun itself listens.
+send theirs to rank 0, at the port after torchrun's own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from ndistribute.cluster.resolvers import ClusterResolver, number_in
 from ndistribute.cluster.spec import ClusterSpec
 
-# The variables of a rank and of the number of ranks. PMIx sets the rank alone: the size is in the
-# variables of whoever started it, Open MPI's mpiexec or Slurm's srun.
+# The variables of the rank and of the number of ranks. PMIx sets only the rank: the launcher, Open
+# MPI's mpiexec or Slurm's srun, sets the number.
 _OF_MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
@@ -24,12 +24,12 @@ _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class MPIClusterResolver(ClusterResolver):
-    """Read this process's rank from the variables that MPI's launchers set.
+    """The resolver for processes that MPI's launchers started.
 
-    Every rank is a worker; its address is the name of its rank, as MPI needs none.
+    Every rank is a worker. `cluster_spec` has placeholders for addresses, because MPI needs none.
 
     Args:
-        environ: the environment to read.
+        environ: the environment variables; None: ``os.environ``.
 
     Raises:
         ValueError: MPI did not start this process, or its variables contradict each other.
@@ -55,13 +55,13 @@ class MPIClusterResolver(ClusterResolver):
 
 
 class TorchrunClusterResolver(ClusterResolver):
-    """Read this process's rank from the variables that ``torchrun`` sets.
+    """The resolver for processes that ``torchrun`` started.
 
-    Every rank is a worker. Only the address at which rank 0 collects those of the others is known:
-    ``MASTER_ADDR`` and ``MASTER_PORT`` + 1, on loopback where all processes are on one host.
+    Every rank is a worker. Only the address of rank 0 is known: ``MASTER_ADDR``, or loopback if all
+    processes are on one host, and the port ``MASTER_PORT`` + 1. The other addresses are empty.
 
     Args:
-        environ: the environment to read.
+        environ: the environment variables; None: ``os.environ``.
 
     Raises:
         ValueError: ``torchrun`` did not start this process, or its variables contradict each other.
@@ -84,7 +84,7 @@ class TorchrunClusterResolver(ClusterResolver):
         rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
         port = number_in(environ, "MASTER_PORT") + 1
         if port >= 1 << 16:
-            raise ValueError(f"MASTER_PORT={port - 1} leaves no next port: choose a lower one.")
+            raise ValueError(f"MASTER_PORT={port - 1} is too high: rank 0 uses the next port.")
         on_one_host = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
         host = "127.0.0.1" if on_one_host else environ["MASTER_ADDR"]
         first = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -101,7 +101,7 @@ def mpi_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def torchrun_size(environ: Mapping[str, str]) -> int:
-    """Return the number of processes that torchrun's variables tell of; 0 if they are not set."""
+    """Return the number of processes that torchrun started; 0 if its variables are not set."""
     complete = all(environ.get(name) for name in _OF_TORCHRUN)
     return number_in(environ, "WORLD_SIZE") if complete else 0
 
@@ -110,7 +110,7 @@ def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -
     rank, size = number_in(environ, rank_name), number_in(environ, size_name)
     if rank >= size:
         raise ValueError(
-            f"{rank_name}={rank} is not below {size_name}={size}: the variables are left from "
-            "different launchers. Start the job from a clean environment."
+            f"{rank_name}={rank} is not below {size_name}={size}: different launchers set these "
+            "variables. Start the job from a clean environment."
         )
     return rank, size

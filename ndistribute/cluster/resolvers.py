@@ -1,7 +1,7 @@
-"""Which process of a cluster this one is, and where the others are.
+"""`ClusterResolver`: a cluster, and the task of this process in it.
 
-A resolver reads the environment once, when it is made, and is a plain value afterwards: it opens no
-connection and imports no MPI. Strategies ask only for what is defined here.
+A resolver reads the environment once, when it is created. It opens no connections and does not
+import MPI. Strategies use only the methods of `ClusterResolver`.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from ndistribute.cluster.spec import ClusterSpec
 
 Bootstrap = Literal["tcp", "mpi"]
 
-# Those that take part in the collectives, in the order of their ranks.
+# The jobs that take part in collectives, in the order of their ranks.
 _COMPUTING = ("chief", "worker")
 _KNOWN = (*_COMPUTING, "ps", "evaluator")
 _ALONE = ("chief", "evaluator")
 
 
 class ClusterResolver:
-    """Hold a cluster and the task of this process.
+    """A cluster and the task of this process in it.
 
     Args:
-        cluster: the cluster; empty for a process that works alone.
-        task_type: this process's job: chief, worker, ps or evaluator; None in an empty cluster.
-        task_id: its index within the job.
-        environment: a name for where the job runs, such as ``"slurm"``.
+        cluster: the cluster; empty for a process without other processes.
+        task_type: the job of this process, chief, worker, ps or evaluator; None if none.
+        task_id: the index of this process within its job.
+        environment: the name of the environment, such as ``"slurm"``.
 
     Raises:
-        ValueError: the cluster has no such task, or has a job that has no meaning here.
+        ValueError: the cluster has no such task, or has an unknown job.
 
     >>> me = ClusterResolver(ClusterSpec({"worker": ["a:1", "b:1"]}), "worker", 1)
     >>> me.worker_addresses, me.worker_index, me.is_chief
     (('a:1', 'b:1'), 1, False)
     """
 
-    # How the processes find each other: at their addresses, or through MPI.
+    # How processes find each other: at their addresses, or through MPI.
     bootstrap: Bootstrap = "tcp"
-    # Where the addresses come from and how to change them; empty if they were given.
+    # For errors: the source of the addresses, and how to change them; empty if given.
     address_hint: str = ""
 
     def __init__(
@@ -61,16 +61,16 @@ class ClusterResolver:
 
     @property
     def worker_addresses(self) -> tuple[str, ...]:
-        """Return the addresses of the chief and the workers in rank order; none under MPI.
+        """The addresses of the chief and the workers in rank order; empty under MPI.
 
-        Where only that of rank 0 is known, the others are empty.
+        If only the address of rank 0 is known, the others are empty strings.
         """
         workers = self._workers() if self.bootstrap == "tcp" else []
         return tuple(self._cluster.task_address(*task) for task in workers)
 
     @property
     def worker_index(self) -> int | None:
-        """Return this process's rank among the chief and workers; None for a ps or evaluator."""
+        """The rank of this process among chief and workers; None for a ps or evaluator."""
         if not self._cluster:
             return 0
         me = (self.task_type, self.task_id)
@@ -79,16 +79,16 @@ class ClusterResolver:
 
     @property
     def num_workers(self) -> int:
-        """Return the number of chief and workers; 1 for a process that works alone."""
+        """The number of workers, the chief included; 1 in an empty cluster."""
         return len(self._workers()) if self._cluster else 1
 
     @property
     def is_chief(self) -> bool:
-        """Return True for the process that does what is done once: the chief, else worker 0."""
+        """Whether this process is the chief, or worker 0 of a cluster without a chief."""
         return self.worker_index == 0
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
-        """Return the address of a task, by default this process's own; empty if it has none.
+        """Return the address of a task, by default of this process; empty if it has none.
 
         Raises:
             ValueError: there is no such task.
@@ -104,7 +104,7 @@ class ClusterResolver:
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return the number of GPUs that this process sees, as ``{"GPU": n}``, for any task."""
+        """Return the number of GPUs of this machine, as ``{"GPU": n}``, whatever the task."""
         from ndistribute.device import list_devices
 
         return {"GPU": len(list_devices("gpu"))}
@@ -118,15 +118,15 @@ class ClusterResolver:
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Hold a cluster that the program itself knows.
+    """The resolver for a cluster that the program describes.
 
     Args:
-        cluster_spec: the cluster, or what describes one.
-        master: the address that ``master()`` returns; empty for this task's own.
-        task_type: this process's job.
-        task_id: its index within the job.
-        environment: a name for where the job runs.
-        num_accelerators: what ``num_accelerators()`` returns; None looks at this machine.
+        cluster_spec: the cluster, or a description that `ClusterSpec` accepts.
+        master: the address that ``master()`` returns; empty: the address of this task.
+        task_type: the job of this process.
+        task_id: the index of this process within its job.
+        environment: the name of the environment.
+        num_accelerators: the result of ``num_accelerators()``; None: the GPUs of this machine.
 
     Raises:
         ValueError: the cluster has no such task.
@@ -166,22 +166,22 @@ _entered: list[ClusterResolver] = []
 
 
 def enter_task(task: ClusterResolver | None) -> None:
-    """Set which task this process is from now on, for all its threads; None: no task any more."""
+    """Set the task of this process for all of its threads; None removes it."""
     _entered[:] = [] if task is None else [task]
 
 
 def current_task() -> ClusterResolver | None:
-    """Return which task this process is since its `Server` was made, or None."""
+    """Return the task that this process has since it created its `Server`, or None."""
     return _entered[0] if _entered else None
 
 
 def worker_index() -> int:
-    """Return the index of the worker that this process is, 0 for a process without a cluster.
+    """Return the index of this worker; 0 in a process that is no task of a cluster.
 
-    A function that a coordinator sends to a worker calls it there, to know its share of the input.
+    Functions that a coordinator schedules on workers use it to choose their part of the input.
 
     Raises:
-        RuntimeError: this process is another task than a worker.
+        RuntimeError: this process is a task of another type.
 
     >>> worker_index()
     0
@@ -191,28 +191,28 @@ def worker_index() -> int:
         return 0
     if task.task_type != "worker":
         raise RuntimeError(
-            f"worker_index() was called on {task.task_type}:{task.task_id}, which is no worker: "
-            "call it in a function that is given to ClusterCoordinator.schedule."
+            f"worker_index() was called on {task.task_type}:{task.task_id}, which is not a worker: "
+            "call it in a function that you pass to ClusterCoordinator.schedule."
         )
     return task.task_id
 
 
 def number_of(value: Any, what: str) -> int:
-    """Return a number, also one in quotes; raise ValueError for anything else."""
+    """Return an integer, also from a string of digits; raise ValueError for other values."""
     if isinstance(value, str) and value.isascii() and value.isdigit():
-        return int(value)  # Templates that fill in an environment variable often quote it.
+        return int(value)  # Templates often quote the numbers of an environment variable.
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{what} is {value!r}, which is no number.")
+        raise ValueError(f"{what} is {value!r}, expected an integer.")
     return value
 
 
 def number_in(environ: Mapping[str, str], name: str) -> int:
-    """Return the number that a variable holds; raise ValueError unless it is 0 or above."""
+    """Return the integer in an environment variable; raise ValueError unless it is 0 or more."""
     return number_of(environ.get(name, ""), name)
 
 
 def seconds_of(environ: Mapping[str, str], name: str, usual: float) -> float:
-    """Return the seconds that a variable holds; if it is not set, the usual ones."""
+    """Return the value of an environment variable in seconds, or `usual` if it is not set."""
     text = environ.get(name) or str(usual)
     try:
         seconds = float(text)
@@ -228,27 +228,27 @@ def _check(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> 
     for job in jobs:
         if job not in _KNOWN:
             raise ValueError(
-                f"The cluster has a job {job!r}; the known ones are {_listed(_KNOWN)}."
+                f"The cluster has an unknown job {job!r}; the known jobs are {_listed(_KNOWN)}."
             )
         if job in _ALONE and cluster.num_tasks(job) > 1:
-            raise ValueError(f"There must be at most one {job!r}; got {cluster.num_tasks(job)}.")
-    # As in TensorFlow, an evaluator works beside the cluster and need not be listed.
+            raise ValueError(f"A cluster has at most one {job!r}, got {cluster.num_tasks(job)}.")
+    # As in TensorFlow, an evaluator need not be listed in the cluster.
     if not jobs or (task_type == "evaluator" and task_type not in jobs and task_id is not None):
         return
     if task_type is None or task_id is None:
         raise ValueError(
-            f"The cluster has {_listed(jobs)}, but which of them this process is was not said: "
-            "give its task type and its index."
+            f"The cluster has the jobs {_listed(jobs)}, but the task of this process is unknown: "
+            "pass its task_type and task_id."
         )
     if task_type not in jobs:
         raise ValueError(
-            f"The task type {task_type!r} is none of {_listed(jobs)}: every task stands in the "
-            "cluster with its address, a chief too."
+            f"The task type {task_type!r} is none of {_listed(jobs)}: the cluster must list the "
+            "address of every task, a chief's too."
         )
     if task_id not in cluster.task_indices(task_type):
         raise ValueError(
-            f"The job {task_type!r} has {cluster.num_tasks(task_type)} tasks, counted from 0, "
-            f"but this process is said to be number {task_id}."
+            f"The job {task_type!r} has {cluster.num_tasks(task_type)} tasks, numbered from 0, "
+            f"but this process has the index {task_id}."
         )
 
 

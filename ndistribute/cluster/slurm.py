@@ -1,7 +1,7 @@
-"""Reads from Slurm's environment which task of a step this process is, and where the others are.
+"""The resolver that reads the cluster and the task of a process from Slurm's variables.
 
-Every task works out all addresses by itself: hosts in the order of Slurm's list, tasks in the order
-of Slurm's ranks, consecutive ports for those that share a node. No `scontrol` is needed.
+Every task computes all addresses itself: hosts in the order of Slurm's list, tasks in the order of
+Slurm's ranks, and consecutive ports for tasks of one node. It does not run `scontrol`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from collections.abc import Mapping
 from ndistribute.cluster.resolvers import ClusterResolver, number_in, number_of
 from ndistribute.cluster.spec import ClusterSpec
 
-# Below the ports that Linux gives to outgoing connections (32768 and up); 16 for each of the jobs
-# that may share a node, told apart by their number.
+# Below the ports of outgoing connections on Linux (32768 and up). Jobs that share a node use
+# different ranges of 16 ports, chosen by their job numbers.
 _FIRST_PORT, _PORTS_PER_JOB, _DISTINCT_JOBS = 10_000, 16, 1_400
 _PART = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?", re.ASCII)
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
-# More than any machine has; a slip such as [1-99999999999] is caught before it fills the memory.
+# More than any cluster has: a typo such as [1-99999999999] must not fill the memory.
 _MOST_HOSTS = 1 << 17
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """Read the cluster from the environment that ``srun`` gives to each of its tasks.
+    """The resolver for tasks that ``srun`` started.
 
     Args:
         jobs: the number of tasks of each job, in the order of Slurm's ranks, for example
-            ``{"chief": 1, "worker": 3}``; by default all are workers.
-        port_base: the port of the first task of each node, the next ones counting up. By default
-            the ports that ``srun --resv-ports`` reserved, else some by the job's number.
-        tasks_per_node: for each node, in place of what the environment says.
-        environ: the environment to read.
+            ``{"chief": 1, "worker": 3}``; None: all tasks are workers.
+        port_base: the port of the first task of each node; the next tasks use the next ports. None:
+            the ports that ``srun --resv-ports`` reserved, otherwise ports by the job's number.
+        tasks_per_node: the number of tasks of each node; None: read from the environment.
+        environ: the environment variables; None: ``os.environ``.
 
     Raises:
         ValueError: ``srun`` did not start this process, or its variables contradict each other.
@@ -65,7 +65,7 @@ class SlurmClusterResolver(ClusterResolver):
             tasks_per_node = expand_tasks(counts)
         if len(hosts) != len(tasks_per_node):
             raise ValueError(
-                f"Slurm names {len(hosts)} nodes, but tasks for {len(tasks_per_node)} of them."
+                f"Slurm lists {len(hosts)} nodes, but tasks for {len(tasks_per_node)} nodes."
             )
         places = _places(tasks_per_node, environ.get("SLURM_DISTRIBUTION", "block"))
         rank = number_of(_need(environ, "SLURM_PROCID"), "SLURM_PROCID")
@@ -79,7 +79,7 @@ class SlurmClusterResolver(ClusterResolver):
         base = _port_base(environ) if port_base is None else port_base
         for port in (base, base + max(tasks_per_node) - 1):
             if not 0 < port < 1 << 16:
-                raise ValueError(f"Port {port} is out of range: port_base={base} does not fit.")
+                raise ValueError(f"Port {port} is out of range: port_base={base} is not usable.")
         addresses = iter([f"{hosts[node]}:{base + slot}" for node, slot in places])
         cluster = {job: list(itertools.islice(addresses, n)) for job, n in jobs.items() if n}
         tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
@@ -87,14 +87,14 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Return the hosts that a list such as ``n[001-003,7],gpu-[1-2]x[3,5]`` names, in order."""
+    """Return the hosts of a list such as ``n[001-003,7],gpu-[1-2]x[3,5]``, in order."""
     hosts: list[str] = []
-    # The commas that stand outside brackets.
+    # Split at commas outside brackets.
     entries = re.split(r",(?![^\[]*\])", text.strip())
     if not all(entries):
         raise ValueError(f"The host list {text!r} is empty, or has an empty entry.")
     for entry in entries:
-        # re.split puts what stands in brackets at the odd places.
+        # re.split puts the contents of brackets at odd indices.
         pieces = _PART.split(entry)
         if any(bracket in piece for piece in pieces[::2] for bracket in "[]"):
             raise ValueError(f"The host list {text!r} has brackets that do not match in {entry!r}.")
@@ -107,7 +107,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Return how many tasks each node has: 2, 2, 2 and 1 for ``2(x3),1``."""
+    """Return the number of tasks of each node: ``[2, 2, 2, 1]`` for ``2(x3),1``."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
@@ -121,12 +121,12 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def _places(tasks_per_node: list[int], distribution: str) -> list[tuple[int, int]]:
-    """Return the node of each rank, and how many ranks before it are on that node."""
+    """Return the node of each rank, and the number of lower ranks on that node."""
     across_nodes = distribution.partition(":")[0].partition(",")[0].lower()
     if across_nodes not in ("block", "*", "", "cyclic"):
         raise ValueError(
-            f"SLURM_DISTRIBUTION={distribution!r}: where each rank is can be told for the block "
-            "and cyclic distributions only. Start the step with `srun --distribution=block`."
+            f"SLURM_DISTRIBUTION={distribution!r} is not supported, only block and cyclic "
+            "distributions. Start the step with `srun --distribution=block`."
         )
     blocks = [(node, slot) for node, count in enumerate(tasks_per_node) for slot in range(count)]
     return sorted(blocks, key=lambda place: place[::-1]) if across_nodes == "cyclic" else blocks
@@ -138,8 +138,8 @@ def _check_node(nodes: list[int], rank: int, environ: Mapping[str, str]) -> None
     said = environ.get("SLURM_NODEID")
     if said is not None and number_in(environ, "SLURM_NODEID") != nodes[rank]:
         raise ValueError(
-            f"Rank {rank} should be on node {nodes[rank]} but is on node {said}: the tasks are "
-            "spread in an unknown way. Start the step with `srun --distribution=block`."
+            f"Rank {rank} should be on node {nodes[rank]} but is on node {said}: the distribution "
+            "of the tasks is unknown. Start the step with `srun --distribution=block`."
         )
 
 
@@ -163,7 +163,7 @@ def _need(environ: Mapping[str, str], *names: str) -> str:
 
 
 def _numbers(inside: str, text: str) -> list[str]:
-    """Return the numbers in brackets, as they are written; of a range not many more than may be."""
+    """Return the numbers in brackets with their leading zeros; stop soon after `_MOST_HOSTS`."""
     numbers: list[str] = []
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)

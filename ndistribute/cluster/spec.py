@@ -1,7 +1,6 @@
-"""Which processes a job has, and the address of each: a plain value, as `tf.train.ClusterSpec`.
+"""`ClusterSpec`: the tasks of a cluster and their addresses, as in `tf.train.ClusterSpec`.
 
-Nothing here looks at the environment, opens a socket or knows which process it runs in; that is
-the resolvers' part.
+A plain value: only resolvers read the environment and know the task of this process.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from typing import Any
 
 
 class ClusterSpec:
-    """Describe the jobs of a cluster and the network address of each of their tasks.
+    """The jobs of a cluster, and the network address of each task.
 
     Args:
-        cluster: for each job's name either the list of its tasks' addresses, or a dictionary from
-            task index to address where only some tasks are known; or another ClusterSpec.
+        cluster: a dictionary from the name of each job to the list of its addresses ``host:port``,
+            or to a dictionary from task indices to addresses; or another `ClusterSpec`.
 
     Raises:
-        TypeError: the description has another form.
-        ValueError: a task's index is negative, or two tasks have the same address.
+        TypeError: `cluster` has another form.
+        ValueError: a task index is negative, or two tasks have the same address.
 
     >>> cluster = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": {1: "c:2222"}})
     >>> cluster.jobs, cluster.num_tasks("worker"), cluster.task_address("ps", 1)
@@ -45,11 +44,11 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """Return the names of the jobs, in the order in which they were given."""
+        """The names of the jobs, in the order in which they were given."""
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Return what describes this cluster: a list for each dense job, else a dictionary."""
+        """Return a list of addresses for each job; a dictionary by index if indices are missing."""
         described: dict[str, list[str] | dict[int, str]] = {}
         for job, tasks in self._jobs.items():
             indices = sorted(tasks)
@@ -59,7 +58,7 @@ class ClusterSpec:
         return described
 
     def num_tasks(self, job_name: str) -> int:
-        """Return how many tasks of a job are known.
+        """Return the number of known tasks of a job.
 
         Raises:
             ValueError: there is no such job.
@@ -67,7 +66,7 @@ class ClusterSpec:
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the indices of a job's known tasks, in rising order.
+        """Return the indices of the known tasks of a job, in ascending order.
 
         Raises:
             ValueError: there is no such job.
@@ -86,7 +85,7 @@ class ClusterSpec:
         return address
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return a job's addresses by task index, None where a task is not known.
+        """Return the addresses of a job by task index, with None for unknown tasks.
 
         Raises:
             ValueError: there is no such job.
@@ -95,7 +94,7 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def addresses(self) -> list[str]:
-        """Return the addresses of all known tasks, job after job in the order of their names."""
+        """Return the addresses of all known tasks, by job name and task index."""
         jobs = [self._jobs[job] for job in sorted(self._jobs)]
         return [tasks[index] for tasks in jobs for index in sorted(tasks)]
 
@@ -110,7 +109,7 @@ class ClusterSpec:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ClusterSpec) and self._jobs == other._jobs
 
-    # It compares by value, and its dictionary might have been changed by a subclass.
+    # Specs are compared by value, and a subclass may change the dictionary.
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
@@ -123,13 +122,13 @@ def task_names(cluster: ClusterSpec) -> list[str]:
 
 
 def only_task(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
-    """Return a task's job and index; what is None is known where there is only one."""
+    """Return a job and a task index; None selects the only one, or raises ValueError."""
     jobs = cluster.jobs if job is None else [job]
     if len(jobs) != 1:
-        raise ValueError(f"The cluster has the jobs {jobs}: say which by job_name.")
+        raise ValueError(f"The cluster has the jobs {jobs}: choose one by job_name.")
     indices = cluster.task_indices(jobs[0]) if index is None else [index]
     if len(indices) != 1:
-        raise ValueError(f"The job {jobs[0]!r} has the tasks {indices}: say which by task_index.")
+        raise ValueError(f"The job {jobs[0]!r} has the tasks {indices}: choose one by task_index.")
     cluster.task_address(jobs[0], indices[0])
     return jobs[0], indices[0]
 
@@ -153,7 +152,7 @@ def _tasks(job: Any, tasks: Any) -> dict[int, str]:
 
 
 def _check_distinct(jobs: Mapping[str, Mapping[int, str]]) -> None:
-    """Refuse two tasks at one address; it may be unknown, or have port 0, for any free one."""
+    """Raise ValueError if two tasks have one address, unless it is empty or has port 0."""
     tasks: dict[str, str] = {}
     for job, addresses in jobs.items():
         for index, address in addresses.items():
@@ -162,8 +161,8 @@ def _check_distinct(jobs: Mapping[str, Mapping[int, str]]) -> None:
             other = tasks.setdefault(place, f"{job}:{index}")
             if other != f"{job}:{index}" and address and port != "0":
                 raise ValueError(
-                    f"{other} and {job}:{index} have the same address {address!r}, and only one "
-                    "process can listen there: give each task a host or a port of its own."
+                    f"{other} and {job}:{index} have the same address {address!r}, where only one "
+                    "process can listen: give each task its own host or port."
                 )
 
 

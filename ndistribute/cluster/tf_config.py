@@ -1,7 +1,7 @@
-"""Reads `TF_CONFIG`, the variable that describes a cluster and its own task to each process.
+"""The resolver that reads `TF_CONFIG`, the variable with the cluster and the task of a process.
 
-An error names the part that is wrong: the variable is mostly written by hand or by a template, and
-a cluster with one wrong entry otherwise only waits.
+Errors name the malformed part: people and templates write this variable, and the processes of a
+cluster with a wrong entry would wait for each other until the timeout.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _EXAMPLE = (
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Read the cluster and this process's task from ``TF_CONFIG``.
+    """The resolver that reads the cluster and the task of this process from ``TF_CONFIG``.
 
     Args:
-        task_type: this process's job, in place of what the variable says.
-        task_id: its index, in place of what the variable says.
-        environ: the environment to read.
+        task_type: the job of this process; None: the one in the variable.
+        task_id: its index within the job; None: the one in the variable.
+        environ: the environment variables; None: ``os.environ``.
 
     Raises:
-        ValueError: the variable is not what it should be; the message names the part.
+        ValueError: the variable is malformed; the message names the part.
 
     >>> cluster = '{"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}'
     >>> resolver = TFConfigClusterResolver(environ={"TF_CONFIG": '{"cluster": %s}' % cluster})
@@ -60,13 +60,13 @@ class TFConfigClusterResolver(ClusterResolver):
             super().__init__(cluster, task_type, task_id, str(config.get("environment", "")))
         except (TypeError, ValueError) as error:
             what = f"it is not JSON: {error}." if isinstance(error, json.JSONDecodeError) else error
-            raise ValueError(f"TF_CONFIG is malformed: {what} A right one: {_EXAMPLE}") from None
+            raise ValueError(f"TF_CONFIG is malformed: {what} An example: {_EXAMPLE}") from None
 
 
 def _cluster(described: dict[str, Any]) -> ClusterSpec:
     jobs = dict(described)
     for job, tasks in described.items():
-        if isinstance(tasks, dict):  # Only some tasks are known, and JSON's keys are strings.
+        if isinstance(tasks, dict):  # Not all tasks are known; keys in JSON are strings.
             what = f"a task's index in job {job!r}"
             jobs[job] = {number_of(index, what): address for index, address in tasks.items()}
     cluster = ClusterSpec(jobs)

@@ -1,8 +1,8 @@
-"""What carries bytes between replicas: six methods over flat contiguous buffers.
+"""The protocol of backends: six methods over flat contiguous buffers.
 
-A backend sees one-dimensional arrays of one memory space and a `Call` that says what the replicas
-believe they are doing. It neither knows nests nor validates shapes; it does compare the calls of
-all replicas before it moves anything, and it never waits without a deadline.
+A backend gets arrays of one memory space and a `Call` that describes the operation. It knows no
+nests and does not check shapes. It compares the calls of all replicas before it uses their data,
+and every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _UPDATE_ELEMENTS = 64 * 1024
 Signature = tuple[tuple[np.dtype[Any], tuple[int | str, ...]], ...]
 
 Update = Callable[[Any, int, int, int, Array], None]
-"""Called as ``update(prepared, leaf, start, stop, total)`` for a reduced range of a leaf that this
-replica owns; `total` may be changed by the callee."""
+"""Called as ``update(prepared, leaf, start, stop, total)`` with a reduced range of a leaf that this
+replica owns; it may change `total`."""
 
 
 class Call(NamedTuple):
-    """Describe a collective call as one replica made it; those of all replicas must be equal.
+    """A collective call of one replica; the calls of all replicas must be equal.
 
     Args:
         sequence: the call's number in this step, from 1.
         kind: the method's name.
-        op: the reduction's name, or None.
+        op: the reduction's name, another argument that must be equal, or None.
         signature: dtype and shape of each leaf.
-        purpose: what it is made for, such as a write to a variable; empty for a call by itself.
+        purpose: what the call is for, such as a write to a variable; empty for a user's own call.
     """
 
     sequence: int
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Return kind and number, for example ``all_reduce #12``."""
+        """The kind and the number, for example ``all_reduce #12``."""
         return f"{self.kind} #{self.sequence}"
 
     def __str__(self) -> str:
@@ -60,10 +60,10 @@ class Call(NamedTuple):
 
 
 class Backend(Protocol):
-    """Move bytes between the replicas of a group; one object for each replica.
+    """The collectives of one replica over flat buffers.
 
-    The replica computes on `device`. Of the `owners` replicas that update the same memory, this
-    one is number `owner`.
+    The replica computes on `device`. It has index `owner` among the `owners` replicas that update
+    the same memory.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Backend(Protocol):
     def merge(
         self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
     ) -> T:
-        """Run `combine` once over the values of this process's replicas, in replica order."""
+        """Run `combine` once on the values of this process's replicas, in replica order."""
 
     def all_reduce(
         self,
@@ -85,7 +85,7 @@ class Backend(Protocol):
         op: ReduceOp,
         timeout: float,
     ) -> None:
-        """Reduce each input over all replicas into the output beside it, on every replica."""
+        """Reduce each input over all replicas into the output of the same index, on all of them."""
 
     def reduce_update(
         self,
@@ -96,25 +96,25 @@ class Backend(Protocol):
         update: Update,
         timeout: float,
     ) -> Any:
-        """Reduce, and hand each replica the ranges it owns instead of the whole result.
+        """Reduce, and call `update` on each replica with the ranges of the result that it owns.
 
-        `prepare` runs once in a process, when all its replicas are there and none reads; what it
-        returns goes to every `update` and to the caller. No replica returns before all updates are
-        done.
+        `prepare` runs once in each process, when all of its replicas are in this call. Its result
+        is passed to every `update` and returned. No replica of a process returns before all updates
+        of that process are done.
         """
 
     def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
-        """Join matrices of equal width, the rows of replica 0 first; row counts may differ."""
+        """Concatenate matrices of equal width in replica order; numbers of rows may differ."""
 
     def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
-        """Copy the buffers of one replica into those of all others."""
+        """Copy the buffers of replica `root` into those of all others."""
 
     def abort(self, cause: BaseException) -> None:
-        """Release every replica that waits, now or later, with the reason."""
+        """Make all waits of all replicas raise because of `cause`, now and later."""
 
 
 def check_calls(calls: Sequence[Call]) -> None:
-    """Compare what the replicas believe they are doing.
+    """Check that the calls of all replicas are equal.
 
     Raises:
         CollectiveMismatchError: two of the calls differ.
@@ -138,11 +138,11 @@ def mismatch(
     """Return the error for calls that differ.
 
     Args:
-        kind: of the call as it was expected.
-        sequence: its number.
-        rank: who made another one.
-        what: which calls were made, as a sentence.
-        alike: whether they differ in shapes and dtypes alone.
+        kind: the kind of the expected call.
+        sequence: the number of the expected call.
+        rank: the replica or worker that made another call.
+        what: a sentence that names both calls.
+        alike: whether the calls differ only in shapes and dtypes.
     """
     advice = "make the same calls in the same order."
     if alike:
@@ -163,9 +163,9 @@ def update_in_blocks(
     prepare: Callable[[], Any],
     update: Update,
 ) -> Any:
-    """Update with totals that are all there, so that a failure before changes nothing.
+    """Call `update` with complete totals, block by block; an earlier failure changes no variable.
 
-    `update` gets them in the dtypes of the inputs, and may change them.
+    The totals are converted to the dtypes of the inputs. Returns the result of `prepare`.
     """
     with span("update", call.title):
         prepared = prepare()

@@ -1,9 +1,9 @@
-"""Who this process is in its group, and how it reaches rank 0 and its partners for data.
+"""Bootstrap of a group: the description of each process, and the data connections between them.
 
-The facts come from the addresses of a `TF_CONFIG`, from an exchange over MPI, or, where the address
-of rank 0 alone is known, from the group itself: every process tells rank 0 where it listens. Data
-connections are made when two processes first need one: the higher rank connects, the lower one
-accepts, and each goes through the transport's handshake. Jobs in shared memory never make one.
+Addresses come from `TF_CONFIG`, from an exchange over MPI, or, if only the address of rank 0 is
+known, from the group itself: every process sends its address to rank 0. A data connection is made
+when two processes first need it: the higher rank connects, the lower one accepts, and both run the
+transport's handshake. Jobs in shared memory make none.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ _ATTEMPT_SECONDS = 5.0
 _CHECK_SECONDS = 0.01
 _RETRY_SECONDS = 0.05  # Each attempt costs a handshake.
 _WELCOME = b"+"
-_SOMEWHERE = "192.0.2.1"  # Of the range for examples: a way to it is looked up, nothing is sent.
+_SOMEWHERE = "192.0.2.1"  # From the range for documentation; only a route is looked up.
 
-# Counts the groups of this process: a process that is in the next group already must not be taken
-# for a member of the last.
+# Numbers the groups of this process, to detect processes that are in another group.
 _groups = itertools.count()
 
 
 def host_identity(environ: Mapping[str, str] = os.environ) -> str:
-    """Return a text that is the same for processes that can map each other's memory.
+    """Return a string that is equal for processes that can map each other's memory.
 
     >>> host_identity({"NDISTRIBUTE_HOST_ID": "blue"})
     'blue'
     """
     if environ.get("NDISTRIBUTE_HOST_ID"):
         return environ["NDISTRIBUTE_HOST_ID"]
-    # Containers of one machine share its boot but see neither each other's processes nor memory.
+    # Containers of one machine share its boot id, but not their processes and memory.
     parts = [socket.gethostname(), str(os.getuid())]
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts.append(boot.read_text().strip() if boot.exists() else "")
@@ -59,21 +58,21 @@ def host_identity(environ: Mapping[str, str] = os.environ) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """Say which process of a group this is, and where it and rank 0 listen."""
+    """The rank of a process in its group, and the addresses of it and of rank 0."""
 
     rank: int
     size: int
     first: str  # The address of rank 0.
-    address: str  # Where this process takes data connections,
-    listener: socket.socket  # with this socket.
+    address: str  # Where this process accepts data connections,
+    listener: socket.socket  # on this socket.
     credentials: Credentials
-    entrance: socket.socket | None = None  # Where rank 0 lets the others join, if not there.
-    addresses: Sequence[str] = ()  # Of all processes, where they are known beforehand.
-    host: str = field(default_factory=host_identity)  # The same where memory is.
-    group: int = field(default_factory=lambda: next(_groups))  # The same on all processes.
+    entrance: socket.socket | None = None  # Where the others join at rank 0, if not there.
+    addresses: Sequence[str] = ()  # Of all processes, if known at the start.
+    host: str = field(default_factory=host_identity)  # Equal in shared memory.
+    group: int = field(default_factory=lambda: next(_groups))  # Equal on all processes.
 
     def details(self, **more: str | int) -> dict[str, str | int]:
-        """Return what the other processes are told of this one."""
+        """Return the description of this process for the other processes."""
         return {
             "rank": self.rank,
             "size": self.size,
@@ -86,53 +85,53 @@ class ProcessInfo:
         }
 
     def refusal_of(self, hello: Hello, joined: bool) -> str:
-        """Return why a process that says this of itself is none of the group, or nothing."""
+        """Return why a process with this `Hello` is not in the group, or an empty string."""
         try:
             rank, size, group = (int(hello.details[key]) for key in ("rank", "size", "group"))
         except (ValueError, KeyError, TypeError):
-            return "it is no worker of a group"
+            return "it is not a worker of a group"
         if size != self.size or not 0 <= rank < size or rank == self.rank:
             return (
                 f"it is worker {rank} of {size}, here is worker {self.rank} of {self.size}; "
-                "every process needs the same cluster, and an index of its own"
+                "give every process the same cluster and a different index"
             )
-        # Who is in another group already, or looks for data before that is there, tries again.
+        # Processes of another group, and early data connections, are not refused: they try again.
         if joined and group == self.group and hello.purpose == "control":
             return f"all {self.size} workers have joined: start the whole job again"
         return ""
 
 
 def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
-    """Describe a process of a cluster whose addresses are known, as from `TF_CONFIG`."""
-    # The port comes last: nothing is left open where a setting is wrong.
+    """Return the description of a process in a cluster with known addresses."""
+    # Open the port last, so that no socket stays open if a setting is wrong.
     credentials, _ = credentials_of(addresses), silence_seconds()
     listener = _listener_at(addresses[rank])
-    # By the name that the others know, but by the port that it is, which may have been any.
+    # The host that the others know, and the real port, because the given one may be 0.
     own = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
     size, first = len(addresses), addresses[0]
     return ProcessInfo(rank, size, first, own, listener, credentials, addresses=addresses)
 
 
 def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> ProcessInfo:
-    """Describe a process that can already exchange small messages with the others, as over MPI.
+    """Return the description of a process that can exchange small messages, as over MPI.
 
-    The exchange returns what every process passed, in rank order.
+    `exchange` returns what each process passed, in rank order.
     """
     tls, _ = tls_files(os.environ), silence_seconds()
     names = [name.decode() for name in exchange(socket.gethostname().encode())]
     alone = len(set(names)) == 1
     listener = listen(f"{'127.0.0.1' if alone else outward_address(names)}:0")
     own = address_of(*listener.getsockname()[:2])
-    # The launcher's own channel is trusted: whoever is on it may know the secret.
+    # The launcher's channel is trusted: all processes on it may know the secret.
     first, secret = json.loads(exchange(json.dumps([own, secrets.token_hex(32)]).encode())[0])
     credentials = Credentials(secret.encode(), "started by MPI", tls)
     return ProcessInfo(rank, len(names), first, own, listener, credentials)
 
 
 def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
-    """Describe a process of a job in which only the address of rank 0 is known, as from torchrun.
+    """Return the description of a process if only rank 0's address is known, as under torchrun.
 
-    Rank 0 listens there until all have joined.
+    Rank 0 listens there until all processes have joined.
     """
     credentials, _ = credentials_of([first]), silence_seconds()
     with contextlib.ExitStack() as on_error:
@@ -144,15 +143,15 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
 
 
 def _listener_at(address: str) -> socket.socket:
-    """Return a socket that listens at an address, a copy where a group of this process has one."""
+    """Return a socket that listens at an address; share that of another group of this process."""
     for data in list(not_for_forks):
         if isinstance(data, DataConnections) and data.listens_at(address):
-            return data.info.listener.dup()  # Who gets to the other group there tries again.
+            return data.info.listener.dup()  # A process that reaches the wrong group retries.
     return listen(address, os.environ)
 
 
 def outward_address(names: Sequence[str]) -> str:
-    """Return the address by which the hosts of these names, its own among them, reach this one."""
+    """Return the address of this host for the hosts of these names, which include this one."""
     own = socket.gethostname()
     with contextlib.suppress(OSError):
         found = socket.gethostbyname(own)
@@ -170,22 +169,22 @@ def outward_address(names: Sequence[str]) -> str:
 
 
 def _own_address_towards(address: str) -> str:
-    """Return the address of this host at which replies from another address come in."""
+    """Return the address of this host on its route to another address."""
     try:
         found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
         with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # Sends nothing: it asks the system for the way.
+            probe.connect(found[0][4])  # Sends nothing; only looks up the route.
             return str(probe.getsockname()[0])
     except OSError as error:
         why = why_unreached(address, error)
-        raise OSError(f"there is no way from here to {address}: {why}.") from error
+        raise OSError(f"this host has no route to {address}: {why}.") from error
 
 
 class DataConnections:
-    """Keep the connections that carry data between this process and others of its group.
+    """The data connections between this process and others of its group.
 
-    Higher ranks connect to lower ones, which accept from `open` on. If a process connects again,
-    its earlier connection ends.
+    Higher ranks connect to lower ones, which accept after `open`. If a process connects again, its
+    earlier connection ends.
     """
 
     def __init__(self, info: ProcessInfo) -> None:
@@ -198,11 +197,11 @@ class DataConnections:
         not_for_forks.add(self)
 
     def open(self, addresses: Sequence[str], started: str) -> None:
-        """Begin to accept connections.
+        """Start to accept connections.
 
         Args:
-            addresses: where the processes take them, in rank order.
-            started: names this start of the group, the same on all processes.
+            addresses: the addresses of all processes for data, in rank order.
+            started: the id of this start of the group, equal on all processes.
         """
         self._addresses, self._started = addresses, started
         info, own = self.info, Hello(name=f"worker {self.info.rank}")
@@ -211,14 +210,14 @@ class DataConnections:
         )
 
     def get(self, rank: int, check: Callable[[], None]) -> socket.socket:
-        """Return the connection to a process; it is made if there is none.
+        """Return the connection to a process; create it if there is none.
 
         Args:
-            rank: of the other process, which is to ask for this connection too.
-            check: called now and then; raises where waiting has become vain.
+            rank: the rank of the other process, which must request this connection too.
+            check: called repeatedly; it raises to end the wait.
 
         Raises:
-            AuthenticationError: another job's process has the address.
+            AuthenticationError: a process of another job has the address.
         """
         while (sock := self._sockets.get(rank)) is None:
             check()
@@ -228,24 +227,25 @@ class DataConnections:
             except AuthenticationError:
                 raise
             except OSError:
-                pass  # It is not that far, and one tries again.
+                pass  # The other process is not ready: try again.
             pause = _RETRY_SECONDS if rank < self.info.rank else _CHECK_SECONDS
             with self._changed:
                 self._changed.wait_for(lambda: rank in self._sockets, pause)
         return sock
 
     def listens_at(self, address: str) -> bool:
-        """Return True until `close` if the others come to this address."""
-        return self.info.address == address and self.info.listener.fileno() >= 0
+        """Return True if this group accepts connections at this address."""
+        same = split_address(self.info.address) == split_address(address)
+        return same and self.info.listener.fileno() >= 0
 
     def renew(self, generation: int) -> None:
-        """Close all connections: those of the next generation are made anew."""
+        """Close all connections; the next generation makes new ones."""
         with self._changed:
             self._generation = generation
             self.let_go()
 
     def close(self) -> None:
-        """Take no more connections, and close those that there are."""
+        """Stop accepting connections, and close all of them."""
         if self._listener is not None:
             self._listener.close()
         self.info.listener.close()
@@ -253,7 +253,7 @@ class DataConnections:
             self.let_go()
 
     def let_go(self) -> None:
-        """Close the sockets; a fork's copies would hide that this process has died."""
+        """Close the sockets; copies in a fork would hide the death of this process."""
         while self._sockets:
             self._replaced.append(self._sockets.popitem()[1])
         while self._replaced:
@@ -270,19 +270,19 @@ class DataConnections:
         try:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             if sock.recv(1) != _WELCOME:
-                raise ConnectionResetError("it is in another group, or generation, at this moment")
+                raise ConnectionResetError("it is in another group or generation at this moment")
         except BaseException:
             sock.close()
             raise
         return sock
 
     def _admit(self, sock: socket.socket, accepted: Accepted) -> None:
-        """Keep a connection that a process of a higher rank made."""
+        """Add a connection from a process of a higher rank."""
         fields: dict[str, Any] = accepted.hello.details
         with self._changed:
             here = "data", self._started, self._generation
             if (accepted.hello.purpose, fields.get("started"), fields.get("generation")) != here:
-                sock.close()  # It tries again, and finds the group that it looks for.
+                sock.close()  # It tries again until its own group listens.
                 return
             sock.send(_WELCOME)
             self._keep(fields["rank"], sock)
@@ -294,7 +294,7 @@ class DataConnections:
         stale = self._sockets.get(rank)
         self._sockets[rank] = sock
         if stale is not None:
-            # Not closed yet: a thread may poll it, and the number would be another file's.
+            # Not closed yet: a thread may poll it, and its descriptor could be reused.
             self._replaced.append(stale)
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(stale, socket.SHUT_RDWR)
@@ -304,7 +304,7 @@ class DataConnections:
         ours = hello.details.get("group") == self.info.group
         if not reason and ours and hello.details.get("started") != self._started:
             return (
-                "it met another worker 0 than this process: two jobs use the same addresses; give "
-                "each its own ports, and NDISTRIBUTE_JOB_ID where no launcher sets it"
+                "it has another worker 0 than this process: two jobs use the same addresses; give "
+                "each its own ports, and NDISTRIBUTE_JOB_ID if no launcher sets it"
             )
         return reason

@@ -1,7 +1,7 @@
-"""The public face of the collectives: one object for each replica.
+"""`Communicator`: the collectives as a replica calls them.
 
-It takes nests of arrays and numbers, checks them, numbers the calls, and hands flat contiguous
-buffers to its backend. Nobody else sees a backend. A group of one replica is handled here, once.
+It takes nests of arrays and numbers, checks them, numbers the calls, and passes flat contiguous
+buffers to its backend. No other code calls a backend. A group of one replica is handled here.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ GradientMemory = Callable[[np.dtype[Any], tuple[int, ...]], Array | None]
 
 
 class Communicator:
-    """Let a replica reduce, gather, broadcast and meet with the others of its group.
+    """The collectives of one replica.
 
-    Arrays in another byte order than this machine's count as the same numbers in its own, which is
-    also what results have.
+    Arrays in a foreign byte order are converted: results have the byte order of this machine.
 
     Args:
-        backend: what carries the bytes.
-        options: for calls that bring none of their own.
-        local: the backend among the replicas of this process, where there are several processes.
-        where: is told which calls are over, where there are several processes.
+        backend: the backend of this replica.
+        options: the options of calls without options of their own.
+        local: the backend among the replicas of this process; None: `backend`.
+        where: the step tracker of this process; None if there are no other processes.
 
     Attributes:
-        rank: which replica this is, of `size`.
-        local_rank: which of those of this process, of `local_size`.
-        calls_made: how many calls this replica made in the current step.
-        purpose: what the next calls are for, compared between replicas like all else.
-        part_of: the call that the next ones are parts of.
-        guard: knows which calls of the step are over.
-        gradient_memory: if not None, called with a dtype and a shape it returns an array that
-            `reduce_update` need not copy, or None.
+        rank: the index of this replica among `size` replicas.
+        local_rank: its index among the `local_size` replicas of this process.
+        calls_made: the number of calls of this replica in the current step.
+        purpose: what the next calls are for; it must be the same on all replicas.
+        part_of: the number of the call that the next calls are parts of, or None.
+        guard: the context of a call; it records which calls of the step have completed.
+        gradient_memory: None, or a function of a dtype and a shape. It returns an array that
+            `reduce_update` reads without a copy, or None.
 
     >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
@@ -81,8 +80,8 @@ class Communicator:
         self.guard = _Guard(backend.rank, where)
 
     def begin(self) -> None:
-        """Start a step: calls are numbered from 1 again."""
-        self.calls_made = self.guard.met = 0
+        """Start a step, in which calls are numbered from 1."""
+        self.calls_made = 0
         self.guard.history.clear()
 
     def all_reduce(self, op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
@@ -117,7 +116,7 @@ class Communicator:
         placed = [copy_to(rows, self._backend.device) for rows in moved] if self._on_gpu else moved
         inputs = [rows.reshape(len(rows), math.prod(rows.shape[1:])) for rows in placed]
         timeout = self._timeout if options is None else options.timeout
-        # A star stands for the number of rows, which may differ.
+        # "*" replaces the number of rows, which may differ.
         signature = tuple((rows.dtype, ("*", *rows.shape[1:])) for rows in moved)
         with self._numbered("all_gather", f"axis={axis}", signature) as call:
             joined = self._backend.all_gather(call, inputs, timeout)
@@ -130,29 +129,32 @@ class Communicator:
         return tree.unflatten(value, results)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Return the nest that one replica passed; the others pass one of the same shapes."""
+        """Return the nest that replica `root` passed; all pass the same shapes and dtypes."""
         arrays, inputs, signature = self._taken(tree.flatten(value))
         buffers = [flat.copy() for flat in inputs]
         if self.size > 1:
-            # Who sends hears nothing of who receives.
-            with self._numbered("broadcast", f"root={root}", signature, meets=False) as call:
+            # The sender gets no reply from the receivers.
+            with self._numbered("broadcast", f"root={root}", signature, counts=False) as call:
                 self._backend.broadcast(call, buffers, root, self._timeout)
         return self._returned(value, arrays, buffers)
 
-    def merge(self, kind: str, value: Any, combine: Callable[[Sequence[Any]], T]) -> T:
-        """Run a function once over the values of all replicas of this process.
+    def merge(
+        self, kind: str, value: Any, combine: Callable[[Sequence[Any]], T], *, writes: bool = False
+    ) -> T:
+        """Run a function once on the values of all replicas of this process.
 
         Args:
-            kind: what the replicas are doing; compared between them.
-            value: what this replica brings.
-            combine: called with the values in replica order, while every replica waits.
+            kind: the name of the operation, which must be the same on all replicas.
+            value: the value of this replica.
+            combine: called with the values in replica order, while all replicas wait.
+            writes: True if the function writes variables, in all processes.
 
         Returns:
-            What `combine` returned, the same object on every replica.
+            The result of `combine`, the same object on all replicas.
         """
         if self.size == 1:
             return combine([value])
-        with self._numbered(kind, None, (), meets=False) as call:
+        with self._numbered(kind, None, (), counts=writes) as call:
             return self._backend.merge(call, value, combine, self._timeout)
 
     def reduce_update(
@@ -164,52 +166,52 @@ class Communicator:
         *,
         everywhere: bool = True,
     ) -> Any:
-        """Reduce arrays and update with the result, each replica the part that it owns.
+        """Reduce arrays, and call `update` with the ranges of the totals that this replica owns.
 
-        The gather half of an all-reduce is never done: it would only copy what the owner can use
-        where it is.
+        Unlike an all-reduce, it does not copy the totals to all replicas.
 
         Args:
             op: the reduction.
-            arrays: the same shapes and dtypes on every replica.
-            prepare: run once in each process before the first update.
-            update: called as ``update(prepared, leaf, start, stop, total)`` with ranges of the
-                flattened array number `leaf`; it may change `total`.
-            everywhere: whether over all replicas; else over those of this process alone.
+            arrays: arrays of the same shapes and dtypes on all replicas.
+            prepare: called once in each process before the first update.
+            update: called as ``update(prepared, leaf, start, stop, total)`` with the result of
+                `prepare` and with the total of the elements ``[start, stop)`` of the flattened
+                array number `leaf`; it may change `total`.
+            everywhere: True: reduce over all replicas; False: over those of this process.
 
         Returns:
-            What `prepare` returned.
+            The result of `prepare`.
         """
         op = ReduceOp.parse(op)
         _, inputs, signature = self._taken(arrays, op)
         backend = self._backend if everywhere else self._local
-        # Messages name what users call.
-        with self._numbered("apply_gradients", op.name, signature, meets=everywhere) as call:
+        # Error messages name the method that users call.
+        with self._numbered("apply_gradients", op.name, signature) as call:
             return backend.reduce_update(call, inputs, op, prepare, update, self._timeout)
 
     def owned_part(self, count: int) -> slice:
-        """Return which of `count` rows this replica updates for the replicas of its memory."""
+        """Return which of `count` rows this replica updates, among the replicas of its memory."""
         owner, owners = self._backend.owner, self._backend.owners
         return slice(count * owner // owners, count * (owner + 1) // owners)
 
     def abort(self, cause: BaseException) -> None:
-        """Release every replica that waits in a collective, with the reason."""
+        """Make the collective that other replicas wait in raise because of `cause`."""
         self._backend.abort(cause)
 
     def _taken(
         self, leaves: Sequence[Any], op: ReduceOp | None = None
     ) -> tuple[list[Array], list[Array], Signature]:
-        """Return leaves as arrays, the elements of each in a row for the backend, and a signature.
+        """Return leaves as arrays, the same arrays flattened for the backend, and their signature.
 
-        Where there is an op, the arrays are of the dtype of its result.
+        If `op` is not None, the arrays have the dtype of its result.
         """
         arrays, inputs, signature = [], [], []
         for leaf in leaves:
             array = leaf if type(leaf) is np.ndarray else as_array(leaf)
             if op is not None and array.dtype.kind in "OSUMm":
                 raise TypeError(
-                    f"{op.name} of {type(leaf).__name__} is not defined: pass arrays of numbers, "
-                    "or a nest of them."
+                    f"{op.name} of {type(leaf).__name__} is not defined: pass numbers, arrays of "
+                    "numbers, or a nest of them."
                 )
             if op is ReduceOp.MEAN:
                 array = array.astype(result_dtype(op, array.dtype), copy=False)
@@ -217,13 +219,13 @@ class Communicator:
                 array = native(array)
             arrays.append(array)
             signature.append((array.dtype, array.shape))
-            # Row by row, and a copy only where the array is not laid out so.
+            # In C order; this copies only arrays that are not contiguous.
             placed = copy_to(array, self._backend.device) if self._on_gpu else array
             inputs.append(placed.ravel())
         return arrays, inputs, tuple(signature)
 
     def _returned(self, value: Any, arrays: Sequence[Array], flat: Sequence[Array]) -> Any:
-        """Return a nest of results, each where the replica had its array: maybe on the host."""
+        """Return a nest of results, each on the device of its input, which may be the host."""
         results = []
         for array, result in zip(arrays, flat, strict=True):
             here = copy_to(result, device_of(array)) if self._on_gpu else result
@@ -231,20 +233,21 @@ class Communicator:
         return tree.unflatten(value, results)
 
     def _numbered(
-        self, kind: str, op: str | None, signature: Signature, *, meets: bool = True
+        self, kind: str, op: str | None, signature: Signature, *, counts: bool = True
     ) -> _Guard:
         """Return a context that yields the next call.
 
         Args:
             kind: the method's name.
-            op: the reduction's name, or another argument that has to be the same everywhere.
+            op: the reduction's name, or another argument that must be the same on all replicas.
             signature: dtype and shape of each array.
-            meets: whether each replica hears of all others before it returns.
+            counts: whether recovery compares its completion: True if every replica receives from
+                all others in it, or if it writes variables.
         """
         if self.part_of is None:
             self.calls_made += 1
         guard = self.guard
-        guard.is_part, guard.meets = self.part_of is not None, meets
+        guard.is_part, guard.counts = self.part_of is not None, counts
         guard.history.append(
             Call(self.part_of or self.calls_made, kind, op, signature, self.purpose)
         )
@@ -252,12 +255,11 @@ class Communicator:
 
 
 class _Guard:
-    """Yield the call that was numbered last; note that it is over, or what led to its failure."""
+    """The context of a call: it yields the call, and records its end or adds notes to its error."""
 
     def __init__(self, rank: int, where: StepTracker | None) -> None:
         self.history: deque[Call] = deque(maxlen=8)
-        self.is_part, self.meets = False, True
-        self.met = 0  # The last call that is over, of those in which all replicas meet.
+        self.is_part, self.counts = False, True
         self._rank = rank
         self._where = where
 
@@ -270,20 +272,12 @@ class _Guard:
             error.add_note(f"the last calls of replica {self._rank}: {earlier}")
         if error is None and self._where is not None and not self.is_part:
             self._where.finished = self.history[-1].sequence
-            if self.meets:
-                self.met = self._where.exchanged = self._where.finished
-
-    def take_back(self, met: int) -> None:
-        """Count no call after one as over in this process: what it was for has failed here.
-
-        The other processes may have done that; so all find the difference when they recover.
-        """
-        if self._where is not None and self.met > met:
-            self._where.exchanged = met
+            if self.counts:
+                self._where.exchanged = self._where.finished
 
 
 def _rows_first(array: Array, axis: int) -> Array:
-    """Return an array with an axis moved to the front, where rows lie end to end.
+    """Return a contiguous array in which `axis` is the first axis.
 
     Raises:
         ValueError: the array has no such axis.

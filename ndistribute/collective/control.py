@@ -1,9 +1,9 @@
-"""The control plane: who is in the group, who was lost, and which calls all of them finish.
+"""The control plane: group members, lost processes, and the calls that all processes complete.
 
-Whatever carries the data, a process that dies, falls silent, fails or leaves is known to all others
-at once, and everyone who waits in a collective learns it. An abort names the last call that is over
-on its sender: who is in that call or an earlier one finishes it, so all change their variables
-equally.
+Whatever transport carries the data, all processes learn at once that one has died, stopped
+responding, failed or left, and their waits in collectives raise. An abort names the last call that
+its sender has completed. The others complete that call and all earlier ones, so all processes
+change their variables equally.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ndistribute.errors import (
 )
 from ndistribute.transport.waiting import SHOWN, WaitReport, shortened, why_absent
 
-# A process that comes later than this is asked whether it comes at all; rank 0 has to answer all.
+# After this time in a wait, a process asks the others about its call; rank 0 relays that.
 _ASK_SECONDS = 0.2
 _ASKING_AT_ONCE = 64
-_REPEAT_SECONDS = (0.05, 1.0)  # At least and at most between two questions who is missing.
-_GRACE_SECONDS = 1.0  # For the answer to that, or for data without a control plane.
+_REPEAT_SECONDS = (0.05, 1.0)  # The least and the most time between two such questions.
+_GRACE_SECONDS = 1.0  # For an answer of rank 0, and for data after rank 0 has left.
 _REASON_CHARACTERS = 2000
-_Key = tuple[str, int, Place]  # Of an exchange: its kind, the generation, and its number.
+_Key = tuple[str, int, Place]  # An exchange: its kind, the generation, and its number.
 
 
 class WaitMonitor:
-    """Watch over one wait in a collective: its deadline, failures, and who does not come.
+    """The monitor of one wait in a collective: its deadline, failures, and missing processes.
 
-    Whoever waits polls its wire as it likes and calls `check` now and then.
+    The code that waits polls its transport and calls `check` regularly.
     """
 
     def __init__(self, plane: ControlPlane, call: Call, timeout: float) -> None:
@@ -52,16 +52,16 @@ class WaitMonitor:
         self._deadline, self._ask_at = start + timeout, start + _ASK_SECONDS
 
     def check(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Raise if the group is broken, a process in `missing()` will not come, or time is up."""
+        """Raise if the group is broken, a rank in `missing()` is gone, or the timeout is over."""
         plane = self._plane
         plane.check()
         now = time.monotonic()
         if now < min(self._ask_at, self._deadline) and not plane.where.anyone_gone:
             return
-        # First who has gone and then who is missing: what came before a good-bye has come.
+        # In this order: data that precedes a GoodBye has arrived when `missing` is called.
         gone = plane.where.gone(self._place)
         absent = missing()
-        # Rank 0 takes part in every call, and without it nobody else can say that he gave up.
+        # Rank 0 takes part in every call, and without it no process learns that another one failed.
         cut_off = [0] if now > plane.cut_off_at + _GRACE_SECONDS else []
         for rank in [*absent, *cut_off]:
             if rank in gone:
@@ -72,7 +72,7 @@ class WaitMonitor:
             late = plane.where.late(self._place, absent, sorted(plane.others))
             raise CollectiveTimeoutError(
                 f"{self._call.title}: worker {plane.rank} waited {self._timeout:g} s for worker(s) "
-                f"{', '.join(map(str, late))}. Work that takes longer needs "
+                f"{', '.join(map(str, late))}. If they need more time, raise "
                 "CommunicationOptions(timeout_seconds=...).",
                 rank=late[0] if late else None,
                 op=self._call.kind,
@@ -84,14 +84,14 @@ class WaitMonitor:
 
 
 class ControlPlane:
-    """Know the other processes of a group, all of which have `timeout` seconds to start.
+    """The control plane of one process; all processes must start within `timeout` seconds.
 
     Attributes:
-        data_socket: returns the connection that carries data to and from another process.
-        generation: how often the group was made whole again.
-        cause: what broke it since.
-        raised: whether this process's own code has raised anything since `enter`.
-        cut_off_at: when rank 0 left, by the monotonic clock; from then on nobody hears of another.
+        data_socket: returns the data connection to another process.
+        generation: the number of recoveries.
+        cause: the failure that broke the current generation, or None.
+        raised: whether the user's code in this process has raised since `enter`.
+        cut_off_at: the monotonic time at which rank 0 left and control messages ended, or inf.
     """
 
     raised: bool
@@ -104,8 +104,8 @@ class ControlPlane:
         self.where = StepTracker()
         self.cut_off_at = float("inf")
         self._info = info
-        self._broken: dict[int, star.Failed] = {}  # By generation; others may be in the next one.
-        self._failures: dict[int, star.Failed] = {}  # Who raised in a step that is not over here.
+        self._broken: dict[int, star.Failed] = {}  # By generation; others may be ahead.
+        self._failures: dict[int, star.Failed] = {}  # By rank, in steps not over here.
         self._lost: set[int] = set()
         self._closed = False
         self._process = os.getpid()
@@ -130,22 +130,22 @@ class ControlPlane:
 
     @property
     def is_broken_here(self) -> bool:
-        """Return True if the group broke in the step that this process is in or left last.
+        """Whether the group broke in the current or the last step of this process.
 
-        Another process may have failed in a step that this one has yet to begin.
+        Another process may have failed in a step that this one has not begun.
         """
         return self.cause is not None and self.cause.place[0] <= max(0, self.where.last[0])
 
     @property
     def is_alarmed(self) -> bool:
-        """Return True if `check` may have something to raise."""
+        """Whether `check` may raise."""
         return self.cause is not None or bool(self._failures)
 
     def check(self) -> None:
-        """Raise what broke the group, unless the call of this moment is still finished by all."""
+        """Raise the failure of the group, unless all processes complete the current call."""
         here = self.where.position, self.where.finished + 1
         for failed in list(self._failures.values()):
-            # Who raised in this step does not come to calls that it had not made.
+            # A process that raised in this step makes no more calls in it.
             if failed.generation == self.generation and (here[0], 0) <= failed.place < here:
                 self._break(failed, tell=True)
         cause = self.cause
@@ -155,30 +155,30 @@ class ControlPlane:
             self._refuse_closed()
 
     def patience(self, call: Call, timeout: float) -> WaitMonitor:
-        """Return what watches over a wait, in seconds.
+        """Return the monitor of a call, with a timeout in seconds.
 
-        A backend whose data may still be under way when its sender has left the step asks for it
-        in every call: that is how the sender knows that it has not skipped the call.
+        A backend whose data may arrive after its sender has left the step must request a monitor in
+        every call, which records on the sender that it has made the call.
         """
         return WaitMonitor(self, call, timeout)
 
     def name_of(self, rank: int) -> str:
-        """Return how a process is called in messages."""
+        """Return the name of a process in messages."""
         if not self._members:
             return f"worker {rank}"
         return f"worker {rank} ({self._members[rank]['name']}, pid {self._members[rank]['pid']})"
 
     def enter(self, reset: Callable[[], None], timeout: float) -> None:
-        """Start a step, in which this process may meet the others; after a failure, `recover`.
+        """Start a step, in which this process may call collectives; after a failure, `recover`.
 
         Raises:
-            WorkerLostError: another process failed since the last step, or is gone for good.
+            WorkerLostError: another process failed since the last step, or was lost.
             RuntimeError: this process is a fork of the one that joined the group.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"this process was forked from worker {self.rank}, whose place among the workers "
-                "is its own: run steps there, or start processes by 'spawn'."
+                f"this process was forked from worker {self.rank} and is not a worker itself: run "
+                "steps in the worker, or start processes with the 'spawn' method."
             )
         if self._closed:
             self._refuse_closed()
@@ -200,42 +200,42 @@ class ControlPlane:
             self._catch_up()
 
     def fail(self, cause: BaseException) -> None:
-        """Tell the others that this process's own code raises.
+        """Report to the other processes that the user's code in this process raised.
 
-        What was over by then stays, on all processes; who needs more of this one in this step
-        raises the cause. If nobody does, nothing is broken.
+        Calls that this process has completed remain valid. A process that waits for a later call of
+        this one in this step raises the cause. If none does, the group is not broken.
         """
         if not isinstance(cause, Exception):  # An interrupt may have left a call half done.
             self.abort(cause)
         elif self.where.inside and not self.raised and self.cause is None:
             self._failed_at = self.where.last
             self._star.post(self._failure(cause, self._failed_at))
-            self._asked.add((self._failed_at[0], END))  # It tells, and asks, as it leaves the step.
-        self.raised = True  # Whatever broke the group: another process may have failed first.
+            self._asked.add((self._failed_at[0], END))  # `leave` answers, and asks the others.
+        self.raised = True  # Even if another process failed first.
 
     def abort(self, cause: BaseException, *, after: Place | None = None) -> None:
-        """Break the group off, on every process, from the call after a place on.
+        """Break the group on all processes from the call after `after` on.
 
-        A call that is over on one process is finished by the others too: they may still be in it,
-        and have what they need. So all have changed their variables equally. The first cause holds,
-        unless another one comes that leaves less to be finished.
+        A call that one process has completed is completed by the others too, because all data that
+        they need has been sent. So all processes change their variables equally. The first cause
+        counts, unless a later one allows fewer calls.
 
         Args:
-            cause: what happened, and is on its way to this process's own code.
-            after: the last call to be finished; None: the last one that is over here.
+            cause: the exception that this process raises.
+            after: the last call to be completed; None: the last one that this process completed.
         """
         place = self.where.last if after is None else after
         self._break(self._failure(cause, place), tell=True, origin=cause)
 
     def tell(self, place: Place, *, made: bool) -> None:
-        """Tell that this process has made or skipped a call, and ask who has told nothing of it."""
+        """Report whether this process made or skipped a call; ask the processes that have not."""
         blob = star.MADE if made else star.SKIPPED
         self._pass((star.CALL, self.generation, place), blob)
 
     def error_for(self, call: Call, rank: int) -> DistributeError:
-        """Return the error for a wait for a process that will not come."""
+        """Return the error of a wait for a process that cannot make the call."""
         if rank in self._lost:
-            about = f"{call.kind}: {self.name_of(rank)} was lost: start the job again."
+            about = f"{call.kind}: {self.name_of(rank)} was lost. Start the job again."
             return WorkerLostError(about, rank=rank)
         departed = self.where.departed.get(rank)
         reason = (
@@ -250,17 +250,17 @@ class ControlPlane:
         return kind(about, rank=rank, op=call.kind, sequence=call.sequence)
 
     def exchange(self, kind: str, blob: bytes, timeout: float) -> list[bytes]:
-        """Return what every process passed, in rank order; exchanges of one kind meet in turn."""
+        """Return what each process passed, in rank order; exchanges of one kind match in order."""
         self._exchanges[kind] += 1
         return self._meet(kind, blob, timeout, number=self._exchanges[kind])
 
     def recover(self, reset: Callable[[], None], timeout: float) -> None:
-        """Make a broken group whole again: every process must call it.
+        """Repair a broken group and start its next generation; all processes must call this.
 
-        What the wires hold of the calls that failed is cleared by `reset`, when no process is
-        inside a call any more, and before any makes the next.
+        `reset` clears the data of failed calls in the transports. It runs when no process is in a
+        call any more, and before any process makes the next one.
         """
-        # By generation, not counted: who has waited in vain meets the others when it tries again.
+        # Its key is the generation, not a count: after a timeout, a process can try again.
         own = str(self.where.total).encode()
         totals = self._meet("recover", own, timeout, while_broken=True)
         with self._changed:
@@ -275,41 +275,41 @@ class ControlPlane:
             raise
         if len(set(totals)) > 1:
             raise CollectiveMismatchError(
-                "recover: a collective was over on some workers alone when another failed inside "
-                "of it, so their variables may differ: restore them, or start the job again.",
+                "recover: only some workers completed a collective in which another failed, so "
+                "their variables may differ: restore them, or start the job again.",
                 op="recover",
             )
 
     def close(self) -> None:
-        """Say good-bye, and close every connection."""
+        """Send a GoodBye, and close all connections."""
         if self._closed:
             return
         self._closed = True
         if os.getpid() != self._process:
             return  # A fork: the connections are those of the process that joined.
         if threading.current_thread().name.startswith("ndistribute"):
-            # Garbage is collected on any thread, but none can wait for its own end.
+            # The garbage collector runs on any thread, and no thread can join itself.
             threading.Thread(target=self._part, name="ndistribute farewell", daemon=True).start()
         else:
             self._part()
 
     def _begin(self, generation: int) -> None:
-        """Begin a generation of the group; what was under way in the last one counts no more."""
+        """Begin a generation of the group; the state of the last one is dropped."""
         self.generation = generation
         self._broken = {at: failed for at, failed in self._broken.items() if at >= generation}
         self.cause = self._broken.get(generation)
-        self._origin = None  # What the cause was, where it happened here.
-        self._told: star.Failed | None = None  # Which cause this process's own code knows.
+        self._origin = None  # The exception, if the cause is in this process.
+        self._told: star.Failed | None = None  # The cause that this process has raised.
         self.raised = False
-        self._failed_at = BEFORE_ALL  # After which call its own code raised.
-        self._asked: set[Place] = set()  # The calls about which others wait for an answer.
-        self._exchanges = Counter[str]()  # How many of a kind were begun.
-        self._passed: dict[_Key, dict[int, bytes]] = {}  # What is known of those that go on.
+        self._failed_at = BEFORE_ALL  # The last call before the user's code raised.
+        self._asked: set[Place] = set()  # Calls that others ask about.
+        self._exchanges = Counter[str]()  # Started exchanges by kind.
+        self._passed: dict[_Key, dict[int, bytes]] = {}  # Pending exchanges.
         self.where.start_over()
         self._catch_up()
 
     def _settle(self, timeout: float) -> None:
-        """Wait until the others have left the step in which this process failed, or it breaks."""
+        """Wait until all others left the step in which this process failed, or the group breaks."""
         end, deadline = (self._failed_at[0], END), time.monotonic() + timeout
         with self._changed:
             while not self.is_broken_here and self.cut_off_at == float("inf"):
@@ -317,8 +317,9 @@ class ControlPlane:
                     break
                 if (left := deadline - time.monotonic()) <= 0:
                     error = CollectiveTimeoutError(
-                        f"worker {self.rank} raised in a step, and waited {timeout:g} s until "
-                        f"worker(s) {sorted(late)} left it.",
+                        f"worker {self.rank} raised in a step, and waited {timeout:g} s for "
+                        f"worker(s) {sorted(late)} to leave it. If they need more "
+                        "time, raise CommunicationOptions(timeout_seconds=...).",
                         op="step",
                     )
                     self.abort(error, after=BEFORE_ALL)
@@ -328,7 +329,7 @@ class ControlPlane:
         self._failed_at = BEFORE_ALL
 
     def _join(self, left: float, timeout: float) -> None:
-        """Tell the others who this process is, and learn who they are."""
+        """Exchange the names and addresses of all processes."""
         info = self._info
         own = json.dumps(info.details(started=secrets.token_hex(8))).encode()
         deadline, report = time.monotonic() + left, WaitReport(f"worker {self.rank}")
@@ -340,36 +341,38 @@ class ControlPlane:
             except CollectiveTimeoutError as error:
                 if self.cause is not None:
                     raise  # Another process has given up.
-                # Rank 0 is to say who else is.
+                # If rank 0 has answered nothing, only it is known to be missing.
                 late = self._missing((star.JOIN, 0, BEFORE_ALL)) or [0]
-                missing = self._described(late)
                 if until < deadline:
-                    report.tell(missing)
+                    # Rank 0 tells for all who have reached it.
+                    report.tell(self._described(late) if self.rank == 0 or late == [0] else "")
                     continue
+                missing = self._described(late)
                 raise CollectiveTimeoutError(
                     f"worker {self.rank} waited {timeout:g} s for {missing}.{self._star.refusal} "
-                    f"Were all {self.size} processes started, with the same secret, and is worker "
-                    f"0 reachable from there at {info.first}?",
+                    f"Check that all {self.size} processes were started with the same secret, and "
+                    f"that they can reach worker 0 at {info.first}.",
                     rank=error.rank,
                     op="start",
                 ) from error
         self._members = [json.loads(text) for text in told]
         self._star.stop_accepting()
         addresses = [member["address"] for member in self._members]
-        self._data.open(addresses, self._members[0]["started"])  # As rank 0 names this start.
+        self._data.open(addresses, self._members[0]["started"])  # Rank 0 chose this id.
 
     def _described(self, late: Sequence[int]) -> str:
-        """Return who has not joined, and what is found at their addresses."""
+        """Return the names of missing processes, and what was found at their addresses."""
         names, known = [f"worker {rank}" for rank in late], self._info.addresses
         if not known:  # As under MPI and torchrun.
             return f"{shortened(names)} to join at {self._info.first}"
-        for place, rank in enumerate(late[:SHOWN]):  # To look may take a second for each.
-            names[place] += f" at {known[rank]} ({why_absent(known[rank])})"
+        shown = [known[rank] for rank in late[:SHOWN]]
+        for place, (address, why) in enumerate(zip(shown, why_absent(shown), strict=True)):
+            names[place] += f" at {address} ({why})"
         return shortened(names)
 
     def _part(self) -> None:
         failure = getattr(sys, "last_value", None)
-        # In an interactive session the last error did not end anything.
+        # In an interactive session the last error did not end the process.
         failed = isinstance(failure, BaseException) and not hasattr(sys, "ps1")
         reason = f"ended with {type(failure).__name__}: {failure}" if failed else "has finished"
         reason = star.sendable(reason[:_REASON_CHARACTERS])
@@ -382,7 +385,7 @@ class ControlPlane:
     def _meet(
         self, kind: str, blob: bytes, timeout: float, *, number: int = 0, while_broken: bool = False
     ) -> list[bytes]:
-        """Return what every process passed under a key; a broken group may do so as well."""
+        """Exchange under a key; with `while_broken`, also in a broken group."""
         key = kind, self.generation, (number, 0)
         deadline, ask_at = time.monotonic() + timeout, 0.0
         shortest, longest = _REPEAT_SECONDS
@@ -398,7 +401,7 @@ class ControlPlane:
                 self._refuse_gone(kind, missing)
                 now = time.monotonic()
                 if now >= deadline + (0.0 if missing else _GRACE_SECONDS):
-                    missing = missing or [0]  # It is to say who is missing.
+                    missing = missing or [0]  # It has not answered.
                     raise CollectiveTimeoutError(
                         f"{kind}: worker {self.rank} waited {timeout:g} s for worker(s) "
                         f"{', '.join(map(str, missing))}.",
@@ -416,7 +419,7 @@ class ControlPlane:
         self._star.post(star.Exchange(*key, {self.rank: blob}))
 
     def _missing(self, key: _Key) -> list[int]:
-        """Return who has passed nothing in an exchange; nobody, if rank 0 has not told it yet."""
+        """Return the ranks missing in an exchange; none if rank 0 has not answered yet."""
         if self.cut_off_at < float("inf"):
             return [0]
         passed = self._passed[key]
@@ -430,12 +433,12 @@ class ControlPlane:
         raise WorkerLostError(f"worker {self.rank} has left its group.", rank=self.rank)
 
     def _raise(self, cause: star.Failed) -> NoReturn:
-        """Raise a cause to this process's own code, anew: its first traceback is another's."""
+        """Raise the error of a cause, as a new exception."""
         self._told = cause
         raise star.restore_error(cause.error) from self._origin
 
     def _on_message(self, rank: int, message: star.Message) -> None:
-        """Take a message in, on a thread of the star."""
+        """Handle a message, on a thread of the star."""
         with self._changed:
             match message:
                 case star.Exchange():
@@ -452,7 +455,7 @@ class ControlPlane:
             self._changed.notify_all()
 
     def _learn(self, told: star.Exchange) -> None:
-        """Take in what others have passed; answer where they wait for this process."""
+        """Record what others passed in an exchange; answer if they wait for this process."""
         key = told.kind, told.generation, told.place
         if told.kind != star.CALL:
             if key in self._passed:
@@ -466,9 +469,9 @@ class ControlPlane:
                 self.where.note(rank, told.place, made=blob == star.MADE)
 
     def _catch_up(self) -> None:
-        """Answer who asked about calls, and forget failures, as far as they are over here.
+        """Answer questions about calls, and drop failures, of steps that this process has left.
 
-        Called after each step, and for each question, on two threads: the later one finds both.
+        Two threads call this, after each step and after each question; the later call sees both.
         """
         with self._changed:
             for place in list(self._asked):
@@ -487,22 +490,22 @@ class ControlPlane:
         self.where.note_departed(rank, message.reason, message.made)
         for key, passed in self._passed.items():
             if len(passed) < self.size:
-                self._passed[key] = {}  # It may have passed something since this was told.
+                self._passed[key] = {}  # It may have passed something since this answer.
         if message.failed:
             failed = self._failures.get(rank)
             if failed is None or failed.generation != self.generation:
                 lost = WorkerLostError(f"{self.name_of(rank)} {message.reason}", rank=rank)
                 failed = self._failure(lost, BEFORE_ALL)
-            self._break(failed)  # If it raised in a step, that has ended it.
+            self._break(failed)  # A failure in a step ended the process.
 
     def _lose(self, rank: int, why: str) -> None:
-        """Take in that a connection at rank 0, or the one to it, has ended."""
+        """Handle the end of a connection at rank 0, or of the connection to rank 0."""
         by = 0
         if rank == 0:
             by, self.cut_off_at = self.rank, time.monotonic()
             if 0 in self.where.departed or self._closed:
                 return
-            why = f"{why}; or it took this process for lost, which may have been stopped"
+            why = f"{why}; or it counted this process as lost, which may have been stopped"
         self._lost.add(rank)
         reason = f"was lost: its connection to worker {by} ended: {why}."
         lost = WorkerLostError(f"{self.name_of(rank)} {reason}", rank=rank)
@@ -515,7 +518,7 @@ class ControlPlane:
     def _break(
         self, failed: star.Failed, *, tell: bool = False, origin: BaseException | None = None
     ) -> None:
-        """Break a generation of the group, unless it is broken with no more to be finished."""
+        """Break a generation, unless it is broken from the same or an earlier call on."""
         with self._changed:
             known = self._broken.get(failed.generation)
             if failed.generation < self.generation or (known and failed.place >= known.place):
@@ -525,13 +528,13 @@ class ControlPlane:
             if failed.generation == self.generation:
                 self._origin = origin
                 self._told = self._told if origin is None else failed
-                self.cause = failed  # After them, for it is looked at without the lock.
-            self._broken[failed.generation] = failed  # Last: an interrupt before is made up for.
+                self.cause = failed  # Last, because it is read without the lock.
+            self._broken[failed.generation] = failed  # Last: after an interrupt, this runs again.
             self._changed.notify_all()
 
 
 def _is_finished_by_all(cause: star.Failed, here: Place) -> bool:
-    """Return True if the process that broke the group had finished a call."""
+    """Return True if the process that broke the group had completed the call `here`."""
     position, finished = cause.place
     if here[0] == position:
         return here[1] <= finished

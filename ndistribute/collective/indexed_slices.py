@@ -1,6 +1,6 @@
-"""Rows of an array by their indices: the gradient of an embedding look-up.
+"""`IndexedSlices`: a sparse gradient, such as that of an embedding lookup.
 
-Only the rows that a step touched are kept, so a large table's gradient costs what the batch costs.
+It has only the rows that a step used, so its size depends on the batch and not on the table.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from ndistribute.dtypes import native
 
 
 class IndexedSlices:
-    """Hold some rows of an array that is zero elsewhere.
+    """Rows of an array whose other rows are zero.
 
     Args:
-        values: shape ``(k, *dense_shape[1:])``; a row that stands several times is meant summed.
-        indices: integers of shape ``(k,)``, each in ``[0, dense_shape[0])``.
+        values: the rows, of shape ``(k, *dense_shape[1:])``.
+        indices: the index of each row, integers of shape ``(k,)`` in ``[0, dense_shape[0])``. Rows
+            with the same index are added.
         dense_shape: the shape of the whole array.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: the shapes are inconsistent.
 
     >>> rows = IndexedSlices(np.ones((2, 3)), np.array([4, 4]), (5, 3))
     >>> rows.to_dense()[4]
@@ -47,18 +48,18 @@ class IndexedSlices:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Return the dtype of the rows."""
+        """The dtype of the rows."""
         return self.values.dtype  # type: ignore[no-any-return]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole array."""
+        """The shape of the whole array."""
         return self.dense_shape
 
     def summed(self) -> IndexedSlices:
-        """Return the same array with each row at most once, in rising order of the indices.
+        """Return the same array with unique indices, in ascending order.
 
-        Equal indices are added in a fixed order, so the result is reproducible.
+        Rows with the same index are added in a fixed order, so the result is reproducible.
 
         >>> IndexedSlices(np.array([[1.0], [2.0], [4.0]]), np.array([7, 2, 7]), (9, 1)).summed()
         IndexedSlices(indices=[2 7], shape=(9, 1), dtype=float64)
@@ -73,20 +74,20 @@ class IndexedSlices:
         return IndexedSlices(totals, rows, self.dense_shape)
 
     def reduced(self, op: ReduceOp, size: int, gather: Callable[[Any], Any]) -> IndexedSlices:
-        """Reduce over replicas, each of which passes its rows of a table of one shape.
+        """Return the reduction over replicas, which all pass rows of arrays of the same shape.
 
-        A replica's own duplicates are summed first, then the replicas' sums in replica order.
+        Rows with equal indices are added on each replica first, then over replicas in order.
 
         Args:
-            op: SUM or MEAN; a replica that did not pass a row counts as zeros.
-            size: how many replicas there are.
-            gather: joins a nest of arrays over the replicas, along the first axis.
+            op: SUM or MEAN; a row that a replica does not pass counts as zeros.
+            size: the number of replicas.
+            gather: concatenates a nest of arrays over the replicas, along the first axis.
 
         Returns:
-            The rows that any replica passed, each once, in rising order of their indices.
+            The rows that at least one replica passed, with unique indices in ascending order.
 
         Raises:
-            ValueError: another reduction; rows that were not passed have no value for it.
+            ValueError: `op` is another reduction.
 
         >>> rows = IndexedSlices(np.ones((2, 1)), np.array([4, 4]), (5, 1))
         >>> rows.reduced(ReduceOp.SUM, 1, lambda nest: nest).values
@@ -94,13 +95,13 @@ class IndexedSlices:
         """
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(
-                f"IndexedSlices are reduced by SUM or MEAN, got {op.name}: rows that no replica "
-                "passed count as zeros. Call to_dense() first."
+                f"{op.name} of IndexedSlices is not supported, only SUM and MEAN: rows that were "
+                "not passed count as zeros. Call to_dense() first."
             )
         own_values = native(self.values)
         wide = own_values.astype(accumulation_dtype(op, self.dtype), copy=False)
         own = IndexedSlices(wide, self.indices, self.dense_shape).summed()
-        # No row of tables: it moves nothing, and lets replicas see that they mean the same table.
+        # Without rows it sends no data, but all replicas must pass the same shape of the table.
         table = array_namespace(own.values).empty((0, *own.dense_shape), own.dtype)
         values, indices, _ = gather((own.values, own.indices, table))
         total = IndexedSlices(values, indices, self.dense_shape).summed()
@@ -109,7 +110,7 @@ class IndexedSlices:
         return total
 
     def to_dense(self) -> Array:
-        """Return the whole array, zeros where no row was given."""
+        """Return the whole array, of shape `dense_shape`, with zeros in all other rows."""
         dense = array_namespace(self.values).zeros(self.dense_shape, self.values.dtype)
         if is_gpu_array(dense):
             rows = self.summed()
@@ -119,7 +120,7 @@ class IndexedSlices:
         return dense
 
     def on(self, device: Device) -> IndexedSlices:
-        """Return the same rows in the memory of a device."""
+        """Return the same rows in the memory of a device, without a copy if they are there."""
         if device_of(self.values).memory_space == device.memory_space:
             return self
         values, indices = copy_to(self.values, device), copy_to(self.indices, device)
@@ -132,10 +133,10 @@ class IndexedSlices:
 
 
 def _sum_runs(values: Array, indices: Array) -> tuple[Array, Array]:
-    """Sum the rows of equal indices on a GPU; return the sums and their indices, in rising order.
+    """Sum rows of equal indices on a GPU; return the sums and their indices, in ascending order.
 
     Pairs are added, then pairs of pairs, so replicas that sum the same rows get the same bits.
-    CuPy's `add.at` adds in the order in which its threads happen to run.
+    CuPy's `add.at` adds in an order that depends on the scheduling of GPU threads.
     """
     xp = array_namespace(values)
     order = xp.argsort(indices)

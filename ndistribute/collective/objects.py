@@ -143,14 +143,14 @@ def _spec_of(value: Any) -> PlainSpec | ArraySpec | NestSpec:
         name = f"{kind.__module__}:{kind.__qualname__}"
         if _class_named(name, fields) is not kind:
             raise ValueError(
-                f"other workers can not find {kind!r}: define it at the top of a module, as a "
+                f"other workers cannot find {kind!r}: define it at the top of a module, as a "
                 "named tuple or a dataclass."
             )
         return NestSpec(name, fields, tuple(_spec_of(getattr(value, field)) for field in fields))
     array = to_host(as_array(value))
     if array.dtype.hasobject and array.size:
         raise TypeError(
-            f"a {kind.__name__} of dtype {array.dtype} can not travel between processes: pass "
+            f"a {kind.__name__} of dtype {array.dtype} cannot travel between processes: pass "
             "numbers or arrays of numbers."
         )
     data = b"" if array.dtype.hasobject else array.tobytes()

@@ -1,4 +1,4 @@
-"""How a collective may be carried out, as the caller wishes it."""
+"""`CommunicationOptions`: the settings of collectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class CommunicationImplementation(enum.Enum):
-    """Choose the wire between workers.
+    """The transport between workers.
 
     >>> CommunicationImplementation("ring").name
     'RING'
@@ -21,19 +21,20 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CommunicationOptions:
-    """Tune the collectives of a call or of a strategy.
+    """The settings of the collectives of a call or of a strategy.
 
     Args:
-        bytes_per_pack: how many bytes of gradients travel together; 0 leaves it to the wire.
-            Replicas of one process, and processes of one host, share memory and pack nothing.
-        timeout_seconds: how long a replica waits for the others; None means 600.
-        implementation: `CommunicationImplementation` or its value. Replicas of one process meet in
-            memory, or through NCCL on distinct GPUs, whatever it says.
-        wire_dtype: ``"float16"`` or ``"bfloat16"`` sends float32 in half the bytes between hosts
-            and adds it up in float32; None sends it as it is. All replicas still hold equal bits.
+        bytes_per_pack: the most bytes of a bucket of gradients and of a message; 0: the default of
+            the transport. Collectives in shared memory and through NCCL ignore it.
+        timeout_seconds: how many seconds a replica waits for the others; None: 600.
+        implementation: the transport between workers, a `CommunicationImplementation` or its value.
+            Strategies of one process ignore it.
+        wire_dtype: ``"float16"`` or ``"bfloat16"`` sends float32 between hosts in half the bytes,
+            and adds in float32; None: unchanged. All replicas still get the same bits.
 
     Raises:
-        ValueError: a negative size or time, or an unknown implementation or dtype.
+        ValueError: `bytes_per_pack` is negative, `timeout_seconds` is not above 0, or
+            another value is unknown.
 
     >>> CommunicationOptions(timeout_seconds=5).timeout
     5.0
@@ -62,7 +63,7 @@ class CommunicationOptions:
 
     @property
     def timeout(self) -> float:
-        """Return the time to wait, in seconds."""
-        # A replica may load data or compile for minutes before it comes; a lost one is noticed
-        # at once by other means, so the deadline only has to end what nothing else would.
+        """The timeout in seconds, with the default applied."""
+        # A replica may load data or compile for minutes before a call. The failure detector reports
+        # lost processes at once, so the deadline serves only for calls that would never end.
         return 600.0 if self.timeout_seconds is None else float(self.timeout_seconds)

@@ -1,7 +1,7 @@
-"""Reductions: how two values combine, and in which dtype they are summed.
+"""Reductions: how two values are combined, and in which dtype.
 
-Pure arithmetic over lists of arrays in replica order, so every strategy and every backend gets
-the same bits. MEAN is SUM and one scale in the accumulation dtype.
+Pure functions of arrays. Values are combined in the order of the list, so the result does not
+depend on which replica comes first. MEAN is SUM and one division in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _UFUNCS = {"SUM": "add", "MEAN": "add", "MIN": "minimum", "MAX": "maximum", "PRO
 
 
 class ReduceOp(enum.Enum):
-    """Choose how the replicas' values become one.
+    """How the values of the replicas are combined into one.
 
     Attributes:
-        ufunc: the name of the binary function, in NumPy's and CuPy's namespaces.
+        ufunc: the name of the binary function in the namespaces of NumPy and CuPy.
 
     >>> ReduceOp.parse("mean") is ReduceOp.MEAN
     True
@@ -38,11 +38,11 @@ class ReduceOp(enum.Enum):
     def __init__(self, name: str) -> None:
         self.ufunc = _UFUNCS[name]
 
-    __hash__ = object.__hash__  # There is one of each; what `Enum` has is slower.
+    __hash__ = object.__hash__  # Members are singletons; the hash of `Enum` is slower.
 
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
-        """Return the op that a name stands for, in any case.
+        """Return the reduction of a name such as ``"sum"`` or ``"ReduceOp.SUM"``, in any case.
 
         Raises:
             ValueError: the name is unknown.
@@ -52,15 +52,15 @@ class ReduceOp(enum.Enum):
         name = op.rpartition(".")[2].upper() if isinstance(op, str) else ""
         if name not in cls.__members__:
             raise ValueError(
-                f"{op!r} is no reduction: the first argument is one of "
-                f"{', '.join(cls.__members__)}, as nd.ReduceOp.SUM or by its name."
+                f"{op!r} is not a reduction: pass a name ({', '.join(cls.__members__)}) or a "
+                "member of nd.ReduceOp as the first argument."
             )
         return cls[name]
 
 
 @functools.lru_cache(maxsize=256)
 def result_dtype(op: ReduceOp, dtype: np.dtype[Any] | type) -> np.dtype[Any]:
-    """Return the dtype of a reduction's result: the input's, but float64 for a mean of integers.
+    """Return the dtype of the result: float64 for MEAN of integers, otherwise the input's dtype.
 
     >>> result_dtype(ReduceOp.MEAN, np.int32), result_dtype(ReduceOp.SUM, np.int32)
     (dtype('float64'), dtype('int32'))
@@ -71,9 +71,9 @@ def result_dtype(op: ReduceOp, dtype: np.dtype[Any] | type) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=256)
 def accumulation_dtype(op: ReduceOp, dtype: np.dtype[Any] | type) -> np.dtype[Any]:
-    """Return the dtype in which values are combined: float32 for 16-bit floats.
+    """Return the dtype of intermediate results: float32 for 16-bit floats.
 
-    A 16-bit running sum loses a small addend beside a large sum; see Micikevicius et al., "Mixed
+    A 16-bit sum loses small addends once it is large; see Micikevicius et al., "Mixed
     Precision Training", 2018, section 3.3.
 
     >>> accumulation_dtype(ReduceOp.SUM, np.float16)
@@ -83,16 +83,16 @@ def accumulation_dtype(op: ReduceOp, dtype: np.dtype[Any] | type) -> np.dtype[An
 
 
 def reduce_arrays(op: ReduceOp, arrays: Sequence[Array], out: Array | None = None) -> Array:
-    """Combine arrays of one shape and dtype in the order in which they are given.
+    """Return the reduction of arrays of the same shape and dtype, combined in the order given.
 
     Args:
-        op: how.
-        arrays: at least one, in one memory; not changed.
-        out: where the result goes, of the result's dtype; may be the first or second of `arrays`
-            where that has the accumulation dtype.
+        op: the reduction.
+        arrays: at least one array, all in the same memory; not changed unless one is `out`.
+        out: an array for the result, of that shape and of `result_dtype`; None: a new one. It may
+            be the first or second of `arrays` if these have the accumulation dtype.
 
     Returns:
-        The result, in `result_dtype`.
+        The result, of `result_dtype`.
 
     >>> reduce_arrays(ReduceOp.MEAN, [np.float32([1, 2]), np.float32([3, 6])])
     array([2., 4.], dtype=float32)
@@ -118,6 +118,6 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Array], out: Array | None = Non
 
 
 def finish(op: ReduceOp, total: Array, count: int) -> None:
-    """Scale a sum into a mean, in place; other reductions are complete as they are."""
+    """Divide the sum of `count` values by `count`, in place, if `op` is MEAN."""
     if op is ReduceOp.MEAN:
         total /= count

@@ -1,7 +1,7 @@
-"""The one way in which threads wait for each other.
+"""The rendezvous of threads, on which all collectives among replicas of one process are built.
 
-Every replica brings a value; the last to arrive combines them and everyone leaves with the result.
-A replica that returns, raises or is too late releases the others with an error at once.
+Every replica passes a value; the last to arrive combines them, and all replicas get the result. If
+a replica returns, raises or is too late, the waits of the others raise at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SLICE_SECONDS = 1.0
 
 
 class Meeting:
-    """What each replica brought; a context that the last to arrive runs while the others wait.
+    """One rendezvous: a context that the last replica to arrive enters while the others wait.
 
     Attributes:
-        values: what the replicas brought, in replica order.
-        last: the replica that runs the context.
-        result: for the context to set.
+        values: the values of the replicas, in replica order.
+        last: the replica that enters the context, or None before it arrives.
+        result: the result, which the context sets.
     """
 
     __slots__ = ("_rendezvous", "arrived", "calls", "done", "error", "last", "result", "values")
@@ -42,7 +42,7 @@ class Meeting:
         self.last: int | None = None
         self.result: Any = None
         self.error: BaseException | None = None
-        self.done = threading.Lock()  # Free when it is over; who takes it hands it on.
+        self.done = threading.Lock()  # Free at the end; each waiter releases it again.
         self.done.acquire()
 
     def __enter__(self) -> None:
@@ -55,15 +55,15 @@ class Meeting:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._rendezvous.end(self, error)
-        if error is None and self.error is not None:  # Somebody did not wait until the end.
+        if error is None and self.error is not None:  # A waiter gave up during the context.
             raise _for_waiter(self.error)
 
 
 class Rendezvous:
-    """Let a fixed number of threads meet, again and again.
+    """A reusable rendezvous of a fixed number of threads.
 
     Args:
-        size: how many threads meet.
+        size: the number of threads, one per replica.
 
     >>> alone = Rendezvous(1)
     >>> alone.exchange(0, Call(1, "merge_call"), 20, lambda values: values[0] + 1, timeout=1.0)
@@ -76,10 +76,16 @@ class Rendezvous:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what an earlier step left behind; no thread may be inside."""
+        """Clear the state of the last step; no thread may be in a call."""
         self._returned: tuple[int, int] | None = None
         self._cause: BaseException | None = None
         self._meeting: Meeting | None = None
+
+    def refuse_in_fork(self, cause: BaseException) -> None:
+        """Let nobody meet in a forked child, which has one thread; another may hold the lock."""
+        self._mutex = threading.Lock()
+        self.reset()
+        self._cause = cause
 
     def exchange(
         self,
@@ -89,18 +95,18 @@ class Rendezvous:
         combine: Callable[[Sequence[Any]], T],
         timeout: float,
     ) -> T:
-        """Wait until every replica has come, and return what the values combine to.
+        """Wait for all replicas, and return the combination of their values.
 
         Args:
-            rank: which replica this is.
-            call: what it is doing, compared with the others' calls.
-            value: what it brings.
-            combine: run once, by the last to arrive, on the values in replica order.
-            timeout: seconds to wait for the others.
+            rank: the index of this replica.
+            call: its call, which must equal the calls of the others.
+            value: its value.
+            combine: called once, by the last replica to arrive, with the values in replica order.
+            timeout: the most seconds to wait for the others.
 
         Raises:
             CollectiveMismatchError: the calls differ, or another replica has returned.
-            CollectiveTimeoutError: not all came in time.
+            CollectiveTimeoutError: not all replicas arrived in time.
             WorkerLostError: another replica failed; its exception is the ``__cause__``.
         """
         meeting = self.join(rank, call, value, timeout)
@@ -111,7 +117,7 @@ class Rendezvous:
 
     @recorded(lambda meeting, self, rank, call, *_: ("wait", call.title))
     def join(self, rank: int, call: Call, value: Any, timeout: float) -> Meeting:
-        """Return a meeting when it is over; to the last to arrive at once, which has to enter it.
+        """Return the meeting at its end, but at once to the last to arrive, which must enter it.
 
         The arguments and errors are those of `exchange`.
         """
@@ -135,7 +141,7 @@ class Rendezvous:
         return meeting
 
     def leave(self, rank: int, calls_made: int) -> None:
-        """Say that a replica has returned from its step and meets nobody any more."""
+        """Record that a replica has returned from its step; make the waits of the others raise."""
         with self._mutex:
             self._returned = self._returned or (rank, calls_made)
             meeting = self._meeting
@@ -144,15 +150,15 @@ class Rendezvous:
             self.end(meeting, self._skipped(calls[0], meeting.calls.index(calls[0])))
 
     def abort(self, cause: BaseException) -> None:
-        """Release everyone who waits, and everyone who comes later, with the first cause given."""
-        with self._mutex:  # Else who is about to begin a meeting would not be released.
+        """Make all waits raise because of the first `cause` passed, now and later."""
+        with self._mutex:  # Or a replica that now starts a meeting would wait forever.
             if self._cause is None:
                 self._cause = cause
             meeting = self._meeting
         self.end(meeting, self._cause)
 
     def end(self, meeting: Meeting | None, error: BaseException | None) -> None:
-        """Let everyone leave a meeting, unless it is over."""
+        """End a meeting, unless it has ended."""
         with self._mutex:
             if meeting is not None and meeting is self._meeting:
                 meeting.error = error
@@ -162,8 +168,8 @@ class Rendezvous:
     def _wait(self, meeting: Meeting, rank: int, call: Call, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
-            # In slices: an interrupt that comes just before a sleep is seen only after it, and may
-            # keep another replica from handing on the lock.
+            # In slices: an interrupt just before a sleep is handled only after it, and may prevent
+            # another replica from releasing the lock.
             if meeting.done.acquire(timeout=min(left, SLICE_SECONDS)):
                 meeting.done.release()
                 return
@@ -172,8 +178,8 @@ class Rendezvous:
         absent = [other for other, held in enumerate(meeting.calls) if held is None]
         error = CollectiveTimeoutError(
             f"{call.title}: replica {rank} waited {timeout:g} s for replica(s) "
-            f"{', '.join(map(str, absent)) or 'in the reduction'}. A replica that computes "
-            "longer needs CommunicationOptions(timeout_seconds=...).",
+            f"{', '.join(map(str, absent)) or 'in the reduction'}. If they need more time, "
+            "raise CommunicationOptions(timeout_seconds=...).",
             rank=absent[0] if absent else None,
             op=call.kind,
             sequence=call.sequence,
@@ -195,9 +201,9 @@ class Rendezvous:
 
 
 def _for_waiter(error: BaseException) -> BaseException:
-    """Return what a replica raises that waited while another one failed.
+    """Return the exception of a replica that waited while another one failed.
 
-    An exception object belongs to one thread's traceback, so each waiter gets its own.
+    Each waiter gets its own object, because an exception has the traceback of one thread.
     """
     if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError):
         own = copy.copy(error)

@@ -155,7 +155,7 @@ class Segment:
     def _view(self, rank: int, start: int, dtype: np.dtype[Any], size: int) -> Array:
         """Return an array in the bucket of a process."""
         if dtype.hasobject:
-            raise TypeError("Python objects can not be shared between processes.")
+            raise TypeError("Python objects cannot be shared between processes.")
         return self._buckets[rank, start : start + size * dtype.itemsize].view(dtype)
 
     def allocate(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
@@ -254,7 +254,7 @@ def _make(nbytes: int) -> int:
         return make_file(nbytes, take=False)
     except OSError as error:
         raise DistributeError(
-            f"the memory that the workers of this host share can not be made: {error}. "
+            f"the memory that the workers of this host share cannot be made: {error}. "
             "CommunicationOptions(implementation='ring') needs none."
         ) from error
 
@@ -284,7 +284,7 @@ def _map(card: dict[str, Any], length: int, owner: int, reader: int) -> mmap.mma
     except (OSError, ValueError) as error:
         reason = str(error)
     raise DistributeError(
-        f"worker {reader} can not map the shared memory of worker {owner} (pid {card['pid']}): "
+        f"worker {reader} cannot map the shared memory of worker {owner} (pid {card['pid']}): "
         f"{reason}. Processes of one host must run as one user and see each other's processes. If "
         "they are in separate containers, give each its own NDISTRIBUTE_HOST_ID: they then talk "
         "over the network.",

@@ -1,8 +1,8 @@
-"""Choose how the replicas of a strategy meet, from their devices and the caller's wish.
+"""The choice of backends for the replicas of a strategy, and the four `CrossDeviceOps`.
 
-The only file that names a backend class. The four cross-device operations of `tf.distribute` are
-kept as ways to ask. Replicas that meet in memory get the same bits whichever is asked for, because
-a sum is taken in replica order; through NCCL the order of a floating sum is NCCL's own.
+The choice depends on the devices and on the caller's options. No other file names a backend class.
+Without NCCL all choices give the same bits, because replicas of one process are combined in replica
+order; NCCL chooses the order of a floating-point sum itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("ndistribute")
 
 
 class CrossDeviceOps:
-    """Ask for a way to reduce over the devices of one process.
+    """The base class of the ways to reduce over the devices of one process.
 
     >>> isinstance(RingAllReduce(), CrossDeviceOps)
     True
@@ -46,7 +46,7 @@ class CrossDeviceOps:
 
 
 class NcclAllReduce(CrossDeviceOps):
-    """Reduce through NCCL; replicas on CPUs, or repeated on a GPU, meet in memory instead.
+    """Reduction through NCCL; without NCCL or distinct GPUs, replicas reduce in memory instead.
 
     >>> import ndistribute as nd
     >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=NcclAllReduce())
@@ -54,9 +54,9 @@ class NcclAllReduce(CrossDeviceOps):
 
 
 class RingAllReduce(CrossDeviceOps):
-    """Reduce by slices, each by the replica that owns it.
+    """Reduction by slices in memory, without NCCL: each replica reduces the slice that it owns.
 
-    This is the ring's division of the work; in one memory there is nothing to pass round.
+    A ring divides large arrays in the same way. One replica reduces small arrays alone.
 
     >>> import ndistribute as nd
     >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=RingAllReduce())
@@ -64,7 +64,7 @@ class RingAllReduce(CrossDeviceOps):
 
 
 class HierarchicalCopyAllReduce(CrossDeviceOps):
-    """Reduce by slices through the memory of the devices, without NCCL.
+    """Reduction by slices in memory, without NCCL, exactly as `RingAllReduce`.
 
     >>> import ndistribute as nd
     >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=HierarchicalCopyAllReduce())
@@ -72,7 +72,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Reduce on the device of one replica, and copy the result to the others.
+    """Reduction on the device of one replica, which copies the result to the others.
 
     >>> import ndistribute as nd
     >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=ReductionToOneDevice())
@@ -86,13 +86,13 @@ def make_group(
     central: bool = False,
     workers: Workers | None = None,
 ) -> ReplicaGroup:
-    """Make the communicators of the replicas of this process.
+    """Return the communicators of the replicas of this process.
 
     Args:
-        devices: one for each replica; a GPU may be repeated.
-        cross_device_ops: how to reduce in one process; None chooses NCCL for distinct GPUs.
-        central: whether all replicas update one copy of a variable, wherever they compute.
-        workers: the other processes, whose replicas they meet as well; None if alone.
+        devices: the device of each replica; a GPU may occur several times.
+        cross_device_ops: how to reduce in one process; None: NCCL for distinct GPUs.
+        central: whether all replicas update one copy of a variable.
+        workers: the other processes of the job; None if there are none.
 
     >>> [c.rank for c in make_group([Device("cpu:0"), Device("cpu:1")]).communicators]
     [0, 1]
@@ -138,18 +138,18 @@ def join_workers(
     devices: Sequence[Device],
     options: CommunicationOptions,
 ) -> Workers:
-    """Meet the other processes of the job, and choose how data travels between them.
+    """Return the group of all processes of the job, once all have joined.
 
     Args:
-        addresses: of all processes, in rank order; none where they were started by MPI, and empty
-            ones where only that of rank 0 is known.
-        rank: which process this is.
-        devices: of the replicas of this process.
-        options: the caller's wish, and how long to wait for the others to start.
+        addresses: the addresses of all processes in rank order; empty under MPI. If only the
+            address of rank 0 is known, the others are empty strings.
+        rank: the rank of this process.
+        devices: the devices of the replicas of this process.
+        options: the transport between processes, and the time in which all processes must start.
 
     Raises:
         CollectiveTimeoutError: not all processes started in time.
-        ValueError: the processes can not meet as the caller wishes, or wish different things.
+        ValueError: the processes have different options, or cannot use the transport.
     """
     over_mpi = not addresses
     if over_mpi:
@@ -169,7 +169,7 @@ def join_workers(
 
 
 def _check_alike(peers: ControlPlane, options: CommunicationOptions) -> None:
-    """Raise ValueError on all processes if their options would have them add up differently."""
+    """Raise ValueError on all processes if their options differ."""
     implementation = CommunicationImplementation(options.implementation).value
     own = f"{implementation!r}, wire_dtype={options.wire_dtype!r}"
     own += f", bytes_per_pack={options.bytes_per_pack}"
@@ -178,7 +178,7 @@ def _check_alike(peers: ControlPlane, options: CommunicationOptions) -> None:
         if theirs != told[0]:
             raise ValueError(
                 f"worker {rank} has CommunicationOptions(implementation={theirs}), worker 0 has "
-                f"(implementation={told[0]}): give all workers the same."
+                f"(implementation={told[0]}): pass the same options on all workers."
             )
 
 
@@ -215,25 +215,25 @@ def _process_backend(
 
 
 def nccl_obstacle(identities: Sequence[Sequence[str]], hosts: Sequence[str]) -> str | None:
-    """Return why NCCL cannot connect the devices of all workers; None where it can.
+    """Return why NCCL cannot connect the devices of all workers; None if it can.
 
     Args:
-        identities: of each worker's devices, as `device_identity` gives them.
-        hosts: of the workers.
+        identities: the `device_identity` of each device of each worker.
+        hosts: the host identity of each worker.
 
     >>> nccl_obstacle([["gpu 0000:3B:00.0"], ["cpu"]], ["a", "b"])
-    'worker 1 has a replica on a CPU, and NCCL connects GPUs alone'
+    'worker 1 has a replica on a CPU, and NCCL connects only GPUs'
     """
     owners: dict[tuple[str, str], int] = {}
     for worker, (devices, host) in enumerate(zip(identities, hosts, strict=True)):
         for device in devices:
             kind, _, place = device.partition(" ")
             if kind == "cpu":
-                return f"worker {worker} has a replica on a CPU, and NCCL connects GPUs alone"
+                return f"worker {worker} has a replica on a CPU, and NCCL connects only GPUs"
             if not place:
                 return (
-                    f"worker {worker} finds no NCCL: pip install nvidia-nccl-cu12 or "
-                    "nvidia-nccl-cu13, whichever CUDA its CuPy is for"
+                    f"worker {worker} has no NCCL: pip install nvidia-nccl-cu12 or "
+                    "nvidia-nccl-cu13, for the CUDA version of its CuPy"
                 )
             other = owners.setdefault((host, place), worker)
             if other != worker or devices.count(device) > 1:
@@ -247,7 +247,7 @@ def nccl_obstacle(identities: Sequence[Sequence[str]], hosts: Sequence[str]) -> 
 
 
 def _workers_want_nccl(workers: Workers) -> bool:
-    """Return True if the GPUs of all workers meet through NCCL; every worker finds the same."""
+    """Return True if NCCL connects the GPUs of all workers; all workers return the same."""
     obstacle = nccl_obstacle(workers.identities, workers.peers.hosts)
     wish = workers.options.implementation
     if obstacle is not None and wish is CommunicationImplementation.NCCL:
@@ -267,5 +267,5 @@ def _wants_nccl(devices: Sequence[Device], wish: CrossDeviceOps | None) -> bool:
         return True
     if isinstance(wish, NcclAllReduce):
         names = ", ".join(map(str, devices))
-        _log.warning("NcclAllReduce is not used, %s: replicas on %s meet in memory", reason, names)
+        _log.warning("NcclAllReduce is not used, %s: %s reduce in memory", reason, names)
     return False

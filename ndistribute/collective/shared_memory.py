@@ -346,5 +346,5 @@ def _nbytes(arrays: Sequence[Array]) -> int:
 def _bytes_of(array: Array) -> Array:
     """Return the bytes of an array, flat: what is only copied may have items of any length."""
     if array.dtype.hasobject:
-        raise TypeError("Python objects can not be shared between processes.")
+        raise TypeError("Python objects cannot be shared between processes.")
     return array.reshape(-1).view(np.uint8)

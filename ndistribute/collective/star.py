@@ -1,8 +1,8 @@
-"""The star over rank 0 through which the processes of a group tell each other how they fare.
+"""The star: the control messages of a group, which rank 0 relays.
 
-Every other process has one connection to rank 0. There a hub collects what all pass under a key,
-and passes all other messages on, one after the other: each process learns the same in the same
-order. What a message means to a process is not said here.
+Every other process has one connection to rank 0. A hub there collects the values of exchanges, and
+relays all other messages one by one, so each process gets the same messages in the same order. The
+control plane decides what a message means.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ndistribute.transport.listener import Listener, listen_unix
 from ndistribute.transport.waiting import WaitReport
 
 JOIN = "join"
-"""The kind of the first exchange, in which every process says who it is."""
+"""The kind of the first exchange: names and addresses."""
 CALL, MADE, SKIPPED = "call", b"+", b"-"
-"""The kind of an exchange about a call, and what is passed: made, or left its step without it."""
+"""The kind of an exchange about a call, and its values: made, or skipped by leaving the step."""
 
-_KEYS = 100  # What is waited for at one time is less; an exchange that is forgotten begins again.
-_POLL_SECONDS = 0.1  # Between two questions to a process about the same call.
+_KEYS = 100  # The most pending exchanges, more than are needed; a dropped one starts again.
+_POLL_SECONDS = 0.1  # Between two questions about the same call.
 _RETRY_SECONDS = 0.05
 _FAREWELL_SECONDS = 2.0
 _MOST_CHARACTERS = 4000
@@ -54,7 +54,7 @@ _log = logging.getLogger("ndistribute")
 
 
 class Failure(Record, frozen=True):
-    """An error, as the other processes raise it."""
+    """An error that other processes raise."""
 
     kind: str
     text: str
@@ -64,25 +64,25 @@ class Failure(Record, frozen=True):
 
 
 class Failed(Record, frozen=True):
-    """Tell that this process's own code raised in a step, after the call at a place."""
+    """The sender's user code raised in a step, after the call at `place`."""
 
     generation: int
-    place: tuple[int, int]  # The last call that the sender has finished.
-    before: int  # The last one that it finished in the step before.
+    place: tuple[int, int]  # The last call that the sender has completed.
+    before: int  # The last call that it completed in the previous step.
     error: Failure
 
 
 class Abort(Record, frozen=True):
-    """Break the group off, from the call after the place of a failure on."""
+    """The group is broken from the call after the place of a failure on."""
 
     failed: Failed
 
 
 class Exchange(Record, frozen=True):
-    """Pass something under a key; rank 0 answers with what is there, by the ranks that passed it.
+    """A value passed under a key; rank 0 answers with all values, by the ranks that passed them.
 
-    What is passed about a call is whether it was made. Who has passed nothing is asked: it gets the
-    answer as well.
+    In an exchange about a call, the value is `MADE` or `SKIPPED`. The answer also goes to ranks
+    that have passed nothing, as a question.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class Exchange(Record, frozen=True):
 
 
 class GoodBye(Record, frozen=True):
-    """Leave the job: why, whether by a failure, and the last call that was surely made."""
+    """The sender leaves: the reason, whether it failed, and the last call known to be made."""
 
     reason: str
     failed: bool
@@ -100,7 +100,7 @@ class GoodBye(Record, frozen=True):
 
 
 class Lost(Record, frozen=True):
-    """Tell that the connection of a process ended without a good-bye."""
+    """The connection of the sender ended without a `GoodBye`."""
 
     why: str
 
@@ -110,21 +110,21 @@ _messages: Decoder[Message] = Decoder(Message)
 
 
 class Hub:
-    """Decide at rank 0 what a message leads to; it has neither threads nor connections.
+    """The relay at rank 0, without threads and connections.
 
-    `deliver` is called with a rank, the rank that a message comes from, and the message.
+    It calls `deliver` with the receiver's rank, the sender's rank, and the message.
     """
 
     def __init__(self, size: int, deliver: Callable[[int, int, Message], None]) -> None:
         self._ranks = range(size)
         self._deliver = deliver
-        self.gone: set[int] = set()  # Who has said good-bye or was lost.
+        self.gone: set[int] = set()  # Ranks that left or were lost.
         self.joined = False  # Whether all have joined.
         self._passed: dict[tuple[str, int, tuple[int, int]], dict[int, bytes]] = {}
-        self._polled: dict[object, float] = {}  # When the others were asked about a call last.
+        self._polled: dict[object, float] = {}  # The time of the last question by call.
 
     def take(self, sender: int, message: Message) -> None:
-        """Act on what a process says."""
+        """Handle a message of a process."""
         if isinstance(message, Exchange):
             self._collect(sender, message)
             return
@@ -135,7 +135,7 @@ class Hub:
             self.gone.add(sender)
 
     def end(self, rank: int, why: str) -> None:
-        """Act on the end of a process's connection."""
+        """Handle the end of the connection of a process."""
         if not self.joined:  # It may be started again.
             self.gone.discard(rank)
             for passed in self._passed.values():
@@ -144,7 +144,7 @@ class Hub:
             self.take(rank, Lost(why))
 
     def _collect(self, sender: int, message: Exchange) -> None:
-        """Tell who passes something what is there; tell all when the last one has passed it."""
+        """Answer the sender of a value; answer all ranks when the last one has passed its value."""
         key = message.kind, message.generation, message.place
         passed = self._passed.setdefault(key, {})
         is_new = sender not in passed
@@ -156,7 +156,7 @@ class Hub:
             told, self.joined = list(self._ranks), True
         elif message.kind == CALL:
             if own == SKIPPED:
-                told = list(passed)  # They wait there.
+                told = list(passed)  # They wait in that call.
             now = time.monotonic()
             if now - self._polled.get(key, 0.0) >= _POLL_SECONDS:
                 self._polled = {k: at for k, at in self._polled.items() if now - at < _POLL_SECONDS}
@@ -168,14 +168,14 @@ class Hub:
 
 
 class Star:
-    """Hold this process's part of the star: one connection to rank 0, or all of them there.
+    """The star in one process: the connection to rank 0, or all connections of rank 0.
 
-    `on_message` is called with the rank that a message comes from, and the message; rank 0 is
-    `Lost` when the connection to it has ended, in whatever way.
+    It calls `on_message` with the sender's rank and the message. If the connection to rank 0 ends,
+    `on_message` gets `Lost` from rank 0.
 
     Raises:
         CollectiveTimeoutError: rank 0 was not reached within `timeout` seconds.
-        AuthenticationError: it does not know the job's secret, or refuses this process.
+        AuthenticationError: rank 0 does not know the job's secret, or refuses this process.
     """
 
     def __init__(
@@ -183,11 +183,11 @@ class Star:
     ) -> None:
         self._info = info
         self._on_message = on_message
-        self.refusal = ""  # Why rank 0 sent a process away.
+        self.refusal = ""  # Why rank 0 refused a process.
         self._links: dict[int, Connection] = {}
         self._readers: list[threading.Thread] = []
-        # What is to be done about whom. It is left to a thread: an interrupt in the middle of a
-        # write would end the connection, and a process that does not read would stop who writes.
+        # Pending actions by rank. A thread runs them: an interrupt during a write would end the
+        # connection, and a process that does not read would block the writer.
         self._orders: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._alone = threading.Event()
         self._hub = None if info.rank else Hub(info.size, self._deliver)
@@ -210,29 +210,29 @@ class Star:
             raise
 
     def post(self, message: Message) -> None:
-        """Send a message as soon as the connection takes it; this never waits."""
+        """Queue a message for the thread that sends; return at once."""
         self._order(self._info.rank, self._act, self._info.rank, message)
 
     def stop_accepting(self) -> None:
-        """Let nobody join any more."""
+        """Stop accepting processes."""
         if self._entrance is not None:
             self._entrance.close()
 
     def close(self, farewell: GoodBye, broken: bool) -> None:
-        """Send a last message, and end all connections when the others have it.
+        """Send a last message, and close all connections when the others have received it.
 
-        If the group is broken, they have nothing more to agree on.
+        Unless the group is broken, rank 0 first waits until the others leave.
         """
         try:
             self.post(farewell)
             hub = self._hub
             if hub is not None and hub.joined and not (broken or farewell.failed):
-                self._alone.wait(_FAREWELL_SECONDS)  # They need the hub until they leave as well.
+                self._alone.wait(_FAREWELL_SECONDS)  # The others need the hub until they leave.
         finally:
             self._end()
 
     def _end(self) -> None:
-        """End connections and threads; an interrupt in the end of one leaves out no other."""
+        """End all connections and threads, even if an interrupt comes while one ends."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(_wait_for, self._readers)
             last_first.callback(self._part)
@@ -241,7 +241,7 @@ class Star:
             last_first.callback(self.stop_accepting)
 
     def _part(self) -> None:
-        """Cut all connections, each when the other end has read what was sent to it."""
+        """Close each connection when the other end has read all messages."""
         links = list(self._links.values())
         with contextlib.ExitStack() as each:
             for link in links:
@@ -249,7 +249,7 @@ class Star:
                 each.callback(link.abort, "this process has left.", clean=True, wait=wait)
 
     def _open(self, entrance: socket.socket) -> None:
-        """Listen for the other processes, at rank 0."""
+        """Accept the other processes, at rank 0."""
         info, sockets = self._info, [entrance]
         if unix_wanted():
             unix = listen_unix(info.first)
@@ -260,11 +260,11 @@ class Star:
         )
 
     def _refusal_of(self, hello: Hello) -> str:
-        """Return what is wrong with a process that says which one it is, if anything is."""
+        """Return why a process with this `Hello` is refused, or an empty string."""
         joined = self._hub is not None and self._hub.joined
         reason = self._info.refusal_of(hello, joined) or self._double_of(hello)
         if reason:
-            self.refusal = f" It refused one: {reason}."
+            self.refusal = f" Worker 0 refused a process: {reason}."
             _log.warning("worker 0 refused a worker: %s", reason)
         return reason
 
@@ -278,25 +278,25 @@ class Star:
             return ""
         return (
             f"two processes are worker {known['rank']}, pid {known['pid']} on {known['name']} and "
-            f"pid {fields.get('pid')} on {fields.get('name')}; every process needs an index of its "
-            "own"
+            f"pid {fields.get('pid')} on {fields.get('name')}; give every process a different index"
         )
 
     def _admit(self, sock: socket.socket, accepted: Accepted) -> None:
-        """Take in a process, on the listener's thread."""
+        """Add an authenticated process, on the listener's thread."""
         rank: Any = accepted.hello.details["rank"]
         ours = accepted.hello.details["group"] == self._info.group
         if ours and accepted.hello.purpose == "control":
             self._order(rank, self._welcome, rank, Connection(sock, accepted, _messages))
         else:
-            sock.close()  # It tries again, and finds the group that it looks for.
+            sock.close()  # It tries again until its own group listens.
 
     def _welcome(self, rank: int, connection: Connection) -> None:
-        if self._double_of(connection.peer):  # They came at once, before either was known.
-            connection.close()  # It tries again, and is told.
+        if self._double_of(connection.peer):  # Both connected before either was added.
+            connection.abort("another process has its rank.", clean=True)  # Without waiting.
+            connection.close()  # It tries again, and gets the refusal.
             return
         stale = self._links.get(rank)
-        if stale is not None:  # Before what the new one brings.
+        if stale is not None:  # Before the messages of the new one.
             self._drop(rank, stale, "the process connected again.")
         self._follow(rank, connection)
         self._deliver(rank, 0, Exchange(JOIN, 0, (0, 0), {}))
@@ -312,7 +312,7 @@ class Star:
             try:
                 who = info.first, info.credentials, hello, _messages
                 connection = connect(*who, deadline=deadline)
-                connection.receive(deadline)  # It is one of the group from then on.
+                connection.receive(deadline)  # The answer of `_welcome`.
                 return connection
             except BaseException as error:
                 if connection is not None:
@@ -324,14 +324,14 @@ class Star:
             pause.wait(timeout=_RETRY_SECONDS)
         raise CollectiveTimeoutError(
             f"worker {info.rank} waited {timeout:g} s for worker 0 at {info.first} to start: "
-            f"{reason}. Were all {info.size} processes started, with the same secret, and is that "
-            "address reachable from here?",
+            f"{reason}. Check that all {info.size} processes were started with the same secret, "
+            "and that this process can reach that address.",
             rank=0,
             op="start",
         )
 
     def _follow(self, rank: int, connection: Connection) -> None:
-        """Read what comes over a connection, on a thread of its own, which closes it."""
+        """Start the thread that reads a connection and closes it."""
         name = f"ndistribute-control-{self._info.rank}-of-{rank}"
         args = rank, connection
         thread = threading.Thread(target=self._read, args=args, name=name, daemon=True)
@@ -353,8 +353,8 @@ class Star:
                     self._order(rank, self._act, rank, message)
         except ConnectionLostError as error:
             why = str(error)
-        except Exception as error:  # Whatever it is, others are to be told.
-            why = f"it sent what no worker sends ({error!r})"
+        except Exception as error:  # The others must learn of any error.
+            why = f"it sent an invalid message ({error!r})"
         try:
             if self._hub is None:
                 self._on_message(0, Lost(why))
@@ -364,7 +364,7 @@ class Star:
             connection.close()
 
     def _drop(self, rank: int, connection: Connection, why: str) -> None:
-        """Act on the end of a connection at rank 0, unless the process has another one by now."""
+        """Handle the end of a connection at rank 0, unless the process has a new connection."""
         if self._hub is not None and self._links.get(rank) is connection:
             del self._links[rank]
             connection.abort(why)
@@ -374,7 +374,7 @@ class Star:
         self._orders.put((rank, functools.partial(action, *args)))
 
     def _work(self) -> None:
-        """Send what is posted; at rank 0, act on what comes from anybody."""
+        """Send posted messages; at rank 0, handle the messages of all processes."""
         while (order := self._orders.get()) is not None:
             rank, action = order
             try:
@@ -382,7 +382,7 @@ class Star:
             except Exception as error:
                 _log.exception("a message of worker %d could not be handled", rank)
                 if rank in self._links:
-                    self._links[rank].abort(f"it sent what no worker sends ({error!r})")
+                    self._links[rank].abort(f"it sent an invalid message ({error!r})")
             if self._hub is not None and len(self._hub.gone) >= self._info.size:
                 self._alone.set()
 
@@ -393,9 +393,9 @@ class Star:
             try:
                 self._links[rank].send(message, sender)
             except (ConnectionLostError, TimeoutError):
-                pass  # Who does not read is cut off; the thread that reads tells of it.
-            except Exception as error:  # It is not the sender's fault, and others are to be told.
-                self._links[rank].abort(f"it could not be told something ({error!r})")
+                pass  # The connection is closed, and its reader thread reports the end.
+            except Exception as error:  # The others must learn that this process is cut off.
+                self._links[rank].abort(f"a message to it could not be sent ({error!r})")
 
 
 def _wait_for(threads: list[threading.Thread]) -> None:
@@ -406,7 +406,7 @@ def _wait_for(threads: list[threading.Thread]) -> None:
 
 
 def describe_error(error: BaseException, worker: int) -> Failure:
-    """Return what the other processes are told of a failure on one of them."""
+    """Return the failure that other processes get for an exception of a worker."""
     if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError | WorkerLostError):
         return Failure(
             type(error).__name__,
@@ -417,22 +417,22 @@ def describe_error(error: BaseException, worker: int) -> Failure:
         )
     try:
         told = str(error)
-    except Exception as failure:  # The class is the user's, and this must not fail.
-        told = f"(its text can not be had: {type(failure).__name__})"
+    except Exception as failure:  # A user's class may raise, and this must not.
+        told = f"(no text: str() raised {type(failure).__name__})"
     text = f"worker {worker} failed: {type(error).__name__}: {told}"
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
     return Failure("WorkerLostError", sendable("; ".join([text, *notes])), worker)
 
 
 def restore_error(failure: Failure) -> DistributeError:
-    """Return the exception that a process raises for a failure that it was told of."""
+    """Return the exception to raise for a failure of another process."""
     return _KINDS.get(failure.kind, WorkerLostError)(
         failure.text, rank=failure.rank, op=failure.op, sequence=failure.sequence
     )
 
 
 def sendable(text: str) -> str:
-    """Return a text that can be sent: not too long, and without halves of characters.
+    """Return a text that can be sent: shortened, with `?` for invalid characters.
 
     >>> sendable("a file's name: " + chr(0xDCFF))
     "a file's name: ?"

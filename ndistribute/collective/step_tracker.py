@@ -1,7 +1,7 @@
-"""Where a process is in its steps and calls, and which others will not come to where it waits.
+"""The progress of a process through steps and calls, and the processes that skip a call.
 
-The messages that tell it may overtake data, so who has left a step, or the job, counts as missing
-only where it had not made the call before.
+Control messages may overtake data, so a process that has left a step, or the job, counts as missing
+only in calls that it did not make before.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Sequence
 from ndistribute.collective.backend import Call
 
 Place = tuple[int, int]
-"""A step, as a position that rises when one begins and when it ends, and a call's number in it."""
+"""A call: the position of its step, as in `StepTracker.position`, and its number in the step."""
 
 BEFORE_ALL: Place = (0, 0)
-"""What is not over even for a process that has made no call."""
+"""The place before the first call."""
 
 END = 1 << 30
-"""The number of a call that no step reaches: whoever leaves the step has skipped it."""
+"""A call number that no step reaches: every process that leaves the step has skipped it."""
 
 
 class StepTracker:
-    """Know where this process is in its steps and calls, and what the others have said of theirs.
+    """The progress of this process through steps and calls, and the reports of the others.
 
     Attributes:
-        position: how many steps have begun and ended, odd inside a step.
-        finished: the last call of this step, or else of the last one, that is over here.
-        before: the last call of the step before that is over here.
-        exchanged: the same of those in which each process hears of all others.
-        total: the sum of `exchanged` over earlier steps; where it is equal, so are the calls.
-        made: the last call of which it is known that this process has made it.
-        departed: why, for each process that has said good-bye.
+        position: the number of step starts and step ends so far, so it is odd inside a step.
+        finished: the last completed call of the current step, otherwise of the last one.
+        before: the last completed call of the step before that.
+        exchanged: as `finished`, of calls in which all processes communicate, or write variables.
+        total: the sum of `exchanged` over earlier steps; equal totals mean equal calls.
+        made: the last call that this process is known to have made.
+        departed: the reason of each process that has left, by rank.
 
     >>> where = StepTracker()
     >>> where.position = 2
@@ -43,7 +43,7 @@ class StepTracker:
         self.start_over()
 
     def start_over(self) -> None:
-        """Count steps from the beginning, as all processes do after a failure."""
+        """Reset all counts, as all processes do after a failure."""
         self.position = self.finished = self.before = self.exchanged = self.total = 0
         self.made = BEFORE_ALL
         self._reached: dict[int, Place] = {}
@@ -51,28 +51,28 @@ class StepTracker:
 
     @property
     def anyone_gone(self) -> bool:
-        """Return True if any process has said good-bye, or has left the current step."""
+        """Whether any process has left the job, or has skipped a call of the current step."""
         return bool(self.departed or self._skipped)
 
     @property
     def inside(self) -> bool:
-        """Return True from the begin of a step to its end."""
+        """Whether this process is inside a step."""
         return self.position % 2 == 1
 
     @property
     def last(self) -> Place:
-        """Return the place of the last call that is over, 0 standing for the begin of its step."""
+        """The place of the last completed call; call 0 is the start of the step."""
         return self.position if self.inside else self.position - 1, self.finished
 
     def begin_step(self) -> None:
-        """Go on to the next step: who has left the last one early does not matter any more."""
+        """Start the next step, and forget which processes skipped calls of the last one."""
         self._skipped.clear()
         self.position += 1
         self.before = self.finished
         self.finished = self.exchanged = 0
 
     def end_step(self) -> None:
-        """End a step: a call that this process did not make, it will not make."""
+        """End a step: this process makes no more calls in it."""
         self.total += self.exchanged
         self.position += 1
 
@@ -83,33 +83,33 @@ class StepTracker:
     def has_made(self, place: Place) -> bool | None:
         """Return True if this process has made a call, False if it has left the step without it.
 
-        None: it may still come, or it is not known that it came.
+        Return None if it may still make the call, or may have made it without a record.
         """
-        # In this order: what it makes in a step is noted before it leaves the step.
+        # In this order: a call is recorded in `made` before its step ends.
         left = self.position > place[0]
         if self.made >= place and place[1] != END:
             return True
         return False if left else None
 
     def note(self, rank: int, place: Place, made: bool) -> None:
-        """Take in that a process has made a call, or has left the step without it."""
+        """Record that a process has made a call, or has left the step without it."""
         if made:
             self._reached[rank] = max(place, self._last(rank))
         else:
             self._skipped.add((rank, place))
 
     def note_departed(self, rank: int, reason: str, made: Place) -> None:
-        """Take in that a process has left the job, and the last call that it has surely made."""
+        """Record that a process has left the job, and the last call it is known to have made."""
         self.note(rank, made, True)
         self.departed[rank] = reason
 
     def gone(self, place: Place) -> set[int]:
-        """Return who will not come to a call of the current step, if its data is not here now."""
+        """Return the ranks that will not make a call, unless their data has already arrived."""
         left = {rank for rank, skipped in list(self._skipped) if skipped == place}
         return left.union(rank for rank in list(self.departed) if self._last(rank) < place)
 
     def late(self, place: Place, absent: Sequence[int], others: Sequence[int]) -> list[int]:
-        """Return whom a call waits for in the end: those it misses may wait for somebody too."""
+        """Return the ranks that delay a call: those of `absent` that have not made it."""
         silent = [rank for rank in others if self._last(rank) < place]
         return [rank for rank in absent if rank in silent] or silent or list(absent)
 

@@ -1,8 +1,8 @@
-"""What those who run a step see of a group: the replicas of this process, and the other processes.
+"""A group as strategies use it: the replicas of this process, and the other processes.
 
-Replicas meet through their communicators. What is done once in each process, outside any replica,
-meets here: the first value of a variable, a reduction across replicas, the end of an input. A step
-is begun, left by each replica and ended; where there are other processes, they are told.
+Replicas call collectives through their communicators. `Workers` has those that each process calls
+once, outside of replicas, such as for the first value of a variable, a reduction over replicas, or
+the end of an input. Steps start and end here, and the other processes learn of it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ndistribute.stream import Stream
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """Hold the communicators of the replicas of one process.
+    """The communicators of the replicas of one process.
 
     Args:
-        communicators: one for each replica, in order.
-        rendezvous: where they meet.
-        streams: the device and stream of each.
-        workers: the other processes, where there are any.
-        end_devices: ends what the communicators hold on devices.
+        communicators: the communicator of each replica, in replica order.
+        rendezvous: their rendezvous.
+        streams: the device and stream of each replica.
+        workers: the other processes; None if there are none.
+        end_devices: frees the communicators' resources on devices; None if there are none.
     """
 
     communicators: Sequence[Communicator]
@@ -45,7 +45,7 @@ class ReplicaGroup:
     end_devices: Callable[[], None] | None = None
 
     def begin(self) -> None:
-        """Start a step; every replica must be out of the last one."""
+        """Start a step; all replicas must have left the last one."""
         if self.workers is not None:
             self.workers.enter()
         self.rendezvous.reset()
@@ -53,25 +53,25 @@ class ReplicaGroup:
             communicator.begin()
 
     def leave(self, rank: int) -> None:
-        """Say that a replica has returned from its step."""
+        """Record that a replica has returned from its step."""
         self.rendezvous.leave(rank, self.communicators[rank].calls_made)
 
     def end(self) -> None:
-        """End a step if it was begun, when every replica is out of it."""
+        """End the step, if one was started; all replicas must have left it."""
         if self.workers is not None and self.workers.peers.where.inside:
             self.workers.peers.leave()
 
     def abort(self, cause: BaseException) -> None:
-        """Release every replica that waits, with the reason."""
+        """Make the waits of all replicas raise because of `cause`."""
         if self.workers is not None:
             self.workers.peers.fail(cause)
         self.communicators[0].abort(cause)
 
     def close(self, *, abandoned: bool = False) -> None:
-        """End what is held on devices, and forget how the last step failed.
+        """Free resources on devices, and drop the failure of the last step.
 
-        The traceback of a failure holds the arrays that replicas saw. Replicas that were abandoned
-        in a step may still be inside, and are to learn of its failure.
+        The traceback of a failure refers to the arrays of replicas. With `abandoned`, replicas may
+        still be in the step and must see its failure, so it is kept.
         """
         if self.end_devices is not None:
             self.end_devices()
@@ -80,28 +80,28 @@ class ReplicaGroup:
 
 
 class ProcessBackend(Backend, Protocol):
-    """What carries bytes between processes: a backend that can be reset and closed."""
+    """A backend between processes, which can be reset and closed."""
 
     def reset(self) -> None:
-        """Forget every call; run when no process is inside one."""
+        """Drop the state of all calls; no process may be in a call."""
 
     def close(self) -> None:
-        """Give back what the backend holds."""
+        """Free the resources of the backend."""
 
 
 class Workers:
-    """Meet the other processes of the job.
+    """The group of all processes of the job.
 
     Args:
-        peers: the processes.
-        backend: how they meet.
-        devices: of the replicas of this process.
-        options: for collectives that bring none of their own.
+        peers: the control plane.
+        backend: the backend between the processes.
+        devices: the devices of the replicas of this process.
+        options: the options of collectives without options of their own.
 
     Attributes:
-        rank: which process this is, of `size`.
-        identities: of each process's devices, as `device_identity` gives them.
-        cores: how many of this host's cores are this process's part.
+        rank: the index of this process among `size` processes.
+        identities: the `device_identity` of each device of each process.
+        cores: the number of this host's cores for this process.
     """
 
     def __init__(
@@ -129,39 +129,39 @@ class Workers:
         self.cores = cores_of_one(core_numbers(), here)
         self._held = contextlib.ExitStack()
         self._held.callback(backend.close)
-        # However the processes were started, they share their host's cores.
+        # The processes share the cores of their host, whatever launcher started them.
         self._held.enter_context(limited_blas(None if set_by_user() else self.cores))
 
     @property
     def replica_counts(self) -> tuple[int, ...]:
-        """Return how many replicas each process has."""
+        """The number of replicas of each process, in rank order."""
         return tuple(map(len, self.identities))
 
     @property
     def single_cpus(self) -> bool:
-        """Return True if every process has one replica, on a CPU."""
+        """Whether every process has one replica, on a CPU."""
         return all(devices == ["cpu"] for devices in self.identities)
 
     def enter(self) -> None:
         """Start a step; after a failure, wait until all processes do so.
 
         Raises:
-            WorkerLostError: a process failed since the last step, or is gone for good.
+            WorkerLostError: a process failed since the last step, or was lost.
             RuntimeError: this process is a fork of the one that joined the group.
         """
         self.peers.enter(self.backend.reset, self.options.timeout)
 
     @contextlib.contextmanager
     def meeting(self, purpose: str = "") -> Iterator[Communicator]:
-        """Make collectives among processes, as a step of their own unless one is going on.
+        """Yield the communicator of processes, in a step of its own unless a step is running.
 
         Args:
-            purpose: what they are for, the same on all processes.
+            purpose: what its calls are for, equal on all processes.
         """
         communicator = self.communicator
         communicator.purpose = purpose
         if self.peers.where.inside:
-            # In a call of all replicas, of which these are parts.
+            # The calls are parts of the current call of all replicas.
             communicator.part_of = self.peers.where.finished + 1
             try:
                 yield communicator
@@ -180,19 +180,19 @@ class Workers:
             self.peers.leave()
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        """Concatenate a nest over processes, in the order of their ranks."""
+        """Return a nest whose arrays are concatenated over processes, in rank order."""
         with self.meeting() as communicator:
             return communicator.all_gather(value, axis)
 
     def agree(self, value: Array, what: str) -> Any:
-        """Return the array that the first process passed, once all have passed one alike.
+        """Return the array that process 0 passed, if all processes passed an array of its kind.
 
         Args:
             value: an array of the same shape and dtype on all processes.
-            what: what it is, in the same words on all processes.
+            what: its description, equal on all processes.
 
         Raises:
-            CollectiveMismatchError: on all processes, where one passed something else.
+            CollectiveMismatchError: descriptions, shapes or dtypes differ; on all processes.
         """
         with self.meeting("the creation of a variable") as communicator:
             own = f"{what} of shape {value.shape} and dtype {value.dtype}"
@@ -200,17 +200,19 @@ class Workers:
             for rank, other in enumerate(others, 1):
                 if other != first:
                     raise CollectiveMismatchError(
-                        f"worker {rank} created {other}, worker 0 {first}. All workers must create "
-                        "the same variables in the same order.",
+                        f"worker {rank} created {other}, worker 0 created {first}. All workers "
+                        "must create the same variables in the same order.",
                         rank=rank,
                     )
-            return communicator.broadcast(value)
+            agreed = communicator.broadcast(value)
+            communicator.all_reduce("sum", 0)  # Who sends hears nothing of who receives.
+            return agreed
 
     def at_close(self, forget: Callable[[], None]) -> None:
-        """Call a function when the group is closed, to let go of what lies in shared memory."""
+        """Call a function at `close`, to drop references to shared memory."""
         self._held.callback(forget)
 
     def close(self) -> None:
-        """Say good-bye to the other processes, and give back what is held here."""
+        """Leave the group, and free its resources."""
         with self._held:
             self.peers.close()

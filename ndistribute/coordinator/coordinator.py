@@ -12,10 +12,10 @@ import collections
 import contextlib
 import functools
 import logging
-import math
 import os
 import secrets
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +37,7 @@ from ndistribute.transport.waiting import WaitReport
 
 _TIMEOUT_SECONDS = 60.0
 _PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # Before reconnecting, by consecutive failures.
+_CONNECT_SECONDS = 5.0
 _END_SECONDS = 6.0
 _LONG_SECONDS = 0.02  # Longer closures are not sent in advance.
 _MOST_DEPTH = 8
@@ -210,7 +211,7 @@ class ClusterCoordinator:
             pickled = dump(function)
         except Exception as error:
             raise ValueError(
-                f"{what} can not be sent to workers: {error}. Leave out what it refers to that can "
+                f"{what} cannot be sent to workers: {error}. Leave out what it refers to that can "
                 "not be pickled, or make it inside of the function."
             ) from error
         found = key_of(pickled), pickled
@@ -405,8 +406,9 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
     def connector(index: int) -> Connection:
         address = cluster.task_address("worker", index)
         hello = Hello(name=name, purpose="coordinator", audience=f"worker:{index}")
+        deadline = time.monotonic() + _CONNECT_SECONDS
         try:
-            return connect(address, credentials, hello, _outcomes, deadline=math.inf, sealed=True)
+            return connect(address, credentials, hello, _outcomes, deadline=deadline, sealed=True)
         except ConnectionLostError as error:
             raise ConnectionLostError(f"{address}: {error}") from error
 
@@ -427,7 +429,7 @@ def _unpicklable(
         except Exception as problem:
             what, error = f"{place} of {closure.result.name}, a {type(value).__name__},", problem
             break
-    return ValueError(f"{what} can not be sent to workers: {error}.")
+    return ValueError(f"{what} cannot be sent to workers: {error}.")
 
 
 def _exception(outcome: Outcome) -> Exception:
@@ -436,5 +438,5 @@ def _exception(outcome: Outcome) -> Exception:
         error = load(outcome.value)
     except Exception as problem:  # For example, its class is unknown here.
         why = traceback.format_exception_only(problem)[-1].strip()
-        error = f"{outcome.trace.strip().splitlines()[-1]} (it can not be made here: {why})"
+        error = f"{outcome.trace.strip().splitlines()[-1]} (it cannot be made here: {why})"
     return error if isinstance(error, Exception) else RuntimeError(str(error))

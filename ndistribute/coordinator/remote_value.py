@@ -190,6 +190,6 @@ def _taker_of(thing: str) -> Closure:
     if closure is None:
         raise TypeError(
             f"{thing} can be sent to a worker only among the args or kwargs of schedule, not in "
-            "what a function refers to; and it can not be pickled otherwise."
+            "what a function refers to; and it cannot be pickled otherwise."
         )
     return closure

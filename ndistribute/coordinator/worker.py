@@ -195,7 +195,7 @@ class WorkerService:
             pickled = dump(result)
         except Exception as error:
             raise ValueError(
-                f"The function returned a {type(result).__name__}, which can not be pickled "
+                f"The function returned a {type(result).__name__}, which cannot be pickled "
                 f"({error}). Return plain values or arrays."
             ) from error
         if pickled.nbytes > RESULT_BYTES:

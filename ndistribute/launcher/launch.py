@@ -1,7 +1,7 @@
-"""Starts a job: on this machine, over ssh or through mpiexec; again where that was asked for.
+"""Starts a job on this machine, over ssh or through mpiexec, and restarts it after failures.
 
-What each task gets to know is a plain value (`task_environment`), and so is what is started, so
-that a dry run shows exactly what a real one does. The supervisor runs it.
+The tasks to start are plain values, `Start`, so a dry run shows exactly the commands and settings
+of a real run. The supervisor runs them.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from ndistribute.launcher.supervisor import (
 )
 from ndistribute.transport.listener import LISTEN_FD, listen
 
-# Below those that Linux gives to outgoing connections; only used where there are several hosts.
+# Below the ports of outgoing connections on Linux; used only if there are several hosts.
 DEFAULT_PORT = 23_450
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SECRET = "NDISTRIBUTE_SECRET"
 JOB_ID = "NDISTRIBUTE_JOB_ID"
-# Those of a surrounding job: each process gets its own.
+# Variables of a surrounding job; each process gets its own.
 _OURS = ("TF_CONFIG", LISTEN_FD)
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the user asked for."""
+    """The options of a job."""
 
-    command: tuple[str, ...]  # What comes after the interpreter: a script, or ``-m`` and a module.
-    hosts: tuple[Host, ...]  # Where, and how many workers on each.
-    servers: int = 0  # Parameter servers; with any, all tasks are on this machine.
-    chief: bool = False  # Beside the servers and workers, a chief runs the script.
+    command: tuple[str, ...]  # The interpreter's arguments: a script, or ``-m`` and a module.
+    hosts: tuple[Host, ...]  # The hosts, and the number of workers on each.
+    servers: int = 0  # Parameter servers; with them, all tasks are on this machine.
+    chief: bool = False  # Whether a chief runs the script too.
     mpi: bool = False
-    port: int = DEFAULT_PORT  # The first on each host, where there are several.
-    max_restarts: int = 0  # Of a job of workers as a whole, or else of its tasks alone.
+    port: int = DEFAULT_PORT  # The first port on each of several hosts.
+    max_restarts: int = 0  # Of the whole job; with servers, of single tasks.
     log_dir: Path | None = None
-    timeout: float | None = None  # Seconds after which everything is stopped.
+    timeout: float | None = None  # Seconds after which the job is stopped.
     snapshot_dir: Path | None = None
     snapshot_seconds: float | None = None
     durable: bool = False  # Servers log each update there before they acknowledge it.
@@ -73,12 +73,12 @@ class JobOptions:
 
     @property
     def sharing(self) -> int:
-        """Return how many workers share this machine's cores, at least 1."""
+        """The number of workers that share the cores of this machine, at least 1."""
         return max(1, sum(host.slots for host in self.hosts if is_this_machine(host.name)))
 
 
 def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the id and the secret that all tasks of a job share: the user's, or fresh ones."""
+    """Return the settings with the id and the secret of a job: the user's, or new ones."""
     job = {JOB_ID: environ.get(JOB_ID) or secrets.token_hex(16)}
     given = {name: environ[name] for name in (_SECRET, f"{_SECRET}_FILE") if environ.get(name)}
     return job | (given or {_SECRET: secrets.token_hex(32)})
@@ -90,7 +90,7 @@ def task_starts(
     environ: Mapping[str, str],
     of_servers: Mapping[str, str],
 ) -> list[Start]:
-    """Return the start of each task of a job, which tells it who it is, with a fresh secret."""
+    """Return the `Start` of each task, without commands; its settings define the task."""
     cluster: dict[str, list[str]] = {}
     for (kind, _), address in zip(tasks, addresses, strict=True):
         cluster.setdefault(kind, []).append(address)
@@ -108,24 +108,24 @@ def task_starts(
 
 
 def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
-    """Run a job to its end; return the exit code of what failed first, 124 for a timeout, or 0."""
+    """Run a job to its end; return the exit code of the first failure, 124 at a timeout, or 0."""
     _open_standard_streams()
     _check_limits(options.processes)
     mpi = mpiexec.find_mpiexec() if options.mpi else None
-    # Ranks that MPI brings together need no secret, and mpiexec would send it to them in the open.
+    # Processes under MPI need no secret, and mpiexec would send it unencrypted.
     dropped = (*_OURS, _SECRET) if mpi else _OURS
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
-    # Workers that compute together lose each other: all start again. Beside servers one does alone.
+    # Without servers, one failed worker stops all, so the whole job restarts; with servers, a task.
     restarts, again = (options.max_restarts, 0) if options.servers else (0, options.max_restarts)
     with contextlib.ExitStack() as opened:
         out = Writer(stdout)
-        # One queue where both are one file, so that the order of lines is kept.
+        # One queue if both are the same file, to keep the order of lines.
         err = out if os.path.sameopenfile(stdout, stderr) else Writer(stderr)
         console = opened.enter_context(contextlib.closing(Console(out, err, options.log_dir)))
-        # No port can be taken by others then, not even between two lives of a task, and who
-        # connects meanwhile waits.
+        # No other program can take a port, even while a task restarts, and connections wait in the
+        # meantime.
         listeners = {
             rank: opened.enter_context(listen("127.0.0.1:0" if options.is_local else address))
             for rank, (_, _, host, address) in enumerate([] if mpi else _places(options))
@@ -141,7 +141,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
             if mpi:
                 starts = [_mpi_start(mpi, options, environ, *pipes)]
             else:
-                starts = _tasks(options, environ, listeners)  # With a fresh secret.
+                starts = _tasks(options, environ, listeners)  # With a new secret.
             begin = partial(Process, environ)
             supervisor = Supervisor(begin, console, deadline, restarts, signals)
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
@@ -155,7 +155,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
 
 
 def dry_run(options: JobOptions) -> Iterator[str]:
-    """Yield what a job would start, line by line, with the secret left out."""
+    """Yield a line for each process that a job would start, with the secret hidden."""
     if options.mpi:
         starts = [_mpi_start(mpiexec.find_mpiexec(), options, os.environ)]
     else:
@@ -170,7 +170,7 @@ def dry_run(options: JobOptions) -> Iterator[str]:
 
 
 def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
-    """Return the tasks, servers first: type, index, host if it is another machine, address."""
+    """Return type, index, host (None: this machine) and address of each task, servers first."""
     if options.is_local:
         workers = sum(host.slots for host in options.hosts)
         counts = {"ps": options.servers, "worker": workers, "chief": int(options.chief)}
@@ -179,11 +179,11 @@ def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
     places: list[tuple[str, int, Host | None, str]] = []
     for host in options.hosts:
         is_here = is_this_machine(host.name)
-        # The other hosts must find this one: its name for itself would lead them to themselves.
+        # Other hosts must reach this one, and "localhost" would be themselves.
         name = socket.gethostname() if is_here else host.name.rpartition("@")[2]
         ports = range(options.port, options.port + host.slots)
         if not 0 < ports[0] <= ports[-1] < 1 << 16:
-            raise ValueError(f"--port {options.port} leaves no {host.slots} ports below 65536.")
+            raise ValueError(f"--port {options.port} must leave {host.slots} ports below 65536.")
         for port in ports:
             place = "worker", len(places), None if is_here else host, f"{name}:{port}"
             places.append(place)
@@ -193,7 +193,7 @@ def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
 def _tasks(
     options: JobOptions, environ: Mapping[str, str], listeners: Mapping[int, socket.socket]
 ) -> list[Start]:
-    """Return what to start; with the sockets that tasks of this machine inherit, by their ranks."""
+    """Return the `Start` of each task; `listeners` are the sockets of local tasks by rank."""
     places = _places(options)
     addresses = [address for *_, address in places]
     if options.is_local and listeners:
@@ -206,7 +206,7 @@ def _tasks(
     of_servers = {name: str(value) for name, value in server.items() if value is not None}
     starts = task_starts([place[:2] for place in places], addresses, environ, of_servers)
     for rank, (kind, index, host, _) in enumerate(places):
-        # Servers add arrays up, which no BLAS does for them; the workers have the cores.
+        # Servers only add arrays, without BLAS; so workers get the cores.
         parts = cores() if kind == "ps" else options.sharing
         blas = blas_settings(environ, parts) if host is None else {}
         label = f"{kind}:{index}" if options.servers else str(index)
@@ -222,7 +222,7 @@ def _tasks(
 
 
 def _refuse_waiting(ports: Sequence[socket.socket]) -> None:
-    """Close the connections that nobody accepted: all who made them have ended."""
+    """Close connections that were not accepted; the processes that made them have ended."""
     while waiting := select.select(ports, [], [], 0)[0]:
         for port in waiting:
             port.accept()[0].close()
@@ -237,7 +237,7 @@ def _mpi_start(
 ) -> Start:
     settings = blas_settings(environ, options.sharing)
     if mpi.family != "mpich" or options.is_local:
-        # MPICH marks every write with the rank; what is not buffered would be marked in mid-line.
+        # MPICH adds the rank to every write; unbuffered writes would get it inside of lines.
         settings["PYTHONUNBUFFERED"] = "1"
     ours = [name for name in environ if name.startswith(("NDISTRIBUTE_", "OMP_", "OPENBLAS_"))]
     names = sorted({*ours, *settings, JOB_ID} - {_SECRET})
@@ -248,7 +248,7 @@ def _mpi_start(
 
 
 def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: int) -> None:
-    """Say how it ended, where it did not end well."""
+    """Print how an attempt ended, unless it succeeded."""
     label = outcome.label
     if label is None:
         if outcome.reason == "timeout":
@@ -261,7 +261,7 @@ def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: in
     what, then = "failed first", "; all were stopped"
     if outcome.reason == "unsaved":
         what, then = "ended without a last snapshot", ""
-    last = " Its last words:" if report else ""
+    last = " Its last output:" if report else ""
     console.say(f"{who} {what} ({exit_text(outcome.code, outcome.host)}){then}.{last}", report)
     left = 0 if options.servers else options.max_restarts - attempt
     if left and outcome.reason == "failed":
@@ -269,19 +269,19 @@ def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: in
 
 
 def _open_standard_streams() -> None:
-    """Open what is closed, or the next file that is opened would take its number."""
+    """Open closed standard streams, or the next opened file would get their descriptors."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(fd)
 
 
 def _check_limits(processes: int) -> None:
-    """Check that the limits of this process allow for the job, before anything is started."""
+    """Raise OSError if the resource limits of this process are too low for the job."""
     status = Path("/proc/self/status").read_text()
     memory = int(status.partition("VmSize:")[2].split()[0]) << 10
     files = len(os.listdir("/proc/self/fd"))
     needed = {"NOFILE n": files + 8 * processes + 16, "AS v": memory + (64 << 20)}
-    if os.getuid() != 0:  # Whose threads have no limit.
+    if os.getuid() != 0:  # Root has no limit.
         needed["NPROC u"] = 2 * processes + 3
         for path in Path("/proc").glob("[0-9]*/task"):
             with contextlib.suppress(OSError):

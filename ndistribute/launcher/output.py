@@ -1,7 +1,7 @@
-"""What the processes of a job print: shown line by line with whose it is, kept in files, quoted.
+"""The output of the processes of a job: printed line by line with the rank, and saved in files.
 
-A line is shown when it is complete. Those that end in a carriage return, as progress bars write
-them, count as complete. Only `close` waits for whoever reads the launcher's own output.
+A line is printed when it is complete; lines of progress bars, which end in a carriage return, are
+complete too. Only `close` waits for the reader of the launcher's output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRITE_BYTES = 1 << 14
 
 
 class Writer:
-    """Write from a thread: who stops reading stops nothing else, and the oldest is dropped then."""
+    """A writer with a thread: if the reader stops, it drops the oldest data and never blocks."""
 
     error: OSError | None = None
 
@@ -36,7 +36,7 @@ class Writer:
         self._fd = fd
         self._most = most
         self._waiting: deque[bytes] = deque()
-        self._bytes = self._lost = 0  # What is not written yet, and what never will be.
+        self._bytes = self._lost = 0  # Bytes not written yet, and bytes dropped.
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="ndistribute out", daemon=True)
@@ -52,7 +52,7 @@ class Writer:
             self._changed.notify_all()
 
     def close(self, patience: float = 10.0) -> int:
-        """Wait while somebody reads; return how many bytes nobody was shown."""
+        """Write the rest while the reader reads; return the number of bytes that were not read."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -70,7 +70,7 @@ class Writer:
                     return
                 data = self._waiting.popleft()
                 if self._lost:
-                    told = f"{self._lost} bytes were dropped here: nobody read them."
+                    told = f"{self._lost} bytes were dropped here: the reader was too slow."
                     line = f"ndistribute run: {told}\n".encode()
                     self._bytes += len(line)
                     data, self._lost = line + data, 0
@@ -87,7 +87,7 @@ class Writer:
 
 
 class Console:
-    """Show lines with the rank or task they came from, keep each one's last, and write logs."""
+    """Prints lines with their rank or task, keeps the last lines of each, and writes logs."""
 
     def __init__(self, out: Writer, err: Writer, log_dir: Path | None = None) -> None:
         if log_dir is not None:
@@ -97,7 +97,7 @@ class Console:
         self.begin(0)
 
     def begin(self, attempt: int) -> None:
-        """Forget what an earlier attempt at the job wrote; later ones get files of their own."""
+        """Start an attempt: drop the lines of the last one, and write to new files."""
         self._suffix = f".{attempt}.log" if attempt else ".log"
         self._logs: set[Path] = set()
         self._full: set[Path] = set()
@@ -107,11 +107,11 @@ class Console:
 
     @property
     def nobody_reads(self) -> bool:
-        """Return True if whoever read the output has gone, rather than stopped for a while."""
+        """Whether the reader of the output has gone, not only paused."""
         return any(isinstance(w.error, BrokenPipeError) for w in self._writers.values())
 
     def feed(self, label: str, stream: str, data: bytes) -> None:
-        """Take the lines that are complete now; without data, that is at the end, all of them."""
+        """Add data of a stream, and print complete lines; at the end, without data, the rest."""
         *lines, rest = _BREAK.split(self._rests.get((label, stream), b"") + data)
         rest = rest if data else rest.rstrip(b"\r")
         if rest and (not data or len(rest) > _LONGEST_LINE):
@@ -137,16 +137,16 @@ class Console:
         self._writers[stream].write(b"".join(b"[%b] %b\n" % (rank.encode(), x) for x in lines))
 
     def say(self, message: str, report: Iterable[bytes] = ()) -> None:
-        """Write a message of the launcher's own to the errors, and lines that belong to it."""
+        """Write a message of the launcher and lines that belong to it to the standard error."""
         text = b"\n".join([f"ndistribute run: {message}".encode(), *report])
         self._writers["stderr"].write(text + b"\n")
 
     def kept(self, rank: str) -> list[bytes]:
-        """Return the last lines of a rank's errors."""
+        """Return the last lines that a rank wrote to its standard error."""
         return list(self._kept.get(rank, ()))
 
     def forget(self, rank: str) -> None:
-        """Keep no more lines of a rank, as another process takes its place."""
+        """Drop the kept lines of a rank, before another process takes its place."""
         self._kept.pop(rank, None)
 
     def close(self) -> None:
@@ -154,13 +154,13 @@ class Console:
         lost = out.close()
         if err is not out:
             if lost and not self.nobody_reads:
-                why = out.error or "nobody read them"
+                why = out.error or "the reader was too slow"
                 self.say(f"{lost} bytes of output were dropped at the end: {why}.")
             err.close()
 
     def _log(self, path: Path, data: bytes) -> None:
         try:
-            # Not buffered: what a full disk did not take would be written again at the end.
+            # Unbuffered: a buffer that a full disk refused would be written again at the end.
             with path.open("ab" if path in self._logs else "wb", buffering=0) as log:
                 self._logs.add(path)
                 while data:
@@ -168,13 +168,13 @@ class Console:
         except OSError as error:
             if path not in self._full:
                 self._full.add(path)
-                self.say(f"{path} lacks lines: {error.strerror}. The job goes on.")
+                self.say(f"{path} is incomplete: {error.strerror}. The job goes on.")
 
 
 def last_report(lines: list[bytes], most: int = 200) -> list[bytes]:
-    """Return the last traceback of what a process wrote, with its causes; else the last lines."""
+    """Return the last traceback in the lines of a process, with its causes, or the last lines."""
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
-    # Those of a group stand indented under the group's own.
+    # Tracebacks of a group are indented under that of the group.
     while len(headers) > 1 and lines[headers[-1]][:1].isspace():
         headers.pop()
     start = headers[-1] if headers else max(0, len(lines) - 20)
@@ -188,12 +188,12 @@ def last_report(lines: list[bytes], most: int = 200) -> list[bytes]:
 
 
 def tells_of_another(lines: list[bytes]) -> bool:
-    """Return True if a process ended because it lost another one, which is the one to name."""
+    """Return True if a process ended because it lost another one."""
     return any(_LOST_ANOTHER.match(line) for line in last_report(lines))
 
 
 def exit_text(code: int, host: str = "") -> str:
     """Return an exit code in words; `host` is the other machine on which ssh ran the process."""
     if host and code == 255:
-        return f"exit code 255: ssh has no connection to {host}, check that `ssh {host} true` works"
+        return f"exit code 255: ssh could not connect to {host}; check that `ssh {host} true` works"
     return f"signal {code - 128}" if 128 < code < 193 else f"exit code {code}"

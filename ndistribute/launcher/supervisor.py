@@ -1,7 +1,7 @@
-"""Runs the tasks of one attempt at a job: waits, starts again, stops, all in one thread.
+"""Runs the tasks of one attempt at a job: starts, restarts and stops them, in one thread.
 
-One selector waits for output, for ends of tasks and for signals, with a timeout to the next
-deadline. What an end means for the job is `verdict`, a function of plain values.
+A selector waits for output, ends of tasks and signals, until the next deadline. The function
+`verdict` decides what the end of a task means for the job.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ndistribute.launcher.mpiexec import MPIEXEC
 from ndistribute.launcher.output import Console, exit_text, tells_of_another
 from ndistribute.transport.listener import LISTEN_FD
 
-# How long a rank that only tells of another's end waits for that other one's own report.
+# After a task that only reports the loss of another: the time for that other one's own report.
 _PATIENCE_SECONDS = 2.0
-# How long servers have to end by themselves once the work is done.
+# The time in which servers must end by themselves once the work is done.
 _FINISH_SECONDS = 10.0
-# Beyond the grace of its process, how long a reaper may take.
+# The time of a reaper beyond the grace of its process.
 _REAPING_SECONDS = 5.0
 _LONGEST_DELAY_SECONDS = 30.0
-# More than a pipe holds: somebody may go on writing for ever.
+# More than a full pipe; a limit, because a descendant may write forever.
 _MOST_READS = 64
 
 
@@ -43,12 +43,12 @@ class Start:
 
     label: str  # Its rank, its task such as ``ps:0``, or `MPIEXEC`, which relays several ranks.
     argv: Sequence[str]
-    settings: Mapping[str, str]  # What is added to the environment of the job.
+    settings: Mapping[str, str]  # Variables added to the environment of the job.
     task_type: str = "worker"
     host: Host | None = None  # The machine to connect to by ssh; None: this one.
     listener: socket.socket | None = None  # Inherited under its number.
-    saving: float = 0.0  # How many seconds it has for a last snapshot when it is told to end.
-    outputs: Sequence[tuple[int, str, str]] = ()  # Pipes to read beside its own.
+    saving: float = 0.0  # Seconds for a last snapshot when it is told to end.
+    outputs: Sequence[tuple[int, str, str]] = ()  # More pipes to read: descriptor, label, stream.
 
     @property
     def grace(self) -> float:
@@ -57,29 +57,29 @@ class Start:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended, the exit code that tells of it, and what failed first."""
+    """The end of an attempt: the reason, the exit code, and the task that failed first."""
 
-    # "done", "failed", "timeout", "signal", "unread" (nobody reads the output) or "unsaved" (a
-    # server did not write its last snapshot).
+    # "done", "failed", "timeout", "signal", "unread" (the reader of the output has gone) or
+    # "unsaved" (a server did not write its last snapshot).
     reason: str
     code: int
     label: str | None = None
-    host: str = ""  # Where it ran, if that is another machine.
+    host: str = ""  # The other machine on which the task ran.
 
 
 class Verdict(enum.Enum):
-    """What follows from the end of a process."""
+    """What the end of a task means for the job."""
 
     GO_ON = "the others go on"
-    AGAIN = "it is started again, alone"
-    WAIT = "it only tells of another: that one gets a moment for a report of its own"
-    FAIL = "the job has failed, and all are stopped"
-    FINISH = "the work is done: the rest gets a moment to end by itself, and is stopped then"
+    AGAIN = "it is restarted, and the others go on"
+    WAIT = "it only reports the loss of another, whose own report is awaited"
+    FAIL = "the job has failed, and all tasks are stopped"
+    FINISH = "the work is done: the other tasks get some time to end, and are stopped then"
 
 
 @dataclass(eq=False)
 class TaskState:
-    """What is known of a task: its type, its exit code, whether it reports a loss of another."""
+    """The type of a task, its exit code, and whether it reported the loss of another task."""
 
     task_type: str
     code: int | None = None
@@ -87,40 +87,40 @@ class TaskState:
 
 
 def verdict(ended: TaskState, tasks: Collection[TaskState], restarts_left: int) -> Verdict:
-    """Return what follows from the end of a task, of all tasks of the job."""
+    """Return what the end of the task `ended`, one of `tasks`, means for the job."""
     chiefs = [task.code for task in tasks if task.task_type == "chief"]
     codes = chiefs or [task.code for task in tasks if task.task_type == "worker"]
     if all(code == 0 for code in codes):
         return Verdict.FINISH
     if ended.code == 0:
         return Verdict.GO_ON
-    # What the others do is worth nothing without the chief, who alone knows the result.
+    # Without the chief, which alone has the result, the work of the others is lost.
     if restarts_left > 0 and not any(chiefs):
         return Verdict.AGAIN
     return Verdict.WAIT if ended.tells_of_another else Verdict.FAIL
 
 
 def restart_delay(restarts: int) -> float:
-    """Return how many seconds to wait before one more restart of what was restarted before."""
+    """Return the seconds to wait before the next restart, after `restarts` restarts."""
     return min(_LONGEST_DELAY_SECONDS, 0.25 * 2**restarts) if restarts > 0 else 0.0
 
 
 @dataclass(eq=False, kw_only=True)
 class _Task(TaskState):
     start: Start
-    running: Process | None = None  # None: it waits to be started.
+    running: Process | None = None  # None: not started yet.
     restarts: int = 0
 
 
 @dataclass
 class Supervisor:
-    """Run one attempt."""
+    """One attempt at a job."""
 
     begin: Callable[[Start], Process]
     console: Console
-    deadline: float | None  # The moment of `time.monotonic` at which everything is stopped.
-    restarts: int  # How many tasks, the chief aside, may be started again alone.
-    signals: socket.socket | None = None  # From which the signals that end the job can be read.
+    deadline: float | None  # The monotonic time at which all tasks are stopped.
+    restarts: int  # The number of restarts of single tasks, not of the chief.
+    signals: socket.socket | None = None  # Yields the signals that end the job.
 
     def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -136,7 +136,7 @@ class Supervisor:
             self._due[partial(self._stop, Outcome("timeout", 124))] = self.deadline
 
     def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
-        """Start everything after a delay; return, or raise an error, once all of it has ended."""
+        """Start all tasks after a delay in seconds; return or raise when all have ended."""
         self._tasks = [_Task(start.task_type, start=start) for start in starts]
         for task in self._tasks:
             self._due[partial(self._start, task)] = time.monotonic() + delay
@@ -151,10 +151,10 @@ class Supervisor:
                 if task.running is not None and task.code is None:
                     task.running.close()
             self._selector.close()
-        # If nothing else happened, every one that failed only told of another.
+        # Without an outcome, all failed tasks only reported the loss of another.
         outcome = self._outcome or (self._failure() if self._failed else Outcome("done", 0))
         for task in self._tasks:
-            # SIGTERM is how it was asked to end; with that code it has done so in order.
+            # SIGTERM asked it to end, so its code also means a normal end.
             if task.start.saving and task.code not in (0, 128 + signal.SIGTERM):
                 unsaved = Outcome("unsaved", task.code or 1, task.start.label)
                 return outcome if outcome.reason == "failed" else unsaved
@@ -164,10 +164,10 @@ class Supervisor:
         while any(task.code is None for task in self._tasks):
             now = time.monotonic()
             for action in [action for action, moment in self._due.items() if moment <= now]:
-                # One that was done before may have called the others off.
+                # An earlier action may have cancelled this one.
                 if self._due.pop(action, None) is not None:
                     action()
-            # At least once a second, for who reads the output may go while nothing is written.
+            # At least once a second, because the reader of the output may go at any time.
             left = min([1.0, *(moment - now for moment in self._due.values())])
             for key, _ in self._selector.select(max(0.0, left)):
                 key.data()
@@ -184,8 +184,8 @@ class Supervisor:
             self._selector.register(output[0], selectors.EVENT_READ, read)
 
     def _read(self, fd: int, label: str, stream: str, most: int = 1) -> None:
-        """Show what a pipe has now, with so many reads at most."""
-        # In another event of the same turn its task may have ended, and the pipe with it.
+        """Print what a pipe has now, with at most `most` reads."""
+        # An event of the same turn may have ended its task and closed the pipe.
         while most > 0 and fd in self._selector.get_map():
             try:
                 data = os.read(fd, 1 << 16)
@@ -225,7 +225,7 @@ class Supervisor:
                 self._due = {self._finish: time.monotonic() + _FINISH_SECONDS}
 
     def _start_again(self, task: _Task) -> None:
-        """Have a new process take the task's place; nothing else of the job notices."""
+        """Restart one task; the others go on."""
         label, delay = task.start.label, restart_delay(task.restarts)
         task.restarts += 1
         self.restarts -= 1
@@ -236,12 +236,12 @@ class Supervisor:
         self._due[partial(self._start, task)] = time.monotonic() + delay
 
     def _failure(self) -> Outcome:
-        """Name the first that failed by itself; where all tell of another, the first of those."""
+        """Return the outcome for the first task that failed by itself, or else the first failed."""
         first = [task for task in self._failed if not task.tells_of_another]
         task = [*first, *self._failed][0]
         label, host = task.start.label, task.start.host
         if label == MPIEXEC:
-            # The first rank that reported an error of its own.
+            # The first rank whose error is not the loss of another.
             kept, reported = self.console.kept, self.console.reported
             label = next((r for r in reported if not tells_of_another(kept(r))), label)
         return Outcome("failed", task.code or 1, label, "" if host is None else host.name)
@@ -254,7 +254,7 @@ class Supervisor:
         if self._outcome is None:
             self._stop(Outcome("signal", 128 + signum))
             return
-        # Asked again, it does not wait for the grace; and once more, nor for last snapshots.
+        # The second signal skips the grace, and the third also skips last snapshots.
         for task in self._tasks:
             if task.running is not None and (self._hurried or not task.start.saving):
                 task.running.hang_up()
@@ -271,7 +271,7 @@ class Supervisor:
         for task in self._tasks:
             if task.running is not None and task.code is None:
                 task.running.ask_to_end()
-                # It is ended in time, if it can be reached: the other host may be gone.
+                # Killed later if its reaper does not answer, such as on a lost host.
                 self._due[task.running.kill] = now + task.start.grace + _REAPING_SECONDS
 
     def _drop_waiting(self) -> None:
@@ -286,12 +286,12 @@ class Supervisor:
 
 
 class Process:
-    """A started process with its reaper, which ends it when its input is closed."""
+    """A started process and its reaper, which ends the process when its input is closed."""
 
-    done: int  # A descriptor that can be read once it has ended.
-    outputs: Sequence[tuple[int, str, str]]  # Pipes to read: whose, and which stream.
-    kill: Callable[[], None]  # After which it is not waited for any longer.
-    lost: Exception | None = None  # Why what is needed to start it again is not there.
+    done: int  # A descriptor that is readable once it has ended.
+    outputs: Sequence[tuple[int, str, str]]  # Pipes to read: descriptor, label, stream.
+    kill: Callable[[], None]  # Kills the reaper, so that the wait ends.
+    lost: Exception | None = None  # Why it cannot be restarted, or None.
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class Process:
         self._write(script.encode())
 
     def code(self) -> int:
-        """Return the exit code, 128 plus the number for a signal."""
+        """Return the exit code; 128 plus the number of a signal."""
         code = self._popen.wait(reaper.GRACE_SECONDS)
         return code if code >= 0 else 128 - code
 
@@ -333,7 +333,7 @@ class Process:
         self._write(b".")
 
     def hang_up(self) -> None:
-        """Have it ended as if the launcher were gone; at once if it was asked before."""
+        """Close its input, so that the reaper ends it; at once if it was asked before."""
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
 
@@ -344,18 +344,18 @@ class Process:
         os.close(self.done)
 
     def _write(self, data: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # Its exit code will say why.
+        with contextlib.suppress(BrokenPipeError):  # Its exit code shows why.
             self._input.write(data)
             self._input.flush()
 
 
 @contextlib.contextmanager
 def signals_as_bytes() -> Iterator[socket.socket]:
-    """Give a socket from which the signals that end a program can be read, a byte each."""
+    """Yield a socket that receives one byte, the number, for each signal that ends a program."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     ending_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # What is ignored, as by nohup and in jobs that sh runs in the background, stays so.
+    # Ignored signals, as under nohup or in background jobs of sh, stay ignored.
     heeded = [signum for signum in ending_signals if signal.getsignal(signum) != signal.SIG_IGN]
     with reader, writer:
         before = {signum: signal.signal(signum, lambda *_: None) for signum in heeded}

@@ -107,7 +107,7 @@ class Optimizer:
         self.name = _unique_name(label, self._served_by) if name is None else name
         self._clipping = Clipping(clipnorm, global_clipnorm, clipvalue)
         self._slots: dict[Any, tuple[Any, ...]] = {}
-        self._reported: dict[tuple[str, ...], object] = {}  # Variables that had no gradient.
+        self._reported: set[str] = set()  # Variables that had no gradient.
         self._counter: Any = None
 
     @property
@@ -187,30 +187,22 @@ class Optimizer:
         gradients, variables = _checked(grads_and_vars, self._reported)
         replica, summed = self._build(variables), skip_gradients_aggregation
         on_servers = isinstance(variables[0], ServedVariable)
-        guard = None if replica is None else replica.communicator.guard
-        met = 0 if guard is None else guard.met
-        try:
-            if not on_servers:
-                gradients = [self._summable(gradient) for gradient in gradients]
-            if replica is not None and not summed and (on_servers or self._clipping):
-                # A norm needs the whole sum.
-                gradients, summed = replica.all_reduce("sum", gradients), True
-            if replica is None or summed:
-                gradients = self._clipping.apply(gradients)
-            if on_servers:
-                self._push(variables, gradients, replica)
-            elif replica is None:
-                opened, rate = self._open(variables)
-                for copies, gradient in zip(opened, gradients, strict=True):
-                    for arrays in copies:
-                        self._update_copy(arrays, gradient, rate)
-            else:
-                self._update_owned(variables, gradients, replica, summed)
-        except BaseException:  # For example an interrupt; the other processes update.
-            # If the sum and the update are one call, that call reports whether it completed.
-            if guard is not None and (self._clipping or IndexedSlices in map(type, gradients)):
-                guard.take_back(met)
-            raise
+        if not on_servers:
+            gradients = [self._summable(gradient) for gradient in gradients]
+        if replica is not None and not summed and (on_servers or self._clipping):
+            # A norm needs the whole sum.
+            gradients, summed = replica.all_reduce("sum", gradients), True
+        if replica is None or summed:
+            gradients = self._clipping.apply(gradients)
+        if on_servers:
+            self._push(variables, gradients, replica)
+        elif replica is None:
+            opened, rate = self._open(variables)
+            for copies, gradient in zip(opened, gradients, strict=True):
+                for arrays in copies:
+                    self._update_copy(arrays, gradient, rate)
+        else:
+            self._update_owned(variables, gradients, replica, summed)
 
     def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
         """Compute the gradients of a loss, and update variables by `apply_gradients`.
@@ -238,7 +230,7 @@ class Optimizer:
                 )
             strategy = variables[0].distribute_strategy
             owner = self._counter_of(strategy).distribute_strategy
-            if owner is not strategy and not owner.is_default:
+            if owner is not strategy and not owner.is_default and not strategy.is_default:
                 raise ValueError(
                     f"optimizer {self.name!r} of {told_apart(owner, strategy)} was given variable "
                     f"{variables[0].name!r} of {strategy!r}: make an optimizer for each strategy."
@@ -345,7 +337,7 @@ class Optimizer:
             return
         for index, rows in zip(sparse, joined, strict=True):
             self._update_copy(copies[index][homes[index]], rows, rate, communicator.owned_part)
-        communicator.merge("apply_gradients", None, lambda _: None)
+        communicator.merge("apply_gradients", None, lambda _: None, writes=True)
 
     def _update_copy(
         self,
@@ -410,7 +402,7 @@ class Optimizer:
 
 
 def _checked(
-    grads_and_vars: Iterable[tuple[Any, Variable]], reported: dict[tuple[str, ...], object]
+    grads_and_vars: Iterable[tuple[Any, Variable]], reported: set[str]
 ) -> tuple[list[Any], list[Variable]]:
     """Return the gradients that are not None and their variables; raise if a pair does not fit."""
     pairs = list(grads_and_vars)
@@ -452,9 +444,13 @@ def _checked(
             else "apply_gradients got no pairs: a zip is empty after its first use. Write "
             "list(zip(gradients, variables)) to use it again."
         )
-    me = object()  # Only the first step and replica without them logs.
-    if missing and reported.setdefault(tuple(missing), me) is me:
-        _log.warning("no gradient for variable(s) %s: they do not change", ", ".join(missing))
+    if not reported.issuperset(missing):
+        with _naming:  # Only the first step and replica logs a name.
+            missing = [name for name in missing if name not in reported]
+            reported.update(missing)
+        if missing:
+            names = ", ".join(missing)
+            _log.warning("no gradient for variable(s) %s: they do not change", names)
     return gradients, variables
 
 

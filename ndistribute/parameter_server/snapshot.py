@@ -213,7 +213,7 @@ class Disk:
         try:
             log.append(request)
         except OSError as error:
-            why = f"{self._task} can not write {log.path}: {error}; nothing was changed."
+            why = f"{self._task} cannot write {log.path}: {error}; nothing was changed."
             raise Refused(why, "full") from error
 
     def _resume(self) -> None:

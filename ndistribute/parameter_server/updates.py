@@ -47,7 +47,7 @@ def _plan_update(variables: Variables, change: m.Update) -> Planned:
     cell, values, indices = variables.cell(change.name), change.values, change.indices
     check_fits(change.name, cell.array, values.shape, values.dtype, indices)
     if change.how != "assign" and cell.array.dtype.kind == "b":  # It would fail while it writes.
-        raise Refused(f"variable {change.name!r} of {cell.array.dtype} can not {change.how}.")
+        raise Refused(f"variable {change.name!r} of {cell.array.dtype} cannot {change.how}.")
     fresh: Array | None = None
     if change.how != "assign" or indices is not None:
         cell.open()
@@ -279,7 +279,7 @@ def _check_names(rule: Rule, change: Apply) -> None:
 def _check_gradient(name: str, array: Array, gradient: Gradient) -> None:
     given = gradient.values.dtype
     if not can_train(given, array.dtype):
-        raise Refused(f"a gradient of {given} can not train {name!r} of {array.dtype}.")
+        raise Refused(f"a gradient of {given} cannot train {name!r} of {array.dtype}.")
     check_fits(name, array, gradient.values.shape, array.dtype, gradient.indices)
 
 

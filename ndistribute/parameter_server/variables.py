@@ -80,7 +80,7 @@ class Variables:
             except (TypeError, ValueError, ArithmeticError, ImportError) as error:
                 raise Refused(
                     f"variable {new.name!r} of shape {new.shape} and dtype {new.dtype}, filled "
-                    f"with {new.fill}, can not be made here: {error}"
+                    f"with {new.fill}, cannot be made here: {error}"
                 ) from error
             if value is not None:
                 check_fits(new.name, value, new.shape, dtype)

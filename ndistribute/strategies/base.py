@@ -84,7 +84,7 @@ class Strategy:
 
     _internal = frozenset(
         "across_workers agree_on input_topology is_default make_group "
-        "make_variable names replica_contexts running_on serial variable_kinds".split()
+        "make_variable numbers replica_contexts running_on serial variable_kinds".split()
     )
     """Names that `dir` and completion omit: only the package and extensions of it use them."""
     is_default = False
@@ -109,12 +109,12 @@ class Strategy:
         self._turn = threading.RLock()  # Reentrant: only its owner can release it.
         self.running_on: int | None = None  # The thread that runs a step or `close`.
         self._generators: dict[int, Any] = {}
-        # The names of variables created without one: the same on all processes.
-        self.names = itertools.chain(["Variable"], map("Variable_{}".format, itertools.count(1)))
+        # Numbers for the names of variables without one: the same on all processes.
+        self.numbers = itertools.count()
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
         if self.num_replicas_in_sync > 1:
-            context.strategies_of_several.add(self)
+            context.register_strategy_of_several(self)
 
     # Methods that a subclass may override.
 
@@ -430,6 +430,7 @@ class Strategy:
             "replica threads and connections: make a strategy here, or start processes by "
             "multiprocessing's method 'spawn'."
         )
+        self._pool.refuse_in_fork(RuntimeError(f"{self!r} {self._refusal}"))
 
     def _exclusively(self, use: Callable[[], T]) -> T:
         """Call a function that needs exclusive use of the replicas, and return its result.
@@ -481,7 +482,7 @@ class Strategy:
 
 
 def _refuse_in_fork() -> None:
-    for strategy in list(context.strategies_of_several):
+    for strategy in context.strategies_of_several():
         strategy._let_go()
 
 

@@ -125,6 +125,10 @@ class ReplicaPool:
         self._end_threads()
         self._group.close(abandoned=self.abandoned)
 
+    def refuse_in_fork(self, cause: BaseException) -> None:
+        """Let a replica that has forked inside a step wait for no other one in the child."""
+        self._group.rendezvous.refuse_in_fork(cause)
+
     def _run_all(self, step: Step, running: _Running) -> None:
         """Run every replica, and return when all have left the step or are abandoned."""
         size, threads = len(self._contexts), None

@@ -91,7 +91,7 @@ class Decoder(Generic[T]):
 
 def _write_array(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
-        raise NotImplementedError(f"a {type(value).__name__} can not be sent.")
+        raise NotImplementedError(f"a {type(value).__name__} cannot be sent.")
     name = _name_of(value.dtype)
     if value.ndim > MAX_DIMENSIONS:
         raise ValueError(f"an array of {value.ndim} dimensions: at most {MAX_DIMENSIONS} travel.")
@@ -109,7 +109,7 @@ def _read_array(kind: Any, node: Any) -> Any:
     # NumPy multiplies the dimensions, also of an array without elements.
     spanned = math.prod(n for n in shape if n) * dtype.itemsize
     if spanned >= 1 << 62 or (0 if 0 in shape else spanned) != len(data):
-        raise MalformedError(f"{len(data)} bytes can not be {dtype} of shape {shape}.")
+        raise MalformedError(f"{len(data)} bytes cannot be {dtype} of shape {shape}.")
     return np.ndarray(shape, dtype, data)
 
 
@@ -117,7 +117,7 @@ def _read_array(kind: Any, node: Any) -> Any:
 def _name_of(dtype: np.dtype[Any]) -> str:
     if dtype.name not in DTYPES:
         raise ValueError(
-            f"an array of dtype {dtype} can not be sent. Convert it to one of "
+            f"an array of dtype {dtype} cannot be sent. Convert it to one of "
             f"{', '.join(sorted(DTYPES))}."
         )
     return dtype.name

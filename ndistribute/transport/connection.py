@@ -38,7 +38,7 @@ from ndistribute.transport.secret import Credentials
 from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
 from ndistribute.transport.waiting import why_unreached
 
-HANDSHAKE_SECONDS = 5.0
+HANDSHAKE_SECONDS = 10.0
 BODY_LIMIT_BYTES = 16 << 30
 CONTROL_LIMIT_BYTES = 1 << 30
 _MOST_BUFFERS = 1 << 20

@@ -54,7 +54,7 @@ class Ring:
         written, read = self._counts[0], self._counts[8]
         held = written - read
         if not 0 <= held <= _CAPACITY:
-            raise MalformedError(f"{held} bytes can not lie in memory of {_CAPACITY}.")
+            raise MalformedError(f"{held} bytes cannot lie in memory of {_CAPACITY}.")
         position, most = (written, _CAPACITY - held) if self._writes else (read, held)
         start = position % _CAPACITY
         count = min(len(data), most, _CHUNK_BYTES, _CAPACITY - start)

@@ -1,13 +1,14 @@
-"""What a process logs while it waits for others to start: who is missing, where, and why.
+"""Log messages of a process that waits for others to start: the missing ones, and why.
 
-It is a warning, so that a program which set no logging up shows it. Nobody sleeps here: whoever
-waits asks now and then whether a report is due.
+They are warnings, so programs without logging settings show them. The code that waits checks
+regularly whether a report is due; no function here sleeps.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Sequence
 
@@ -15,29 +16,33 @@ from ndistribute.errors import DistributeError
 from ndistribute.transport.address import split_address
 
 FIRST_SECONDS = 5.0
-SHOWN = 3  # Of those that are missing.
+SHOWN = 3  # The most names in a message.
 _LOOK_SECONDS = 1.0
 _log = logging.getLogger("ndistribute")
 
 
 class WaitReport:
-    """Log who is waited for: first after 5 s, and again each time the wait has doubled."""
+    """Warnings about a wait: the first after 5 s, and another each time the wait has doubled."""
 
     def __init__(self, waiter: str, begun: float | None = None) -> None:
         self._waiter = waiter
         self._begun = time.monotonic() if begun is None else begun
-        self.due = self._begun + FIRST_SECONDS  # When the next one is, by the monotonic clock.
+        self.due = self._begun + FIRST_SECONDS  # The monotonic time of the next report.
 
     def tell(self, missing: str) -> None:
-        """Log who is missing, with the address and the reason, if a report is due."""
+        """Log the missing processes, with address and reason, if a report is due.
+
+        If `missing` is empty, log nothing: another process reports.
+        """
         waited = time.monotonic() - self._begun
         if self._begun + waited >= self.due:
             self.due = self._begun + 2 * waited
-            _log.warning("%s has waited %.0f s for %s.", self._waiter, waited, missing)
+            if missing:
+                _log.warning("%s has waited %.0f s for %s.", self._waiter, waited, missing)
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Return names in a row, the first few of many.
+    """Return the first names, joined by commas, and the number of the others.
 
     >>> shortened(["worker:0", "worker:1"]), shortened(["a", "b", "c", "d", "e"])
     ('worker:0, worker:1', 'a, b, c and 2 more')
@@ -47,22 +52,39 @@ def shortened(names: Sequence[str]) -> str:
 
 
 def why_unreached(address: str, error: OSError) -> str:
-    """Return why nobody was reached at an address, in words that say what to look at."""
-    if isinstance(error, DistributeError):  # It says so itself.
+    """Return a text for a failed connection to an address: why it failed, and what to check."""
+    if isinstance(error, DistributeError):  # Its text has all of this.
         return str(error).rstrip(".")
     if isinstance(error, socket.gaierror):
-        return f"the name {split_address(address)[0]!r} is not found: {error.strerror}"
+        return f"the host name {split_address(address)[0]!r} was not found: {error.strerror}"
     if isinstance(error, ConnectionRefusedError):
         return f"nothing listens there: {error.strerror}"
     if isinstance(error, TimeoutError):
-        return "that host does not answer: is the address right, and no firewall between?"
+        return "that host does not answer: check the address and firewalls"
     return str(error).rstrip(".")
 
 
-def why_absent(address: str) -> str:
-    """Look whether anything listens at the address of a process that has not joined."""
-    try:
-        socket.create_connection(split_address(address), timeout=_LOOK_SECONDS).close()
-    except OSError as error:
-        return why_unreached(address, error)
-    return "something listens there, but has not joined: it is still starting, or another program"
+def why_absent(addresses: Sequence[str]) -> list[str]:
+    """Return why each process has not joined; try for at most 1 s to connect to them."""
+    found = {address: why_unreached(address, TimeoutError()) for address in addresses}
+
+    def look(address: str) -> None:
+        try:
+            socket.create_connection(split_address(address), timeout=_LOOK_SECONDS).close()
+        except OSError as error:
+            found[address] = why_unreached(address, error)
+        else:
+            found[address] = (
+                "a process listens there, but has not joined: it is starting, or is another program"
+            )
+
+    threads = [
+        threading.Thread(target=look, args=(address,), name="ndistribute look", daemon=True)
+        for address in addresses
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _LOOK_SECONDS
+    for thread in threads:  # An unreachable name server blocks a thread for longer.
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [found[address] for address in addresses]

@@ -69,10 +69,10 @@ class VariablePolicy:
         if when is VariableSynchronization.AUTO:
             when = VariableSynchronization.ON_WRITE
         how = _parse(VariableAggregation, aggregation, "aggregation")
-        if not isinstance(name, str | None) or isinstance(trainable, str):
+        if not isinstance(name, str | None) or not isinstance(trainable, bool | np.bool_):
             what = f"name={name!r} and trainable={trainable!r}"
             raise TypeError(f"{what} are not a str and a bool: write nd.Variable(x, name='w').")
-        return cls(name or "", trainable, when, how)
+        return cls(name or "", bool(trainable), when, how)
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise a `ValueError` if the aggregation is undefined for a dtype."""

@@ -6,6 +6,7 @@ defines where its components are stored and what a write does; the current strat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -281,17 +282,12 @@ class Variable(ArrayLike):
                     )
             written._apply(whole)
 
-        met = communicator.guard.met
+        communicator.purpose = f"{write.how} to {self.name!r}"
         try:
-            communicator.purpose = f"{write.how} to {self.name!r}"
-            try:
-                combined = write.aggregated(self.aggregation, communicator)
-            finally:
-                communicator.purpose = ""
-            communicator.merge(write.how, (self, combined), apply_once)
-        except BaseException:  # For example an interrupt; the other processes apply it.
-            communicator.guard.take_back(met)
-            raise
+            combined = write.aggregated(self.aggregation, communicator)
+        finally:
+            communicator.purpose = ""
+        communicator.merge(write.how, (self, combined), apply_once, writes=True)
 
     def _checked_write(self: V, how: str, value: Any) -> V:
         array = self._cast(how, value)
@@ -391,10 +387,16 @@ def _created(initial_value: Any, dtype: Any, policy: VariablePolicy) -> Any:
 
 
 def _create(strategy: Any, array: Array, policy: VariablePolicy) -> Any:
-    if not policy.name:
-        policy = replace(policy, name=next(strategy.names))
+    number = None if policy.name else next(strategy.numbers)
+    if number is not None:
+        policy = replace(policy, name=f"Variable_{number}" if number else "Variable")
     how = f"{policy.synchronization.name}, {policy.aggregation.name}"
-    array = strategy.agree_on(array, f"variable {policy.name!r} ({how})")
+    try:
+        array = strategy.agree_on(array, f"variable {policy.name!r} ({how})")
+    except BaseException:
+        if number is not None:  # Some workers may not have taken it, and try again with it.
+            strategy.numbers = itertools.count(number)
+        raise
     policy.check_dtype(array.dtype)
     return strategy.make_variable(array, policy)
 

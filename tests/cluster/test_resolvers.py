@@ -97,10 +97,10 @@ def test_an_empty_variable_is_a_process_that_works_alone(environ):
         ("{", "not JSON: Expecting"),
         ('{"cluster": 3}', "'cluster' is int, not an object"),
         ('{"cluster": {"worker": "a:1"}}', "'worker' must be a list"),
-        ('{"cluster": {"worker": {"x": "a:1"}}}', "'x', which is no number"),
+        ('{"cluster": {"worker": {"x": "a:1"}}}', "'x', expected an integer"),
         ('{"cluster": {"worker": ["a"]}}', "task 0 of 'worker' has the address 'a'"),
         ('{"cluster": {"worker": ["a:99999"]}}', "'a:99999', which is not HOST:PORT"),
-        ('{"cluster": {"worker": ["a:1"]}}', "which of them this process is was not said"),
+        ('{"cluster": {"worker": ["a:1"]}}', "the task of this process is unknown"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": 1}}', "'type' in 'task' is 1"),
         (
             '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1.5}}',
@@ -108,7 +108,7 @@ def test_an_empty_variable_is_a_process_that_works_alone(environ):
         ),
         (
             '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}',
-            "'worker' has 1 tasks, counted from 0, but this process is said to be number 1",
+            "'worker' has 1 tasks, numbered from 0, but this process has the index 1",
         ),
         (
             '{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}',
@@ -116,7 +116,7 @@ def test_an_empty_variable_is_a_process_that_works_alone(environ):
         ),
         (
             '{"cluster": {"wroker": ["a:1"]}, "task": {"type": "wroker", "index": 0}}',
-            "a job 'wroker'; the known ones are 'chief', 'worker', 'ps', 'evaluator'",
+            "an unknown job 'wroker'; the known jobs are 'chief', 'worker', 'ps', 'evaluator'",
         ),
         (
             '{"cluster": {"chief": ["a:1", "b:1"]}, "task": {"type": "chief", "index": 0}}',
@@ -151,7 +151,7 @@ def test_every_launcher_of_mpi_says_the_rank_in_its_own_way(environ):
     ("environ", "message"),
     [
         ({}, "MPI did not start this process"),
-        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK is 'x', which is no number"),
+        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK is 'x', expected an integer"),
         ({"PMI_RANK": "2", "PMI_SIZE": "2"}, "PMI_RANK=2 is not below PMI_SIZE=2"),
     ],
 )
@@ -203,9 +203,9 @@ def test_slurm_tasks_may_be_dealt_out_in_a_circle_or_to_several_jobs():
     ("change", "message"),
     [
         ({"SLURM_STEP_NODELIST": ""}, "Slurm did not start this process"),
-        ({"SLURM_STEP_NODELIST": "n1"}, "names 1 nodes, but tasks for 3"),
+        ({"SLURM_STEP_NODELIST": "n1"}, "lists 1 nodes, but tasks for 3"),
         ({"SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', which is no number"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', expected an integer"),
         ({"SLURM_NODEID": "2"}, "should be on node 1 but is on node 2"),
         ({"SLURM_DISTRIBUTION": "plane=2"}, "--distribution=block"),
     ],
@@ -256,9 +256,9 @@ def test_only_one_address_of_a_job_of_torchrun_is_known(change, first):
     ("change", "message"),
     [
         ({"RANK": ""}, "torchrun did not start this process: RANK is not set"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which is no number"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected an integer"),
         ({"RANK": "3"}, "RANK=3 is not below WORLD_SIZE=3"),
-        ({"MASTER_PORT": "65535"}, "leaves no next port"),
+        ({"MASTER_PORT": "65535"}, "rank 0 uses the next port"),
     ],
 )
 def test_a_wrong_torchrun_environment_is_named(change, message):

@@ -63,7 +63,7 @@ def test_bytes_are_text():
     ],
 )
 def test_two_tasks_of_one_address_are_refused_with_what_to_do(cluster, others):
-    with pytest.raises(ValueError, match=f"{others} have the same address .* port of its own"):
+    with pytest.raises(ValueError, match=f"{others} have the same address .* its own host or port"):
         ClusterSpec(cluster)
 
 

@@ -40,7 +40,7 @@ def test_a_host_that_nobody_reaches_is_told_so(monkeypatch):
 
 def test_a_rank_0_of_an_unknown_name_is_named(monkeypatch):
     monkeypatch.setenv("NDISTRIBUTE_SECRET", "the secret of this test")
-    with pytest.raises(OSError, match="the name 'no-such-host"):
+    with pytest.raises(OSError, match="the host name 'no-such-host"):
         info_from_rank_0("no-such-host.invalid:1", 1, 2)
 
 

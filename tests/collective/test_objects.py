@@ -87,7 +87,7 @@ def test_what_other_workers_could_not_make_is_an_error_of_who_tells_it():
     with pytest.raises(ValueError, match="strings or numbers"):
         pack({(1, 2): column("i4")})
     for value in (column("O"), object(), {1, 2}):
-        with pytest.raises(TypeError, match="can not travel"):
+        with pytest.raises(TypeError, match="cannot travel"):
             pack([value])
 
 
@@ -101,7 +101,7 @@ def test_values_of_all_workers_come_in_their_order_in_one_collective():
 
 @pytest.mark.parametrize(
     ("value", "kind", "text"),
-    [(ValueError("not so"), ValueError, "not so"), (object(), TypeError, "can not travel")],
+    [(ValueError("not so"), ValueError, "not so"), (object(), TypeError, "cannot travel")],
 )
 def test_what_one_worker_could_not_tell_is_an_error_on_all(value, kind, text):
     def work(workers):

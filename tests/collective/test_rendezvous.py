@@ -1,4 +1,4 @@
-"""Threads that meet: what the contract tests of strategies can not time."""
+"""Threads that meet: what the contract tests of strategies cannot time."""
 
 from __future__ import annotations
 

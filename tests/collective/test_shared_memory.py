@@ -431,7 +431,7 @@ def test_memory_that_can_not_be_made_is_an_error_on_every_rank() -> None:
     with Ranks(3) as ranks:
         outcomes = ranks.run(make_without_files)
     assert outcomes[0].error == "DistributeError"
-    assert all("can not be made" in outcome.text for outcome in outcomes)
+    assert all("cannot be made" in outcome.text for outcome in outcomes)
 
 
 def test_memory_that_is_not_the_peers_is_refused():
@@ -441,7 +441,7 @@ def test_memory_that_is_not_the_peers_is_refused():
         card = {"pid": os.getpid(), "fd": fd, "nonce": "ab" * 16}
         with pytest.raises(DistributeError, match=r"not what it shared.*NDISTRIBUTE_HOST_ID"):
             segment._map(card, 1 << 16, 1, 0)
-        with pytest.raises(DistributeError, match=r"worker 0 can not map .* of worker 1 \(pid"):
+        with pytest.raises(DistributeError, match=r"worker 0 cannot map .* of worker 1 \(pid"):
             segment._map({**card, "fd": 1 << 20}, 1 << 16, 1, 0)
         with pytest.raises(DistributeError, match="greater than file size"):
             segment._map(card, 1 << 17, 1, 0)

@@ -210,19 +210,19 @@ def test_what_can_not_travel_back_is_told_in_words(coordinator):
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         coordinator.join()
     coordinator.schedule(threading.Lock)
-    with pytest.raises(ValueError, match="returned a lock, which can not be pickled"):
+    with pytest.raises(ValueError, match="returned a lock, which cannot be pickled"):
         coordinator.join()
 
 
 def test_what_can_not_be_sent_is_named(coordinator):
     lock = threading.Lock()
-    with pytest.raises(ValueError, match=r"the function .*<lambda> can not be sent.*lock"):
+    with pytest.raises(ValueError, match=r"the function .*<lambda> cannot be sent.*lock"):
         coordinator.schedule(lambda: lock)
-    with pytest.raises(ValueError, match=r"args\[1\] of double, a lock, can not be sent"):
+    with pytest.raises(ValueError, match=r"args\[1\] of double, a lock, cannot be sent"):
         coordinator.schedule(double, (1, lock))
     with pytest.raises(ValueError, match=r"kwargs\['x'\] of double"):
         coordinator.schedule(double, kwargs={"x": [lock]})
-    with pytest.raises(ValueError, match="the dataset can not be sent"):
+    with pytest.raises(ValueError, match="the dataset cannot be sent"):
         coordinator.create_per_worker_dataset(lambda: lock)
     value = coordinator.schedule(double, (1,))
     with pytest.raises(ValueError, match="among the args or kwargs"):
@@ -272,7 +272,7 @@ class SilentError(ValueError):
 
 class StayingError(SilentError):
     def __reduce__(self) -> str:
-        raise TypeError("it can not be pickled either")
+        raise TypeError("it cannot be pickled either")
 
 
 def throw(kind: type[Exception]) -> None:
@@ -386,7 +386,7 @@ def test_only_a_worker_has_an_index():
         enter_task(SimpleClusterResolver(jobs, task_type="worker", task_id=1))
         assert worker_index() == 1
         enter_task(SimpleClusterResolver(jobs, task_type="ps", task_id=0))
-        with pytest.raises(RuntimeError, match="ps:0, which is no worker"):
+        with pytest.raises(RuntimeError, match="ps:0, which is not a worker"):
             worker_index()
     finally:
         enter_task(None)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import ndistribute as nd
+from ndistribute.collective.communicator import Communicator
 from ndistribute.strategies import replicas
 
 DEADLINE = 40.0
@@ -460,16 +461,19 @@ def interrupted_after_its_sum(rank: int, size: int, who: int, before: str) -> li
     """Interrupt one process before it applies a sum, and return what was raised.
 
     Args:
-        before: the function in which it is interrupted: others are through by then.
+        before: the function in which it is interrupted: others are through by then. Or, in words,
+            what else is done with the sum.
     """
     with strategy().scope():
-        table = nd.Variable(np.zeros((4, 2)), aggregation="sum")
+        how = "only_first_replica" if before == "broadcast applied" else "sum"
+        table = nd.Variable(np.zeros((4, 2)), aggregation=how)
         optimizer = nd.optimizers.SGD(1.0, clipvalue=1.0 if before == "update_block" else None)
         optimizer.build([table])
     rows = nd.IndexedSlices(np.ones((1, 2)), np.array([1]), (4, 2))
+    functions = {"broadcast applied": "apply_once", "sum applied": "reduce_update"}
 
     def interrupt(frame: Any, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_name == before:
+        if event == "call" and frame.f_code.co_name == functions.get(before, before):
             sys.setprofile(None)
             raise KeyboardInterrupt
 
@@ -480,8 +484,12 @@ def interrupted_after_its_sum(rank: int, size: int, who: int, before: str) -> li
             optimizer.apply_gradients([(rows, table)])
         elif before == "update_block":
             optimizer.apply_gradients([(np.ones((4, 2)), table)])
+        elif before == "sum applied":
+            gradient = context().all_reduce("sum", np.ones((4, 2)))
+            optimizer.apply_gradients([(gradient, table)], skip_gradients_aggregation=True)
         else:
             table.assign_add(np.ones((4, 2)))
+        total()
 
     raised: list[str] = []
     for number in range(5):
@@ -492,6 +500,49 @@ def interrupted_after_its_sum(rank: int, size: int, who: int, before: str) -> li
         except (KeyboardInterrupt, nd.DistributeError) as error:
             raised.append(type(error).__name__)
     return raised
+
+
+def created_after_a_failure(rank: int, size: int, who: int) -> list[str]:
+    """Let one process fail before it creates variables without names; return how they are called.
+
+    The others take a name, and learn only then that they are alone.
+    """
+    made: list[nd.Variable] = []
+
+    def step(number: int) -> None:
+        if rank == who and number < 2:
+            raise ArithmeticError("boom")
+        while len(made) < 2:
+            made.append(nd.Variable(1.0))
+        total(number)
+
+    for number in range(5):
+        with suppress(ArithmeticError, nd.WorkerLostError):
+            strategy().run(step, args=(number,))
+    with strategy().scope():
+        made.append(nd.Variable(1.0))
+    return [variable.name for variable in made]
+
+
+def interrupted_in_a_creation(rank: int, size: int, who: int) -> list[str]:
+    """Interrupt one process that has the first value of a variable; return what came of it."""
+
+    def interrupt(frame: Any, event: str, _: object) -> None:
+        if event == "return" and frame.f_code is Communicator.broadcast.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    told: list[str] = []
+    strategy()
+    for number in range(2):
+        try:
+            with strategy().scope():
+                if (rank, number) == (who, 0):
+                    sys.setprofile(interrupt)
+                told.append(nd.Variable(1.0, name="w").name)
+        except (KeyboardInterrupt, nd.DistributeError) as error:
+            told.append(type(error).__name__)
+    return told
 
 
 def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:

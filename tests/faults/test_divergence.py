@@ -36,7 +36,9 @@ def test_a_failure_in_the_first_step_after_a_recovery_is_one_of_that_step(job: R
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("before", ["apply_once", "update_rows", "update_block"])
+@pytest.mark.parametrize(
+    "before", ["apply_once", "update_rows", "update_block", "broadcast applied", "sum applied"]
+)
 def test_an_interrupt_between_a_sum_and_its_application_is_an_error_on_all(
     replicas: int, before: str
 ) -> None:
@@ -47,6 +49,21 @@ def test_an_interrupt_between_a_sum_and_its_application_is_an_error_on_all(
             raised = [outcome.result() for outcome in outcomes]
             assert "KeyboardInterrupt" in raised[who]
             assert all(told.count("CollectiveMismatchError") == 1 for told in raised), raised
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_variables_without_names_are_created_after_a_failure(who: int) -> None:
+    """The name of the failed attempt was gone on the others, and creation failed from then on."""
+    with Ranks(2) as job:
+        names = ["Variable", "Variable_1", "Variable_2"]
+        assert job.results(steps.created_after_a_failure, who) == [names] * 2
+
+
+def test_a_variable_is_created_on_all_workers_or_on_none() -> None:
+    """The chief, which sends the first value, had the variable when another one had failed."""
+    with Ranks(2) as job:
+        told = job.results(steps.interrupted_in_a_creation, 1)
+        assert told == [["WorkerLostError", "w"], ["KeyboardInterrupt", "w"]]
 
 
 @pytest.mark.parametrize("who", [0, 1])

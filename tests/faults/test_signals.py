@@ -60,7 +60,7 @@ def test_a_killed_rank_is_named_to_all_others_at_once(
         for who, job in enumerate(jobs):
             for outcome in job.run(steps.worked, ranks=[r for r in range(job.size) if r != who]):
                 assert outcome.error == "WorkerLostError", outcome.traceback
-                assert "was lost: start the job again" in outcome.text
+                assert "was lost. Start the job again" in outcome.text
                 assert outcome.seconds < AT_ONCE
 
 

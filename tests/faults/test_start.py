@@ -36,7 +36,7 @@ def test_another_cluster_size_is_an_error_on_both_sides(tmp_path: Path) -> None:
     assert (first.code, other.code) == (1, 1)
     expected = "it is worker 2 of 3, here is worker 0 of 2"
     assert expected in other.output, other.output
-    assert "every process needs the same cluster" in other.output
+    assert "give every process the same cluster" in other.output
     assert "worker 0 waited 2 s for worker 1" in first.output
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import ndistribute as nd
+from ndistribute.transport import waiting
 from tests.faults.jobs import config, job
+from tests.processes import AT_ONCE
 
 FIRST = 0.1
 IDENTITY = {"NDISTRIBUTE_JOB_ID": "waiting", "NDISTRIBUTE_START_SECONDS": "1"}
@@ -81,7 +85,7 @@ def test_a_name_that_nobody_knows_is_named(tmp_path: Path, rank: int) -> None:
     addresses = ["no-such-host.invalid:1234"] * 2
     addresses[rank] = "127.0.0.1:0"
     output = said(tmp_path, addresses, rank)
-    assert "at no-such-host.invalid:1234 (the name 'no-such-host.invalid' is not found" in output
+    assert "at no-such-host.invalid:1234 (the host name 'no-such-host.invalid' was not f" in output
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -90,7 +94,7 @@ def test_another_program_at_the_address_is_told(tmp_path: Path, mute: str, rank:
     addresses[rank] = "127.0.0.1:0"
     output = said(tmp_path, addresses, rank)
     why = [
-        "(something listens there, but has not joined: it is still st",
+        "(a process listens there, but has not joined: it is st",
         "It may have stopped, or",
     ]
     assert f"worker {rank} has waited" in output
@@ -103,6 +107,34 @@ def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path: Path) -> No
     assert (
         "worker 3 at 127.0.0.1:3 (nothing listens there: Connection refused) and 5 more" in output
     )
+
+
+def test_only_the_first_worker_reports_who_is_missing(tmp_path: Path) -> None:
+    ends = """
+    import sys
+    from ndistribute import TFConfigClusterResolver
+    if TFConfigClusterResolver().task_id == 2:
+        sys.exit()
+    """
+    body = ends + BODY.replace("timeout_seconds=1", "timeout_seconds=3")
+    with job(tmp_path, body, [{}] * 3) as started:
+        first, second, _ = (ended.output for ended in started.ended())
+    assert "worker 2 at 127.0.0.1:" in first.partition("Traceback")[0]
+    assert "worker 2 at" not in second.partition("Traceback")[0]
+    for output in (first, second):
+        assert "for worker 2 at" in output.rpartition("CollectiveTimeoutError")[2]
+
+
+def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60) and [])
+    start = time.monotonic()
+    try:
+        told = waiting.why_absent(["one.invalid:1", "two.invalid:1"])
+    finally:
+        over.set()
+    assert all("does not answer" in why for why in told)
+    assert time.monotonic() - start < AT_ONCE
 
 
 def task_said(folder: Path, cluster: dict[str, list[str]], job_name: str) -> str:

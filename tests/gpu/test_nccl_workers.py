@@ -270,7 +270,7 @@ GPU_A, GPU_B = "gpu 0000:3B:00.0", "gpu 0000:5E:00.0"
         ([[GPU_A], [GPU_B, GPU_A]], "xx", "workers 0 and 1 share the GPU 0000:3B:00.0"),
         ([[GPU_B], [GPU_A, GPU_A]], "xx", "two replicas of worker 1 share the GPU 0000:3B:00.0"),
         ([[GPU_A], ["cpu"]], "xx", "worker 1 has a replica on a CPU"),
-        ([["gpu"], [GPU_A]], "xx", "worker 0 finds no NCCL: pip install"),
+        ([["gpu"], [GPU_A]], "xx", "worker 0 has no NCCL: pip install"),
     ],
 )
 def test_nccl_needs_a_gpu_of_its_own_for_each_replica(

@@ -49,22 +49,22 @@ def test_hosts_come_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("x.py", "how many processes"),
-        ("-n 2", "no script was given"),
+        ("x.py", "the number of processes is missing"),
+        ("-n 2", "the script is missing"),
         ("-n 0 x.py", "-n must be at least 1"),
         ("-n 3 --hosts a:2 x.py", "-n 3 is more than the 2"),
         ("-n 1 --timeout 0 x.py", "--timeout must be more than 0"),
         ("-n 1 --max-restarts -1 x.py", "--max-restarts must be 0 or more"),
-        ("--workers 2 x.py", "--workers is for jobs with parameter servers"),
-        ("-n 2 --chief x.py", "--chief is for jobs with parameter servers"),
-        ("-n 2 --snapshot-dir d x.py", "--snapshot-dir is for jobs with parameter servers"),
+        ("--workers 2 x.py", "--workers needs parameter servers"),
+        ("-n 2 --chief x.py", "--chief needs parameter servers"),
+        ("-n 2 --snapshot-dir d x.py", "--snapshot-dir needs parameter servers"),
         ("--ps 2 x.py", "--workers 2 --ps 1"),
         ("-n 2 --ps 2 x.py", "--workers 2 --ps 1"),
         ("--workers 2 --ps 0 x.py", "--ps must be more than 0"),
         ("--workers 0 --ps 2 x.py", "--workers must be more than 0"),
         ("--workers 2 --ps 1 --snapshot-seconds 0 x.py", "--snapshot-seconds must be more than 0"),
-        ("--workers 2 --ps 1 --durable x.py", "--durable needs a folder"),
-        ("--workers 2 --ps 1 --hosts a,b x.py", "start each of them by hand"),
+        ("--workers 2 --ps 1 --durable x.py", "--durable needs a directory"),
+        ("--workers 2 --ps 1 --hosts a,b x.py", "start each task"),
         ("--workers 2 --ps 1 --mpi x.py", "without MPI"),
         ("--hosts a: x.py", "is not HOST or HOST:PROCESSES"),
         ("--hostfile /dev/null x.py", "names no host"),
@@ -172,13 +172,13 @@ def test_a_benchmark_runs_in_a_clone_and_says_what_to_do_elsewhere(monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert cli.main(["bench", "all_reduce"]) == 2
     said = capfd.readouterr().err
-    assert "the benchmarks come with the repository" in said
+    assert "the package does not include the benchmarks" in said
     assert "pip install --editable '.[bench,test]'" in said
 
 
 @pytest.mark.parametrize("what", ["merge", "report"])
 def test_a_folder_without_traces_is_refused(capfd, tmp_path, what):
     assert cli.main(["trace", what, str(tmp_path / "gone")]) == 2
-    assert "is no directory" in capfd.readouterr().err
+    assert "is not a directory" in capfd.readouterr().err
     assert cli.main(["trace", what, str(tmp_path)]) == 2
     assert "NDISTRIBUTE_TRACE" in capfd.readouterr().err

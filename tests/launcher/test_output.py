@@ -73,7 +73,7 @@ def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path, console):
     out, err = written(shown)
     assert out == b"[0] a\n[0] b\n"
     path = tmp_path / "rank-0.log"
-    assert err.decode() == f"ndistribute run: {path} lacks lines: No space left on device. " + (
+    assert err.decode() == f"ndistribute run: {path} is incomplete: No space left on device. " + (
         "The job goes on.\n"
     )
 

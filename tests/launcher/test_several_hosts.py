@@ -147,7 +147,7 @@ def test_a_host_that_ssh_can_not_connect_to_is_named(tmp_path, fake_ssh):
     ssh.write_text("#!/bin/sh\necho 'ssh: connect to host far: No route to host' >&2\nexit 255\n")
     done = run("run", "--hosts", "far:1", "show.py", env=fake_ssh)
     assert done.returncode == 255
-    what = "exit code 255: ssh has no connection to far, check that `ssh far true` works"
+    what = "exit code 255: ssh could not connect to far; check that `ssh far true` works"
     assert f"rank 0 failed first ({what}); all were stopped." in done.stderr
     assert "No route to host" in done.stderr
 

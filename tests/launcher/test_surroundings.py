@@ -203,7 +203,7 @@ say_pid("over", os.getppid())  # Of which the launcher knows.
     keep = ("--snapshot-dir", tmp_path / "kept") if kept else ()
     done = run("run", "--workers", "1", "--ps", "1", *keep, path)
     assert done.returncode == code, done.stderr
-    message = "ps:0 ended without a last snapshot (exit code 3). Its last words:\n[ps:0] OSError"
+    message = "ps:0 ended without a last snapshot (exit code 3). Its last output:\n[ps:0] OSError"
     assert (message in done.stderr) is kept
 
 
@@ -228,7 +228,7 @@ def test_a_limit_that_is_too_low_is_named_and_nothing_is_started(tmp_path, name)
     other_user: list[str] = []
     if name == "RLIMIT_NPROC" and os.getuid() == 0:  # Whose threads have no limit.
         if shutil.which("setpriv") is None:
-            pytest.skip("root can not become another user here: there is no setpriv")
+            pytest.skip("root cannot become another user here: there is no setpriv")
         keeps = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")
         other_user = ["setpriv", "--reuid=65534", *keeps]
     done = subprocess.run(

@@ -143,12 +143,12 @@ def test_variables_without_gradient_are_reported_once(caplog: Any) -> None:
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         used, one, two = (nd.Variable(START, name=name) for name in ("used", "one", "two"))
         optimizer = SGD(0.1)
-        for missing in ([one, two], [one, two], [two]):
+        for missing in ([one], [one, two], [two]):
             pairs = [(GRADIENTS[0], used), *((None, v) for v in missing)]
             for _ in range(2):
                 strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
     assert [record.getMessage() for record in caplog.records] == [
-        "no gradient for variable(s) one, two: they do not change",
+        "no gradient for variable(s) one: they do not change",
         "no gradient for variable(s) two: they do not change",
     ]
 

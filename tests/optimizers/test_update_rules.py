@@ -119,6 +119,21 @@ def test_a_learning_rate_that_raises_counts_no_step() -> None:
         optimizer.build([nd.Variable([1, 2])])
 
 
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_one_optimizer_trains_variables_of_a_strategy_and_of_none(plain_first: bool) -> None:
+    plain, optimizer = nd.Variable([1.0]), SGD(1.0)
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        own = nd.Variable([1.0])
+    for _ in range(2):
+        if plain_first:
+            optimizer.apply_gradients([([1.0], plain)])
+        else:
+            optimizer.apply_gradients([([1.0], own)])
+        plain_first = not plain_first
+    assert (float(own[0]), float(plain[0]), optimizer.iterations) == (0.0, 0.0, 2)
+    assert own.distribute_strategy is strategy
+
+
 def test_variables_of_another_strategy_are_refused_in_any_place() -> None:
     elsewhere = nd.Variable([1.0])
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:

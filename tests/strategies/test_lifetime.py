@@ -122,6 +122,17 @@ def test_run_raises_in_a_child_that_was_forked_while_another_thread_runs_a_step(
         running.result(DEADLINE)
 
 
+@one_process("workers have a test of their own")
+def test_a_collective_raises_in_a_child_that_a_replica_forks(several):
+    def step():
+        told = forked(meet) if rank() == 0 else ""
+        return meet(), told
+
+    ((total, told), *_) = several.local_results(several.run(lambda: [step()]))[0]
+    assert total == several.num_replicas_in_sync
+    assert "of which this one is a fork" in told
+
+
 def test_a_forked_child_runs_on_one_replica_and_makes_strategies_of_its_own():
     def child():
         own = mirrored(2)

@@ -29,7 +29,7 @@ Meddle = Callable[[str, bytes], bytes]
 def outcomes(server: Steps, client: Steps, meddle: Meddle = lambda side, data: data) -> list[Any]:
     """Return how the server and the client ended, if what each sends is passed to the other.
 
-    Who can not go on when the other has ended gets a `ConnectionError`, as with a socket.
+    Who cannot go on when the other has ended gets a `ConnectionError`, as with a socket.
     """
     sides, result = [server, client], [None, None]
     inbox, wanted = [b"", b""], [next(server), next(client)]

@@ -46,7 +46,7 @@ def test_counters_that_can_not_be_are_refused_at_both_ends(counts):
     with two_ends() as (here, there):
         here._counts[0], here._counts[8] = counts
         for end in (here, there):
-            with pytest.raises(MalformedError, match="can not lie in memory"):
+            with pytest.raises(MalformedError, match="cannot lie in memory"):
                 end.move(np.zeros(10, np.uint8))
 
 

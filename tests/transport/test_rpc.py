@@ -105,9 +105,9 @@ def test_a_server_that_raises_tells_why_and_serves_on(job, caplog):
     echo, client = job
     with pytest.raises(DistributeError, match="LookupError: never heard of it"):
         client.call(Note("fail"))
-    with pytest.raises(DistributeError, match="can not be sent"):
+    with pytest.raises(DistributeError, match="cannot be sent"):
         client.call(Note("unsendable"))
-    with pytest.raises(ValueError, match="can not be sent"):
+    with pytest.raises(ValueError, match="cannot be sent"):
         client.call(Note("", (np.array([None]),)))
     assert client.call(Note("and on")).text == "and on"
     assert len(echo.here) == 1
