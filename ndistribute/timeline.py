@@ -103,7 +103,7 @@ class Recorder:
         self._end = 0
         self._dropped = 0
         self._named = 0
-        self._jobs = 0  # That this process recorded and left, such as before a recovery.
+        self._jobs = 0  # The number of earlier jobs, for example before a recovery.
 
     def _introduce(self, thread: int) -> None:
         with self._lock:

@@ -38,7 +38,7 @@ class Event(NamedTuple):
 class Trace:
     """The events of one process, or of one of its replicas."""
 
-    name: str  # Such as "rank 0" or "ps:1".
+    name: str  # For example "rank 0" or "ps:1".
     names: tuple[str, ...] = ()  # The processes of the job; empty if it never joined one.
     clock: str = ""  # Processes with the same name here share a clock.
     wall: float = 0.0  # Added to a time, gives the microseconds since 1970.
@@ -74,7 +74,7 @@ def read(directory: str | os.PathLike[str]) -> list[Trace]:
     newest = max(chosen, key=lambda trace: trace.wall + trace.events[-1].end)
     if not newest.names:
         return [newest]
-    # Of each process the newest trace: files after a recovery have names of their own.
+    # The newest trace of each process, because a recovery starts another file.
     chosen.sort(key=lambda trace: trace.wall + trace.events[-1].end)
     same_job = {trace.name: trace for trace in chosen if trace.names == newest.names}
     return [same_job[name] for name in newest.names if name in same_job]
@@ -122,7 +122,7 @@ def calls(events: Sequence[Event], shift: float = 0.0) -> Calls:
     replicas enters a collective when its last replica does. `shift` is added to the times.
     """
     steps = _steps(events)
-    came: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)  # By thread.
+    came: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)  # Times by thread.
     left: dict[tuple[str, int], float] = {}
     for event in sorted(events, key=lambda e: e.start):
         # A thread without steps works for the steps of the first thread that has some.

@@ -396,7 +396,7 @@ def batch_taken_in_a_step(strategy):
 # Gradients.
 
 
-@mistake(RuntimeError, "not persistent", "pass them together", "persistent=True")
+@mistake(RuntimeError, "not persistent", "pass all sources together", "persistent=True")
 def two_gradients_of_one_tape(_):
     weights = nd.Variable([1.0, 2.0])
     with nd.GradientTape() as tape:

@@ -221,7 +221,7 @@ def _is_detached(x: Any) -> bool:
 
 
 def read_only(value: Any) -> Any:
-    """Return an array through which nobody can change a value that the tape has kept."""
+    """Return a read-only view, or a copy of a GPU array, so that the value cannot change."""
     if is_gpu_array(value):
         return value.copy()
     view = np.asarray(value).view()

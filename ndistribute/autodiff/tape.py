@@ -59,7 +59,7 @@ class Graph:
 
     @property
     def is_recording(self) -> bool:
-        """Return True while a tape records."""
+        """Whether a tape records."""
         return bool(self._recording)
 
     def record(self, value: Any, parents: tuple[int, ...], rules: Any) -> Tracked:
@@ -145,7 +145,7 @@ class Graph:
     def pause(self, tape: GradientTape) -> None:
         """Stop recording for a tape."""
         self._recording.remove(tape)
-        # The frame of the first tape, and those of scopes entered since, if any.
+        # The frame of the first tape, and those of scopes entered afterwards.
         for frame in (self._frame, *frame_stack()):
             if not self._recording and frame.recorder is self:
                 frame.recorder = None

@@ -280,7 +280,7 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 # The functions that NumPy's ``**`` uses for these Python numbers.
 _QUICK_POWERS = {-1: np.reciprocal, 0.5: np.sqrt, 1: np.positive, 2: np.square}
 
-# There are no in-place operators: `x += y` makes a new array.
+# In-place operators are not defined, so `x += y` creates a new array.
 _ARITHMETIC: dict[str, Any] = {
     "add": np.add,
     "sub": np.subtract,

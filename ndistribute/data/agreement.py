@@ -117,7 +117,7 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
             "batch size": node.spec.batch_size,
             "number of shuffles": len(seeds),
         }
-        told = _tell(topology.workers, "the begin of an epoch", {**note, "seeds": seeds})
+        told = _tell(topology.workers, "the start of an epoch", {**note, "seeds": seeds})
         of_workers = [theirs.pop("seeds") for theirs in told]
         if sharding in (Sharding.DATA, Sharding.FILE):
             _check_alike(told, _SEPARATELY)

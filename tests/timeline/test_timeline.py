@@ -207,4 +207,4 @@ def test_a_trace_that_can_not_be_written_is_logged_once_and_harms_nobody(tmp_pat
         recorder.add("wait", "", 0, 1)
         recorder.flush()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "no trace is written" in caplog.text
+    assert "a write failed" in caplog.text
