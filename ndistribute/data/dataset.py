@@ -20,7 +20,7 @@ class Dataset:
     """A sequence of elements, each a nest of NumPy arrays.
 
     Create one with a ``from_...`` method or `range`; the other methods return new datasets. Over
-    arrays, the methods before `batch` compute row indices only; `batch` then gathers each batch at
+    arrays, methods such as `shuffle` compute row indices only, and `batch` gathers each batch at
     once. A batch of rows that are contiguous in their array is a read-only view.
 
     >>> import numpy as np
