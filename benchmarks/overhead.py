@@ -58,7 +58,7 @@ def ours(work: str) -> Iterator[Prepared]:
 def tensorflow(work: str, graph: bool) -> Iterator[Prepared]:
     """Set up the same on TensorFlow, op by op or as one graph."""
     strategy, tf = peer.mirrored(REPLICAS), peer.tensorflow()
-    one = tf.constant(1.0)  # Captured by a graph, so it can not be folded into one.
+    one = tf.constant(1.0)  # Captured by a graph, so it cannot be folded into one.
     values = strategy.experimental_distribute_values_from_function(lambda _: one)
     add = tf.distribute.ReduceOp.SUM
 

@@ -46,7 +46,8 @@ class InputOptions:
         auto_shard_policy: an `AutoShardPolicy`, or its name in any case.
         prefetch: the number of steps that a background thread prepares ahead. That thread then
             calls the dataset's functions. 0 prepares each step on request. None means 2 if the
-            dataset runs user code or reads files, or if a replica is on a GPU, otherwise 0.
+            dataset runs user code or reads files, or if a replica is on a GPU, otherwise 0. A
+            loader with a state of its own is never read ahead.
 
     Raises:
         ValueError: the policy is unknown, or `prefetch` is negative.
