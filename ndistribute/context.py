@@ -304,7 +304,8 @@ def register_strategy_of_several(strategy: StrategyLike) -> None:
 
 def strategies_of_several() -> list[Any]:
     """Return the strategies of several replicas; other threads may add some meanwhile."""
-    return [strategy for known in tuple(_of_several) if (strategy := known()) is not None]
+    # `copy` is atomic; building a tuple is not: the garbage collector may run and remove members.
+    return [strategy for known in _of_several.copy() if (strategy := known()) is not None]
 
 
 def refuse_beside_a_step(what: str, used: StrategyLike | None = None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 
 import pytest
 
 import ndistribute as nd
+from ndistribute import context
 from ndistribute.context import StrategyLike
 from tests.kinds import DEADLINE, closing, in_thread, mirrored
 
@@ -144,3 +146,21 @@ def test_set_strategy_in_a_scope_a_replica_or_a_merge_call_is_refused(pair):
             use()
     with pair.scope(), pytest.raises(RuntimeError, match="set_strategy"):
         reset()
+
+
+def test_strategies_that_are_collected_meanwhile_do_not_disturb_who_looks_for_them():
+    class Collected:
+        def __init__(self) -> None:
+            self.cycle = self
+
+    thresholds = gc.get_threshold()
+    try:
+        for most in range(1, 8):  # The garbage collector runs at each of the next allocations.
+            gc.set_threshold(most)
+            for _ in range(300):
+                context.register_strategy_of_several(Collected())
+                assert context.strategies_of_several() is not None
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert not any(isinstance(one, Collected) for one in context.strategies_of_several())
