@@ -144,7 +144,9 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
 
 def _listener_at(address: str) -> socket.socket:
     """Return a socket that listens at an address; share that of another group of this process."""
-    for data in list(not_for_forks):
+    # `copy` of the plain set is atomic, while other threads open connections.
+    for known in not_for_forks.data.copy():  # type: ignore[attr-defined]
+        data = known()
         if isinstance(data, DataConnections) and data.listens_at(address):
             return data.info.listener.dup()  # A process that reaches the wrong group retries.
     return listen(address, os.environ)
