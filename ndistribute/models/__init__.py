@@ -1,5 +1,24 @@
-"""What a model is trained with."""
+"""Models: layers, losses, metrics and callbacks, and the loops that train them."""
 
-from ndistribute.models import optimizers
+from ndistribute.models import (
+    activations,
+    callbacks,
+    initializers,
+    layers,
+    losses,
+    metrics,
+    optimizers,
+)
+from ndistribute.models.model import Model, Sequential
 
-__all__ = ["optimizers"]
+__all__ = [
+    "Model",
+    "Sequential",
+    "activations",
+    "callbacks",
+    "initializers",
+    "layers",
+    "losses",
+    "metrics",
+    "optimizers",
+]

@@ -1,6 +1,6 @@
-"""Optimizers, which update variables by their gradients under any strategy."""
+"""Optimizers, which update variables by their gradients."""
 
-from ndistribute.optimizers.algorithms import SGD, Adagrad, Adam
+from ndistribute.optimizers.algorithms import SGD, Adagrad, Adam, get
 from ndistribute.optimizers.optimizer import Optimizer
 
-__all__ = ["SGD", "Adagrad", "Adam", "Optimizer"]
+__all__ = ["SGD", "Adagrad", "Adam", "Optimizer", "get"]

@@ -219,3 +219,24 @@ class Adam(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(AdamRule(beta_1, beta_2, epsilon), learning_rate, **options)
+
+
+NAMED: dict[str, type[Optimizer]] = {"adagrad": Adagrad, "adam": Adam, "sgd": SGD}
+
+
+def get(optimizer: str | Optimizer) -> Optimizer:
+    """Return a new optimizer for a name; an `Optimizer` is returned unchanged.
+
+    Raises:
+        ValueError: the name is unknown.
+
+    >>> get("sgd").name
+    'sgd'
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    try:
+        return NAMED[str(optimizer).lower()]()  # type: ignore[call-arg]
+    except KeyError:
+        names = ", ".join(NAMED)
+        raise ValueError(f"unknown optimizer {optimizer!r}: use one of {names}.") from None

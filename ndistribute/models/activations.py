@@ -1,0 +1,202 @@
+"""Activations, functions of plain or tracked arrays, and their names.
+
+Each is one entry of the tape. A layer applies those of `IN_PLACE` to its own result, without a
+second array: their derivatives need the result alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ndistribute import autodiff
+from ndistribute.autodiff import custom_gradient
+from ndistribute.device import Array, array_namespace, as_array
+
+__all__ = [
+    "elu",
+    "gelu",
+    "get",
+    "leaky_relu",
+    "linear",
+    "log_softmax",
+    "relu",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "softplus",
+    "tanh",
+]
+
+Activation = Callable[[Any], Any]
+
+
+def relu(x: Any) -> Any:
+    """Return ``max(x, 0)``.
+
+    >>> relu(np.array([-1.0, 2.0]))
+    array([0., 2.])
+    """
+    return _in_place(x, name="relu")
+
+
+def tanh(x: Any) -> Any:
+    """Return the hyperbolic tangent."""
+    return _in_place(x, name="tanh")
+
+
+def sigmoid(x: Any) -> Any:
+    """Return ``1 / (1 + exp(-x))``, computed without overflow.
+
+    >>> sigmoid(np.array([-1000.0, 0.0]))
+    array([0. , 0.5])
+    """
+    return _in_place(x, name="sigmoid")
+
+
+def linear(x: Any) -> Any:
+    """Return the argument."""
+    return x
+
+
+def softmax(x: Any) -> Any:
+    """Return ``exp(x) / sum(exp(x))`` along the last axis."""
+    return autodiff.softmax(x, axis=-1)
+
+
+def log_softmax(x: Any) -> Any:
+    """Return the logarithm of `softmax` along the last axis."""
+    return autodiff.log_softmax(x, axis=-1)
+
+
+def softplus(x: Any) -> Any:
+    """Return ``log(1 + exp(x))``, computed without overflow."""
+    return np.logaddexp(x, 0)
+
+
+def silu(x: Any) -> Any:
+    """Return ``x * sigmoid(x)``, also called swish."""
+    return x * sigmoid(x)
+
+
+def gelu(x: Any) -> Any:
+    """Return ``x`` times about the normal distribution function, in the form with `tanh`.
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
+
+    >>> gelu(np.array([0.0, 1.0])).round(4)
+    array([0.    , 0.8412])
+    """
+    return _gelu(x)
+
+
+def leaky_relu(x: Any, negative_slope: float = 0.2) -> Any:
+    """Return `x` where it is positive, elsewhere `x` times a slope."""
+    return np.where(x > 0, x, negative_slope * x)
+
+
+def elu(x: Any, alpha: float = 1.0) -> Any:
+    """Return `x` where it is positive, elsewhere ``alpha * (exp(x) - 1)``."""
+    return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
+
+
+def _relu_to(y: Array) -> None:
+    array_namespace(y).maximum(y, 0, out=y)
+
+
+def _tanh_to(y: Array) -> None:
+    array_namespace(y).tanh(y, out=y)
+
+
+def _sigmoid_to(y: Array) -> None:
+    y *= 0.5
+    array_namespace(y).tanh(y, out=y)
+    y += 1
+    y *= 0.5
+
+
+def _relu_gradient(g: Array, y: Array) -> Array:
+    return g * (y > 0)
+
+
+def _tanh_gradient(g: Array, y: Array) -> Array:
+    change = y * y
+    array_namespace(y).subtract(1, change, out=change)
+    change *= g
+    return change
+
+
+def _sigmoid_gradient(g: Array, y: Array) -> Array:
+    change = 1 - y
+    change *= y
+    change *= g
+    return change
+
+
+IN_PLACE: dict[str, tuple[Callable[[Array], None], Callable[[Array, Array], Array]]] = {
+    "relu": (_relu_to, _relu_gradient),
+    "sigmoid": (_sigmoid_to, _sigmoid_gradient),
+    "tanh": (_tanh_to, _tanh_gradient),
+}
+"""By name: a function that replaces an array by its activation, and one from the gradient and the
+value of the result to the gradient of the argument."""
+
+
+@custom_gradient
+def _in_place(x: Any, *, name: str) -> Any:
+    apply, gradient = IN_PLACE[name]
+    y = as_array(x)
+    y = y.astype(np.float64) if y.dtype.kind in "iub" else y.copy()
+    apply(y)
+    return y, [lambda g: gradient(g, y)]
+
+
+@custom_gradient
+def _gelu(x: Any) -> Any:
+    x = as_array(x)
+    scale = math.sqrt(2 / math.pi)
+    bend = np.tanh(scale * (x + 0.044715 * x * x * x))
+    half = 0.5 * (1 + bend)
+
+    def vjp(g: Array) -> Array:
+        slope = scale * (1 + 3 * 0.044715 * x * x)
+        return g * (half + 0.5 * x * (1 - bend * bend) * slope)
+
+    return x * half, [vjp]
+
+
+NAMED: dict[str, Activation] = {
+    "elu": elu,
+    "gelu": gelu,
+    "leaky_relu": leaky_relu,
+    "linear": linear,
+    "log_softmax": log_softmax,
+    "relu": relu,
+    "sigmoid": sigmoid,
+    "silu": silu,
+    "softmax": softmax,
+    "softplus": softplus,
+    "swish": silu,
+    "tanh": tanh,
+}
+
+
+def get(activation: str | Activation | None) -> Activation:
+    """Return an activation for its name; None means `linear`, a callable is returned unchanged.
+
+    Raises:
+        ValueError: the name is unknown.
+
+    >>> get("relu") is relu
+    True
+    """
+    if callable(activation):
+        return activation
+    try:
+        return NAMED[activation or "linear"]
+    except (KeyError, TypeError):
+        names = ", ".join(NAMED)
+        raise ValueError(f"unknown activation {activation!r}: use one of {names}.") from None

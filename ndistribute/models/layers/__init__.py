@@ -1,0 +1,13 @@
+"""Layers: functions of arrays with variables of their own."""
+
+from ndistribute.models.layers.core import (
+    Activation,
+    Dense,
+    Dropout,
+    Embedding,
+    Flatten,
+    Reshape,
+)
+from ndistribute.models.layers.layer import Layer
+
+__all__ = ["Activation", "Dense", "Dropout", "Embedding", "Flatten", "Layer", "Reshape"]

@@ -1,0 +1,208 @@
+"""Dense layers, shapes, activations, dropout and embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.models import activations, initializers
+from ndistribute.models.layers.layer import Layer
+from ndistribute.models.operations import dense
+
+__all__ = ["Activation", "Dense", "Dropout", "Embedding", "Flatten", "Reshape"]
+
+
+class Dense(Layer):
+    """A layer that computes ``activation(inputs @ kernel + bias)``.
+
+    Args:
+        units: the length of the output's last axis.
+        activation: a name, such as ``"relu"``, a function, or None.
+        use_bias: whether to add a bias.
+        kernel_initializer: the initializer of the kernel, of shape ``(inputs, units)``.
+        bias_initializer: the initializer of the bias, of shape ``(units,)``.
+        kernel_regularizer: a function of the kernel whose result is added to the loss.
+        bias_regularizer: a function of the bias whose result is added to the loss.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> layer = Dense(3, activation="relu")
+    >>> layer(np.zeros((2, 4), np.float32)).shape, layer.kernel.shape
+    ((2, 3), (4, 3))
+    """
+
+    def __init__(
+        self,
+        units: int,
+        activation: str | Callable[[Any], Any] | None = None,
+        use_bias: bool = True,
+        kernel_initializer: str | Callable[..., Any] = "glorot_uniform",
+        bias_initializer: str | Callable[..., Any] = "zeros",
+        kernel_regularizer: Callable[[Any], Any] | None = None,
+        bias_regularizer: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.units = _positive(units, "Dense: units")
+        self.activation = activations.get(activation)
+        self.kernel_regularizer, self.bias_regularizer = kernel_regularizer, bias_regularizer
+        self._use_bias = use_bias
+        self._initializers = kernel_initializer, bias_initializer
+        self.kernel: Any = None
+        self.bias: Any = None
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create the kernel and the bias."""
+        if len(input_shape) < 2:
+            raise ValueError(
+                f"{self.name}: the input has shape {tuple(input_shape)}, but a dense layer needs a "
+                "batch axis and a feature axis. Write x[:, np.newaxis] for one feature."
+            )
+        of_kernel, of_bias = self._initializers
+        self.kernel = self.add_weight("kernel", (input_shape[-1], self.units), of_kernel)
+        if self._use_bias:
+            self.bias = self.add_weight("bias", (self.units,), of_bias)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the output, of shape ``(*inputs.shape[:-1], units)``."""
+        if inputs.shape[-1] != self.kernel.shape[0]:
+            raise ValueError(
+                f"{self.name}: the input has shape {inputs.shape}, but the layer was built for "
+                f"{self.kernel.shape[0]} features on the last axis."
+            )
+        return dense(inputs, self.kernel, self.bias, self.activation)
+
+
+class Flatten(Layer):
+    """A layer that joins all axes but the first.
+
+    >>> Flatten()(np.zeros((2, 3, 4))).shape
+    (2, 12)
+    """
+
+    def call(self, inputs: Any) -> Any:
+        """Return the input with two axes."""
+        return inputs.reshape(inputs.shape[0], math.prod(inputs.shape[1:]))
+
+
+class Reshape(Layer):
+    """A layer that gives each example another shape.
+
+    Args:
+        target_shape: the shape without the batch axis; one length may be -1.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> Reshape((2, -1))(np.zeros((5, 6))).shape
+    (5, 2, 3)
+    """
+
+    def __init__(self, target_shape: Sequence[int], **options: Any) -> None:
+        super().__init__(**options)
+        self.target_shape = tuple(target_shape)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the input in the target shape."""
+        shape, size = list(self.target_shape), math.prod(inputs.shape[1:])
+        if -1 in shape:  # An empty batch does not determine it.
+            others = math.prod(length for length in shape if length != -1)
+            shape[shape.index(-1)] = size // max(1, others)
+        return inputs.reshape(inputs.shape[0], *shape)
+
+
+class Activation(Layer):
+    """A layer that applies an activation.
+
+    Args:
+        activation: a name or a function.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+    """
+
+    def __init__(self, activation: str | Callable[[Any], Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.activation = activations.get(activation)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the activation of the input."""
+        return self.activation(inputs)
+
+
+class Dropout(Layer):
+    """A layer that sets some elements to zero in training, and scales the others up.
+
+    Every replica draws from its own generator. Source: Srivastava et al., "Dropout: A Simple Way to
+    Prevent Neural Networks from Overfitting", 2014.
+
+    Args:
+        rate: the share of elements to drop, in ``[0, 1)``.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> Dropout(0.5)(np.ones(4, np.float32))
+    array([1., 1., 1., 1.], dtype=float32)
+    """
+
+    def __init__(self, rate: float, **options: Any) -> None:
+        super().__init__(**options)
+        if not 0 <= rate < 1:
+            raise ValueError(f"Dropout: rate must be in [0, 1), got {rate}.")
+        self.rate = float(rate)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        """Return the input, in training with elements dropped."""
+        if not training or not self.rate:
+            return inputs
+        replica = get_replica_context() or get_strategy().replica_contexts[0]
+        kept = replica.rng.random(inputs.shape, dtype=np.float32) >= self.rate
+        return inputs * (kept / inputs.dtype.type(1 - self.rate)).astype(inputs.dtype)
+
+
+class Embedding(Layer):
+    """A layer that turns integers into rows of a table.
+
+    The gradient of the table has only the rows that a batch uses.
+
+    Args:
+        input_dim: the number of rows.
+        output_dim: the length of a row.
+        embeddings_initializer: the initializer of the table.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> Embedding(10, 3)(np.array([[1, 2], [3, 4]])).shape
+    (2, 2, 3)
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        embeddings_initializer: str | Callable[..., Any] = "random_uniform",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.input_dim = _positive(input_dim, "Embedding: input_dim")
+        self.output_dim = _positive(output_dim, "Embedding: output_dim")
+        self._initializer = initializers.get(embeddings_initializer)
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create the table."""
+        shape = self.input_dim, self.output_dim
+        self.embeddings = self.add_weight("embeddings", shape, self._initializer)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the rows, of shape ``(*inputs.shape, output_dim)``."""
+        if inputs.dtype.kind not in "iu":
+            inputs = inputs.astype(np.int64)
+        if inputs.size and not 0 <= int(inputs.min()) <= int(inputs.max()) < self.input_dim:
+            raise ValueError(
+                f"{self.name}: indices must be in [0, {self.input_dim}), got {int(inputs.min())} "
+                f"to {int(inputs.max())}. Increase input_dim, or map unknown words to one index."
+            )
+        return self.embeddings[inputs]
+
+
+def _positive(value: int, what: str) -> int:
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        raise ValueError(f"{what} must be an integer, 1 or more, got {value!r}.")
+    return int(value)

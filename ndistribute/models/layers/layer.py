@@ -1,0 +1,289 @@
+"""`Layer`, a function of arrays with variables of its own.
+
+A layer creates its variables at its first call, from the shape of its input. Its variables and
+layers are those that its attributes hold, also in lists, tuples and dicts; a path such as
+``blocks/0/kernel`` names each. A layer remembers the arguments that created it, so that a model can
+be saved without code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute import tree
+from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.dtypes import dtype_named
+from ndistribute.models import initializers
+from ndistribute.variables import Variable
+
+__all__ = ["Layer"]
+
+
+class Layer:
+    """The base class of layers.
+
+    A subclass defines `call`, which computes the output, and `build`, which creates the variables
+    with `add_weight`. Layers that it holds as attributes, or in lists and dicts, belong to it.
+
+    Args:
+        name: the name in messages and summaries; None: the class name, with a number.
+        trainable: whether tapes watch the layer's variables; it can be set later, too.
+        dtype: the dtype of the variables, and of the computation unless a policy differs.
+
+    >>> class Scale(Layer):
+    ...     def build(self, input_shape):
+    ...         self.factor = self.add_weight("factor", (), "ones")
+    ...
+    ...     def call(self, inputs):
+    ...         return inputs * self.factor
+    >>> layer = Scale()
+    >>> layer(np.ones(2, np.float32)), [v.name for v in layer.variables]
+    (array([1., 1.], dtype=float32), ['scale/factor'])
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        layer = super().__new__(cls)
+        layer._arguments = args, kwargs
+        return layer
+
+    def __init__(
+        self, *, name: str | None = None, trainable: bool = True, dtype: Any = "float32"
+    ) -> None:
+        self.name = _numbered(type(self).__name__) if name is None else name
+        self.trainable = trainable
+        self.dtype = dtype_named(np.dtype(dtype).name)
+        self.built = False
+
+    # Methods that a subclass defines.
+
+    def build(self, input_shape: Any) -> None:
+        """Create the variables; called once, before the first `call`.
+
+        Args:
+            input_shape: the shape of the first argument of `call`, with the length of the batch; a
+                nest of shapes for a nest of arrays.
+        """
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output; a keyword `training` receives whether the model is being trained."""
+        raise NotImplementedError(f"{type(self).__name__} defines no call.")
+
+    # Methods for users and subclasses.
+
+    def __call__(self, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
+        """Return the output of `call`.
+
+        Args:
+            args: passed to `call`; the first is the input.
+            training: whether the model is being trained; None: as in the layer that calls this one,
+                or False.
+            kwargs: passed to `call`.
+        """
+        if not self.built:
+            self._build_once(args)
+        outer = getattr(_calls, "training", False)
+        _calls.training = outer if training is None else bool(training)
+        try:
+            if _takes_training(type(self)):
+                kwargs["training"] = _calls.training
+            return self.call(*args, **kwargs)
+        finally:
+            _calls.training = outer
+
+    def add_weight(
+        self,
+        name: str,
+        shape: Sequence[int] = (),
+        initializer: str | Callable[..., Any] = "glorot_uniform",
+        *,
+        trainable: bool = True,
+        dtype: Any = None,
+        synchronization: Any = "auto",
+        aggregation: Any = "none",
+    ) -> Variable:
+        """Return a new variable named after the layer; keep it as an attribute.
+
+        Args:
+            name: the last part of the variable's name.
+            shape: the variable's shape.
+            initializer: a name, or a function of a shape and a dtype.
+            trainable: whether tapes watch it.
+            dtype: the variable's dtype; None means the layer's.
+            synchronization: as for `Variable`.
+            aggregation: as for `Variable`.
+        """
+        wanted = np.dtype(self.dtype if dtype is None else dtype)
+        make = initializers.get(initializer)
+        return Variable(
+            lambda: make(tuple(shape), wanted),
+            trainable=trainable and self.trainable,
+            name=f"{self.name}/{name}",
+            dtype=wanted,
+            synchronization=synchronization,
+            aggregation=aggregation,
+        )
+
+    def named_variables(self) -> dict[str, Variable]:
+        """Return the variables of this layer and of its layers by path, each once.
+
+        The order is that in which the attributes were set.
+        """
+        found: dict[int, tuple[str, Variable]] = {}
+        for path, one in self._held():
+            if isinstance(one, Variable):
+                found.setdefault(id(one), (path, one))
+        return dict(found.values())
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables of this layer and of its layers."""
+        return list(self.named_variables().values())
+
+    @property
+    def trainable_variables(self) -> list[Variable]:
+        """The variables to train: those that tapes watch, of layers that are not frozen."""
+        frozen = {
+            id(variable)
+            for layer in self.walk()
+            if not layer.trainable
+            for variable in layer.variables
+        }
+        return [v for v in self.variables if v.trainable and id(v) not in frozen]
+
+    @property
+    def non_trainable_variables(self) -> list[Variable]:
+        """The other variables."""
+        trained = set(map(id, self.trainable_variables))
+        return [v for v in self.variables if id(v) not in trained]
+
+    def count_params(self) -> int:
+        """Return the number of elements of all variables."""
+        return sum(variable.size for variable in self.variables)
+
+    def get_weights(self) -> list[np.ndarray[Any, Any]]:
+        """Return a copy of each variable, in the order of `variables`."""
+        return [variable.numpy() for variable in self.variables]
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Assign an array to each variable, in the order of `variables`.
+
+        Raises:
+            ValueError: the number of arrays or a shape is wrong; nothing has changed then.
+        """
+        variables, arrays = self.variables, [np.asarray(one) for one in weights]
+        shapes, expected = [a.shape for a in arrays], [v.shape for v in variables]
+        if shapes != expected:
+            hint = "" if self.built else " It is not built yet: call it on an input first."
+            raise ValueError(
+                f"set_weights of {self.name!r}: the variables have the shapes {expected}, the "
+                f"given arrays {shapes}. Nothing has changed.{hint}"
+            )
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.assign(array.astype(variable.dtype))
+
+    @property
+    def losses(self) -> list[Any]:
+        """The penalties of this layer's regularizers and of those of its layers, tracked."""
+        return [penalty for layer in self.walk() for penalty in layer.penalties()]
+
+    def penalties(self) -> list[Any]:
+        """Return the penalties of this layer alone; a subclass may override this."""
+        pairs = [(name, getattr(self, f"{name}_regularizer", None)) for name in ("kernel", "bias")]
+        return [use(getattr(self, name)) for name, use in pairs if use is not None and self.built]
+
+    def walk(self) -> Iterator[Layer]:
+        """Yield this layer, and all layers that it holds, each once."""
+        seen = {id(self)}
+        yield self
+        for _, one in self._held():
+            if isinstance(one, Layer) and id(one) not in seen:
+                seen.add(id(one))
+                yield one
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that create an equal layer, by name."""
+        args, kwargs = self._arguments
+        bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        config = dict(list(bound.arguments.items())[1:])
+        for parameter in inspect.signature(type(self).__init__).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                config.update(config.pop(parameter.name))
+        return config
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    def _held(self, prefix: str = "", inside: frozenset[int] = frozenset()) -> Iterator[Any]:
+        """Yield the path and value of each layer and variable that this layer holds."""
+        inside |= {id(self)}
+        for name, value in vars(self).items():
+            for path, one in _leaves(prefix + name, value):
+                if isinstance(one, Variable):
+                    yield path, one
+                elif id(one) not in inside:
+                    yield path, one
+                    yield from one._held(f"{path}/", inside)
+
+    def _build_once(self, args: Sequence[Any]) -> None:
+        """Create the variables; inside `run`, once for all replicas, which wait for it."""
+
+        def build(_: Any = None) -> None:
+            if not self.built:
+                self.build(tree.map_leaves(_shape_of, args[0]) if args else None)
+                self.built = True
+
+        replica = get_replica_context()
+        if replica is None or replica.num_replicas_in_sync == 1:
+            build()
+        else:
+            replica.merge_call(build)
+
+
+_calls = threading.local()
+
+
+@functools.cache
+def _takes_training(kind: type[Layer]) -> bool:
+    parameters = inspect.signature(kind.call).parameters.values()
+    return any(p.name == "training" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    return tuple(np.shape(value))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the path of each layer and variable in a nest of lists, tuples and dicts."""
+    if isinstance(value, Layer | Variable):
+        yield path, value
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from _leaves(f"{path}/{number}", one)
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _leaves(f"{path}/{key}", one)
+
+
+_numbers: weakref.WeakKeyDictionary[Any, dict[str, Iterator[int]]] = weakref.WeakKeyDictionary()
+
+
+def _numbered(kind: str) -> str:
+    """Return a class name in snake case, with a number from the second of a strategy on.
+
+    So the names are the same in all processes that run the same program.
+    """
+    label = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind).lower()
+    numbers = _numbers.setdefault(get_strategy(), defaultdict(itertools.count))
+    number = next(numbers[label])
+    return f"{label}_{number}" if number else label

@@ -1,0 +1,335 @@
+"""Losses: functions of labels and predictions, averaged over the batch of all replicas.
+
+A loss computes one value for each example. Inside a replica, their sum is divided by the number of
+examples on all replicas, so the sum of the replicas' gradients is the gradient of the mean, however
+the batch is divided.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ndistribute.context import get_replica_context
+from ndistribute.device import as_array
+from ndistribute.models import operations
+
+__all__ = [
+    "BinaryCrossentropy",
+    "CategoricalCrossentropy",
+    "Huber",
+    "Loss",
+    "MeanAbsoluteError",
+    "MeanSquaredError",
+    "SparseCategoricalCrossentropy",
+    "binary_crossentropy",
+    "categorical_crossentropy",
+    "get",
+    "huber",
+    "mean_absolute_error",
+    "mean_squared_error",
+    "sparse_categorical_crossentropy",
+]
+
+_REDUCTIONS = ("sum_over_batch_size", "sum", "none")
+
+
+class Loss:
+    """The base class of losses; a subclass defines `call`.
+
+    Args:
+        reduction: ``"sum_over_batch_size"`` for the mean over the batch of all replicas, ``"sum"``
+            for the sum over the examples of this replica, ``"none"`` for the value of each example.
+        name: the name; None: the class name in snake case.
+
+    Raises:
+        ValueError: the reduction is unknown.
+    """
+
+    def __init__(self, reduction: str | None = _REDUCTIONS[0], name: str | None = None) -> None:
+        self.reduction = "none" if reduction is None else str(reduction).lower()
+        if self.reduction not in _REDUCTIONS:
+            known = ", ".join(_REDUCTIONS)
+            raise ValueError(f"reduction must be one of {known}, got {reduction!r}.")
+        self.name = name or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return the loss of each example, an array of shape ``(batch, ...)``."""
+        raise NotImplementedError(f"{type(self).__name__} defines no call.")
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Return the loss, reduced as `reduction` says.
+
+        Args:
+            y_true: the labels.
+            y_pred: the predictions, plain or tracked.
+            sample_weight: the weight of each example; None means 1.
+        """
+        losses = self.weighted(y_true, y_pred, sample_weight)
+        if self.reduction == "none":
+            return losses
+        total = np.sum(losses)
+        return total if self.reduction == "sum" else total / global_count(losses.size)
+
+    def weighted(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Return the loss of each example, times its weight."""
+        losses = self.call(*aligned(y_true, y_pred))
+        if sample_weight is None:
+            return losses
+        weight = as_array(sample_weight)
+        if weight.ndim > losses.ndim and weight.shape[-1] == 1:
+            weight = weight[..., 0]
+        if weight.shape != losses.shape[: weight.ndim]:
+            raise ValueError(
+                f"sample_weight has shape {weight.shape}, but the losses have {losses.shape}: "
+                "give one weight for each example."
+            )
+        weight = weight.reshape(weight.shape + (1,) * (losses.ndim - weight.ndim))
+        return losses * weight.astype(losses.dtype)
+
+
+def global_count(count: int) -> float:
+    """Return the sum over all replicas of a number, at least 1."""
+    replica = get_replica_context()
+    if replica is not None and replica.num_replicas_in_sync > 1:
+        # Not through the tape, which would differentiate it.
+        count = replica.communicator.all_reduce("sum", np.int64(count))
+    return max(1.0, float(count))
+
+
+def aligned(y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+    """Return labels and predictions, with a last axis of length 1 in both or in none.
+
+    Else ``(batch,)`` and ``(batch, 1)`` would be broadcast to a matrix.
+    """
+    y_true = y_true if hasattr(y_true, "ndim") else np.asarray(y_true)
+    y_pred = y_pred if hasattr(y_pred, "ndim") else np.asarray(y_pred)
+    if y_true.ndim + 1 == y_pred.ndim and y_pred.shape[-1] == 1:
+        y_true = y_true[..., None]
+    return y_true, y_pred
+
+
+def mean_squared_error(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of squared differences.
+
+    >>> mean_squared_error(np.array([[0.0, 2.0]]), np.array([[0.0, 0.0]]))
+    array([2.])
+    """
+    return np.mean(np.square(y_pred - _like(y_true, y_pred)), axis=-1)
+
+
+def mean_absolute_error(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of absolute differences."""
+    return np.mean(np.abs(y_pred - _like(y_true, y_pred)), axis=-1)
+
+
+def huber(y_true: Any, y_pred: Any, delta: float = 1.0) -> Any:
+    """Return the mean over the last axis of Huber's loss: quadratic up to `delta`, then linear.
+
+    Source: Huber, "Robust Estimation of a Location Parameter", 1964.
+    """
+    size = np.abs(y_pred - _like(y_true, y_pred))
+    inside = np.minimum(size, delta)
+    return np.mean(inside * (size - 0.5 * inside), axis=-1)
+
+
+def binary_crossentropy(y_true: Any, y_pred: Any, from_logits: bool = False) -> Any:
+    """Return the mean over the last axis of the cross-entropy of two classes.
+
+    Args:
+        y_true: labels in ``[0, 1]``.
+        y_pred: probabilities, or logits.
+        from_logits: whether `y_pred` are logits.
+    """
+    labels = _like(y_true, y_pred)
+    if from_logits:
+        losses = np.maximum(y_pred, 0) - y_pred * labels + np.log1p(np.exp(-np.abs(y_pred)))
+    else:
+        small = _EPSILON[y_pred.dtype.itemsize > 2]
+        p = np.clip(y_pred, small, 1 - small)
+        losses = -(labels * np.log(p) + (1 - labels) * np.log1p(-p))
+    return np.mean(losses, axis=-1)
+
+
+def categorical_crossentropy(
+    y_true: Any, y_pred: Any, from_logits: bool = False, label_smoothing: float = 0.0
+) -> Any:
+    """Return the cross-entropy of labels given as probabilities of the classes.
+
+    Args:
+        y_true: probabilities of shape ``(..., classes)``, such as one-hot rows.
+        y_pred: probabilities or logits of the same shape.
+        from_logits: whether `y_pred` are logits.
+        label_smoothing: the share of the labels that is divided evenly among all classes.
+    """
+    labels = _like(y_true, y_pred)
+    if label_smoothing:
+        labels = labels * (1 - label_smoothing) + label_smoothing / y_pred.shape[-1]
+    if labels.shape != y_pred.shape:
+        raise ValueError(
+            f"categorical_crossentropy: the labels have shape {labels.shape}, the predictions "
+            f"{y_pred.shape}. For labels given as integers use sparse_categorical_crossentropy."
+        )
+    if from_logits:
+        return operations.softmax_cross_entropy(y_pred, labels)
+    return -np.sum(labels * _log_of(y_pred), axis=-1)
+
+
+def sparse_categorical_crossentropy(y_true: Any, y_pred: Any, from_logits: bool = False) -> Any:
+    """Return the cross-entropy of labels given as integers.
+
+    Args:
+        y_true: the index of the class, of shape ``(...)`` or ``(..., 1)``.
+        y_pred: probabilities or logits of shape ``(..., classes)``.
+        from_logits: whether `y_pred` are logits.
+    """
+    labels = as_array(y_true)
+    if labels.ndim == y_pred.ndim and labels.shape[-1] == 1:
+        labels = labels[..., 0]
+    if labels.shape != y_pred.shape[:-1]:
+        raise ValueError(
+            f"sparse_categorical_crossentropy: the labels have shape {labels.shape}, the "
+            f"predictions {y_pred.shape}: give one integer for each row. For one-hot labels use "
+            "categorical_crossentropy."
+        )
+    labels = labels.astype(np.int64)
+    classes = y_pred.shape[-1]
+    if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise ValueError(
+            f"sparse_categorical_crossentropy: labels must be in [0, {classes}), got "
+            f"{int(labels.min())} to {int(labels.max())}. The last layer needs a unit per class."
+        )
+    if from_logits:
+        return operations.softmax_cross_entropy(y_pred, labels)
+    picked = np.take_along_axis(y_pred, labels[..., None], axis=-1)[..., 0]
+    return -_log_of(picked)
+
+
+class MeanSquaredError(Loss):
+    """The mean of squared differences."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return `mean_squared_error`."""
+        return mean_squared_error(y_true, y_pred)
+
+
+class MeanAbsoluteError(Loss):
+    """The mean of absolute differences."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return `mean_absolute_error`."""
+        return mean_absolute_error(y_true, y_pred)
+
+
+class Huber(Loss):
+    """Huber's loss, with the difference `delta` at which it becomes linear."""
+
+    def __init__(self, delta: float = 1.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.delta = delta
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return `huber`."""
+        return huber(y_true, y_pred, self.delta)
+
+
+class BinaryCrossentropy(Loss):
+    """The cross-entropy of two classes; see `binary_crossentropy`."""
+
+    def __init__(self, from_logits: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.from_logits = from_logits
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return `binary_crossentropy`."""
+        return binary_crossentropy(y_true, y_pred, self.from_logits)
+
+
+class CategoricalCrossentropy(Loss):
+    """The cross-entropy of labels as probabilities; see `categorical_crossentropy`."""
+
+    def __init__(
+        self, from_logits: bool = False, label_smoothing: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.from_logits, self.label_smoothing = from_logits, label_smoothing
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return `categorical_crossentropy`."""
+        return categorical_crossentropy(y_true, y_pred, self.from_logits, self.label_smoothing)
+
+
+class SparseCategoricalCrossentropy(Loss):
+    """The cross-entropy of labels as integers; see `sparse_categorical_crossentropy`.
+
+    >>> loss = SparseCategoricalCrossentropy(from_logits=True)
+    >>> round(float(loss(np.array([1, 0]), np.zeros((2, 2)))), 4)
+    0.6931
+    """
+
+    def __init__(self, from_logits: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.from_logits = from_logits
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return `sparse_categorical_crossentropy`."""
+        return sparse_categorical_crossentropy(y_true, y_pred, self.from_logits)
+
+
+class FunctionLoss(Loss):
+    """A loss of a user's function of labels and predictions.
+
+    A function that returns one number is taken to have averaged over its examples.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], **options: Any) -> None:
+        super().__init__(name=getattr(function, "__name__", "loss"), **options)
+        self._function = function
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return the function's value for each example."""
+        losses = self._function(y_true, y_pred)
+        return losses if losses.ndim else losses * np.ones(y_pred.shape[0], losses.dtype)
+
+
+NAMED: dict[str, type[Loss]] = {
+    "binary_crossentropy": BinaryCrossentropy,
+    "categorical_crossentropy": CategoricalCrossentropy,
+    "huber": Huber,
+    "mae": MeanAbsoluteError,
+    "mean_absolute_error": MeanAbsoluteError,
+    "mean_squared_error": MeanSquaredError,
+    "mse": MeanSquaredError,
+    "sparse_categorical_crossentropy": SparseCategoricalCrossentropy,
+}
+
+# What predicted probabilities are kept from 0 and 1 by, for 2 bytes and for more.
+_EPSILON = (1e-3, 1e-7)
+
+
+def get(loss: str | Loss | Callable[[Any, Any], Any]) -> Loss:
+    """Return a loss for a name or a function; a `Loss` is returned unchanged.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(loss, Loss):
+        return loss
+    if callable(loss):
+        return FunctionLoss(loss)
+    try:
+        return NAMED[str(loss).lower()]()
+    except KeyError:
+        raise ValueError(f"unknown loss {loss!r}: use one of {', '.join(NAMED)}.") from None
+
+
+def _like(y_true: Any, y_pred: Any) -> Any:
+    """Return labels in the dtype of the predictions."""
+    return as_array(y_true).astype(y_pred.dtype, copy=False)
+
+
+def _log_of(p: Any) -> Any:
+    return np.log(np.clip(p, _EPSILON[p.dtype.itemsize > 2], 1))

@@ -1,0 +1,313 @@
+"""Metrics: exact means over all examples that all replicas have seen.
+
+A metric keeps a sum and a count in one variable that is synchronized on read: each replica adds to
+its own, and reading outside replicas adds them up. So an uneven last batch is counted right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ndistribute.device import as_array, to_host
+from ndistribute.models import losses
+from ndistribute.variables import Variable
+
+__all__ = [
+    "BinaryAccuracy",
+    "CategoricalAccuracy",
+    "Mean",
+    "MeanAbsoluteError",
+    "MeanMetric",
+    "MeanSquaredError",
+    "Metric",
+    "Precision",
+    "Recall",
+    "RootMeanSquaredError",
+    "SparseCategoricalAccuracy",
+    "SparseTopKCategoricalAccuracy",
+    "Sum",
+    "get",
+]
+
+
+class Metric:
+    """The base class of metrics; a subclass defines `update_state` and `value_of`.
+
+    Args:
+        name: the name in logs; None: the class name in snake case.
+        size: the number of sums that the metric keeps.
+    """
+
+    def __init__(self, name: str | None = None, *, size: int = 2) -> None:
+        self.name = name or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+        self.state = Variable(
+            np.zeros(size),
+            trainable=False,
+            name=f"metrics/{self.name}",
+            synchronization="on_read",
+            aggregation="sum",
+        )
+
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Add the examples of a batch."""
+        raise NotImplementedError(f"{type(self).__name__} defines no update_state.")
+
+    def value_of(self, sums: Any) -> float:
+        """Return the metric's value from its sums."""
+        raise NotImplementedError(f"{type(self).__name__} defines no value_of.")
+
+    def result(self) -> float:
+        """Return the value over all replicas; inside `run`, that of this replica alone."""
+        return self.value_of(to_host(as_array(self.state)))
+
+    def local_result(self) -> float:
+        """Return the value over the replicas of this process, without waiting for others."""
+        return self.value_of(sum(map(to_host, self.state.values)))
+
+    def reset_state(self) -> None:
+        """Forget all examples."""
+        self.state.assign(np.zeros(self.state.shape))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> float:
+        """Add a batch, and return the value."""
+        self.update_state(*args, **kwargs)
+        return self.result()
+
+
+class Sum(Metric):
+    """The weighted sum of values.
+
+    >>> metric = Sum()
+    >>> metric.update_state([1.0, 2.0])
+    >>> metric.result()
+    3.0
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name, size=1)
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add values, each times its weight."""
+        total, _ = weighted_sum(values, sample_weight)
+        self.state.assign_add(np.array([total]))
+
+    def value_of(self, sums: Any) -> float:
+        """Return the sum."""
+        return float(sums[0])
+
+
+class Mean(Metric):
+    """The weighted mean of values; 0 before the first.
+
+    >>> metric = Mean()
+    >>> metric.update_state([1.0, 2.0, 6.0])
+    >>> metric.result()
+    3.0
+    """
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add values, each with its weight."""
+        self.state.assign_add(np.array(weighted_sum(values, sample_weight)))
+
+    def value_of(self, sums: Any) -> float:
+        """Return the sum over the count."""
+        return float(sums[0] / sums[1]) if sums[1] else 0.0
+
+
+class MeanMetric(Mean):
+    """The weighted mean of a function of labels and predictions.
+
+    Args:
+        function: returns one value for each example.
+        name: the name in logs; None: the function's name.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], name: str | None = None) -> None:
+        super().__init__(name or function.__name__)
+        self._function = function
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add the examples of a batch."""
+        super().update_state(self._function(*losses.aligned(y_true, y_pred)), sample_weight)
+
+
+class MeanSquaredError(MeanMetric):
+    """The mean of squared differences."""
+
+    def __init__(self, name: str | None = "mean_squared_error") -> None:
+        super().__init__(losses.mean_squared_error, name)
+
+
+class RootMeanSquaredError(MeanSquaredError):
+    """The root of the mean of squared differences."""
+
+    def __init__(self, name: str | None = "root_mean_squared_error") -> None:
+        super().__init__(name)
+
+    def value_of(self, sums: Any) -> float:
+        """Return the root of the mean."""
+        return float(np.sqrt(super().value_of(sums)))
+
+
+class MeanAbsoluteError(MeanMetric):
+    """The mean of absolute differences."""
+
+    def __init__(self, name: str | None = "mean_absolute_error") -> None:
+        super().__init__(losses.mean_absolute_error, name)
+
+
+class SparseCategoricalAccuracy(MeanMetric):
+    """The share of examples whose most probable class is the label, an integer.
+
+    >>> metric = SparseCategoricalAccuracy()
+    >>> metric.update_state(np.array([1, 0]), np.array([[0.2, 0.8], [0.3, 0.7]]))
+    >>> metric.result()
+    0.5
+    """
+
+    def __init__(self, name: str | None = "sparse_categorical_accuracy") -> None:
+        super().__init__(_sparse_matches, name)
+
+
+class SparseTopKCategoricalAccuracy(MeanMetric):
+    """The share of examples whose label, an integer, is among the `k` most probable classes."""
+
+    def __init__(self, k: int = 5, name: str | None = None) -> None:
+        def matches(y_true: Any, y_pred: Any) -> Any:
+            best = np.argpartition(-y_pred, min(k, y_pred.shape[-1]) - 1, axis=-1)[..., :k]
+            return (best == _squeezed(y_true, y_pred)[..., None]).any(axis=-1)
+
+        super().__init__(matches, name or f"sparse_top_{k}_categorical_accuracy")
+
+
+class CategoricalAccuracy(MeanMetric):
+    """The share of examples whose most probable class is that of the one-hot label."""
+
+    def __init__(self, name: str | None = "categorical_accuracy") -> None:
+        super().__init__(_one_hot_matches, name)
+
+
+class BinaryAccuracy(MeanMetric):
+    """The share of predictions on the label's side of a threshold."""
+
+    def __init__(self, threshold: float = 0.5, name: str | None = "binary_accuracy") -> None:
+        def matches(y_true: Any, y_pred: Any) -> Any:
+            return ((y_pred > threshold) == (y_true > 0.5)).mean(axis=-1)
+
+        super().__init__(matches, name)
+
+
+class _Counts(Metric):
+    """The base class of ratios of counts of predictions above a threshold."""
+
+    def __init__(self, threshold: float = 0.5, name: str | None = None) -> None:
+        super().__init__(name, size=2)
+        self.threshold = threshold
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add the examples of a batch."""
+        y_true, y_pred = losses.aligned(y_true, y_pred)
+        positive, predicted = y_true > 0.5, y_pred > self.threshold
+        hits, _ = weighted_sum(positive & predicted, sample_weight)
+        all_, _ = weighted_sum(self._of(positive, predicted), sample_weight)
+        self.state.assign_add(np.array([hits, all_]))
+
+    def value_of(self, sums: Any) -> float:
+        """Return the ratio; 0 without examples."""
+        return float(sums[0] / sums[1]) if sums[1] else 0.0
+
+    def _of(self, positive: Any, predicted: Any) -> Any:
+        raise NotImplementedError
+
+
+class Precision(_Counts):
+    """The share of the examples predicted positive that are positive."""
+
+    def _of(self, positive: Any, predicted: Any) -> Any:
+        return predicted
+
+
+class Recall(_Counts):
+    """The share of the positive examples that are predicted positive."""
+
+    def _of(self, positive: Any, predicted: Any) -> Any:
+        return positive
+
+
+NAMED: dict[str, type[Metric]] = {
+    "binary_accuracy": BinaryAccuracy,
+    "categorical_accuracy": CategoricalAccuracy,
+    "mae": MeanAbsoluteError,
+    "mean_absolute_error": MeanAbsoluteError,
+    "mean_squared_error": MeanSquaredError,
+    "mse": MeanSquaredError,
+    "precision": Precision,
+    "recall": Recall,
+    "root_mean_squared_error": RootMeanSquaredError,
+    "sparse_categorical_accuracy": SparseCategoricalAccuracy,
+}
+
+_ACCURACIES: dict[type[losses.Loss], type[Metric]] = {
+    losses.BinaryCrossentropy: BinaryAccuracy,
+    losses.CategoricalCrossentropy: CategoricalAccuracy,
+    losses.SparseCategoricalCrossentropy: SparseCategoricalAccuracy,
+}
+
+
+def get(metric: Any, loss: losses.Loss) -> Metric:
+    """Return a metric for a name or a function; a `Metric` is returned unchanged.
+
+    Args:
+        metric: a metric, its name, or a function of labels and predictions. ``"accuracy"`` means
+            the accuracy that belongs to the loss.
+        loss: the model's loss.
+
+    Raises:
+        ValueError: the name is unknown, or the loss has no accuracy.
+    """
+    if isinstance(metric, Metric):
+        return metric
+    if metric in ("accuracy", "acc"):
+        for kind, accuracy in _ACCURACIES.items():
+            if isinstance(loss, kind):
+                if kind is losses.BinaryCrossentropy and loss.from_logits:  # type: ignore[attr-defined]
+                    return BinaryAccuracy(0.0, name=metric)
+                return accuracy(name=metric)  # type: ignore[call-arg]
+        raise ValueError(
+            f"{metric!r} is undefined for the loss {loss.name!r}: pass a metric, such as "
+            "metrics.MeanAbsoluteError()."
+        )
+    if callable(metric):
+        return MeanMetric(metric)
+    try:
+        return NAMED[metric](name=metric)  # type: ignore[call-arg]
+    except KeyError:
+        names = ", ".join(["accuracy", *NAMED])
+        raise ValueError(f"unknown metric {metric!r}: use one of {names}.") from None
+
+
+def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[float, float]:
+    """Return the weighted sum of values, and the sum of their weights."""
+    values = as_array(values)
+    if sample_weight is None:
+        return float(values.sum(dtype=np.float64)), float(values.size)
+    weight = as_array(sample_weight)
+    weight = weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
+    weight = np.broadcast_to(weight, values.shape) if type(weight) is np.ndarray else weight
+    return float((values * weight).sum(dtype=np.float64)), float(weight.sum(dtype=np.float64))
+
+
+def _squeezed(y_true: Any, y_pred: Any) -> Any:
+    return y_true[..., 0] if y_true.ndim == y_pred.ndim else y_true
+
+
+def _sparse_matches(y_true: Any, y_pred: Any) -> Any:
+    return y_pred.argmax(axis=-1) == _squeezed(y_true, y_pred)
+
+
+def _one_hot_matches(y_true: Any, y_pred: Any) -> Any:
+    return y_pred.argmax(axis=-1) == y_true.argmax(axis=-1)
