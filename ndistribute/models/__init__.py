@@ -8,6 +8,7 @@ from ndistribute.models import (
     losses,
     metrics,
     optimizers,
+    regularizers,
 )
 from ndistribute.models.model import Model, Sequential
 
@@ -21,4 +22,5 @@ __all__ = [
     "losses",
     "metrics",
     "optimizers",
+    "regularizers",
 ]

@@ -113,16 +113,16 @@ class RandomUniform(_Random):
 
 @dataclass(frozen=True)
 class _Scaled(_Random):
-    """The base class of initializers whose variance depends on the numbers of inputs and outputs."""
+    """The base class of initializers whose variance depends on the numbers of units."""
 
     def _variance(self, shape: Shape) -> float:
         raise NotImplementedError
 
-    def _uniform(self, shape: Shape, dtype: Any) -> np.ndarray[Any, Any]:
+    def _uniform(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
         bound = math.sqrt(3.0 * self._variance(shape))
         return self._generator().uniform(-bound, bound, shape).astype(dtype)
 
-    def _normal(self, shape: Shape, dtype: Any) -> np.ndarray[Any, Any]:
+    def _normal(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
         deviation = math.sqrt(self._variance(shape))
         return self._generator().normal(0.0, deviation, shape).astype(dtype)
 
