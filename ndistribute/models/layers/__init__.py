@@ -1,5 +1,12 @@
 """Layers: functions of arrays with variables of their own."""
 
+from ndistribute.models.layers.attention import MultiHeadAttention
+from ndistribute.models.layers.convolution import (
+    AveragePool2D,
+    Conv2D,
+    GlobalAveragePool2D,
+    MaxPool2D,
+)
 from ndistribute.models.layers.core import (
     Activation,
     Dense,
@@ -9,5 +16,21 @@ from ndistribute.models.layers.core import (
     Reshape,
 )
 from ndistribute.models.layers.layer import Layer
+from ndistribute.models.layers.normalization import BatchNormalization, LayerNormalization
 
-__all__ = ["Activation", "Dense", "Dropout", "Embedding", "Flatten", "Layer", "Reshape"]
+__all__ = [
+    "Activation",
+    "AveragePool2D",
+    "BatchNormalization",
+    "Conv2D",
+    "Dense",
+    "Dropout",
+    "Embedding",
+    "Flatten",
+    "GlobalAveragePool2D",
+    "Layer",
+    "LayerNormalization",
+    "MaxPool2D",
+    "MultiHeadAttention",
+    "Reshape",
+]
