@@ -68,16 +68,17 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
     exponentials = xp.exp(shifted)
     total = exponentials.sum(axis=-1, keepdims=True)
     logs = xp.log(total)
-    if labels.ndim < logits.ndim:
-        where = labels[..., None].astype(np.int64)
-        losses = (logs - xp.take_along_axis(shifted, where, axis=-1))[..., 0]
+    is_index, classes = labels.ndim < logits.ndim, logits.shape[-1]
+    if is_index:
+        where = xp.arange(labels.size), labels.reshape(-1).astype(np.int64)
+        losses = logs[..., 0] - shifted.reshape(-1, classes)[where].reshape(labels.shape)
     else:
         losses = ((logs - shifted) * labels).sum(axis=-1)
 
     def vjp(g: Array) -> Array:
-        change = exponentials / total
-        if labels.ndim < logits.ndim:
-            xp.put_along_axis(change, where, xp.take_along_axis(change, where, -1) - 1, -1)
+        change = xp.ascontiguousarray(exponentials / total)
+        if is_index:
+            change.reshape(-1, classes)[where] -= 1
         else:
             change *= labels.sum(axis=-1, keepdims=True)
             change -= labels
