@@ -24,6 +24,7 @@ from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.callbacks import Callback, Callbacks, History
 from ndistribute.models.layers.layer import Layer
+from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.progress import Progress
 from ndistribute.values import PerReplica
 from ndistribute.variables import Variable
@@ -39,6 +40,7 @@ class Trainer(Layer):
 
     def __init__(self, *, name: str | None = None, **options: Any) -> None:
         super().__init__(name=name, **options)
+        keep_freed_memory()
         self.strategy: Any = get_strategy()
         self.stop_training = False
         self.optimizer: Any = None

@@ -9,6 +9,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.models import activations, operations, regularizers
+from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.operations.windows import Windows
 from tests.autodiff.standin import check_gradients, gradients_of
 from tests.kinds import context, one_process
@@ -292,3 +293,8 @@ def test_gradients_of_weights_are_written_into_the_memory_of_the_all_reduce(monk
         first = strategy.run(lambda: step() or [np.zeros(0)] * 2)
         found = [one.values[0] for one in first]
     assert all(one is other for one, other in zip(found, given[::-1], strict=True))
+
+
+def test_settings_of_the_user_for_memory_are_left_alone():
+    assert keep_freed_memory({}) in (False, True)  # Whether the C library has the setting.
+    assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "1"})

@@ -62,13 +62,16 @@ def _conv2d(x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, na
     filters = weights.shape[-1]
     shape = len(images), *windows.count, filters
     y = xp.empty(shape, np.result_type(images.dtype, weights.dtype))
-    matrix = _grouped(weights.reshape(-1, filters), groups)
-    for block, matrices in columns.blocks():
-        xp.matmul(matrices, matrix, out=_grouped(y[block].reshape(-1, filters), groups))
+    columns.times(weights, out=y)
     after = Epilogue(y.reshape(-1, filters), bias, name)
 
     def of_x(g: Array) -> Array:
-        return columns.spread(after.before(g).reshape(y.shape), weights)
+        g = after.before(g).reshape(y.shape)
+        if windows.strides != (1, 1):
+            return columns.spread(g, weights)
+        change = xp.empty(images.shape, g.dtype)
+        _Columns(g, windows.reversed(), groups).times(_reversed(weights, groups), out=change)
+        return change
 
     def of_kernel(g: Array, out: Array | None) -> Array:
         return columns.product(after.before(g).reshape(y.shape), weights, out)
@@ -132,6 +135,14 @@ class _Columns:
             elements = int(np.prod(self._shape[2:]))
             yield block, filled.reshape(self._groups, -1, elements)
 
+    def times(self, kernel: Array, out: Array) -> None:
+        """Write the product with a kernel to an array of one row and column for each window."""
+        filters = kernel.shape[-1]
+        matrix = _grouped(kernel.reshape(-1, filters), self._groups)
+        for block, matrices in self.blocks():
+            rows = _grouped(out[block].reshape(-1, filters), self._groups)
+            array_namespace(out).matmul(matrices, matrix, out=rows)
+
     def product(self, g: Array, kernel: Array, out: Array | None) -> Array:
         """Return the gradient of the kernel from that of the product."""
         xp, filters = array_namespace(g), kernel.shape[-1]
@@ -174,3 +185,10 @@ def _grouped(matrix: Array, groups: int) -> Array:
     """Return a view whose last axis is divided into groups, which come first."""
     parts = matrix.reshape(*matrix.shape[:-1], groups, -1)
     return parts.transpose(parts.ndim - 2, *range(parts.ndim - 2), parts.ndim - 1)
+
+
+def _reversed(kernel: Array, groups: int) -> Array:
+    """Return the kernel of the gradient: turned around, from filters to channels."""
+    height, width, channels, _ = kernel.shape
+    parts = kernel[::-1, ::-1].reshape(height, width, channels, groups, -1)
+    return parts.transpose(0, 1, 4, 3, 2).reshape(height, width, -1, groups * channels)

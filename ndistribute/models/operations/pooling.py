@@ -56,17 +56,18 @@ def _max_pool(x: Any, *, windows: Windows) -> Any:
         xp.maximum(part, x[offset.inner], out=part)
 
     def vjp(g: Array) -> Array:
-        change = xp.zeros(x.shape, g.dtype)
-        free = xp.ones(shape, bool)  # Windows whose largest element was not found yet.
+        change, buffer = xp.zeros(x.shape, g.dtype), xp.empty(shape, g.dtype)
+        free, hits = xp.ones(shape, bool), xp.empty(shape, bool)  # Windows without a gradient yet.
         for offset in offsets:
-            hit = x[offset.inner] == y[offset.outer]
-            rest = free[offset.outer]
+            rest, hit, share = (one[offset.outer] for one in (free, hits, buffer))
+            xp.equal(x[offset.inner], y[offset.outer], out=hit)
             hit &= rest
             rest ^= hit
+            share[...] = hit  # NumPy multiplies by booleans in a slower loop.
+            share *= g[offset.outer]
             if windows.overlap:
-                change[offset.inner] += g[offset.outer] * hit
-            else:
-                xp.multiply(g[offset.outer], hit, out=change[offset.inner])
+                share += change[offset.inner]
+            change[offset.inner] = share
         return change
 
     return y, [vjp]
