@@ -20,8 +20,8 @@ from ndistribute.models.operations.windows import Pair, Windows
 
 __all__ = ["conv2d"]
 
-# The size of the columns of a block: about the cache of a core, and part of a GPU's memory.
-_HOST_BYTES, _GPU_BYTES = 1 << 21, 1 << 28
+# The size of the columns of a block: the cache of a core, or a small part of the memory of a GPU.
+_HOST_BYTES, _GPU_BYTES = 1 << 22, 1 << 28
 
 
 def conv2d(
