@@ -423,6 +423,11 @@ def current_seed() -> np.random.SeedSequence:
     return _State.seed
 
 
+def restore_seed(entropy: int, children: int) -> None:
+    """Set the seed to one with an entropy, of which a number of seeds were derived."""
+    _State.seed = np.random.SeedSequence(entropy, n_children_spawned=children)
+
+
 def join_leaf(column: Sequence[Any]) -> Any:
     """Return one leaf for the leaves that the replicas passed or returned at one position.
 

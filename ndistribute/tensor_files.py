@@ -30,7 +30,7 @@ import safetensors.numpy
 from ndistribute.dtypes import dtype_named
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 
-__all__ = ["Saved", "claim", "newest", "sync", "write"]
+__all__ = ["Saved", "claim", "newest", "paths", "read", "sync", "write"]
 
 Array = npt.NDArray[Any]
 
@@ -103,9 +103,9 @@ def write(
     }
     text = json.dumps(described, allow_nan=False).encode()
     _make_directory(directory)
-    for path in _paths(directory, name, ".writing"):
+    for path in paths(directory, name, ".writing"):
         shutil.rmtree(path)
-    numbers = [_number(path) for kind in ("", ".broken") for path in _paths(directory, name, kind)]
+    numbers = [_number(path) for kind in ("", ".broken") for path in paths(directory, name, kind)]
     path = directory / f"{name}.{max(numbers, default=0) + 1:06d}"
     temporary = path.with_name(f"{path.name}.writing")
     try:
@@ -122,7 +122,7 @@ def write(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in _paths(directory, name)[:-keep]:
+    for old in paths(directory, name)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)  # A later call removes the rest.
     return path
 
@@ -143,9 +143,9 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
         OSError: the generation cannot be read.
     """
     broken: list[tuple[Path, CheckpointCorruptError]] = []
-    for path in reversed(_paths(Path(directory), name)):
+    for path in reversed(paths(Path(directory), name)):
         try:
-            saved = _read(path)
+            saved = read(path)
         except CheckpointCorruptError as error:
             broken.append((path, error))
             continue
@@ -220,10 +220,17 @@ def _as_safetensors(tensor: Array) -> Array:
     return tensor.reshape(-1).view(np.float64).reshape(*tensor.shape, 2)
 
 
-def _read(path: Path) -> Saved:
+def read(path: Path) -> Saved:
+    """Return the generation in a folder.
+
+    Raises:
+        CheckpointCorruptError: it is damaged; the message names the file.
+        DistributeError: a later version of the package wrote it.
+        MissingDependencyError: it contains bfloat16, and ml_dtypes is not installed.
+        OSError: it cannot be read.
+    """
     try:
-        if (path / _SUMS).read_bytes() != _checksums(path):
-            raise CheckpointCorruptError("its checksums are wrong")
+        _check(path)
         described = json.loads((path / _DATA).read_bytes())
         if described["format"] > _FORMAT:
             raise DistributeError(
@@ -235,7 +242,7 @@ def _read(path: Path) -> Saved:
     except FileNotFoundError as error:
         raise CheckpointCorruptError(f"{error.filename} is missing") from error
     except (ValueError, TypeError, KeyError, RecursionError, safetensors.SafetensorError) as error:
-        raise CheckpointCorruptError(f"its contents are invalid: {error!r}") from error
+        raise CheckpointCorruptError(f"{path}: its contents are invalid: {error!r}") from error
 
 
 def _read_tensors(path: Path, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Array]]:
@@ -255,6 +262,19 @@ def _key(name: str) -> str:
     return name if plain else "%" + name.encode("utf-8", "surrogatepass").hex()
 
 
+def _check(folder: Path) -> None:
+    """Raise a `CheckpointCorruptError` that names the first file with a wrong checksum."""
+    written, actual = (folder / _SUMS).read_bytes(), _checksums(folder)
+    if written != actual:
+        lines = zip((_TENSORS, _DATA), actual.splitlines(), strict=True)
+        known = written.splitlines()
+        bad = next((name for name, line in lines if line not in known), _SUMS)
+        raise CheckpointCorruptError(
+            f"{folder / bad} does not have the checksum that was written with it: it was changed, "
+            "or the disk is damaged"
+        )
+
+
 def _checksums(folder: Path) -> bytes:
     lines = []
     for name in (_TENSORS, _DATA):
@@ -263,7 +283,7 @@ def _checksums(folder: Path) -> bytes:
     return "".join(lines).encode()
 
 
-def _paths(directory: Path, name: str, kind: str = "") -> list[Path]:
+def paths(directory: Path, name: str, kind: str = "") -> list[Path]:
     """Return a series' folders whose names end in `kind`, the newest last."""
     wanted = re.compile(rf"{re.escape(name)}\.\d{{6,}}{re.escape(kind)}", re.ASCII)
     try:

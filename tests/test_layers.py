@@ -61,6 +61,7 @@ OPTIONAL: dict[str, set[str]] = {
     "ray": set(),
     "sklearn": set(),
     "tensorflow": set(),
+    "tqdm": set(),
 }
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,21 +19,73 @@ import numpy as np
 from ndistribute import optimizers as _optimizers
 from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
+from ndistribute.collective.objects import all_gather_object
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.data import Dataset, as_dataset
 from ndistribute.device import copy_to, to_host
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.callbacks import Callback, Callbacks, History
+from ndistribute.models.checkpoint import Checkpoint
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.progress import Progress
-from ndistribute.values import PerReplica
 from ndistribute.variables import Variable
 
 __all__ = ["Trainer"]
 
 _BATCH = 32
 _EMPTY: Mapping[str, float] = {}
+
+
+class Position:
+    """Where a training is; a part of the state from which it can be continued.
+
+    Args:
+        epoch: the epoch, from 0.
+        callbacks: the callbacks of the training.
+
+    Attributes:
+        step: the number of steps made in the epoch.
+        steps_made: the number of steps made in all epochs.
+        iterator: the iterator over the distributed dataset.
+        finished: whether the training ended as planned.
+    """
+
+    def __init__(self, epoch: int, callbacks: Sequence[Callback]) -> None:
+        self.epoch = epoch
+        self.callbacks = callbacks
+        self.step = self.steps_made = 0
+        self.iterator: Any = None
+        self.finished = False
+        self._restored: Any = None
+
+    def open(self, dataset: Any) -> None:
+        """Start to iterate over a distributed dataset, at the restored position if there is one."""
+        self.iterator = iter(dataset)
+        if self._restored is not None:
+            self.iterator.load_state_dict(self._restored)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain values."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "steps_made": self.steps_made,
+            "input": self.iterator.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position of `state_dict`."""
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.steps_made, self._restored = state["steps_made"], state["input"]
+
+    def check_used(self, steps: int | None) -> None:
+        """Raise a `ValueError` if the dataset ended before the steps of an epoch."""
+        if steps is not None:
+            raise ValueError(
+                f"epoch {self.epoch + 1}: the dataset ended after {self.step} of steps_per_epoch="
+                f"{steps} steps: append .repeat() to the dataset, or pass fewer steps."
+            )
 
 
 class Trainer(Layer):
@@ -47,6 +101,7 @@ class Trainer(Layer):
         # Each metric, and whether it counts sample weights.
         self._metrics: list[tuple[_metrics.Metric, bool]] = []
         self._trained: list[Variable] = []
+        self.position = Position(0, ())
 
     def compile(
         self,
@@ -142,22 +197,19 @@ class Trainer(Layer):
             called = Callbacks([progress, *callbacks, history], self, params)
             self.stop_training = False
             self._trained = self.trainable_variables
+            self.position = position = Position(initial_epoch, called.members)
+
+            def validate(epoch: int) -> dict[str, float]:
+                if validation_data is None or (epoch + 1) % validation_freq:
+                    return {}
+                size = validation_batch_size or batch_size
+                found = self._validate(validation_data, size, validation_steps)
+                return {f"val_{name}": value for name, value in found.items()}
+
             called.on_train_begin()
             try:
-                source: Iterator[Any] | None = None
-                for epoch in range(initial_epoch, epochs):
-                    if source is None or steps_per_epoch is None:
-                        source = iter(distributed)
-                    called.on_epoch_begin(epoch)
-                    self._fit_epoch(source, steps_per_epoch, called)
-                    logs = self._results()
-                    if validation_data is not None and (epoch + 1) % validation_freq == 0:
-                        known = validation_batch_size or batch_size
-                        found = self._validate(validation_data, known, validation_steps)
-                        logs |= {f"val_{name}": value for name, value in found.items()}
-                    called.on_epoch_end(epoch, logs)
-                    if self.stop_training:
-                        break
+                self._fit_epochs(distributed, epochs, steps_per_epoch, called, validate)
+                position.finished = True
             finally:
                 called.on_train_end()
         return history
@@ -254,28 +306,53 @@ class Trainer(Layer):
         for metric, weighted in self._metrics:
             metric.update_state(y, predicted, weight if weighted else None)
 
-    def _fit_epoch(self, source: Iterator[Any], steps: int | None, called: Callbacks) -> None:
-        """Make the steps of an epoch."""
-        for metric in self.metrics:
-            metric.reset_state()
+    def _fit_epochs(
+        self,
+        dataset: Any,
+        epochs: int,
+        steps: int | None,
+        called: Callbacks,
+        validate: Callable[[int], dict[str, float]],
+    ) -> None:
+        """Make the steps of all epochs, from the position on."""
+        position = self.position
+        position.open(dataset)
+        while position.epoch < epochs and not self.stop_training:
+            if not position.step:
+                for metric in self.metrics:
+                    metric.reset_state()
+            called.on_epoch_begin(position.epoch)
+            self._fit_epoch(steps, called)
+            epoch, logs = position.epoch, self._results()
+            logs |= validate(epoch)
+            position.epoch, position.step = epoch + 1, 0
+            called.on_epoch_end(epoch, logs)
+            if steps is None and position.epoch < epochs:
+                position.iterator = iter(dataset)
+
+    def _fit_epoch(self, steps: int | None, called: Callbacks) -> None:
+        """Make the remaining steps of an epoch."""
         begin = called.overriding("on_train_batch_begin")
         end = called.overriding("on_train_batch_end")
-        for number, batch in enumerate(itertools.islice(source, steps)):
+        position = self.position
+        while position.step != steps and not self.stop_training:
+            batch = next(position.iterator, None)
+            if batch is None:
+                position.check_used(steps)
+                return
+            number = position.step
             for call in begin:
                 call(number)
             self.strategy.run(self._train_step, args=(batch, self._rows_of_step(batch)))
+            position.step, position.steps_made = number + 1, position.steps_made + 1
             if end:
                 logs = {metric.name: metric.local_result() for metric in self.metrics}
                 for call in end:
                     call(number, logs)
-            if self.stop_training:
-                return
 
     def _validate(self, data: Any, batch_size: int | None, steps: int | None) -> dict[str, float]:
         """Return the metrics over validation data."""
-        x, y, weight = data if isinstance(data, tuple) and len(data) == 3 else (
-            *data, None
-        ) if isinstance(data, tuple) else (data, None, None)
+        x, y, weight = _unpacked(data)
         batches = _batches(x, y, weight, batch_size, False, None)
         self._build_from(batches)
         for metric in self.metrics:
@@ -303,11 +380,24 @@ class Trainer(Layer):
         example = tree.map_leaves(lambda a: np.zeros((1, *a.shape[1:]), a.dtype), x)
 
         def call() -> None:
-            device = self.strategy.devices[0] if replica() is None else replica().device
+            replica = get_replica_context()
+            device = self.strategy.devices[0] if replica is None else replica.device
             self(tree.map_leaves(lambda array: copy_to(array, device), example), training=False)
 
-        replica = get_replica_context
         self.strategy.run(call)
+
+    def on_any_worker(self, flag: bool) -> bool:
+        """Return True if a flag is set on any worker; all must call this after the same step."""
+        group = self.strategy.input_topology.workers
+        return flag if group is None else any(all_gather_object(group, bool(flag)))
+
+    def save_weights(self, path: str | os.PathLike[str]) -> Path:
+        """Write the variables of all layers, and return the folder; see `Checkpoint.save`."""
+        return Checkpoint(**self.named_variables()).save(path)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Set the variables of all layers to what was saved; see `Checkpoint.restore`."""
+        Checkpoint(**self.named_variables()).restore(path)
 
     def _check_compiled(self, what: str) -> None:
         if self.loss is None:

@@ -230,8 +230,8 @@ def get(optimizer: str | Optimizer) -> Optimizer:
     Raises:
         ValueError: the name is unknown.
 
-    >>> get("sgd").name
-    'sgd'
+    >>> get("sgd").rule
+    SGDRule(momentum=0.0, nesterov=False)
     """
     if isinstance(optimizer, Optimizer):
         return optimizer

@@ -137,6 +137,15 @@ class Optimizer:
         own = [] if self._counter is None else [self._counter]
         return own + list(itertools.chain(*self._slots.values()))
 
+    @property
+    def slots(self) -> dict[Variable, dict[str, Variable]]:
+        """The slots of each trained variable, by name, once the optimizer is built."""
+        names = self.rule.slot_names
+        return {
+            variable: dict(zip(names, slots, strict=True))
+            for variable, slots in self._slots.items()
+        }
+
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the optimizer's own variables; otherwise the first `apply_gradients` does.
 

@@ -51,6 +51,8 @@ class Layer:
     (array([1., 1.], dtype=float32), ['scale/factor'])
     """
 
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         layer = super().__new__(cls)
         layer._arguments = args, kwargs
@@ -94,7 +96,7 @@ class Layer:
         outer = getattr(_calls, "training", False)
         _calls.training = outer if training is None else bool(training)
         try:
-            if _takes_training(type(self)):
+            if _takes_training(type(self).call):
                 kwargs["training"] = _calls.training
             return self.call(*args, **kwargs)
         finally:
@@ -254,8 +256,8 @@ _calls = threading.local()
 
 
 @functools.cache
-def _takes_training(kind: type[Layer]) -> bool:
-    parameters = inspect.signature(kind.call).parameters.values()
+def _takes_training(call: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(call).parameters.values()
     return any(p.name == "training" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
