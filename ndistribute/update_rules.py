@@ -69,8 +69,8 @@ class Rule:
         """Return the initial value of a slot."""
         return 0.0
 
-    def rate(self, step: int, learning_rate: float) -> float:
-        """Return the rate for `update`, computed once per step.
+    def rate(self, step: int, learning_rate: float) -> Any:
+        """Return the rate for `update`, or several in a tuple; computed once per step.
 
         Args:
             step: the number of this step, from 1.
@@ -78,7 +78,7 @@ class Rule:
         """
         return learning_rate
 
-    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: Any) -> None:
         """Update a range of a variable and of its slots in place; may overwrite `gradient`.
 
         Args:
@@ -90,7 +90,7 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} defines no update.")
 
 
-def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: float) -> None:
+def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any) -> None:
     """Update a variable and its slots, all contiguous, in blocks; `gradient` does not change."""
     flat, flats = gradient.reshape(-1), [array.reshape(-1) for array in arrays]
     dtype = computing_dtype(arrays[0].dtype)
@@ -101,7 +101,7 @@ def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: flo
 
 
 def update_rows(
-    rule: Rule, arrays: Sequence[Array], values: Array, indices: Array, rate: float
+    rule: Rule, arrays: Sequence[Array], values: Array, indices: Array, rate: Any
 ) -> None:
     """Update some rows of a variable and its slots; `indices` must be unique."""
     taken = [array[indices] for array in arrays]
@@ -110,7 +110,7 @@ def update_rows(
         array[indices] = part
 
 
-def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: float) -> None:
+def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any) -> None:
     """Update contiguous parts of a variable and its slots; may overwrite `gradient`.
 
     16-bit floats are updated in float32, which is also their slots' dtype, because the square of a
