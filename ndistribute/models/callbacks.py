@@ -92,7 +92,8 @@ class Callbacks(Callback):
     def overriding(self, name: str) -> list[Callable[..., None]]:
         """Return the methods of a name that a callback defines itself."""
         plain = getattr(Callback, name)
-        return [getattr(one, name) for one in self.members if getattr(type(one), name) is not plain]
+        methods = [getattr(one, name) for one in self.members]
+        return [method for method in methods if getattr(method, "__func__", None) is not plain]
 
 
 class History(Callback):
@@ -245,7 +246,7 @@ class EarlyStopping(_Monitor):
         if self.improved(logs):
             if self._restores:
                 self._weights = self.model.get_weights()
-        elif self.wait > self.patience or (self.wait == self.patience and self.patience):
+        elif self.wait >= self.patience:
             self.stopped_epoch = epoch
             self.model.stop_training = True
 

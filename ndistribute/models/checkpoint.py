@@ -116,7 +116,7 @@ class Checkpoint:
                     tensors[f"{path}/iterations"] = np.array(one.iterations)
                     for key, slot in _slots(path, one, names).items():
                         tensors[key] = slot.numpy()
-                else:
+                if _has_state(one):
                     states[path] = one.state_dict()
             tensors[_GENERATORS] = _generators(self.strategy)
         seed: Any = current_seed()

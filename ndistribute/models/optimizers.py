@@ -5,10 +5,23 @@ from ndistribute.optimizers import (
     Adagrad,
     Adam,
     AdamW,
+    GradientAccumulation,
+    LossScale,
     Optimizer,
     RMSprop,
     get,
     schedules,
 )
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Optimizer", "RMSprop", "get", "schedules"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "GradientAccumulation",
+    "LossScale",
+    "Optimizer",
+    "RMSprop",
+    "get",
+    "schedules",
+]

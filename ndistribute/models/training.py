@@ -288,6 +288,7 @@ class Trainer(Layer):
             if penalties:  # Each replica computes them, and the gradients are added up.
                 replica = get_replica_context()
                 loss = loss + sum(penalties) / (replica.num_replicas_in_sync if replica else 1)
+            loss = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(loss, self._trained)
         self.optimizer.apply_gradients(zip(gradients, self._trained, strict=True))
         self._count(each, penalties, y, predicted, weight)
@@ -458,8 +459,10 @@ def _split(x: Any, y: Any, weight: Any, share: float) -> tuple[Any, Any]:
         raise ValueError(f"validation_split={share} of {rows} examples leaves one part empty.")
 
     def cut(part: slice) -> Any:
-        taken = (None if one is None else one for one in (x, y, weight))
-        return tuple(tree.map_leaves(lambda array: array[part], one) for one in taken)
+        def take(array: Any) -> Any:
+            return None if array is None else array[part]
+
+        return tree.map_leaves(take, (x, y, weight))
 
     return cut(slice(at)), cut(slice(at, None))
 

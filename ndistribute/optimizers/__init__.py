@@ -3,5 +3,17 @@
 from ndistribute.optimizers import schedules
 from ndistribute.optimizers.algorithms import SGD, Adagrad, Adam, AdamW, RMSprop, get
 from ndistribute.optimizers.optimizer import Optimizer
+from ndistribute.optimizers.wrappers import GradientAccumulation, LossScale
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Optimizer", "RMSprop", "get", "schedules"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "GradientAccumulation",
+    "LossScale",
+    "Optimizer",
+    "RMSprop",
+    "get",
+    "schedules",
+]

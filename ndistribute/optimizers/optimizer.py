@@ -213,6 +213,10 @@ class Optimizer:
         else:
             self._update_owned(variables, gradients, replica, summed)
 
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss to differentiate: this one; `LossScale` returns a multiple of it."""
+        return loss
+
     def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
         """Compute the gradients of a loss, and update variables by `apply_gradients`.
 
