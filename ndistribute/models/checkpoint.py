@@ -98,7 +98,7 @@ class Checkpoint:
             CheckpointCorruptError: it is damaged; the message names the file.
             ValueError: it lacks a variable, or a shape differs; nothing has changed then.
         """
-        self.load(*_by_chief(self.strategy, lambda: _contents(_read(Path(path)))))
+        self.load(*by_chief(self.strategy, lambda: read_newest(Path(path))))
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state as tensors and plain values, the same on every worker."""
@@ -166,7 +166,7 @@ class Checkpoint:
         def write() -> str:
             return str(tensor_files.write(directory, name, *state, keep))
 
-        return Path(_by_chief(self.strategy, write))
+        return Path(by_chief(self.strategy, write))
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         for name, one in self._objects.items():
@@ -260,7 +260,7 @@ class CheckpointManager:
             for path in self.checkpoints:
                 shutil.rmtree(path)
 
-        _by_chief(self.checkpoint.strategy, remove)
+        by_chief(self.checkpoint.strategy, remove)
 
     def wait(self) -> None:
         """Wait until the last state is written; every worker must call this.
@@ -279,7 +279,7 @@ class CheckpointManager:
             if failure is not None:
                 raise failure
 
-        _by_chief(self.checkpoint.strategy, finish)
+        by_chief(self.checkpoint.strategy, finish)
 
     def restore_or_initialize(self) -> Path | None:
         """Restore the newest checkpoint that is not damaged, and return its folder.
@@ -297,7 +297,7 @@ class CheckpointManager:
             saved = tensor_files.newest(self.directory, _SERIES)
             return None if saved is None else _contents(saved)
 
-        found = _by_chief(self.checkpoint.strategy, read)
+        found = by_chief(self.checkpoint.strategy, read)
         if found is None:
             return None
         self.checkpoint.load(*found)
@@ -382,19 +382,19 @@ def _check_fits(variables: Mapping[str, Variable], source: str, tensors: Mapping
         )
 
 
-def _read(path: Path) -> Saved:
-    """Return the checkpoint in a folder, or the last one of a path."""
+def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
+    """Return the folder, tensors and data of the checkpoint in a folder, or the last of a path."""
     found = tensor_files.paths(path.parent, path.name)
     if not found and not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {path}.")
-    return tensor_files.read(found[-1] if found else path)
+    return _contents(tensor_files.read(found[-1] if found else path))
 
 
 def _contents(saved: Saved) -> tuple[str, dict[str, Any], Any]:
     return str(saved.path), saved.tensors, saved.data
 
 
-def _by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
+def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
     """Return what a function returns on the chief, plain values and arrays, on every worker.
 
     An error of the chief is raised by all.

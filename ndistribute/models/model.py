@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from ndistribute.models.export import export
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.training import Trainer
 
@@ -34,6 +37,20 @@ class Model(Trainer):
     >>> model(np.zeros((3, 4), np.float32)).shape, model.count_params()
     ((3, 2), 58)
     """
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the architecture and the weights, and return the folder; see `models.load`.
+
+        Every worker must call this; the chief writes. No code is written: `load` needs the classes
+        of layers that are not this package's.
+
+        Args:
+            path: the folder's path, to which a number is appended.
+
+        Raises:
+            ValueError: the model is not built, or an argument of a layer cannot be written.
+        """
+        return export(self, path)
 
     def summary(self) -> str:
         """Return a table of the layers with the shapes and numbers of their variables."""
@@ -93,6 +110,10 @@ class Sequential(Model):
         for layer in self.layers:
             inputs = layer(inputs)
         return inputs
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the layers."""
+        return {"layers": list(self.layers)}
 
     def _parts(self) -> list[Layer]:
         return self.layers

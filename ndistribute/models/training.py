@@ -49,6 +49,7 @@ class Position:
         steps_made: the number of steps made in all epochs.
         iterator: the iterator over the distributed dataset.
         finished: whether the training ended as planned.
+        trained: the variables to train.
     """
 
     def __init__(self, epoch: int, callbacks: Sequence[Callback]) -> None:
@@ -57,6 +58,7 @@ class Position:
         self.step = self.steps_made = 0
         self.iterator: Any = None
         self.finished = False
+        self.trained: list[Variable] = []
         self._restored: Any = None
 
     def open(self, dataset: Any) -> None:
@@ -100,7 +102,6 @@ class Trainer(Layer):
         self._loss_mean: Any = None
         # Each metric, and whether it counts sample weights.
         self._metrics: list[tuple[_metrics.Metric, bool]] = []
-        self._trained: list[Variable] = []
         self.position = Position(0, ())
 
     def compile(
@@ -196,8 +197,8 @@ class Trainer(Layer):
             params = {"epochs": epochs, "steps": steps if steps >= 0 else None, "verbose": verbose}
             called = Callbacks([progress, *callbacks, history], self, params)
             self.stop_training = False
-            self._trained = self.trainable_variables
             self.position = position = Position(initial_epoch, called.members)
+            position.trained = self.trainable_variables
 
             def validate(epoch: int) -> dict[str, float]:
                 if validation_data is None or (epoch + 1) % validation_freq:
@@ -289,8 +290,9 @@ class Trainer(Layer):
                 replica = get_replica_context()
                 loss = loss + sum(penalties) / (replica.num_replicas_in_sync if replica else 1)
             loss = self.optimizer.scale_loss(loss)
-        gradients = tape.gradient(loss, self._trained)
-        self.optimizer.apply_gradients(zip(gradients, self._trained, strict=True))
+        trained = self.position.trained
+        gradients = tape.gradient(loss, trained)
+        self.optimizer.apply_gradients(zip(gradients, trained, strict=True))
         self._count(each, penalties, y, predicted, weight)
 
     def _test_step(self, data: Any) -> None:
@@ -378,12 +380,16 @@ class Trainer(Layer):
         if self.built and all(layer.built for layer in self.walk()):
             return
         x, _, _ = _unpacked(next(iter(data)))
-        example = tree.map_leaves(lambda a: np.zeros((1, *a.shape[1:]), a.dtype), x)
+        self.build_for(x)
+
+    def build_for(self, batch: Any) -> None:
+        """Create the variables of all layers for inputs of the shapes and dtypes of a batch."""
+        example = tree.map_leaves(lambda one: np.zeros((1, *one.shape[1:]), one.dtype), batch)
 
         def call() -> None:
             replica = get_replica_context()
             device = self.strategy.devices[0] if replica is None else replica.device
-            self(tree.map_leaves(lambda array: copy_to(array, device), example), training=False)
+            self(tree.map_leaves(lambda one: copy_to(one, device), example), training=False)
 
         self.strategy.run(call)
 

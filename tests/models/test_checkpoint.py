@@ -1,4 +1,4 @@
-"""What one strategy saves, another restores; a damaged checkpoint is never taken for a whole one."""
+"""What a strategy saves, others restore; a damaged checkpoint is never taken for a whole one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,7 +51,13 @@ class Layer:
     (array([1., 1.], dtype=float32), ['scale/factor'])
     """
 
+    known: ClassVar[dict[str, type[Layer]]] = {}
+    """The classes of layers that this process has defined, by name."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Layer.known[cls.__name__] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         layer = super().__new__(cls)
@@ -65,6 +71,8 @@ class Layer:
         self.trainable = trainable
         self.dtype = dtype_named(np.dtype(dtype).name)
         self.built = False
+        self.input_spec: Any = None
+        """A batch without examples, of the shape and dtype of the first input, once built."""
 
     # Methods that a subclass defines.
 
@@ -230,6 +238,8 @@ class Layer:
         """Yield the path and value of each layer and variable that this layer holds."""
         inside |= {id(self)}
         for name, value in vars(self).items():
+            if name == "_arguments":
+                continue
             for path, one in _leaves(prefix + name, value):
                 if isinstance(one, Variable):
                     yield path, one
@@ -243,6 +253,7 @@ class Layer:
         def build(_: Any = None) -> None:
             if not self.built:
                 self.build(tree.map_leaves(_shape_of, args[0]) if args else None)
+                self.input_spec = tree.map_leaves(_empty_like, args[0]) if args else None
                 self.built = True
 
         replica = get_replica_context()
@@ -263,6 +274,11 @@ def _takes_training(call: Callable[..., Any]) -> bool:
 
 def _shape_of(value: Any) -> tuple[int, ...]:
     return tuple(np.shape(value))
+
+
+def _empty_like(value: Any) -> np.ndarray[Any, Any]:
+    dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+    return np.zeros((0, *np.shape(value)[1:]), dtype)
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
