@@ -60,8 +60,7 @@ def only(layouts: str) -> list[str]:
 SUITES = {
     "strategies": ("shared memory", [STRATEGIES, *only("not auto-2-2")]),
     "variables": ("shared memory", [VARIABLES, OPTIMIZERS, *only("auto-2-1")]),
-    "equivalence": ("shared memory", [EQUIVALENCE]),
-    "models": ("shared memory", ["tests/models", *only("auto-2-1")]),
+    "equivalence": ("shared memory", [EQUIVALENCE, "tests/models"]),
     "ring": ("ring", [EQUIVALENCE, *WRITING, *only("equivalence or ring-2")]),
     "hosts": ("hosts", [EQUIVALENCE, *FAILING, *WRITING, *only("equivalence or auto-1-2")]),
     "mpi": ("mpi", [EQUIVALENCE, *WRITING, *only("equivalence or mpi-1-2")]),
