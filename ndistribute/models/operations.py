@@ -31,11 +31,12 @@ def dense(x: Any, kernel: Any, bias: Any, activation: Callable[[Any], Any]) -> A
 
 @custom_gradient
 def _dense(x: Any, kernel: Any, bias: Any, *, name: str) -> Any:
-    x, kernel = as_array(x), as_array(kernel)
+    x = as_array(x)
+    kernel = as_array(kernel).astype(x.dtype, copy=False)  # Computes in the dtype of x.
     rows = x.reshape(-1, x.shape[-1])
-    y = rows @ kernel
+    y = (rows @ kernel).astype(x.dtype, copy=False)  # NumPy returns float32 for bfloat16.
     if bias is not None:
-        y += bias
+        y += as_array(bias).astype(x.dtype, copy=False)
     if name:
         apply, slope = IN_PLACE[name]
         apply(y)

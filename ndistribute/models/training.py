@@ -113,6 +113,8 @@ class Trainer(Layer):
     ) -> None:
         """Set the optimizer, the loss and the metrics.
 
+        If layers compute in float16, the optimizer is wrapped in a `LossScale`.
+
         Args:
             optimizer: an optimizer, or its name.
             loss: a `Loss`, its name, or a function of labels and predictions.
@@ -125,6 +127,9 @@ class Trainer(Layer):
         """
         with self.strategy.scope():
             self.optimizer = _optimizers.get(optimizer)
+            halves = any(layer.compute_dtype == np.float16 for layer in self.walk())
+            if halves and not isinstance(self.optimizer, _optimizers.LossScale):
+                self.optimizer = _optimizers.LossScale(self.optimizer)
             self.loss = None if loss is None else _losses.get(loss)
             self._loss_mean = _metrics.Mean("loss")
             self._metrics = [
@@ -281,7 +286,7 @@ class Trainer(Layer):
         """
         x, y, weight = _unpacked(data)
         with GradientTape() as tape:
-            predicted = self(x, training=True)
+            predicted = _widened(self(x, training=True))
             each = self.loss.weighted(y, predicted, weight)
             count = _losses.global_count(_rows_of(x)) if rows is None else rows
             loss = np.sum(each) / max(1.0, count * math.prod(each.shape[1:]))
@@ -298,7 +303,7 @@ class Trainer(Layer):
     def _test_step(self, data: Any) -> None:
         """Add this replica's part of a batch to the metrics."""
         x, y, weight = _unpacked(data)
-        predicted = self(x, training=False)
+        predicted = _widened(self(x, training=False))
         self._count(self.loss.weighted(y, predicted, weight), self.losses, y, predicted, weight)
 
     def _count(self, each: Any, penalties: Any, y: Any, predicted: Any, weight: Any) -> None:
@@ -483,6 +488,11 @@ def _unpacked(data: Any) -> tuple[Any, Any, Any]:
         )
     x, y, weight = (*data, None, None)[:3]
     return x, y, weight
+
+
+def _widened(predicted: Any) -> Any:
+    """Return predictions of 16 bits in float32, in which losses are computed."""
+    return predicted.astype(np.float32) if predicted.dtype.itemsize == 2 else predicted
 
 
 def _rows_of(value: Any) -> int:

@@ -179,3 +179,20 @@ def test_metrics_count_weights_and_thresholds():
     top = metrics.SparseTopKCategoricalAccuracy(2)
     top.update_state(np.array([0, 1]), np.array([[0.1, 0.2, 0.7], [0.1, 0.2, 0.7]]))
     assert top.result() == 0.5
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+def test_layers_compute_in_the_dtype_of_the_policy_and_train(policy):
+    layers.set_dtype_policy(policy)
+    try:
+        nd.set_seed(1)
+        with nd.MirroredStrategy(["cpu:0", "cpu:1"]):
+            model = Sequential([layers.Dense(8, activation="relu"), layers.Dense(3)])
+            model.compile(nd.optimizers.SGD(0.5), losses.SparseCategoricalCrossentropy(True))
+            history = model.fit(X, Y, batch_size=25, epochs=20, verbose=0).history
+            assert model(X).dtype.name == policy.removeprefix("mixed_")
+    finally:
+        layers.set_dtype_policy("float32")
+    assert {v.dtype for v in model.variables} == {np.dtype("float32")}
+    assert history["loss"][-1] < 0.8 * history["loss"][0]
+    assert isinstance(model.optimizer, nd.optimizers.LossScale) == (policy == "mixed_float16")

@@ -8,6 +8,15 @@ from ndistribute.models.layers.core import (
     Flatten,
     Reshape,
 )
-from ndistribute.models.layers.layer import Layer
+from ndistribute.models.layers.layer import Layer, set_dtype_policy
 
-__all__ = ["Activation", "Dense", "Dropout", "Embedding", "Flatten", "Layer", "Reshape"]
+__all__ = [
+    "Activation",
+    "Dense",
+    "Dropout",
+    "Embedding",
+    "Flatten",
+    "Layer",
+    "Reshape",
+    "set_dtype_policy",
+]
