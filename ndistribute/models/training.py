@@ -7,6 +7,8 @@ collectives of the step.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import os
@@ -27,6 +29,7 @@ from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.callbacks import Callback, Callbacks, History
 from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.progress import Progress
 from ndistribute.variables import Variable
@@ -61,11 +64,19 @@ class Position:
         self.trained: list[Variable] = []
         self._restored: Any = None
 
-    def open(self, dataset: Any) -> None:
-        """Start to iterate over a distributed dataset, at the restored position if there is one."""
-        self.iterator = iter(dataset)
-        if self._restored is not None:
-            self.iterator.load_state_dict(self._restored)
+    def begin_epoch(self, dataset: Any, steps: int | None) -> None:
+        """Set the iterator for an epoch, to the restored position if there is one.
+
+        Args:
+            dataset: the distributed dataset.
+            steps: the steps of an epoch, if epochs go on in the dataset; otherwise None.
+        """
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self.iterator = iter(dataset)
+            self.iterator.load_state_dict(restored)  # Later iterations continue after it.
+        if self.iterator is None or (steps is None and not self.step):
+            self.iterator = iter(dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values."""
@@ -73,7 +84,7 @@ class Position:
             "epoch": self.epoch,
             "step": self.step,
             "steps_made": self.steps_made,
-            "input": self.iterator.state_dict(),
+            "input": None if self.iterator is None else self.iterator.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,12 +223,17 @@ class Trainer(Layer):
                 found = self._validate(validation_data, size, validation_steps)
                 return {f"val_{name}": value for name, value in found.items()}
 
-            called.on_train_begin()
-            try:
-                self._fit_epochs(distributed, epochs, steps_per_epoch, called, validate)
+            with contextlib.ExitStack() as on_exit:
+                run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
+                if schedules_steps(self.strategy):
+                    chief = Chief(self, data, steps_per_epoch)
+                    on_exit.callback(chief.close)
+                    run_epoch = chief.run_epoch
+                on_exit.callback(called.on_train_end)
+                called.on_train_begin()
+                while position.epoch < epochs and not self.stop_training:
+                    self._fit_and_validate(run_epoch, validate, called)
                 position.finished = True
-            finally:
-                called.on_train_end()
         return history
 
     def evaluate(
@@ -314,34 +330,29 @@ class Trainer(Layer):
         for metric, weighted in self._metrics:
             metric.update_state(y, predicted, weight if weighted else None)
 
-    def _fit_epochs(
+    def _fit_and_validate(
         self,
-        dataset: Any,
-        epochs: int,
-        steps: int | None,
-        called: Callbacks,
+        run_epoch: Callable[[Callbacks], None],
         validate: Callable[[int], dict[str, float]],
+        called: Callbacks,
     ) -> None:
-        """Make the steps of all epochs, from the position on."""
+        """Make the steps of an epoch from the position on, and validate the model."""
         position = self.position
-        position.open(dataset)
-        while position.epoch < epochs and not self.stop_training:
-            if not position.step:
-                for metric in self.metrics:
-                    metric.reset_state()
-            called.on_epoch_begin(position.epoch)
-            self._fit_epoch(steps, called)
-            epoch, logs = position.epoch, self._results()
-            logs |= validate(epoch)
-            position.epoch, position.step = epoch + 1, 0
-            called.on_epoch_end(epoch, logs)
-            if steps is None and position.epoch < epochs:
-                position.iterator = iter(dataset)
+        if not position.step:
+            for metric in self.metrics:
+                metric.reset_state()
+        called.on_epoch_begin(position.epoch)
+        run_epoch(called)
+        epoch, logs = position.epoch, self._results()
+        logs |= validate(epoch)
+        position.epoch, position.step = epoch + 1, 0
+        called.on_epoch_end(epoch, logs)
 
-    def _fit_epoch(self, steps: int | None, called: Callbacks) -> None:
+    def _fit_epoch(self, dataset: Any, steps: int | None, called: Callbacks) -> None:
         """Make the remaining steps of an epoch."""
         begin = called.overriding("on_train_batch_begin")
         end = called.overriding("on_train_batch_end")
+        self.position.begin_epoch(dataset, steps)
         position = self.position
         while position.step != steps and not self.stop_training:
             batch = next(position.iterator, None)
@@ -351,12 +362,22 @@ class Trainer(Layer):
             number = position.step
             for call in begin:
                 call(number)
-            self.strategy.run(self._train_step, args=(batch, self._rows_of_step(batch)))
+            self.run_step(batch)
             position.step, position.steps_made = number + 1, position.steps_made + 1
             if end:
                 logs = {metric.name: metric.local_result() for metric in self.metrics}
                 for call in end:
                     call(number, logs)
+
+    def run_step(self, batch: Any) -> None:
+        """Make a step on all replicas with a distributed batch; see `fit`."""
+        self.strategy.run(self._train_step, args=(batch, self._rows_of_step(batch)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a worker, without the callbacks and the iterator."""
+        position = Position(self.position.epoch, ())
+        position.trained = self.position.trained
+        return {**vars(self), "position": position}
 
     def _validate(self, data: Any, batch_size: int | None, steps: int | None) -> dict[str, float]:
         """Return the metrics over validation data."""
