@@ -37,6 +37,7 @@ from ndistribute.variables import Variable
 __all__ = ["Trainer"]
 
 _BATCH = 32
+RunEpoch = Callable[[Callbacks], None]
 _EMPTY: Mapping[str, float] = {}
 
 
@@ -53,6 +54,7 @@ class Position:
         iterator: the iterator over the distributed dataset.
         finished: whether the training ended as planned.
         trained: the variables to train.
+        penalized: the layers whose regularizers add to the loss.
     """
 
     def __init__(self, epoch: int, callbacks: Sequence[Callback]) -> None:
@@ -62,6 +64,7 @@ class Position:
         self.iterator: Any = None
         self.finished = False
         self.trained: list[Variable] = []
+        self.penalized: list[Layer] = []
         self._restored: Any = None
 
     def begin_epoch(self, dataset: Any, steps: int | None) -> None:
@@ -215,6 +218,7 @@ class Trainer(Layer):
             self.stop_training = False
             self.position = position = Position(initial_epoch, called.members)
             position.trained = self.trainable_variables
+            position.penalized = [layer for layer in self.walk() if layer.penalties()]
 
             def validate(epoch: int) -> dict[str, float]:
                 if validation_data is None or (epoch + 1) % validation_freq:
@@ -224,7 +228,9 @@ class Trainer(Layer):
                 return {f"val_{name}": value for name, value in found.items()}
 
             with contextlib.ExitStack() as on_exit:
-                run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
+                run_epoch: RunEpoch = functools.partial(
+                    self._fit_epoch, distributed, steps_per_epoch
+                )
                 if schedules_steps(self.strategy):
                     chief = Chief(self, data, steps_per_epoch)
                     on_exit.callback(chief.close)
@@ -306,7 +312,7 @@ class Trainer(Layer):
             each = self.loss.weighted(y, predicted, weight)
             count = _losses.global_count(_rows_of(x)) if rows is None else rows
             loss = np.sum(each) / max(1.0, count * math.prod(each.shape[1:]))
-            penalties = self.losses
+            penalties = [each for layer in self.position.penalized for each in layer.penalties()]
             if penalties:  # Each replica computes them, and the gradients are added up.
                 replica = get_replica_context()
                 loss = loss + sum(penalties) / (replica.num_replicas_in_sync if replica else 1)
@@ -332,7 +338,7 @@ class Trainer(Layer):
 
     def _fit_and_validate(
         self,
-        run_epoch: Callable[[Callbacks], None],
+        run_epoch: RunEpoch,
         validate: Callable[[int], dict[str, float]],
         called: Callbacks,
     ) -> None:
@@ -377,6 +383,7 @@ class Trainer(Layer):
         """Return the state for a worker, without the callbacks and the iterator."""
         position = Position(self.position.epoch, ())
         position.trained = self.position.trained
+        position.penalized = self.position.penalized
         return {**vars(self), "position": position}
 
     def _validate(self, data: Any, batch_size: int | None, steps: int | None) -> dict[str, float]:
