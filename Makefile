@@ -91,7 +91,7 @@ $(VENV)/ready-docs: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
 	@touch $@
 
 $(VENV)/ready-bench: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
-	$(PIP) --editable '.[bench,test]'
+	$(PIP) --editable '.[bench,mpi,test]'
 	@touch $@
 
 # The check is the whole of what is needed: version, venv, and the pip that venv puts inside.
