@@ -33,7 +33,6 @@ LAYERS = (
         "tensor_files",
         "timeline",
         "trace_report",
-        "traces",
         "update_rules",
         "version",
     },

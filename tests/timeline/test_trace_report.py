@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndistribute import trace_report
-from ndistribute.trace_report import UNTRACED, Event, Trace, exclusive, lateness, shares
-from ndistribute.traces import calls, merged, offsets
+from ndistribute.trace_report import (
+    UNTRACED,
+    Event,
+    Trace,
+    calls,
+    exclusive,
+    lateness,
+    merged,
+    offsets,
+    shares,
+)
 
 STEP = 10_000.0
 
