@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Unpack
 
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.placed import JobOptions, PlacedTask, Work, run_job, tasks_of
+from ndistribute.launcher.placed import JobOptions, PlacedTask, Work, run_job
 
 __all__ = ["run"]
 
@@ -55,14 +55,18 @@ def run(
             "Jobs on Dask need its distributed: pip install 'ndistribute[dask]'."
         ) from error
 
-    tasks = tasks_of(num_workers, num_ps, options)
-    dask = distributed.get_client() if client is None else client
-    needs = [{} if kind == "ps" else dict(resources or {}) for kind, _ in tasks]
+    def host() -> str:
+        """Return the host of the Dask worker in which this runs."""
+        address = distributed.get_worker().address
+        found: str = distributed.comm.get_address_host(address)
+        return "127.0.0.1" if address.startswith("inproc://") else found
 
     @contextlib.contextmanager
-    def place() -> Iterator[list[Any]]:
+    def place(types: list[str]) -> Iterator[list[Any]]:
+        dask = distributed.get_client() if client is None else client
+        needs = [{} if kind == "ps" else dict(resources or {}) for kind in types]
         futures = [
-            dask.submit(PlacedTask, _host, actor=True, pure=False, resources=need) for need in needs
+            dask.submit(PlacedTask, host, actor=True, pure=False, resources=need) for need in needs
         ]
         try:
             distributed.wait(futures, placement_timeout)
@@ -78,13 +82,4 @@ def run(
     def call(actor: Any, method: str, *args: Any) -> Any:
         return getattr(actor, method)(*args).result()
 
-    return run_job(fn_or_script, tasks, options, place, call, dumps)
-
-
-def _host() -> str:
-    """Return the host of the Dask worker in which this runs."""
-    import distributed
-
-    address = distributed.get_worker().address
-    host: str = distributed.comm.get_address_host(address)
-    return "127.0.0.1" if address.startswith("inproc://") else host
+    return run_job(fn_or_script, num_workers, num_ps, options, place, call, dumps)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from ndistribute.blas import THREAD_VARIABLES, cores
 from ndistribute.device import list_devices
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.mpiexec import find_mpiexec
+from ndistribute.launcher.commands import find_mpiexec
 
 State = Literal["ok", "slow", "missing", "absent"]
 

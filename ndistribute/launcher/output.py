@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from ndistribute.launcher.mpiexec import MPIEXEC, parse_tagged
+from ndistribute.launcher.commands import MPIEXEC, parse_tagged
 
 _BREAK = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _LONGEST_LINE = 1 << 16

@@ -106,23 +106,22 @@ class PlacedTask:
             return b"", code, file.read()
 
 
-def tasks_of(num_workers: int, num_ps: int, options: JobOptions) -> list[tuple[str, int]]:
-    """Return the type and index of each task, servers first, because the others need them."""
-    if num_workers < 1 or num_ps < 0:
-        raise ValueError(f"A job has at least one worker; got {num_workers=} and {num_ps=}.")
-    counts = {"ps": num_ps, "chief": int(options.get("chief", False)), "worker": num_workers}
-    return [(kind, index) for kind, count in counts.items() for index in range(count)]
-
-
 def run_job(
     fn_or_script: Work,
-    tasks: Sequence[tuple[str, int]],
+    num_workers: int,
+    num_ps: int,
     options: JobOptions,
-    place: Callable[[], contextlib.AbstractContextManager[Sequence[Any]]],  # Of `PlacedTask`s.
+    # Yields a handle to a `PlacedTask` for each task, given its type.
+    place: Callable[[list[str]], contextlib.AbstractContextManager[Sequence[Any]]],
     call: Callable[..., Any],  # Calls a method of a handle by name, from any thread.
     dumps: Callable[[Any], bytes],
 ) -> list[Any]:
     """Run a job to its end, and return the results of the chief and the workers."""
+    if num_workers < 1 or num_ps < 0:
+        raise ValueError(f"A job has at least one worker; got {num_workers=} and {num_ps=}.")
+    # Servers first, because the others need them.
+    counts = {"ps": num_ps, "chief": int(options.get("chief", False)), "worker": num_workers}
+    tasks = [(kind, index) for kind, count in counts.items() for index in range(count)]
     work: bytes | list[str]
     if callable(fn_or_script):
         work = dumps((fn_or_script, tuple(options.get("args", ())), dumps))
@@ -134,13 +133,12 @@ def run_job(
     environ |= options.get("environ", {})
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
     most = options.get("max_restarts", 0)
-    again, alone = (0, most) if tasks[0][0] == "ps" else (most, 0)
+    again, alone = (0, most) if num_ps else (most, 0)
     console = Console(_InProgram(), _InProgram())
-    attempt = 0
-    while True:
+    for attempt in range(again + 1):
         console.begin(attempt)
         placed: dict[str, _Placed] = {}
-        with place() as handles:
+        with place([kind for kind, _ in tasks]) as handles:
             addresses = [call(handle, "address") for handle in handles]
             starts = task_starts(tasks, addresses, environ, {})
             calls = {s.label: partial(call, h) for s, h in zip(starts, handles, strict=True)}
@@ -152,9 +150,9 @@ def run_job(
         if outcome.label is None:
             return [placed[start.label].loaded() for start in starts if start.task_type != "ps"]
         if outcome.reason == "unsaved" or attempt == again:
-            raise _failure(placed[outcome.label], console.kept(outcome.label))
-        attempt += 1
-        console.say(f"{outcome.label} failed: all start again ({attempt} of {again}).")
+            break
+        console.say(f"{outcome.label} failed: all start again ({attempt + 1} of {again}).")
+    raise _failure(placed[outcome.label], console.kept(outcome.label))
 
 
 class _InProgram(Writer):

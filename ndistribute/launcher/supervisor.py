@@ -21,8 +21,7 @@ from subprocess import PIPE, Popen
 from typing import IO, cast
 
 from ndistribute.launcher import reaper
-from ndistribute.launcher.hosts import Host, remote_script, ssh_command
-from ndistribute.launcher.mpiexec import MPIEXEC
+from ndistribute.launcher.commands import MPIEXEC, Host, remote_script, ssh_command
 from ndistribute.launcher.output import Console, exit_text, tells_of_another
 from ndistribute.transport.listener import LISTEN_FD
 

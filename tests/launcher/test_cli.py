@@ -9,7 +9,7 @@ import pytest
 
 from ndistribute import cli
 from ndistribute.launcher import doctor
-from ndistribute.launcher.hosts import Host
+from ndistribute.launcher.commands import Host
 from tests.launcher.jobs import ROOT, run
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ndistribute.launcher import supervisor
-from ndistribute.launcher.hosts import Host
+from ndistribute.launcher.commands import Host
 from ndistribute.launcher.launch import JobOptions, launch
 from tests.launcher.jobs import lasting, read_pids, run, started
 

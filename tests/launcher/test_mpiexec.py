@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.hosts import Host
-from ndistribute.launcher.mpiexec import (
+from ndistribute.launcher.commands import (
+    Host,
     Mpiexec,
     exit_code,
     find_mpiexec,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.launcher.hosts import Host, assign, is_this_machine, parse_hosts
+from ndistribute.launcher.commands import Host, assign, is_this_machine, parse_hosts
 from tests.launcher.jobs import lasting, read_pids, run, started
 
 NAMES = st.text("ab1.-", min_size=1, max_size=9).map("h".__add__)
