@@ -35,9 +35,9 @@ if last:
 """
 
 
-def start(directory: Path, *arguments: int) -> subprocess.Popen[str]:
+def start(directory: Path, *arguments: int, program: str = PROGRAM) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        [sys.executable, "-c", program, *map(str, arguments)],
         env={**os.environ, "NDISTRIBUTE_TRACE": str(directory)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -48,6 +48,7 @@ def start(directory: Path, *arguments: int) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> None:
     with process:
         process.communicate(timeout=60)
+    assert process.returncode == 0
 
 
 def spans(recorder_directory: Path) -> list[dict[str, Any]]:
@@ -59,7 +60,6 @@ def test_each_rank_writes_a_whole_file_when_it_ends(tmp_path: Path):
     ranks = [start(tmp_path, rank, 2, 5, 0) for rank in range(2)]
     for process in ranks:
         finish(process)
-        assert process.returncode == 0
     for rank in range(2):
         content = json.loads((tmp_path / f"trace-{rank}.json").read_text())
         chosen = [entry for entry in content["traceEvents"] if entry["ph"] == "X"]
@@ -131,18 +131,6 @@ def test_the_file_is_whole_after_each_flush_and_titles_may_hold_anything(tmp_pat
     recorder.close()
 
 
-def test_a_process_that_gets_another_rank_goes_on_in_another_file(tmp_path: Path):
-    recorder = timeline.Recorder(tmp_path)
-    for rank in (1, 0):
-        recorder.identify(f"rank {rank}", ["rank 0", "rank 1"])
-        recorder.add("wait", f"as {rank}", 0, 1)
-        recorder.flush()
-    recorder.close()
-    first, second = trace_report.read(tmp_path)
-    assert [e.title for e in first.events] == ["as 0"]
-    assert [e.title for e in second.events] == ["as 1"]
-
-
 def test_those_who_are_left_after_a_recovery_are_reported_together(tmp_path: Path):
     recorders = {rank: timeline.Recorder(tmp_path) for rank in range(3)}
     for second, survivors in enumerate(([0, 1, 2], [0, 2], [2])):
@@ -186,12 +174,7 @@ def test_a_forked_child_writes_a_file_of_its_own(tmp_path: Path):
         "    timeline.flush()\n    os._exit(0)\n"
         "os.waitpid(child, 0)\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "NDISTRIBUTE_TRACE": str(tmp_path)},
-        timeout=60,
-        check=True,
-    )
+    finish(start(tmp_path, program=program))
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert len(found) == 2
     assert found.pop("trace-0.json").count('"parent"') == 2
