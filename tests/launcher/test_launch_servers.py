@@ -130,11 +130,7 @@ else:
 
 
 def test_once_the_restarts_are_used_up_the_job_has_failed(script, tmp_path):
-    path = script("""
-if job == "ps":
-    raise KeyError(f"life {life}")
-wait()
-""")
+    path = script('if job == "ps":\n    raise KeyError(f"life {life}")\nwait()')
     done = run(*cluster(1, 1, "--max-restarts", "2", path))
     assert done.returncode == 1
     assert "ndistribute run: ps:0 failed first (exit code 1)" in done.stderr
@@ -157,26 +153,18 @@ if job == "chief":
         assert job.poll() is None
 
 
-HANG = "print('pid', os.getpid())\nwait()"
-
-
-def test_without_the_chief_all_is_over(script):
-    path = script(HANG)
-    with started(*cluster(2, 1, "--chief", "--max-restarts", "5", path)) as job:
-        pids = read_pids(job, 4)
-        (chief,) = lives(path.parent, "chief0")
-        os.kill(chief, signal.SIGKILL)
-        assert job.wait(50) == 128 + signal.SIGKILL
-        assert lasting(pids, 0) == []
-        assert "chief failed first (signal 9)" in job.stderr.read()
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_no_task_outlives_the_launcher(script, signum):
-    with started(*cluster(1, 1, "--chief", "--max-restarts", "5", script(HANG))) as job:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL, None])
+def test_no_task_outlives_the_launcher_or_the_chief(script, signum):
+    path = script("print('pid', os.getpid())\nwait()")
+    with started(*cluster(1, 1, "--chief", "--max-restarts", "5", path)) as job:
         pids = read_pids(job, 3)
-        job.send_signal(signum)
-        expected = 128 + signum if signum != signal.SIGKILL else -signum
+        if signum is None:
+            (chief,) = lives(path.parent, "chief0")
+            os.kill(chief, signal.SIGKILL)
+            assert "chief failed first (signal 9)" in job.stderr.readline()
+        else:
+            job.send_signal(signum)
+        expected = -signum if signum == signal.SIGKILL else 128 + (signum or signal.SIGKILL)
         assert job.wait(50) == expected
         assert lasting(pids) == []
 
