@@ -250,11 +250,11 @@ def _mpi_start(
 def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: int) -> None:
     """Print how an attempt ended, unless it succeeded."""
     label = outcome.label
+    if outcome.reason == "timeout":
+        console.say(f"stopped after --timeout {options.timeout} s.")
+    if outcome.reason == "signal":
+        console.say(f"stopped by signal {outcome.code - 128}.")
     if label is None:
-        if outcome.reason == "timeout":
-            console.say(f"stopped after --timeout {options.timeout} s.")
-        if outcome.reason == "signal":
-            console.say(f"stopped by signal {outcome.code - 128}.")
         return
     report = [b"[%b] %b" % (label.encode(), line) for line in last_report(console.kept(label))]
     who = f"rank {label}" if label.isdigit() else label

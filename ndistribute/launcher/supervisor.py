@@ -77,18 +77,20 @@ class Verdict(enum.Enum):
 
 
 @dataclass(eq=False)
-class TaskState:
-    """The type of a task, its exit code, and whether it reported the loss of another task."""
+class Task:
+    """The state of a task."""
 
-    task_type: str
-    code: int | None = None
-    tells_of_another: bool = False
+    start: Start
+    code: int | None = None  # None: it has not ended.
+    tells_of_another: bool = False  # It only reported the loss of another task.
+    running: Process | None = None  # None: not started yet.
+    restarts: int = 0
 
 
-def verdict(ended: TaskState, tasks: Collection[TaskState], restarts_left: int) -> Verdict:
+def verdict(ended: Task, tasks: Collection[Task], restarts_left: int) -> Verdict:
     """Return what the end of the task `ended`, one of `tasks`, means for the job."""
-    chiefs = [task.code for task in tasks if task.task_type == "chief"]
-    codes = chiefs or [task.code for task in tasks if task.task_type == "worker"]
+    chiefs = [task.code for task in tasks if task.start.task_type == "chief"]
+    codes = chiefs or [task.code for task in tasks if task.start.task_type == "worker"]
     if all(code == 0 for code in codes):
         return Verdict.FINISH
     if ended.code == 0:
@@ -102,13 +104,6 @@ def verdict(ended: TaskState, tasks: Collection[TaskState], restarts_left: int) 
 def restart_delay(restarts: int) -> float:
     """Return the seconds to wait before the next restart, after `restarts` restarts."""
     return min(_LONGEST_DELAY_SECONDS, 0.25 * 2**restarts) if restarts > 0 else 0.0
-
-
-@dataclass(eq=False, kw_only=True)
-class _Task(TaskState):
-    start: Start
-    running: Process | None = None  # None: not started yet.
-    restarts: int = 0
 
 
 @dataclass
@@ -125,8 +120,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         if self.signals is not None:
             self._selector.register(self.signals, selectors.EVENT_READ, self._signalled)
-        self._tasks: list[_Task] = []
-        self._failed: list[_Task] = []
+        self._tasks: list[Task] = []
+        self._failed: list[Task] = []
         self._outcome: Outcome | None = None
         self._hurried = False
         self._finish = partial(self._stop, Outcome("done", 0))
@@ -136,7 +131,7 @@ class Supervisor:
 
     def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
         """Start all tasks after a delay in seconds; return or raise when all have ended."""
-        self._tasks = [_Task(start.task_type, start=start) for start in starts]
+        self._tasks = [Task(start) for start in starts]
         for task in self._tasks:
             self._due[partial(self._start, task)] = time.monotonic() + delay
         try:
@@ -173,7 +168,7 @@ class Supervisor:
             if self.console.nobody_reads:
                 self._stop(Outcome("unread", 128 + signal.SIGPIPE))
 
-    def _start(self, task: _Task) -> None:
+    def _start(self, task: Task) -> None:
         task.running = self.begin(task.start)
         ended = partial(self._ended, task, task.running)
         self._selector.register(task.running.done, selectors.EVENT_READ, ended)
@@ -195,7 +190,7 @@ class Supervisor:
                 self._selector.unregister(fd)
             most -= 1
 
-    def _ended(self, task: _Task, running: Process) -> None:
+    def _ended(self, task: Task, running: Process) -> None:
         self._selector.unregister(running.done)
         task.code = running.code()
         for output in running.outputs:
@@ -223,13 +218,15 @@ class Supervisor:
                 self._drop_waiting()
                 self._due = {self._finish: time.monotonic() + _FINISH_SECONDS}
 
-    def _start_again(self, task: _Task) -> None:
+    def _start_again(self, task: Task) -> None:
         """Restart one task; the others go on."""
         label, delay = task.start.label, restart_delay(task.restarts)
         task.restarts += 1
         self.restarts -= 1
-        when = f"starting it again in {delay:g} s ({self.restarts} left)"
-        self.console.say(f"{label} ended ({exit_text(task.code or 0)}); {when}.")
+        self.console.say(
+            f"{label} ended ({exit_text(task.code or 0)}); starting it again in {delay:g} s "
+            f"({self.restarts} left)."
+        )
         self.console.forget(label)
         task.running = task.code = None
         self._due[partial(self._start, task)] = time.monotonic() + delay
@@ -279,9 +276,8 @@ class Supervisor:
     def _tell_of_savers(self) -> None:
         savers = [task.start for task in self._tasks if task.start.saving and task.code is None]
         if savers:
-            labels = ", ".join(start.label for start in savers)
-            wait = f"waiting {savers[0].saving:g} s at most"
-            self.console.say(f"{wait} until {labels} wrote a last snapshot.")
+            labels, most = ", ".join(start.label for start in savers), f"{savers[0].saving:g}"
+            self.console.say(f"waiting {most} s at most until {labels} wrote a last snapshot.")
 
 
 class Process:
@@ -318,8 +314,8 @@ class Process:
         self.done = os.pidfd_open(self._popen.pid)
         pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
         self._input, *self._pipes = (cast("IO[bytes]", pipe) for pipe in pipes)
-        streams = zip(self._pipes, ("stdout", "stderr"), strict=True)
-        mine = [(pipe.fileno(), start.label, stream) for pipe, stream in streams]
+        out, err = (pipe.fileno() for pipe in self._pipes)
+        mine = (out, start.label, "stdout"), (err, start.label, "stderr")
         self.outputs = (*mine, *start.outputs)
         self._write(script.encode())
 

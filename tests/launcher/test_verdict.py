@@ -6,20 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.launcher.supervisor import TaskState, Verdict, verdict
+from ndistribute.launcher.supervisor import Start, Task, Verdict, verdict
+
+
+def task(kind: str, code: int | None, tells_of_another: bool = False) -> Task:
+    return Task(Start(kind, (), {}, kind), code, tells_of_another)
+
 
 CODES = st.one_of(st.none(), st.sampled_from([0, 1, 137]))
 TASKS = st.lists(
-    st.builds(TaskState, st.sampled_from(["worker", "ps"]), CODES, st.booleans()), max_size=4
+    st.builds(task, st.sampled_from(["worker", "ps"]), CODES, st.booleans()), max_size=4
 )
 
 
-def tasks(text: str) -> list[TaskState]:
+def tasks(text: str) -> list[Task]:
     """Return tasks: ``ps`` runs, ``worker=0`` ended well, ``worker=1?`` tells of another."""
     found = []
     for word in text.split():
         name, _, code = word.partition("=")
-        found.append(TaskState(name, int(code.rstrip("?")) if code else None, code.endswith("?")))
+        found.append(task(name, int(code.rstrip("?")) if code else None, code.endswith("?")))
     return found
 
 
@@ -56,9 +61,9 @@ def test_what_follows_from_an_end(job, restarts, expected):
 
 @given(TASKS, CODES.filter(bool), st.booleans(), st.integers(0, 3))
 def test_only_a_failure_fails_the_job_and_that_of_a_chief_always(others, code, victim, restarts):
-    ended = TaskState("worker", 0)
+    ended = task("worker", 0)
     assert verdict(ended, [ended, *others], restarts) in (Verdict.GO_ON, Verdict.FINISH)
-    chief = TaskState("chief", code, victim)
-    for task in (chief, *(task for task in others if task.code)):
-        expected = Verdict.WAIT if task.tells_of_another else Verdict.FAIL
-        assert verdict(task, [chief, *others], restarts) is expected
+    chief = task("chief", code, victim)
+    for failed in (chief, *(other for other in others if other.code)):
+        expected = Verdict.WAIT if failed.tells_of_another else Verdict.FAIL
+        assert verdict(failed, [chief, *others], restarts) is expected
