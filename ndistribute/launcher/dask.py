@@ -30,22 +30,17 @@ def run(
         fn_or_script: a function that each task calls, or the path of a script that it runs.
         num_workers: the number of workers; some Dask workers run several of them if there are
             fewer Dask workers.
-        num_ps: the number of parameter servers, which run the same function or script.
+        num_ps: the number of parameter servers.
         client: a ``distributed.Client``; None: the current one.
         resources: the resources that each worker and the chief need of a Dask worker, for example
             ``{"GPU": 1}``. Default: none.
         placement_timeout: seconds to wait for Dask workers with the resources.
-        options: ``args``, ``chief``, ``max_restarts``, ``environ`` and ``timeout``; see
-            `JobOptions`.
-
-    Returns:
-        The results of the function in the chief and the workers, in rank order; None for scripts.
+        options: the same as for Ray.
 
     Raises:
         MissingDependencyError: Dask's distributed is not installed.
         ValueError: there is no client.
         TimeoutError: the job took too long, or no Dask worker has the resources.
-        Exception: as from `ndistribute.launcher.ray.run`.
     """
     try:
         import distributed
