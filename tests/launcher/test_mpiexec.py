@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 
@@ -87,25 +86,43 @@ def test_an_unknown_one_or_none_is_an_error_that_says_how_to_get_one(tmp_path, m
 
 def has_mpi() -> bool:
     try:
-        find_mpiexec()
+        return bool(find_mpiexec())
     except MissingDependencyError:
         return False
-    return importlib.util.find_spec("mpi4py") is not None
 
 
 real = pytest.mark.skipif(not has_mpi(), reason="mpi4py and mpiexec are not installed")
 
-
 PREAMBLE = """
 import os, signal, sys
-from mpi4py import MPI
-rank = MPI.COMM_WORLD.rank
+rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 """
+
+
+@pytest.mark.parametrize("way", [[], pytest.param(["--mpi"], marks=real)], ids=["tcp", "mpi"])
+def test_the_rank_that_raised_is_named_and_not_those_that_lost_it(script, way):
+    path = script("""
+import ndistribute as nd
+
+def step():
+    context = nd.get_replica_context()
+    if context.replica_id_in_sync_group == 1:
+        raise KeyError("mine")
+    return context.all_reduce("sum", 1.0)
+
+with nd.MultiWorkerMirroredStrategy() as strategy:
+    strategy.run(step)
+""")
+    done = run("run", *way, "-n", "2", path)
+    assert done.returncode == 1
+    _, _, end = done.stderr.partition("ndistribute run: rank 1 failed first (exit code 1)")
+    assert "[1] KeyError: 'mine'" in end
 
 
 @real
 def test_ranks_under_mpi_have_the_same_settings_and_whole_lines(script):
     path = script("""
+from mpi4py import MPI
 print("in", "pieces", MPI.COMM_WORLD.size, len(os.environ["NDISTRIBUTE_JOB_ID"]))
 print(os.environ.get("TF_CONFIG"), os.environ["OMP_NUM_THREADS"], *sys.argv[1:])
 print("error", file=sys.stderr)
