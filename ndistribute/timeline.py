@@ -51,6 +51,23 @@ class Recorder:
         self._max_bytes = max_bytes
         self.start_over()
 
+    def start_over(self) -> None:
+        """Drop the events and the file, which belong to the parent in a forked child."""
+        self._lock = threading.RLock()
+        if self._file is not None:
+            self._file.close()  # It is unbuffered, so nothing is written twice.
+            self._file = None
+        self._name = ""
+        self._names: tuple[str, ...] = ()
+        self._jobs = 0  # The number of earlier jobs, for example before a recovery.
+        self._events: list[_Event] = []
+        self._threads: dict[int, tuple[int, str]] = {}  # Number and name by identifier.
+        self._named = 0  # The number of threads whose names are in the file.
+        self._flushed = time.monotonic_ns()
+        self._failed = False
+        self._end = 0
+        self._dropped = 0
+
     def add(self, name: str, title: str, start: int, end: int) -> None:
         """Record an event of the calling thread, with times of ``time.monotonic_ns``."""
         thread = threading.get_ident()
@@ -82,23 +99,6 @@ class Recorder:
             if self._file is not None:
                 self._file.close()
                 self._file = None
-
-    def start_over(self) -> None:
-        """Drop the events and the file, which belong to the parent in a forked child."""
-        self._lock = threading.RLock()
-        if self._file is not None:
-            self._file.close()  # It is unbuffered, so nothing is written twice.
-            self._file = None
-        self._name = ""
-        self._names: tuple[str, ...] = ()
-        self._jobs = 0  # The number of earlier jobs, for example before a recovery.
-        self._events: list[_Event] = []
-        self._threads: dict[int, tuple[int, str]] = {}  # Number and name by identifier.
-        self._named = 0  # The number of threads whose names are in the file.
-        self._flushed = time.monotonic_ns()
-        self._failed = False
-        self._end = 0
-        self._dropped = 0
 
     def _write(self) -> None:
         # Other threads append meanwhile: take the present events only.

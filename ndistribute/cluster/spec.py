@@ -31,6 +31,7 @@ class ClusterSpec:
     def __init__(
         self, cluster: Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterSpec
     ) -> None:
+        self._jobs: dict[str, dict[int, str]]
         jobs = cluster._jobs if isinstance(cluster, ClusterSpec) else cluster
         if not isinstance(jobs, Mapping):
             raise TypeError(

@@ -135,7 +135,8 @@ def run_job(
     most = options.get("max_restarts", 0)
     again, alone = (0, most) if num_ps else (most, 0)
     console = Console(_InProgram(), _InProgram())
-    for attempt in range(again + 1):
+    attempt = 0
+    while True:
         console.begin(attempt)
         placed: dict[str, _Placed] = {}
         with place([kind for kind, _ in tasks]) as handles:
@@ -150,9 +151,9 @@ def run_job(
         if outcome.label is None:
             return [placed[start.label].loaded() for start in starts if start.task_type != "ps"]
         if outcome.reason == "unsaved" or attempt == again:
-            break
-        console.say(f"{outcome.label} failed: all start again ({attempt + 1} of {again}).")
-    raise _failure(placed[outcome.label], console.kept(outcome.label))
+            raise _failure(placed[outcome.label], console.kept(outcome.label))
+        attempt += 1
+        console.say(f"{outcome.label} failed: all start again ({attempt} of {again}).")
 
 
 class _InProgram(Writer):
