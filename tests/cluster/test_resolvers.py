@@ -62,9 +62,8 @@ def test_tf_config_names_the_task_of_a_process(environ, arguments, expected):
 @pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": " "}, {"TF_CONFIG": "{}"}])
 def test_an_empty_variable_is_a_process_that_works_alone(environ):
     me = TFConfigClusterResolver(environ=environ)
-    assert (me.task_type, me.task_id, me.master()) == (None, None, "")
+    assert (me.task_type, me.task_id, me.master(), me.is_chief) == (None, None, "", True)
     assert (me.worker_addresses, me.worker_index, me.num_workers) == ((), 0, 1)
-    assert me.is_chief
 
 
 @pytest.mark.parametrize(
@@ -72,37 +71,26 @@ def test_an_empty_variable_is_a_process_that_works_alone(environ):
     [
         ("{", "not JSON: Expecting"),
         ('{"cluster": 3}', "'cluster' is int, not an object"),
-        ('{"cluster": {"worker": "a:1"}}', "'worker' must be a list"),
-        ('{"cluster": {"worker": {"x": "a:1"}}}', "'x', expected an integer"),
-        ('{"cluster": {"worker": ["a"]}}', "task 0 of 'worker' has the address 'a'"),
-        ('{"cluster": {"worker": ["a:99999"]}}', "'a:99999', which is not HOST:PORT"),
         ('{"cluster": {"worker": ["a:1"]}}', "the task of this process is unknown"),
-        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": 1}}', "'type' in 'task' is 1"),
+        (tf_config({"worker": "a:1"}), "'worker' must be a list"),
+        (tf_config({"worker": {"x": "a:1"}}), "'x', expected an integer"),
+        (tf_config({"worker": ["a"]}), "task 0 of 'worker' has the address 'a'"),
+        (tf_config({"worker": ["a:99999"]}), "'a:99999', which is not HOST:PORT"),
+        (tf_config({"worker": ["a:1"]}, 1), "'type' in 'task' is 1"),
+        (tf_config({"worker": ["a:1"]}, index=1.5), "'index' in 'task' is 1.5"),
+        (tf_config({"worker": ["a:1"]}, index=1), "1 tasks, numbered from 0, but this process has"),
+        (tf_config({"worker": ["a:1"]}, "ps"), "'ps' is none of 'worker'"),
         (
-            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1.5}}',
-            "'index' in 'task' is 1.5",
-        ),
-        (
-            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}',
-            "'worker' has 1 tasks, numbered from 0, but this process has the index 1",
-        ),
-        (
-            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}',
-            "'ps' is none of 'worker'",
-        ),
-        (
-            '{"cluster": {"wroker": ["a:1"]}, "task": {"type": "wroker", "index": 0}}',
+            tf_config({"wroker": ["a:1"]}, "wroker"),
             "an unknown job 'wroker'; the known jobs are 'chief', 'worker', 'ps', 'evaluator'",
         ),
-        (
-            '{"cluster": {"chief": ["a:1", "b:1"]}, "task": {"type": "chief", "index": 0}}',
-            "at most one 'chief'",
-        ),
+        (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "at most one 'chief'"),
     ],
 )
 def test_what_is_wrong_in_tf_config_is_named(text, message):
+    environ = {"TF_CONFIG": text} if isinstance(text, str) else text
     with pytest.raises(ValueError, match="TF_CONFIG is malformed") as caught:
-        TFConfigClusterResolver(environ={"TF_CONFIG": text})
+        TFConfigClusterResolver(environ=environ)
     assert message in str(caught.value)
 
 
@@ -143,14 +131,12 @@ def test_slurm_tasks_of_a_node_get_consecutive_ports():
 
 def test_every_slurm_task_sees_the_same_cluster_and_jobs_have_ports_of_their_own():
     def addresses(**more):
-        return resolve({**STEP, "SLURM_NODEID": "0", **more}).worker_addresses
+        return resolve({**STEP, "SLURM_NODEID": "0", "SLURM_PROCID": "0", **more}).worker_addresses
 
-    assert addresses(SLURM_PROCID="0") == addresses(SLURM_PROCID="1")
-    ports = [
-        {a.partition(":")[2] for a in addresses(SLURM_JOB_ID=j, SLURM_PROCID="0")} for j in "89"
-    ]
-    assert not ports[0] & ports[1]
-    reserved = addresses(SLURM_STEP_RESV_PORTS="12000-12001", SLURM_PROCID="0")
+    assert addresses() == addresses(SLURM_PROCID="1")
+    first, second = (addresses(SLURM_JOB_ID=number) for number in "89")
+    assert not {*first} & {*second}
+    reserved = addresses(SLURM_STEP_RESV_PORTS="12000-12001")
     assert reserved[:2] == ("n08:12000", "n08:12001")
 
 
