@@ -10,19 +10,6 @@ import pytest
 
 from tests.launcher.jobs import lasting, read_pids, run, started
 
-# What the scripts begin with: the rank, and a wait that only a signal ends.
-PREAMBLE = """
-import json, os, signal, socket, subprocess, sys
-config = json.loads(os.environ["TF_CONFIG"])
-rank = config["task"]["index"]
-wait = signal.pause
-
-class WorkerLostError(Exception):
-    pass
-
-def own_socket():
-    return socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
-"""
 SHOW_SECRET = "print(os.environ.get('NDISTRIBUTE_SECRET'))"
 PRINT_FOREVER = """
 if rank == 1:
@@ -83,12 +70,10 @@ def test_how_a_job_ends(script, tmp_path, options, text, code, out, err):
 
 def test_every_rank_listens_at_the_address_that_the_others_know(script):
     path = script("""
-workers = config["cluster"]["worker"]
 own = own_socket()
-assert "%s:%s" % own.getsockname() == workers[rank], workers
-host, port = workers[1 - rank].split(":")
+assert own.getsockname() == place("worker", rank), cluster
 if rank == 0:
-    with socket.create_connection((host, int(port)), timeout=50) as peer:
+    with connect("worker", 1) as peer:
         peer.sendall(b"hello")
         print("answer", peer.recv(5).decode(), *sys.argv[1:])
 else:
@@ -137,9 +122,8 @@ wait()
 def test_one_that_only_lost_another_is_not_blamed(script):
     """Rank 0 ends first, but tells of rank 1, which then ends by a signal."""
     path = script("""
-host, port = config["cluster"]["worker"][1].split(":")
 if rank == 0:
-    peer = socket.create_connection((host, int(port)), timeout=50)
+    peer = connect("worker", 1)
     raise WorkerLostError("rank 1 is gone")
 own_socket().accept()[0].recv(1)  # until rank 0 has ended: its connection goes with it
 os.kill(os.getpid(), signal.SIGKILL)
@@ -152,14 +136,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_ignores_sigterm_or_was_stopped_is_killed_after_a_grace(script):
     """By the launcher, and where that is killed itself by the reaper."""
     path = script("""
-# A process that has left the group of its rank, which ignores SIGTERM.
-child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"],
-                         start_new_session=True)
+leave_behind(start_new_session=True)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("pid", os.getpid())
-print("pid", child.pid)
-while True:
-    wait()
+wait()
 """)
     with (
         started("run", "-n", "1", path) as job,
@@ -168,7 +148,7 @@ while True:
     ):
         pids, asleep, orphans = read_pids(job, 2), read_pids(stopped, 2), read_pids(killed, 4)
         killed.kill()
-        os.kill(asleep[0], signal.SIGSTOP)
+        os.kill(asleep[1], signal.SIGSTOP)
         for one in (job, stopped, stopped):  # Asked twice, it does not wait for the grace to pass.
             one.terminate()
         assert job.wait(50) == stopped.wait(50) == 128 + signal.SIGTERM
@@ -177,11 +157,7 @@ while True:
 
 
 def test_what_a_rank_leaves_behind_ends_with_the_job(script):
-    path = script("""
-child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
-print("pid", child.pid)
-""")
-    done = run("run", "-n", "1", path)
+    done = run("run", "-n", "1", script("leave_behind()"))
     assert done.returncode == 0
     assert lasting([int(done.stdout.rpartition(" ")[2])], 0) == []
 

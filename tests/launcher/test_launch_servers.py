@@ -13,24 +13,15 @@ from ndistribute.launcher.commands import Host
 from ndistribute.launcher.launch import JobOptions, launch
 from tests.launcher.jobs import lasting, read_pids, run, started
 
-# What the scripts begin with: the task, how often it was started, and words for its servers.
+# How often the task was started, and words for servers, which end by one or by SIGKILL.
 PREAMBLE = """
-import json, os, signal, socket, subprocess, sys, threading
-config = json.loads(os.environ["TF_CONFIG"])
-cluster, job, index = config["cluster"], config["task"]["type"], config["task"]["index"]
-with open(os.path.join(os.path.dirname(__file__), f"{job}{index}"), "a") as file:
-    file.write(f"{os.getpid()}\\n")
-with open(file.name) as file:
+with open(os.path.join(os.path.dirname(__file__), f"{job}{rank}"), "a+") as file:
+    print(os.getpid(), file=file, flush=True)
+    file.seek(0)
     life = len(file.readlines())
-wait = signal.pause
-
-def place(job, index):
-    host, port = cluster[job][index].split(":")
-    return host, int(port)
 
 def serve():
-    # Ends when it is told to, by a word or by SIGKILL.
-    with socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"])) as server:
+    with own_socket() as server:
         while True:
             peer, _ = server.accept()
             with peer:
@@ -44,11 +35,11 @@ def serve():
 def tell(index, word):
     while True:
         try:
-            with socket.create_connection(place("ps", index), timeout=50) as peer:
+            with connect("ps", index) as peer:
                 peer.sendall(word)
                 return peer.recv(8)
         except OSError:
-            threading.Event().wait(timeout=0.01)  # until it listens
+            time.sleep(0.01)  # until it listens
 """
 
 
@@ -92,7 +83,7 @@ def test_what_is_killed_comes_back_alone_at_the_same_address(script, tmp_path):
     path = script("""
 if job == "ps":
     serve()
-elif index == 0:
+elif rank == 0:
     tell(0, b"die") if life == 1 else None
     while tell(0, b"life") != b"2":
         pass
@@ -119,8 +110,7 @@ def test_who_waits_for_a_server_is_served_by_its_next_life(script):
 if job == "ps":
     serve()
 else:
-    first, second = [socket.create_connection(place("ps", 0), timeout=50) for _ in range(2)]
-    with first, second:
+    with connect("ps", 0) as first, connect("ps", 0) as second:
         first.sendall(b"die")  # Before it accepts the second.
         second.sendall(b"end")
         print("life", second.recv(8).decode())
@@ -141,8 +131,7 @@ def test_once_the_restarts_are_used_up_the_job_has_failed(script, tmp_path):
 def test_a_restarted_task_leaves_nothing_of_its_former_life(script):
     path = script("""
 if job == "worker" and life == 1:
-    child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
-    print("pid", child.pid)
+    leave_behind()
     os.kill(os.getpid(), signal.SIGKILL)
 if job == "chief":
     wait()

@@ -94,7 +94,6 @@ def has_mpi() -> bool:
 real = pytest.mark.skipif(not has_mpi(), reason="mpi4py and mpiexec are not installed")
 
 PREAMBLE = """
-import os, signal, sys
 rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 """
 

@@ -20,9 +20,6 @@ import pytest
 from tests.launcher.jobs import SECONDS, command, environment, lasting, read_pids, run, started
 
 PREAMBLE = """
-import json, os, select, signal, socket, sys
-config = json.loads(os.environ["TF_CONFIG"])
-cluster, job, rank = config["cluster"], config["task"]["type"], config["task"]["index"]
 folder = os.path.dirname(os.path.abspath(__file__))
 
 def await_end_of(name):
@@ -47,9 +44,6 @@ def say_pid(name, pid=os.getpid()):
     write(name, str(pid))
     print("pid", os.getpid())
 
-def pause_for_ever():
-    while True:
-        signal.pause()
 """
 
 
@@ -57,7 +51,7 @@ def pause_for_ever():
 def test_a_job_in_the_background_ignores_what_it_was_told_to_ignore(script, tmp_path, closed):
     """As under nohup and after `&` in sh."""
     path = script("""
-own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
+own = own_socket()
 ignored = [signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGHUP, signal.SIGINT)]
 write("ready", " ".join(map(str, (*own.getsockname(), *ignored))))
 with own.accept()[0] as peer:
@@ -107,11 +101,10 @@ if rank == 0:
     say_pid("zero")
     sys.exit()
 await_end_of("zero")
-host, port = cluster["worker"][0].split(":")
 with socket.socket() as thief:
     thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        thief.bind((host, int(port)))
+        thief.bind(place("worker", 0))
         thief.listen()
         print("taken")
     except OSError as error:
@@ -138,7 +131,7 @@ if job == "worker":
         sys.exit(7) if "fail" in sys.argv else signal.pause()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say_pid("stubborn")
-    pause_for_ever()
+    wait()
 
 def save(*_):
     await_end_of("stubborn")
@@ -148,7 +141,7 @@ def save(*_):
 
 signal.signal(signal.SIGTERM, save)
 say_pid("ps")
-pause_for_ever()
+wait()
 """
 
 
@@ -171,7 +164,7 @@ def test_a_last_snapshot_is_not_waited_for_without_end(script, tmp_path):
 if job == "ps":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say_pid("ps")
-    pause_for_ever()
+    wait()
 wait_for_file("ps")
 sys.exit(7)
 """)
