@@ -72,7 +72,7 @@ class PlacedTask:
 
     def start(self, work: bytes | list[str], environ: Mapping[str, str], grace: float) -> None:
         """Start a script with arguments, or a pickled call for `main`; may be called again."""
-        self._told = False
+        self._asked_to_end = False
         # Contains the call, and later the result.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
         command = work
@@ -91,8 +91,8 @@ class PlacedTask:
     def follow(self, end: bool) -> tuple[bytes, int | None, bytes]:
         """Return new output of the task, its exit code or None, and the pickled result."""
         process, output = self._process, self._process.outputs[0][0]
-        if end and not self._told:
-            self._told = True  # A second request would skip the grace period.
+        if end and not self._asked_to_end:
+            self._asked_to_end = True  # A second request would skip the grace period.
             process.ask_to_end()
         ready = select.select([output, process.done], [], [], _FOLLOW_SECONDS)[0]
         chunk = os.read(output, _CHUNK_BYTES) if output in ready else b""

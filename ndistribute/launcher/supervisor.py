@@ -22,11 +22,11 @@ from typing import IO, cast
 
 from ndistribute.launcher import reaper
 from ndistribute.launcher.commands import MPIEXEC, Host, remote_script, ssh_command
-from ndistribute.launcher.output import Console, exit_text, tells_of_another
+from ndistribute.launcher.output import Console, exit_text, is_loss_report
 from ndistribute.transport.listener import LISTEN_FD
 
 # After a task that only reports the loss of another: the time for that other one's own report.
-_PATIENCE_SECONDS = 2.0
+_REPORT_SECONDS = 2.0
 # The time in which servers must end by themselves once the work is done.
 _FINISH_SECONDS = 10.0
 # The time of a reaper beyond the grace of its process.
@@ -82,7 +82,7 @@ class Task:
 
     start: Start
     code: int | None = None  # None: it has not ended.
-    tells_of_another: bool = False  # It only reported the loss of another task.
+    reports_loss: bool = False  # It only reported the loss of another task.
     running: Process | None = None  # None: not started yet.
     restarts: int = 0
 
@@ -98,7 +98,7 @@ def verdict(ended: Task, tasks: Collection[Task], restarts_left: int) -> Verdict
     # Without the chief, which alone has the result, the work of the others is lost.
     if restarts_left > 0 and not any(chiefs):
         return Verdict.AGAIN
-    return Verdict.WAIT if ended.tells_of_another else Verdict.FAIL
+    return Verdict.WAIT if ended.reports_loss else Verdict.FAIL
 
 
 def restart_delay(restarts: int) -> float:
@@ -200,7 +200,7 @@ class Supervisor:
                 self.console.feed(*output[1:], b"")
         running.close()
         said = self.console.kept(task.start.label)
-        task.tells_of_another = bool(task.code) and tells_of_another(said)
+        task.reports_loss = bool(task.code) and is_loss_report(said)
         if self._outcome is not None:
             return
         can_restart = running.lost is None and self._give_up not in self._due
@@ -209,7 +209,7 @@ class Supervisor:
                 self._start_again(task)
             case Verdict.WAIT:
                 self._failed.append(task)
-                self._due.setdefault(self._give_up, time.monotonic() + _PATIENCE_SECONDS)
+                self._due.setdefault(self._give_up, time.monotonic() + _REPORT_SECONDS)
             case Verdict.FAIL:
                 self._failed.append(task)
                 self._give_up()
@@ -233,13 +233,13 @@ class Supervisor:
 
     def _failure(self) -> Outcome:
         """Return the outcome for the first task that failed by itself, or else the first failed."""
-        first = [task for task in self._failed if not task.tells_of_another]
+        first = [task for task in self._failed if not task.reports_loss]
         task = [*first, *self._failed][0]
         label, host = task.start.label, task.start.host
         if label == MPIEXEC:
             # The first rank whose error is not the loss of another.
             kept, reported = self.console.kept, self.console.reported
-            label = next((r for r in reported if not tells_of_another(kept(r))), label)
+            label = next((r for r in reported if not is_loss_report(kept(r))), label)
         return Outcome("failed", task.code or 1, label, "" if host is None else host.name)
 
     def _give_up(self) -> None:

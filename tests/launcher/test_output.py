@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.launcher.output import Console, Writer, last_report, tells_of_another
+from ndistribute.launcher.output import Console, Writer, is_loss_report, last_report
 
 
 class Memory(Writer):
@@ -124,4 +124,4 @@ LOST = "class WorkerLostError(Exception): pass\nraise "
     ],
 )
 def test_a_report_of_a_lost_worker_is_known(program, told):
-    assert tells_of_another(errors_of(program)) is told
+    assert is_loss_report(errors_of(program)) is told

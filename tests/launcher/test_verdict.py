@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ndistribute.launcher.supervisor import Start, Task, Verdict, verdict
 
 
-def task(kind: str, code: int | None, tells_of_another: bool = False) -> Task:
-    return Task(Start(kind, (), {}, kind), code, tells_of_another)
+def task(kind: str, code: int | None, reports_loss: bool = False) -> Task:
+    return Task(Start(kind, (), {}, kind), code, reports_loss)
 
 
 CODES = st.one_of(st.none(), st.sampled_from([0, 1, 137]))
@@ -20,7 +20,7 @@ TASKS = st.lists(
 
 
 def tasks(text: str) -> list[Task]:
-    """Return tasks: ``ps`` runs, ``worker=0`` ended well, ``worker=1?`` tells of another."""
+    """Return tasks: ``ps`` runs, ``worker=0`` ended well, ``worker=1?`` lost another."""
     found = []
     for word in text.split():
         name, _, code = word.partition("=")
@@ -65,5 +65,5 @@ def test_only_a_failure_fails_the_job_and_that_of_a_chief_always(others, code, v
     assert verdict(ended, [ended, *others], restarts) in (Verdict.GO_ON, Verdict.FINISH)
     chief = task("chief", code, victim)
     for failed in (chief, *(other for other in others if other.code)):
-        expected = Verdict.WAIT if failed.tells_of_another else Verdict.FAIL
+        expected = Verdict.WAIT if failed.reports_loss else Verdict.FAIL
         assert verdict(failed, [chief, *others], restarts) is expected
