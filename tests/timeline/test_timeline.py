@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,6 @@ import sys
 import threading
 import timeit
 from pathlib import Path
-from typing import Any
 
 from ndistribute import timeline, trace_report
 
@@ -51,23 +51,16 @@ def finish(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0
 
 
-def spans(recorder_directory: Path) -> list[dict[str, Any]]:
-    (path,) = recorder_directory.glob("trace-*.json")
-    return [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
-
-
 def test_each_rank_writes_a_whole_file_when_it_ends(tmp_path: Path):
     ranks = [start(tmp_path, rank, 2, 5, 0) for rank in range(2)]
     for process in ranks:
         finish(process)
     for rank in range(2):
-        content = json.loads((tmp_path / f"trace-{rank}.json").read_text())
-        chosen = [entry for entry in content["traceEvents"] if entry["ph"] == "X"]
-        assert [entry["name"] for entry in chosen] == ["compute", "wait"] * 5
+        entries = json.loads((tmp_path / f"trace-{rank}.json").read_text())["traceEvents"]
+        spans = [entry["name"] for entry in entries if entry["ph"] == "X"]
+        assert spans == ["compute", "wait"] * 5
         names = {
-            (entry["name"], entry["args"]["name"].partition(" on ")[0])
-            for entry in content["traceEvents"]
-            if entry["ph"] == "M"
+            (e["name"], e["args"]["name"].partition(" on ")[0]) for e in entries if e["ph"] == "M"
         }
         assert names == {("process_name", f"rank {rank}"), ("thread_name", "MainThread")}
     merged = json.loads(trace_report.merge(tmp_path).read_text())
@@ -100,7 +93,6 @@ def test_without_a_directory_nothing_is_recorded_and_a_span_costs_next_to_nothin
 
 
 def test_many_threads_lose_no_event(tmp_path: Path):
-    recorder = timeline.Recorder(tmp_path)
     barrier = threading.Barrier(4)
 
     def work(number: int) -> None:
@@ -108,27 +100,27 @@ def test_many_threads_lose_no_event(tmp_path: Path):
         for step in range(3000):
             recorder.add("compute", f"{number}.{step}", step, step + 1)
 
-    threads = [threading.Thread(target=work, args=(n,), name=f"replica {n}") for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    recorder.close()
-    titles = {entry["args"]["title"] for entry in spans(tmp_path)}
-    assert titles == {f"{n}.{step}" for n in range(4) for step in range(3000)}
+    with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
+        threads = [threading.Thread(target=work, args=(n,), name=f"replica {n}") for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
     (trace,) = trace_report.read(tmp_path)
+    titles = {event.title for event in trace.events}
+    assert titles == {f"{n}.{step}" for n in range(4) for step in range(3000)}
     assert set(trace.threads.values()) == {f"replica {n}" for n in range(4)}
 
 
 def test_the_file_is_whole_after_each_flush_and_titles_may_hold_anything(tmp_path: Path):
-    recorder = timeline.Recorder(tmp_path)
-    recorder.identify("rank 3", ["rank 3"])
-    for number, title in enumerate(['quote "', "line\nbreak", "é #1"], start=1):
-        recorder.add("wait", title, 0, 10)
-        recorder.flush()
-        assert len(spans(tmp_path)) == number
-        assert spans(tmp_path)[-1]["args"]["title"] == title
-    recorder.close()
+    with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
+        for number, title in enumerate(['quote "', "line\nbreak", "é #1"], start=1):
+            recorder.add("wait", title, 0, 10)
+            recorder.flush()
+            (path,) = tmp_path.glob("trace-*.json")
+            events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+            assert len(events) == number
+            assert events[-1]["args"]["title"] == title
 
 
 def test_those_who_are_left_after_a_recovery_are_reported_together(tmp_path: Path):
@@ -149,11 +141,10 @@ def test_those_who_are_left_after_a_recovery_are_reported_together(tmp_path: Pat
 
 
 def test_a_file_that_is_full_counts_what_it_leaves_out(tmp_path: Path):
-    recorder = timeline.Recorder(tmp_path, max_bytes=2000)
-    for _ in range(100):
-        recorder.add("wait", "all_reduce #1", 0, 1)
-        recorder.flush()
-    recorder.close()
+    with contextlib.closing(timeline.Recorder(tmp_path, max_bytes=2000)) as recorder:
+        for _ in range(100):
+            recorder.add("wait", "all_reduce #1", 0, 1)
+            recorder.flush()
     (path,) = tmp_path.glob("trace-*.json")
     assert path.stat().st_size < 4000
     entries = json.loads(path.read_text())["traceEvents"]
