@@ -24,9 +24,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from ndistribute import tree
 from ndistribute.cluster.resolvers import ClusterResolver
+from ndistribute.coordinator.closures import (
+    Closure,
+    ClosureQueue,
+    PerWorkerDataset,
+    RemoteValue,
+    dump_for,
+)
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
-from ndistribute.coordinator.queue import ClosureQueue
-from ndistribute.coordinator.remote_value import Closure, PerWorkerDataset, RemoteValue, dump_for
 from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, WorkerService
 from ndistribute.timeline import recorded
 from ndistribute.transport.codec import Decoder, MalformedError

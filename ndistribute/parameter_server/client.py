@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.parameter_server import messages as m
 from ndistribute.timeline import enabled, recorded
 from ndistribute.transport.codec import Array, Record
+from ndistribute.transport.shared_memory import ReusedMemory
 
 Changes = Mapping[int, Sequence[m.Change]]  # By server: changes, and below their outcomes.
 Outcomes = Mapping[int, tuple[m.Outcome, ...]]
@@ -31,7 +32,6 @@ Then = Callable[[Outcomes], None]
 
 _SHIFT = 16  # Bits for the transactions of a closure.
 _BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # The most that a closure holds back.
-_REUSED_BYTES = 1 << 16  # The allocator reuses smaller arrays.
 _SMALL_BYTES = 1 << 14  # Initial values up to this size are sent without asking.
 _TURN_SECONDS = 0.1  # The wait for one reply before polling the others.
 # The kind of the span that a trace records for a reply, or for none yet.
@@ -96,14 +96,18 @@ class _WriteBuffer:
         self._servers, self._running = servers, running
         self._reset()
 
+    def _reset(self) -> None:
+        self._changes: list[tuple[Changes, Then | None]] = []
+        self._names: set[str] = set()
+        self._nbytes = 0
+
     def add(self, changes: Changes, then: Then | None) -> None:
         """Hold back copies of changes until the closure ends or the buffer is full."""
         with self._servers._lock:
             owned = {i: [self._owned(change) for change in some] for i, some in changes.items()}
-            self._kept.append((owned, then))
+            self._changes.append((owned, then))
             self._names.update(*(_written(change) for some in owned.values() for change in some))
-            nbytes = sum(copy.nbytes for copy in self._copies)
-            full = nbytes >= _BUFFERED_BYTES or len(self._kept) >= _BUFFERED_CHANGES
+            full = self._nbytes >= _BUFFERED_BYTES or len(self._changes) >= _BUFFERED_CHANGES
         if full:
             self.flush()
 
@@ -112,27 +116,20 @@ class _WriteBuffer:
         if not self._names.isdisjoint(names):
             self.flush()
 
-    def _reset(self) -> None:
-        self._kept: list[tuple[Changes, Then | None]] = []
-        self._names: set[str] = set()
-        self._copies: list[Array] = []
-
     def flush(self) -> None:
         """Send the changes, as one transaction to each server."""
         with self._servers._lock:
-            kept, copies = self._kept, self._copies
+            buffered = self._changes
             self._reset()
-        if not kept:
+        if not buffered:
             return
         changes: dict[int, list[m.Change]] = {}
-        for some, _ in kept:
+        for some, _ in buffered:
             for i, own in some.items():
                 changes.setdefault(i, []).extend(own)
-        made_by = self._servers._change(changes, self._running)
-        outcomes = {i: iter(made) for i, made in made_by.items()}
-        with self._servers._lock:  # Reused, because new memory costs more than the copy.
-            self._servers._spare = [copy for copy in copies if copy.nbytes >= _REUSED_BYTES]
-        for some, then in kept:
+        replies = self._servers._change(changes, self._running)
+        outcomes = {i: iter(made) for i, made in replies.items()}
+        for some, then in buffered:
             made = {i: tuple(itertools.islice(outcomes[i], len(own))) for i, own in some.items()}
             if then is not None:
                 then(made)
@@ -142,22 +139,18 @@ class _WriteBuffer:
         if isinstance(part, np.ndarray):
             if not _writable(part):
                 return part
-            self._copies.append(self._copy_of(part))
-            return self._copies[-1]
+            self._nbytes += part.nbytes
+            copy: Array = np.ndarray(
+                part.shape, part.dtype, self._servers._memory.take(part.nbytes)
+            )
+            np.copyto(copy, part)
+            return copy
         if isinstance(part, tuple):
             return tuple(self._owned(item) for item in part)
         if isinstance(part, Record):
             names = part.__struct_fields__
             return type(part)(**{name: self._owned(getattr(part, name)) for name in names})
         return part
-
-    def _copy_of(self, array: Array) -> Array:
-        for index, spare in enumerate(self._servers._spare):
-            if (spare.shape, spare.dtype) == (array.shape, array.dtype):
-                del self._servers._spare[index]
-                np.copyto(spare, array)
-                return spare
-        return array.copy(order="C")
 
 
 def _written(change: m.Change) -> tuple[str, ...]:
@@ -179,20 +172,13 @@ def _writable(array: Array) -> bool:
     return base is not None
 
 
-class Caller(Protocol):
-    """The interface to one server: `rpc.Client`, or a client of a server in this process."""
-
-    name: str
-    instance: str
-
-    def start(self, request: Record) -> Any: ...
-    def close(self) -> None: ...
-
-
 class ServerClient:
-    """Sends requests to one server from any thread, and detects restarts of the server."""
+    """Sends requests to one server from any thread, and detects restarts of the server.
 
-    def __init__(self, caller: Caller, title: str) -> None:
+    `caller` is an `rpc.Client`, or a client of a server in this process.
+    """
+
+    def __init__(self, caller: Any, title: str) -> None:
         self.name, self.title = caller.name, title
         self.start, self.close = caller.start, caller.close  # `finish` returns the reply.
         self._caller = caller
@@ -252,7 +238,7 @@ class Servers:
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         self._clients = tuple(clients)
-        self._spare: list[Array] = []  # Buffers of changes that a closure held back.
+        self._memory = ReusedMemory()  # For the changes that closures hold back.
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         atexit.register(self.close)  # So that servers see a clean end.

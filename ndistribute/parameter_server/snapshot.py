@@ -26,8 +26,7 @@ from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server.messages import Failure, Logged, Totals
 from ndistribute.parameter_server.store import Applied, ClockGroup, Store
-from ndistribute.parameter_server.updates import Aggregation
-from ndistribute.parameter_server.variables import Cell, Refused
+from ndistribute.parameter_server.variables import Aggregation, Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 
 _CLAIM_SECONDS = 30.0  # A process that is ending may still write its last snapshot.
@@ -53,9 +52,9 @@ def take(store: Store) -> tuple[dict[str, Array], Any]:
     """Return the state of a store, without waiting calls: immutable tensors, and JSON."""
     cells = store.variables.cells
     for held in store.aggregates.values():
-        if not held.givers:  # These sums are only buffers for reuse.
+        if not held.contributors:  # These sums are only buffers for reuse.
             held.sums = {}
-    tensors = {f"variables/{name}": cell.lend() for name, cell in cells.items()}
+    tensors = {f"variables/{name}": cell.snapshot() for name, cell in cells.items()}
 
     def save_array(array: Array) -> str:
         name = f"sums/{len(tensors)}"

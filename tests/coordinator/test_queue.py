@@ -6,9 +6,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
+from ndistribute.coordinator.closures import ATTEMPTS, Closure, ClosureQueue, RemoteValue
 from ndistribute.coordinator.pickling import dump
-from ndistribute.coordinator.queue import ATTEMPTS, ClosureQueue
-from ndistribute.coordinator.remote_value import Closure, RemoteValue
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 
 NOTHING = dump(None)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ndistribute.coordinator.closures import keep_until_run
 from ndistribute.coordinator.coordinator import ClusterCoordinator, forget
 from ndistribute.coordinator.pickling import dump, key_of, load
-from ndistribute.coordinator.remote_value import keep_until_run
 from ndistribute.coordinator.worker import Outcome, Run, WorkerService, keep
 from ndistribute.errors import AuthenticationError
 from ndistribute.transport.codec import Decoder, MalformedError

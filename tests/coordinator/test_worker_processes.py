@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ndistribute.coordinator.closures import ATTEMPTS
 from ndistribute.coordinator.coordinator import ClusterCoordinator
-from ndistribute.coordinator.queue import ATTEMPTS
 from ndistribute.errors import WorkerLostError
 from tests.coordinator import errands
 from tests.faults.tasks import Tasks, wait_until

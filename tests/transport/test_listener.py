@@ -17,7 +17,7 @@ import pytest
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 from ndistribute.transport import listener
 from ndistribute.transport.handshake import Accepted, Hello
-from ndistribute.transport.listener import LISTEN_FD, MAXIMUM_STRANGERS, Listener, listen
+from ndistribute.transport.listener import LISTEN_FD, MAXIMUM_HANDSHAKES, Listener, listen
 from ndistribute.transport.secret import Credentials, TlsFiles, tls_files
 from tests.transport.ends import (
     CREDENTIALS,
@@ -132,17 +132,17 @@ def test_a_wrong_secret_keeps_one_out_and_nobody_else(house):
 @pytest.mark.parametrize("sent", [b"", GREETING[:10], GREETING])
 def test_a_crowd_that_waits_costs_no_thread_and_delays_nobody(house, sent):
     threads = threading.active_count()
-    with strangers(house, MAXIMUM_STRANGERS + 100, sent):
+    with strangers(house, MAXIMUM_HANDSHAKES + 100, sent):
         began = time.monotonic()
         assert house.join() == "house"
         assert time.monotonic() - began < 15.0
         assert threading.active_count() == threads
-        assert len(house.listener._strangers) <= MAXIMUM_STRANGERS
+        assert len(house.listener._pending) <= MAXIMUM_HANDSHAKES
 
 
 def test_the_newest_is_not_the_one_that_makes_way(house):
     """A peer whose first bytes are under way must not be taken for a stranger that says nothing."""
-    with strangers(house, MAXIMUM_STRANGERS, GREETING):
+    with strangers(house, MAXIMUM_HANDSHAKES, GREETING):
         for _ in range(20):
             late = house.knock()
             with strangers(house, 8, GREETING):
