@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.coordinator.server import Server
-from ndistribute.errors import AuthenticationError, DistributeError, WorkerLostError
+from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.parameter_server.messages import (
     Create,
     Item,
@@ -93,13 +91,6 @@ def joined(server: Server) -> Iterator[Future[bool]]:
             server.stop()
 
 
-def test_a_local_server_holds_variables():
-    with Server.create_local_server(environ=ENVIRON) as server, reach(server) as client:
-        value = np.arange(600_000.0).reshape(2, -1)
-        create(client, value)
-        np.testing.assert_array_equal(read(client), value)
-
-
 def test_join_returns_once_the_server_is_stopped():
     with serving() as server:
         assert not server.join(timeout=0.05)
@@ -111,56 +102,6 @@ def test_join_returns_once_the_server_is_stopped():
         server.stop()
 
 
-def test_a_port_in_use_is_named_and_nothing_is_left_behind():
-    with serving() as server:
-        port = server.target.rpartition(":")[2]
-        with pytest.raises(OSError, match=rf"port {port}.*Another program has this port"):
-            serving({"ps": [f"127.0.0.1:{port}"]})
-
-
-def test_a_socket_that_a_launcher_left_open_makes_way():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        environ = {"NDISTRIBUTE_LISTEN_FD": str(listener.fileno())}
-        with serving({"ps": [address]}, **environ) as server, reach(server) as client:
-            assert client.call(Status()).total == 0
-
-
-def test_a_server_listens_at_its_own_address_alone():
-    with serving() as server:
-        port = int(server.target.rpartition(":")[2])
-        with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.2", port), timeout=50)
-
-
-@pytest.mark.parametrize(
-    ("environ", "audience", "message"),
-    [
-        ({"NDISTRIBUTE_SECRET": "f" * 32}, "", "another secret"),
-        ({"NDISTRIBUTE_JOB_ID": "that one"}, "", "job that one, ps:0 to job this one"),
-        ({}, "ps:1", "looks for ps:1, and this is ps:0"),
-    ],
-)
-def test_who_means_another_server_is_told_apart(environ, audience, message):
-    """Of two jobs with one secret, clients of one trained with a stale server of the other."""
-    with (
-        serving() as server,
-        pytest.raises(AuthenticationError, match=message),
-        reach(server, environ={**ENVIRON, **environ}, audience=audience),
-    ):
-        pass
-
-
-def test_a_worker_says_that_it_holds_nothing():
-    cluster = ClusterSpec({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:0"]})
-    with (
-        Server(cluster, "worker", 0, environ=ENVIRON) as server,
-        pytest.raises(AuthenticationError, match="nothing here answers connections for 'ps'"),
-        reach(server),
-    ):
-        pass
-
-
 @pytest.mark.parametrize(
     ("job", "index", "message"),
     [(None, 0, "job_name"), ("ps", None, "task_index"), ("ps", 2, "No task"), ("x", 0, "No such")],
@@ -169,11 +110,6 @@ def test_a_task_must_be_one_of_the_cluster(job, index, message):
     cluster = {"ps": ["localhost:0", "localhost:0"], "worker": ["localhost:0"]}
     with pytest.raises(ValueError, match=message):
         Server(cluster, job, index, start=False, environ=ENVIRON)
-
-
-def test_beyond_this_host_a_secret_is_needed():
-    with pytest.raises(AuthenticationError, match="NDISTRIBUTE_SECRET"):
-        Server({"ps": ["localhost:0"], "worker": ["node1:2222"]}, "ps", 0, environ={})
 
 
 def test_seconds_that_are_none_are_refused():

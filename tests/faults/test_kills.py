@@ -116,9 +116,7 @@ def test_every_function_changes_everything_once_whoever_is_killed(
 ) -> None:
     """Of a function whose worker or server was killed half way, some updates were made twice."""
     print(f"FAULTS_SEED={SEED}")
-    monkeypatch.setattr(
-        closures, "ATTEMPTS", KILLS + 1
-    )  # Any number may hit one function.
+    monkeypatch.setattr(closures, "ATTEMPTS", KILLS + 1)  # Any number may hit one function.
     rng = random.Random(SEED)
     log = tmp_path / "log"
     log.touch()

@@ -49,20 +49,16 @@ def test_a_value_is_asked_for_only_where_there_is_none(calls):
         NewVariable("x", (-1,), "float32", fill=0.0),
         NewVariable("x", (2,), "int32", fill=np.nan),
         NewVariable("x", (3,), "float32", initial=np.zeros(2, np.float32)),
+        NewVariable("x", (1 << 55,), "float64", fill=0.0),  # There is not so much memory.
     ],
 )
 def test_what_can_not_be_made_is_named_and_nothing_else_is_made(calls, other):
     calls.create(v=np.zeros(2, np.float32))
     reply = calls.ask("b", Create((new("w", 1.0), other)))
-    assert reply.kind == "mismatch"
-    assert f"'{other.name}'" in reply.message
+    huge = np.prod(other.shape, dtype=float) > 1e9
+    assert reply.kind == ("full" if huge else "mismatch")
+    assert huge or f"'{other.name}'" in reply.message
     assert calls.ask("b", read("w")).kind == "unknown"
-
-
-def test_memory_that_is_short_is_a_failure(calls):
-    huge = NewVariable("x", (1 << 55,), "float64", fill=0.0)
-    assert calls.ask("a", Create((new("w", 1.0), huge))).kind == "full"
-    assert calls.ask("a", read("w")).kind == "unknown"
 
 
 def test_a_foreign_byte_order_becomes_this_machines(calls):
@@ -91,13 +87,6 @@ def test_a_read_moves_only_what_is_newer(calls):
     reply = calls.ask("a", Read((Item("v", 1), Item("w", 1))))
     assert reply.versions == (2, 1)
     assert (reply.arrays[0].tolist(), reply.arrays[1]) == ([1, 1], None)
-
-
-def test_numbers_that_overflow_warn_nobody(calls):
-    calls.create(v=np.full(2, 3e38, np.float32))
-    with np.errstate(all="raise"):
-        calls.change("a", add("v", np.full(2, 3e38, np.float32)))
-    assert np.isinf(calls.value("v")).all()
 
 
 VECTOR = np.zeros(2, np.float32)
@@ -163,43 +152,30 @@ def test_a_mismatch_names_variable_shapes_and_dtypes(calls):
 
 
 def test_the_changes_are_made_in_order_and_each_has_its_outcome(calls):
-    calls.create(v=np.zeros(2), m=np.zeros(2), s=np.zeros(2), n=np.array(0))
+    calls.create(v=np.zeros(2), m=np.zeros(2), s=np.zeros(2), n=np.array(-1))
     adam = apply("adam", "v", Gradient(np.ones(2)), slots=("m", "s"))
     aggregate = Aggregate("t", 3, 2, adam)
     reply = calls.change("a", assign("v", np.ones(2)), add("v", np.ones(2)), adam, adam, aggregate)
     *done, accumulated = reply.outcomes
     assert [outcome.versions for outcome in done] == [(2,), (3,), (4,), (5,)]
     assert (accumulated.accepted, accumulated.step) == (True, 3)
-    assert calls.value("n") == 2
+    assert calls.value("n") == 1
+    with np.errstate(all="raise"):  # Numbers that overflow warn nobody.
+        calls.change("a", assign("v", np.full(2, 1e308)), add("v", np.full(2, 1e308)))
+    assert np.isinf(calls.value("v")).all()
 
 
-def test_a_counter_of_any_value_is_taken(calls):
-    calls.create(v=np.zeros(2), m=np.zeros(2), s=np.zeros(2), n=np.array(-1))
-    calls.change("a", apply("adam", "v", Gradient(np.ones(2)), 0.1, ("m", "s")))
-    assert calls.value("n") == 0
-
-
-@pytest.mark.parametrize("indices", [[], [2], [3, 0, 3]])
-def test_rows_are_read_in_the_order_asked(calls, indices):
+def test_rows_that_are_there_are_read_in_the_order_asked(calls):
     values = np.arange(8.0).reshape(4, 2)
-    calls.create(v=values, w=values + 1)
-    items = (Item("v", rows=rows(*indices)), Item("w", 1, rows(1)))
-    reply = calls.ask("a", Read(items))
-    assert reply.versions == (1, 1)
-    v, w = reply.arrays
-    assert v.tolist() == values[indices].tolist()
-    assert w.tolist() == [[3, 4]]
-
-
-@pytest.mark.parametrize(
-    ("name", "indices"),
-    [("v", rows(4)), ("v", rows(-1)), ("v", np.zeros(1)), ("v", rows(1)[None]), ("w", rows(0))],
-)
-def test_rows_that_are_not_there_are_not_read(calls, name, indices):
-    calls.create(v=np.zeros((4, 2)), w=np.zeros(()))
-    reply = calls.ask("a", Read((Item(name, rows=indices),)))
-    assert reply.kind == "mismatch"
-    assert name in reply.message
+    calls.create(v=values, w=np.zeros(()))
+    for indices in ([], [2], [3, 0, 3]):
+        reply = calls.ask("a", Read((Item("v", rows=rows(*indices)), Item("v", 1, rows(1)))))
+        assert reply.versions == (1, 1)
+        assert [found.tolist() for found in reply.arrays] == [values[indices].tolist(), [[2, 3]]]
+    wrong = [("v", each) for each in (rows(4), rows(-1), np.zeros(1), rows(1)[None])]
+    for name, indices in (*wrong, ("w", rows(0))):
+        reply = calls.ask("a", Read((Item(name, rows=indices),)))
+        assert (reply.kind, f"'{name}'" in reply.message) == ("mismatch", True)
 
 
 def test_a_variable_that_is_made_again_does_not_pass_for_the_one_before(calls):

@@ -90,20 +90,6 @@ def test_a_server_restored_from_before_follows_its_clients(calls):
     assert old.value("v").tolist() == [-4, -4, -4, -4]
 
 
-def test_sets_and_members_that_a_snapshot_holds_count(calls):
-    give(calls, "b", [0, 0, 0, 0], count=1)
-    give(calls, "a", [1, 1, 1, 1], step=1)
-    old = calls.restored()
-    give(calls, "b", [9, 9, 9, 9], step=1)
-    waits = wait(old, "a", 2)
-    assert waits not in old.replies
-    give(old, "b", [3, 3, 3, 3], step=1)
-    assert old.replies[waits].value == 2
-    assert old.value("v").tolist() == [-2, -2, -2, -2]
-    again = old.restored()
-    assert again.store.clients == {"a", "b"}
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(0, 2))
 def test_steps_of_n_of_m_are_the_rule_over_the_mean_of_the_first_n(data, needed, spare):
@@ -135,7 +121,6 @@ class Worker:
         self.call = None
 
     def act(self, calls):
-        """Give a set, or look whether the wait is over."""
         if self.call is None:
             give(calls, self.name, [1, 1, 1, 1], self.step, self.needed)
             self.ask(calls)
@@ -144,7 +129,6 @@ class Worker:
             self.step = max(self.step, getattr(reply, "value", 0))
 
     def ask(self, calls):
-        """Wait, at a server that was started again as well."""
         self.call = wait(calls, self.name, self.step + 1, self.needed)
 
 
@@ -205,21 +189,6 @@ def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(c
     assert calls.replies[ahead].value == 1
     calls.leave("w:1#1")
     assert begin(calls, "w:0#1", 2) not in calls.replies  # The second one is still there.
-
-
-def test_a_member_that_begins_anew_does_not_make_others_wait_for_what_they_did(calls):
-    for clock in range(10):
-        begin(calls, "w:0#1", clock, slack=1)
-        begin(calls, "w:1#1", clock, slack=1)
-    calls.leave("w:1#1")
-    for _ in range(2):  # The first answer may be lost.
-        assert calls.replies[begin(calls, "w:1#2", 0, slack=1)].value == 9
-    calls = calls.restored()
-    assert may(calls, "w:0#1", 10, slack=1)
-    ahead = begin(calls, "w:0#1", 11, slack=1)
-    assert ahead not in calls.replies
-    assert may(calls, "w:1#2", 10, slack=1)
-    assert calls.replies[ahead].value == 11
 
 
 def test_numbers_without_sense_are_refused(calls):

@@ -44,16 +44,6 @@ def unix_job() -> Iterator[tuple[Echo, Child]]:
         yield one
 
 
-def test_a_process_that_is_killed_is_known_at_once(job):
-    echo, child = job
-    killed = time.monotonic()
-    child.signal(signal.SIGKILL)
-    wait_until(lambda: echo.gone)
-    _, died, when = echo.gone[0]
-    assert died
-    assert when - killed < SILENCE * 0.8
-
-
 def test_a_process_that_is_stopped_is_lost_after_the_set_time_and_not_before(job):
     echo, child = job
     stopped = time.monotonic()
@@ -90,13 +80,6 @@ def test_a_process_that_was_stopped_itself_does_not_blame_the_others(unix_job):
         child.signal(signal.SIGCONT)
         assert child.run(CALL.replace("client", "other")) == "here"
         assert len(patient.here) == 1
-
-
-def test_one_that_says_good_bye_has_not_died(unix_job):
-    echo, child = unix_job
-    child.run("client.close()")
-    wait_until(lambda: echo.gone)
-    assert not echo.gone[0][1]
 
 
 def test_what_is_no_time_is_an_error_where_a_server_or_a_connection_is_made(monkeypatch):

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,6 +20,7 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
+from ndistribute.transport.address import unix_name
 from ndistribute.transport.rpc import RpcServer
 from ndistribute.transport.secret import Credentials
 from tests.transport.ends import (
@@ -32,6 +34,7 @@ from tests.transport.ends import (
     authority,
     client_of,
     forked,
+    knock,
     serving,
     wait_until,
 )
@@ -73,20 +76,14 @@ def test_calls_of_several_threads_get_their_own_replies(job):
     assert echo.here == [client.name]
 
 
-def test_calls_that_were_started_together_are_answered_in_any_order(job):
-    _, client = job
-    calls = [client.start(Note(str(number)), SECONDS) for number in range(9)]
-    for number in (8, 0, 3, 1, 2, 7, 4, 6, 5):
-        assert calls[number].result().text == str(number)
-
-
-def test_a_late_reply_is_not_taken_for_the_next_ones(job):
+def test_a_late_reply_is_not_taken_for_one_of_the_next_whatever_their_order(job):
     echo, client = job
     with pytest.raises(CollectiveTimeoutError, match=r"did not answer within 0\.[12]"):
         client.call(Note("wait", (np.ones(100_000),)), 0.15)
     echo.leave.set()
-    for number in range(3):
-        assert client.call(Note(str(number))).text == str(number)
+    calls = [client.start(Note(str(number)), SECONDS) for number in range(5)]
+    for number in (4, 0, 3, 1, 2):  # In any order.
+        assert calls[number].result().text == str(number)
     assert len(echo.here) == 1
 
 
@@ -307,16 +304,60 @@ def test_a_death_is_seen_though_a_fork_lives_on(job):
             os.kill(fork, signal.SIGKILL)
 
 
-def test_a_wait_that_has_no_end_is_over_when_the_server_dies():
+def admitted_within(address: str, seconds: float) -> None:
+    """Fail if a good client does not get in and out in time."""
+    began = time.monotonic()
+    with contextlib.closing(client_of(address)) as client:
+        assert client.call(Note("here"), seconds).text == "here"
+    assert time.monotonic() - began < seconds
+
+
+def test_a_process_without_descriptors_left_serves_again_when_it_has_some():
+    with Child() as server, contextlib.ExitStack() as stack:
+        server.run("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))")
+        address = f"127.0.0.1:{server.run(SERVE.format(0))}"
+        server.run("files = []")
+        for line in ("files.append(open('/dev/null'))",) * 60:
+            if server.run(line).startswith("OSError"):
+                break
+        for _ in range(20):
+            stack.enter_context(knock(address))
+        with contextlib.closing(client_of(address)) as client, pytest.raises(DistributeError):
+            client.call(Note("no room"), 0.5)
+        server.run("files.clear()")
+        admitted_within(address, 3.0)
+
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[Child]:
+    """Yield a process of another user of this host."""
     with Child() as child:
-        port = int(child.run(SERVE.format(0)))
-        client = client_of(f"127.0.0.1:{port}")
-        with contextlib.closing(client), ThreadPoolExecutor(3) as pool:
-            began = time.monotonic()
-            waiting = [pool.submit(client.call, Note("never"), 0.7) for _ in range(3)]
-            wait_until(lambda: len(client._pending) == 3)
-            child.signal(signal.SIGKILL)
-            for future in waiting:
-                with pytest.raises(WorkerLostError, match="was not reached"):
-                    future.result(SECONDS)
-            assert time.monotonic() - began < 30.0
+        child.run("os.setgid(65534)")
+        child.run("os.setuid(65534)")
+        assert child.run("os.getuid()") == "65534"
+        yield child
+
+
+@root_only
+def test_another_user_of_this_host_is_refused_although_it_knows_the_secret():
+    with serving() as (echo, address), nobody() as other:
+        said = other.run(f"shake(knock_near({unix_name(address)!r}), hello=Hello(purpose='echo'))")
+        assert said.startswith("ConnectionResetError")
+        assert not echo.here
+        admitted_within(address, 2.0)
+        assert len(echo.here) == 1
+
+
+@root_only
+def test_nobody_turns_to_a_socket_that_another_user_has_put_in_its_place():
+    with serving(environ={"NDISTRIBUTE_UNIX_SOCKETS": "0"}) as (_, address), nobody() as other:
+        other.run("trap = socket.socket(socket.AF_UNIX)")
+        other.run(f"trap.bind({unix_name(address)!r})")
+        other.run("trap.listen()")
+        with contextlib.closing(client_of(address)) as client:
+            assert client.call(Note("here"), SECONDS).text == "here"
+            assert not client._connection.is_unix
+        assert other.run("trap.accept()[0].recv(100)") == "b''"
