@@ -356,19 +356,6 @@ def test_many_functions_make_way_for_each_other(coordinator, monkeypatch):
     assert coordinator.fetch(results) == [2 * n for n in order]
 
 
-def test_neither_side_keeps_anything_of_functions_that_are_over(coordinator):
-    def schedule(count: int) -> None:
-        for number in range(count):
-            coordinator.schedule(double, (coordinator.schedule(double, (number,)),))
-        coordinator.join()
-        gc.collect()
-
-    schedule(1000)
-    before = sys.getallocatedblocks()
-    schedule(5000)
-    assert sys.getallocatedblocks() - before < 1000
-
-
 def test_only_the_chief_of_a_cluster_with_workers_has_a_coordinator():
     def made(cluster, job):
         resolver = SimpleClusterResolver(cluster, task_type=job, task_id=0)

@@ -108,22 +108,6 @@ def test_short_functions_are_sent_ahead_and_long_ones_are_not(coordinator, fifo)
     coordinator.join(timeout=SECONDS)
 
 
-def test_what_a_killed_worker_had_runs_elsewhere_and_it_comes_back(
-    coordinator, workers, tmp_path, fifo
-):
-    assert meet(coordinator, fifo) == [0, 1]
-    marks = str(tmp_path / "marks")
-    killed = coordinator.schedule(errands.once, (marks, signal.SIGKILL))
-    others = [coordinator.schedule(errands.double, (n,)) for n in range(20)]
-    coordinator.join(timeout=SECONDS)
-    survivor = killed.fetch()
-    assert Path(marks).read_bytes() == b".."
-    assert coordinator.fetch(others) == list(range(0, 40, 2))
-    assert workers.code("worker", 1 - survivor) == -signal.SIGKILL
-    workers.start("worker", 1 - survivor)
-    assert meet(coordinator, fifo) == [0, 1]
-
-
 def test_a_stopped_worker_holds_nothing_up_but_what_it_has(command, workers, fifo, monkeypatch):
     """It reads nothing, and what is sent to it would fill any socket."""
     monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "60")
@@ -138,15 +122,6 @@ def test_a_stopped_worker_holds_nothing_up_but_what_it_has(command, workers, fif
     assert not coordinator.done()
     workers.send("worker", 0, signal.SIGCONT)
     assert coordinator.fetch(values) == [1_000_000] * 10
-
-
-def test_two_coordinators_share_workers(command, fifo):
-    one, other = command(), command()
-    values = [which.schedule(errands.double, (n,)) for n in range(10) for which in (one, other)]
-    assert [value.fetch(SECONDS) for value in values[::2]] == list(range(0, 20, 2))
-    one.close()
-    assert [value.fetch(SECONDS) for value in values[1::2]] == list(range(0, 20, 2))
-    assert meet(other, fifo) == [0, 1]
 
 
 def test_a_forked_child_is_told_and_closes_nothing(coordinator, fifo):

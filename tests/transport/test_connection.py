@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import select
 import signal
 import socket
 import struct
@@ -25,7 +24,6 @@ from ndistribute.transport.connection import Connection, ConnectionLostError
 from ndistribute.transport.secret import TlsFiles
 from ndistribute.transport.shared_memory import Ring, make_file
 from tests.transport.ends import (
-    Child,
     Note,
     at_once,
     authority,
@@ -91,22 +89,6 @@ def half(unix: bool = False, **more) -> Iterator[tuple[Connection, socket.socket
         other.settimeout(40.0)
         try:
             yield connection, other
-        finally:
-            connection.abort("the test ended.")
-            connection.close()
-
-
-@contextlib.contextmanager
-def with_process() -> Iterator[tuple[Connection, Child]]:
-    """Yield a connection, and the process that has its other end, named ``end``."""
-    name = f"\0ring-{os.getpid()}-{time.monotonic_ns()}".encode()
-    with socket.socket(socket.AF_UNIX) as listener, Child() as child:
-        listener.bind(name)
-        listener.listen()
-        child.run(f"end = one_end(knock_near({name!r}), 'b')")
-        connection = one_end(listener.accept()[0], "a")
-        try:
-            yield connection, child
         finally:
             connection.abort("the test ended.")
             connection.close()
@@ -289,26 +271,15 @@ def test_counters_of_shared_memory_that_can_not_be_are_refused_at_both_ends(coun
             end.move(np.zeros(10, np.uint8))
 
 
-def test_a_process_that_is_killed_in_the_middle_of_a_long_message_is_known_at_once():
-    with with_process() as (connection, child):
-        child.start("end.send(Note('long', (np.zeros(100_000_000, np.uint8),)))")
-        wait_until(lambda: connection._end or select.select([connection._sock], [], [], 0)[0])
-        child.signal(signal.SIGKILL)
-        began = time.monotonic()
-        lost(connection)
-        assert time.monotonic() - began < 30.0
-    with with_process() as (connection, child):
+def test_an_end_in_the_middle_of_a_long_message_is_known_at_once():
+    with pair("unix") as (one, other):
+        with pytest.raises(TimeoutError):  # Nobody reads it.
+            other.send(note(24 * MEGABYTES), deadline=time.monotonic() + 0.2)
+        assert not lost(one).clean
+    with pair("unix") as (one, other):
         record = note(24 * MEGABYTES)
-        sent, _ = at_once(lambda: connection.send(record), lambda: child.signal(signal.SIGKILL))
+        sent, _ = at_once(lambda: one.send(record), lambda: other.abort("it is killed."))
         assert isinstance(sent, ConnectionLostError)
-
-
-def test_a_process_that_is_stopped_holds_nobody_beyond_the_deadline():
-    with with_process() as (connection, child):
-        child.signal(signal.SIGSTOP)
-        with pytest.raises(TimeoutError):
-            connection.send(note(24 * MEGABYTES), deadline=time.monotonic() + 0.3)
-        assert not connection.is_open
 
 
 def test_good_bye_is_told_from_the_end_of_a_process_and_arrives_although_much_was_not_read(ends):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -21,29 +20,17 @@ ENVIRON = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(SILENCE)}
 CALL = "client.call(Note('here'), 10).text"
 
 
-@contextlib.contextmanager
-def made(unix: str) -> Iterator[tuple[Echo, Child]]:
+@pytest.fixture
+def job(request) -> Iterator[tuple[Echo, Child]]:
     """Yield a service, and a process that is its client."""
-    environ = {**ENVIRON, "NDISTRIBUTE_UNIX_SOCKETS": unix}
+    environ = {**ENVIRON, "NDISTRIBUTE_UNIX_SOCKETS": getattr(request, "param", "1")}
     with serving(environ=environ) as (echo, address), Child(environ) as child:
         child.run(f"client = client_of({address!r})")
         assert child.run(CALL) == "here"
-        assert child.run("client._connection.is_unix") == str(unix == "1")
         yield echo, child
 
 
-@pytest.fixture(params=["0", "1"], ids=["tcp", "unix"])
-def job(request) -> Iterator[tuple[Echo, Child]]:
-    with made(request.param) as one:
-        yield one
-
-
-@pytest.fixture
-def unix_job() -> Iterator[tuple[Echo, Child]]:
-    with made("1") as one:
-        yield one
-
-
+@pytest.mark.parametrize("job", ["0", "1"], ids=["tcp", "unix"], indirect=True)
 def test_a_process_that_is_stopped_is_lost_after_the_set_time_and_not_before(job):
     echo, child = job
     stopped = time.monotonic()
@@ -57,8 +44,8 @@ def test_a_process_that_is_stopped_is_lost_after_the_set_time_and_not_before(job
     assert len(echo.here) == 2
 
 
-def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(unix_job):
-    echo, child = unix_job
+def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(job):
+    echo, child = job
     child.run("import ctypes")
     # This call of the C library does not release the interpreter's lock.
     began = time.monotonic()
@@ -69,9 +56,9 @@ def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(unix_j
     assert not echo.gone
 
 
-def test_a_process_that_was_stopped_itself_does_not_blame_the_others(unix_job):
+def test_a_process_that_was_stopped_itself_does_not_blame_the_others(job):
     """After a pause of its own it hears first what came meanwhile."""
-    echo, child = unix_job
+    echo, child = job
     with serving() as (patient, address):
         child.run(f"other = client_of({address!r})")
         assert child.run(CALL.replace("client", "other")) == "here"
@@ -122,17 +109,8 @@ def test_a_fault_of_one_connection_does_not_stop_the_heartbeats_of_the_others(ca
         own.forget(one)
     assert "could not be watched" in caplog.text
     assert own._thread is None
-
-
-def test_the_last_connection_may_be_forgotten_on_the_detectors_own_thread():
-    own = FailureDetector()
-    last = Watched(own, last=True)
-    own.watch(last)
+    own.watch(last := Watched(own, last=True))  # It is forgotten on the detector's own thread.
     wait_until(lambda: own._thread is None)
-    own.watch(again := Watched(own))
-    wait_until(lambda: again.ticks > 1)
-    own.forget(again)
-    own.forget(again)
     assert last.ticks == 1
 
 

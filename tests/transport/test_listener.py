@@ -24,7 +24,6 @@ from tests.transport.ends import (
     GREETING,
     SECONDS,
     STRANGER,
-    at_once,
     authority,
     forked,
     open_sockets,
@@ -111,13 +110,6 @@ def test_a_peer_gets_in_and_nothing_of_what_follows_is_eaten(server):
             assert theirs.receiving_key == accepted.sending_key
             peer.sendall(b"welcome")
             assert sock.recv(7, socket.MSG_WAITALL) == b"welcome"
-
-
-def test_many_peers_at_once_get_in_and_each_is_told_so_once(server):
-    names = {f"peer {number}" for number in range(40)}
-    assert set(at_once(*[lambda name=name: server.join(name) for name in names])) == {"server"}
-    assert {server.peer() for _ in names} == names
-    assert server.peers.empty()
 
 
 @pytest.mark.parametrize("sent", [b"", GREETING])

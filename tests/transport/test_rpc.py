@@ -22,7 +22,6 @@ from ndistribute.errors import (
 )
 from ndistribute.transport.address import unix_name
 from ndistribute.transport.rpc import RpcServer
-from ndistribute.transport.secret import Credentials
 from tests.transport.ends import (
     CREDENTIALS,
     SECONDS,
@@ -31,9 +30,7 @@ from tests.transport.ends import (
     Echo,
     Note,
     at_once,
-    authority,
     client_of,
-    forked,
     knock,
     serving,
     wait_until,
@@ -111,38 +108,6 @@ def test_a_server_that_raises_tells_why_and_serves_on(job, caplog):
     assert not client._pending
 
 
-@pytest.mark.parametrize("unix", ["0", "1"])
-def test_a_server_that_is_killed_and_started_again_is_only_slow(unix, monkeypatch):
-    monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", unix)
-    environ = {"NDISTRIBUTE_UNIX_SOCKETS": unix}
-    with contextlib.ExitStack() as stack:
-        child = stack.enter_context(Child(environ))
-        port = int(child.run(SERVE.format(0)))
-        client = stack.enter_context(contextlib.closing(client_of(f"127.0.0.1:{port}")))
-        done, asked, lives = threading.Event(), [0] * 3, set()
-
-        def ask(thread: int) -> None:
-            while not done.is_set():
-                array = np.full(1 + asked[thread] % 50_000, thread, np.float64)
-                assert total(client.call(Note("", (array,)), 30)) == array.sum()
-                asked[thread] += 1
-
-        with ThreadPoolExecutor(3) as pool:
-            asking = [pool.submit(ask, thread) for thread in range(3)]
-            try:
-                for life in range(1, 3):
-                    wait_until(lambda life=life: min(asked) > 20 * life, 30)
-                    lives.add(client.instance)
-                    assert len(lives) == life
-                    child.close()  # By SIGKILL.
-                    child = stack.enter_context(Child(environ))
-                    assert int(child.run(SERVE.format(port))) == port
-                wait_until(lambda: min(asked) > 60)
-            finally:
-                done.set()
-            assert [future.result(SECONDS) for future in asking] == [None] * 3
-
-
 def test_waits_for_a_server_that_is_not_up_yet_and_gives_up_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -168,18 +133,6 @@ def test_who_does_not_belong_learns_it_at_once(job):
     ):
         with contextlib.closing(stranger), pytest.raises(AuthenticationError, match=reason):
             stranger.call(Note(), SECONDS)
-
-
-def test_over_tls(tmp_path, monkeypatch):
-    monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", "0")
-    credentials = Credentials(CREDENTIALS.secret, CREDENTIALS.job, authority(tmp_path))
-    with serving(credentials) as (_, address):
-        with contextlib.closing(client_of(address, credentials)) as client:
-            array = np.arange(2_000_000.0)
-            assert total(client.call(Note("", (array,)), 30)) == array.sum()
-        plain = client_of(address)
-        with contextlib.closing(plain), pytest.raises(AuthenticationError, match="TLS"):
-            plain.call(Note(), SECONDS)
 
 
 def test_a_slow_connection_holds_up_neither_other_calls_nor_close():
@@ -274,34 +227,6 @@ def test_an_interrupt_ends_the_call_of_its_own_thread_alone(job, waits):
         signal.signal(signal.SIGALRM, before)
     assert client.call(Note("next")).text == "next"
     assert not client._pending
-
-
-def test_a_fork_can_not_call_and_takes_nothing_from_its_parent(job):
-    """What of the parent's connection a fork keeps is a matter of the connection's tests."""
-    echo, client = job
-    array = np.ones(300_000)
-    assert total(client.call(Note("first", (array,)), SECONDS)) == array.size
-    for each in (client, client_of(client._address)):
-        said = forked(lambda each=each: each.call(Note("from the child")))
-        assert said.startswith("RuntimeError: this process is a fork")
-    assert total(client.call(Note("second", (array,)), SECONDS)) == array.size
-    assert len(echo.here) == 1
-
-
-@over_both
-def test_a_death_is_seen_though_a_fork_lives_on(job):
-    echo, client = job
-    with Child() as child:
-        child.run(f"client = client_of({client._address!r}, name='parent')")
-        assert child.run("client.call(Note('here', (np.ones(99_999),)), 10).text") == "here"
-        fork = int(child.run("(lambda pid: pid or (signal.pause(), os._exit(0)))(os.fork())"))
-        child.signal(signal.SIGKILL)
-        try:
-            wait_until(lambda: echo.gone, 5)
-            assert echo.gone[0][0].startswith("parent#")
-            assert echo.gone[0][1]
-        finally:
-            os.kill(fork, signal.SIGKILL)
 
 
 def admitted_within(address: str, seconds: float) -> None:
