@@ -39,7 +39,7 @@ class Closure:
 
     result: RemoteValue
     functions: dict[str, Pickled]  # By key: the function, and those that create datasets.
-    kept: list[Any]  # Objects to keep alive until it has run.
+    references: list[Any]  # Objects to keep alive until it has run.
     inputs: list[RemoteValue] = field(default_factory=list)  # Results among the arguments.
     arguments: Pickled = _EMPTY
     number: int = 0  # From 1, in the order in which closures were scheduled.
@@ -66,7 +66,7 @@ def keep_until_run(thing: object) -> None:
     """Keep an object alive until the function whose arguments are being pickled has run."""
     # For `__reduce__` of objects that workers create themselves, and drop with this one.
     if (closure := _pickled_for.get()) is not None:
-        closure.kept.append(thing)
+        closure.references.append(thing)
 
 
 class RemoteValue:
@@ -128,7 +128,7 @@ class RemoteValue:
 
     get = fetch
 
-    def settle(self, outcome: Pickled | Exception) -> None:
+    def set_outcome(self, outcome: Pickled | Exception) -> None:
         """Set the result or the error; the caller holds the lock of the owner."""
         if isinstance(outcome, Exception):
             self.error = outcome
@@ -138,7 +138,7 @@ class RemoteValue:
             self._arrived.set()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        closure = _taker_of("A RemoteValue")
+        closure = _closure_for("A RemoteValue")
         closure.inputs.append(self)
         return input_value, (len(closure.inputs) - 1,)
 
@@ -156,15 +156,15 @@ class PerWorkerDataset:
 
     def __init__(self, function: Pickled, forget: Callable[[str], None]) -> None:
         self.function, self.forget = function, forget
-        self._function_key, self._key = key_of(function), _key_of_life(self, forget)
+        self._function_key, self._key = key_of(function), _key_while_alive(self, forget)
 
     def __iter__(self) -> _PerWorkerIterator:
         return _PerWorkerIterator(self)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        closure = _taker_of("A per-worker dataset, or its iterator,")
+        closure = _closure_for("A per-worker dataset, or its iterator,")
         closure.functions[self._function_key] = self.function
-        closure.kept.append(self)
+        closure.references.append(self)
         return kept_dataset, (self._function_key, self._key)
 
 
@@ -173,7 +173,7 @@ class _PerWorkerIterator:
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
         self._dataset = dataset  # Keeps the dataset alive.
-        self._key = _key_of_life(self, dataset.forget)
+        self._key = _key_while_alive(self, dataset.forget)
 
     def __iter__(self) -> _PerWorkerIterator:
         return self
@@ -189,14 +189,14 @@ class _PerWorkerIterator:
         return keep, (self._key, functools.partial(iter, self._dataset))
 
 
-def _key_of_life(thing: object, forget: Callable[[str], None]) -> str:
+def _key_while_alive(thing: object, forget: Callable[[str], None]) -> str:
     """Return a key for an object; `forget` is called with it when the object is collected."""
     key = secrets.token_hex(8)
     weakref.finalize(thing, forget, key).atexit = False
     return key
 
 
-def _taker_of(thing: str) -> Closure:
+def _closure_for(thing: str) -> Closure:
     closure = _pickled_for.get()
     if closure is None:
         raise TypeError(
@@ -212,13 +212,13 @@ class ClosureQueue:
     capacity = 4096  # The most closures that may wait.
     capacity_bytes = 1 << 30  # The most bytes of their arguments.
 
-    def __init__(self, workers: Sequence[str], patience: float = 60.0) -> None:
+    def __init__(self, workers: Sequence[str], timeout: float = 60.0) -> None:
         self.lock = threading.Lock()
         self.closing = threading.Event()
         self.low_water = 1
         """The lowest number of an unfinished closure."""
         self._workers = tuple(workers)
-        self._patience = patience
+        self._timeout = timeout
         self.process = os.getpid()
         self._changed = threading.Condition(self.lock)  # There is room, or all closures have ended.
         self._error: Exception | None = None  # The first error that was not yet raised.
@@ -334,7 +334,7 @@ class ClosureQueue:
             if isinstance(result, Exception):
                 where = f"on {self._workers[worker]}, there:\n{trace.rstrip()}"
                 result.add_note(f"{closure} raised this {where}")
-            self._settle(closure, result)
+            self._finish(closure, result)
             if isinstance(result, Exception):
                 self._fail(result)
             for follower in self._followers.pop(closure.result, ()):
@@ -360,13 +360,13 @@ class ClosureQueue:
                         "those workers wrote last."
                     )
                     self._error.__cause__ = problem
-                    self._settle(lost[0], self._error)
+                    self._finish(lost[0], self._error)
             if self._error is not None:
                 self._fail(self._error)
             else:
                 self._ready.extendleft(reversed(lost))
                 self._bytes += sum(closure.arguments.nbytes for closure in lost)
-            self._check_patience(problem)
+            self._check_timeout(problem)
         refused = isinstance(problem, AuthenticationError)
         if was_here and not self.closing.is_set():
             what = ", ".join(map(str, lost)) or "nothing"
@@ -374,7 +374,7 @@ class ClosureQueue:
         elif refused and not isinstance(before, AuthenticationError):
             _log.warning("%s gets no work, for it refuses: %s", self._workers[worker], problem)
 
-    def _check_patience(self, problem: Exception) -> None:
+    def _check_timeout(self, problem: Exception) -> None:
         if self._in_flight or not self._open:
             self._stalled = None
             return
@@ -382,9 +382,9 @@ class ClosureQueue:
         self._stalled = self._stalled or now
         if all(isinstance(why, AuthenticationError) for why in self._why_away):
             error: Exception = AuthenticationError(f"No worker let this process in: {problem}")
-        elif now - self._stalled >= self._patience:
+        elif now - self._stalled >= self._timeout:
             error = WorkerLostError(
-                f"No worker was there for {self._patience:g} s while {self._waiting()} "
+                f"No worker was there for {self._timeout:g} s while {self._waiting()} "
                 f"function(s) waited{self._who_is_away()}. Start the workers again, or give "
                 "them longer by timeout_seconds."
             )
@@ -401,8 +401,8 @@ class ClosureQueue:
         """Return the number of queued closures."""
         return len(self._open) - sum(map(len, self._in_flight.values()))
 
-    def _settle(self, closure: Closure, result: Pickled | Exception) -> None:
-        closure.result.settle(result)
+    def _finish(self, closure: Closure, result: Pickled | Exception) -> None:
+        closure.result.set_outcome(result)
         del self._open[closure.number]
         self.low_water = next(iter(self._open), self._last + 1)
 
@@ -424,7 +424,7 @@ class ClosureQueue:
                 "again."
             )
             cancelled.__cause__ = self._error
-            self._settle(closure, cancelled)
+            self._finish(closure, cancelled)
         self._ready.clear()
         self._followers.clear()
         self._bytes = 0

@@ -84,11 +84,11 @@ class ClusterCoordinator:
         self.strategy = strategy
         """The strategy whose variables the functions use."""
         self._pickled: WeakKeyDictionary[Any, tuple[str, Pickled]] = WeakKeyDictionary()
-        patience = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
+        timeout = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
         connectors = _connectors(strategy.cluster_resolver)
-        self._queue = ClosureQueue(tuple(connectors), patience)
-        self._series = f"closures#{secrets.token_hex(8)}"
-        self._longest_pause = patience / 4
+        self._queue = ClosureQueue(tuple(connectors), timeout)
+        self._client_id = f"closures#{secrets.token_hex(8)}"
+        self._longest_pause = timeout / 4
         self._links = [_Link(self, index, *one) for index, one in enumerate(connectors.items())]
         for link in self._links:
             link.start()
@@ -318,7 +318,7 @@ class _Link:
                 connection.send(Forget(tuple(self.forgotten.popleft() for _ in range(count))))
             for closure in closures:
                 order = Run(
-                    self._owner._series,
+                    self._owner._client_id,
                     closure.number,
                     self._queue.low_water,
                     {k: None if k in self._known else v for k, v in closure.functions.items()},

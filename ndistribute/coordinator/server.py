@@ -37,7 +37,7 @@ CUT_SECONDS = 3.0
 A living chief that counted this process as lost while it was stopped reconnects at once."""
 _RETURN_SECONDS = 60.0  # The time for a restart of a task that died.
 _START_SECONDS = 600.0  # The time for the first client to connect.
-_FAREWELL_SECONDS = 1.0
+_SHUTDOWN_SECONDS = 1.0
 # The C library reuses up to twice the largest freed block. Without this, the arrays of each step
 # are new pages, which took a sixth of a step of an MLP.
 _FREED_BYTES = 24 << 20
@@ -305,7 +305,7 @@ class Server:
             finally:  # Also after SIGTERM or Ctrl-C.
                 if over:
                     disarm()
-                    self.stop(_FAREWELL_SECONDS)
+                    self.stop(_SHUTDOWN_SECONDS)
         if outlook is None:
             return self._membership.released
         if outlook.lost:

@@ -47,8 +47,8 @@ class Closure:
 
     current: Closure | None = None  # The closure that this process runs.
 
-    def __init__(self, series: str, number: int, low_water: int) -> None:
-        self.series = series
+    def __init__(self, client_id: str, number: int, low_water: int) -> None:
+        self.client_id = client_id
         self.low_water = low_water << _SHIFT  # The argument is the lowest unfinished closure.
         self.in_main = threading.current_thread() is threading.main_thread()
         self.reports: dict[str, m.Report] = {}  # What the closure learned about each server.
@@ -65,11 +65,11 @@ class Closure:
 
 
 @contextlib.contextmanager
-def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
+def closure(client_id: str, number: int, low_water: int = 1) -> Iterator[Closure]:
     """Run a ``with`` block as a closure; an error drops the changes that it holds back."""
     if Closure.current is not None:
         raise RuntimeError("a worker runs one function at a time, and one is running.")
-    running = Closure.current = Closure(series, number, low_water)
+    running = Closure.current = Closure(client_id, number, low_water)
     try:
         yield running
         for buffer in list(running.buffers.values()):
@@ -183,19 +183,19 @@ class ServerClient:
         self.start, self.close = caller.start, caller.close  # `finish` returns the reply.
         self._caller = caller
         self._lock = threading.Lock()
-        self._lives: dict[str, m.Report] = {}
+        self._instances: dict[str, m.Report] = {}
 
     @property
     def lost_updates(self) -> int:
         """Return how many updates earlier instances of the server are known to have lost."""
         # An instance lost the difference between the total of the one before and its own start.
         # They are sorted by age, because another process may report an earlier one late.
-        pairs = itertools.pairwise([life for _, life in sorted(self._lives.items())])
+        pairs = itertools.pairwise([report for _, report in sorted(self._instances.items())])
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
     @property
-    def current_life(self) -> m.Report | None:
-        return self._lives.get(self._caller.instance)
+    def current_report(self) -> m.Report | None:
+        return self._instances.get(self._caller.instance)
 
     @recorded(lambda reply, self, *_: (_SPANS.get(type(reply), "request"), self.title))
     def finish(self, call: Any, until: float = float("inf")) -> Any:
@@ -203,16 +203,16 @@ class ServerClient:
         reply = call.result(until)
         if isinstance(reply, m.Changed):
             with self._lock:
-                known = self._lives.get(call.instance)  # `meet` asks for what it began with.
+                known = self._instances.get(call.instance)  # None before `ask_status`.
                 if known is not None and reply.total > known.total:
-                    self._lives[known.life] = replace(known, total=reply.total)
+                    self._instances[known.instance] = replace(known, total=reply.total)
         if not isinstance(reply, m.Failure):
             return reply
         raise _ERRORS.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}")
 
-    def meet(self) -> None:
+    def ask_status(self) -> None:
         """Ask a new instance of the server for the updates that it contains."""
-        if self._caller.instance and self._caller.instance not in self._lives:
+        if self._caller.instance and self._caller.instance not in self._instances:
             call = self.start(m.Status())
             totals = self.finish(call)
             self.learn(m.Report(self.title, call.instance, totals.began, totals.total))
@@ -220,9 +220,9 @@ class ServerClient:
     def learn(self, report: m.Report) -> None:
         """Record what this or another process knows about an instance of the server."""
         with self._lock:
-            known, before = self._lives.get(report.life, report), self.lost_updates
-            is_news = bool(self._lives) and report.life not in self._lives
-            self._lives[report.life] = replace(report, total=max(known.total, report.total))
+            known, before = self._instances.get(report.instance, report), self.lost_updates
+            is_news = bool(self._instances) and report.instance not in self._instances
+            self._instances[report.instance] = replace(report, total=max(known.total, report.total))
             lost = self.lost_updates - before
         if is_news:
             what = "%s was started again, with its first %d updates; %d are known to be lost."
@@ -271,7 +271,7 @@ class Servers:
             for call in calls.values():
                 call.cancel()
         for i in replies:
-            self._clients[i].meet()
+            self._clients[i].ask_status()
         if errors:
             raise errors[0]
         return replies
@@ -288,7 +288,7 @@ class Servers:
                     reply = self._clients[i].finish(call, until)
                     if reply is not None:
                         del calls[i]
-                        self._clients[i].meet()
+                        self._clients[i].ask_status()
                         yield i, reply
         finally:
             for call in calls.values():
@@ -352,7 +352,7 @@ class Servers:
                     self._open[i].add(number)
                     name, low_water = self._clients[i].name, min(self._open[i])
                 else:
-                    name, low_water = running.series, running.low_water
+                    name, low_water = running.client_id, running.low_water
                 orders[i] = m.Transaction(name, number, low_water, tuple(some))
         try:
             return {i: reply.outcomes for i, reply in self.ask(orders).items()}
@@ -360,8 +360,8 @@ class Servers:
             for i in orders:
                 if running is None:
                     self._open[i].discard(number)
-                elif life := self._clients[i].current_life:
-                    running.reports[life.server] = life
+                elif report := self._clients[i].current_report:
+                    running.reports[report.server] = report
 
 
 def _described(name: str, array: Array) -> m.NewVariable:

@@ -56,7 +56,7 @@ _SPINS, _PAUSE_SECONDS = 1000, 50e-6  # Before and between checks.
 _BUFFERS_AT_ONCE = 512  # sendmsg accepts at most 1024.
 _SOCKET_BYTES = 4 << 20
 _IDLE_SECONDS = 10.0
-_FAREWELL_SECONDS = 1.0
+_SHUTDOWN_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 3600.0  # poll accepts this many milliseconds.
 _QUIET = socket.MSG_NOSIGNAL  # The program may have reset SIGPIPE.
 _PADDING = bytes(ALIGNMENT)
@@ -149,7 +149,7 @@ class Connection:
         self._file = -1  # A received descriptor that is not used yet.
         self._outgoing: Ring | None = None
         self._incoming: Ring | None = None
-        self._heard = self._used = time.monotonic()
+        self._last_input = self._used = time.monotonic()
         try:
             self.silence_seconds = silence or silence_seconds()
             self.beat_within = max(0.01, min(self.silence_seconds, self.peer.silence))
@@ -235,7 +235,7 @@ class Connection:
                     self._raise_broken(error)  # A part of the frame may have been read.
                 if found is not None:
                     return found
-                self._give_back(self._heard)
+                self._give_back(self._last_input)
 
     def abort(self, reason: str, *, clean: bool = False, wait: float = 0.0) -> None:
         """End the connection from any thread; threads that wait on it raise with this reason.
@@ -258,11 +258,11 @@ class Connection:
         self._closed = True
         try:
             detector.forget(self)
-            self.abort(_CLOSED_HERE, clean=True, wait=_FAREWELL_SECONDS)
+            self.abort(_CLOSED_HERE, clean=True, wait=_SHUTDOWN_SECONDS)
         finally:
             # Wait for the threads that were woken: the number of the descriptor may be reused.
             locks = [self._writing, self._reading]
-            held = [lock for lock in locks if lock.acquire(timeout=_FAREWELL_SECONDS)]
+            held = [lock for lock in locks if lock.acquire(timeout=_SHUTDOWN_SECONDS)]
             self._free()
             for lock in held:
                 lock.release()
@@ -312,11 +312,11 @@ class Connection:
             finally:
                 self._reading.release()
         if excused:
-            self._heard = now
-        elif now - self._heard > self.silence_seconds:
+            self._last_input = now
+        elif now - self._last_input > self.silence_seconds:
             with contextlib.suppress(ValueError):  # The connection was just closed.
                 if not self._poll(select.POLLIN, 0):  # Otherwise a thread is about to read.
-                    self.abort(f"nothing was heard of it for {now - self._heard:.1f} s.")
+                    self.abort(f"nothing was heard of it for {now - self._last_input:.1f} s.")
 
     def _listen(self, now: float) -> None:
         """Read what has arrived while no thread receives; the caller holds the reading lock."""
@@ -327,7 +327,7 @@ class Connection:
                     self._start += _HEADER.size
                 if self._start == self._end:
                     self._start = self._end = 0
-            self._heard = now  # The input is full: heartbeats wait behind it.
+            self._last_input = now  # The input is full: heartbeats wait behind it.
         except BlockingIOError:
             pass
         except OSError as error:
@@ -462,7 +462,7 @@ class Connection:
             self._take_file(int.from_bytes(file, sys.byteorder))
         if not count:
             raise ConnectionLostError(_CLOSED)
-        self._heard = time.monotonic()
+        self._last_input = time.monotonic()
         return int(count)
 
     def _pass(self, ring: Ring, data: Array, deadline: float) -> None:
@@ -473,7 +473,7 @@ class Connection:
             moved = ring.move(data[start:])
             if moved:
                 start, idle = start + moved, 0
-                self._heard = since = time.monotonic()
+                self._last_input = since = time.monotonic()
                 continue
             idle += 1
             os.sched_yield()

@@ -72,7 +72,7 @@ class Call:
         self._client._pending.pop(self._number, None)
 
     @property
-    def settled(self) -> bool:
+    def is_over(self) -> bool:
         """Return True if the reply has arrived, or the request must be sent again."""
         return self.reply is not None or self._problem is not None
 
@@ -154,7 +154,7 @@ class Client:
         self._timeout = timeout
         self._numbers = itertools.count(1)
         self._connecting = threading.Lock()
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._receiving: dict[Connection, int] = {}  # The thread that receives.
         self._pending: dict[int, Call] = {}
         self._connection: Connection | None = None
@@ -204,13 +204,13 @@ class Client:
         """Wait for a reply: receive it, or wait for the thread that receives."""
         connection, me = call.connection, threading.get_ident()
         try:
-            with self._turn:
-                while connection in self._receiving and not call.settled:
+            with self._changed:
+                while connection in self._receiving and not call.is_over:
                     left = min(call.deadline, until) - time.monotonic()
                     if left <= 0:
                         raise TimeoutError
-                    self._turn.wait(timeout=left)
-                if call.settled:
+                    self._changed.wait(timeout=left)
+                if call.is_over:
                     return
                 self._receiving[connection] = me
             number, reply = connection.receive(call.deadline, until)
@@ -224,10 +224,10 @@ class Client:
             if not (isinstance(error, TimeoutError) and until <= time.monotonic() < call.deadline):
                 raise
         finally:
-            with self._turn:  # An interrupt may come at any point, and other threads wait.
+            with self._changed:  # An interrupt may come at any point, and other threads wait.
                 if self._receiving.get(connection) == me:
                     del self._receiving[connection]
-                    self._turn.notify_all()
+                    self._changed.notify_all()
 
     def _connected(self, deadline: float) -> Connection:
         connection = self._connection
