@@ -30,7 +30,6 @@ from ndistribute.parameter_server.variables import Aggregation, Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 
 _CLAIM_SECONDS = 30.0  # A process that is ending may still write its last snapshot.
-_SYNC_SECONDS = 60.0
 _EPOCH_BITS = 30
 # The checksum of the rest; the length of the control record; the number of buffers. Then follow the
 # lengths of the buffers, the control record and the buffers.
@@ -88,7 +87,7 @@ class UpdateLog:
         self.written = 0
         self.broken: OSError | None = None  # The reason why the content of the file is unknown.
         self._synced = 0
-        self._turn = threading.Lock()
+        self._syncing = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
         try:
@@ -120,7 +119,7 @@ class UpdateLog:
 
     def sync(self, position: int) -> None:
         """Wait until the file up to a position is on the disk, or raise an `OSError`."""
-        with self._alone():
+        with self._syncing:
             if self._synced >= position:
                 return
             if self.broken is not None:
@@ -136,20 +135,11 @@ class UpdateLog:
 
     def close(self, *, covered: bool) -> None:
         """Close the file, which a snapshot may cover; a second call does nothing."""
-        with self._alone():
+        with self._syncing:
             self._synced = self.written if covered else self._synced
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._turn.acquire(timeout=_SYNC_SECONDS):
-            raise TimeoutError(f"{self.path} was not synced in time")
-        try:
-            yield
-        finally:
-            self._turn.release()
 
 
 class Disk:

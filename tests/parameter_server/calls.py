@@ -36,10 +36,6 @@ def add(name, value, indices=None):
     return Update(name, "assign_add", value, indices)
 
 
-def subtract(name, value, indices=None):
-    return Update(name, "assign_sub", value, indices)
-
-
 def read(*names):
     return Read(tuple(map(Item, names)))
 
