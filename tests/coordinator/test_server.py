@@ -16,7 +16,7 @@ import pytest
 
 from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.coordinator.server import CUT_SECONDS, ExitPolicy, Outlook, Server
-from ndistribute.errors import DistributeError, WorkerLostError
+from ndistribute.errors import AuthenticationError, DistributeError, WorkerLostError
 from ndistribute.parameter_server.messages import (
     Create,
     Item,
@@ -101,6 +101,23 @@ def test_join_returns_once_the_server_is_stopped():
         waiting.join(timeout=50)
         assert not waiting.is_alive()
         server.stop()
+
+
+def test_a_server_that_can_not_listen_leaves_nothing_behind():
+    with Server.create_local_server(environ=ENVIRON) as server, reach(server):
+        server.start()
+        with pytest.raises(OSError, match="Another program has this port"):
+            serving({"ps": [server.target]})
+
+
+def test_a_worker_without_a_chief_serves_nothing():
+    cluster = {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:0"]}
+    with (
+        Server(cluster, "worker", 0, environ=ENVIRON) as server,
+        pytest.raises(AuthenticationError, match="nothing here answers connections for 'ps'"),
+        reach(server),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
