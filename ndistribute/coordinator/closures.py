@@ -275,7 +275,6 @@ class ClosureQueue:
             return not self._open
 
     def close(self) -> None:
-        """Cancel unfinished closures, and accept no more."""
         with self.lock:
             self.closing.set()
             if self._open:
@@ -297,7 +296,6 @@ class ClosureQueue:
             self._in_flight[worker] = {}
 
     def idle_worker(self) -> int | None:
-        """Return an idle worker if a closure is ready, else None."""
         with self.lock:
             if self._ready and not self.closing.is_set():
                 for worker, flying in self._in_flight.items():
@@ -398,7 +396,6 @@ class ClosureQueue:
         return self._waiting() >= self.capacity or self._bytes >= self.capacity_bytes
 
     def _waiting(self) -> int:
-        """Return the number of queued closures."""
         return len(self._open) - sum(map(len, self._in_flight.values()))
 
     def _finish(self, closure: Closure, result: Pickled | Exception) -> None:

@@ -203,7 +203,6 @@ class ClusterCoordinator:
         self.close()
 
     def _wake(self) -> None:
-        """Send closures to idle workers."""
         while (worker := self._queue.idle_worker()) is not None:
             self._links[worker].fill()
 
@@ -370,7 +369,6 @@ def _payloads(closure: Closure) -> list[Pickled]:
 
 
 def _is_long(closure: Closure) -> bool:
-    """Return True if sending the closure might block."""
     parts = (closure.arguments, *closure.functions.values(), *_payloads(closure))
     return sum(part.nbytes for part in parts) > _LONG_BYTES
 

@@ -153,7 +153,6 @@ class _Membership:
                 self._changed.notify_all()
 
     def release(self) -> None:
-        """End all waits, now and later."""
         with self._changed:
             self.released = True
             self._changed.notify_all()

@@ -206,7 +206,6 @@ class WorkerService:
         return pickled
 
     def _dump_error(self, error: BaseException) -> Pickled:
-        """Return a pickled exception, or its text if it cannot be pickled."""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 return self._dump(error)

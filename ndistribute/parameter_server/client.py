@@ -117,7 +117,6 @@ class _WriteBuffer:
             self.flush()
 
     def flush(self) -> None:
-        """Send the changes, as one transaction to each server."""
         with self._servers._lock:
             buffered = self._changes
             self._reset()
@@ -154,7 +153,6 @@ class _WriteBuffer:
 
 
 def _written(change: m.Change) -> tuple[str, ...]:
-    """Return the names of the variables that a change writes to."""
     if isinstance(change, m.Aggregate):
         return _written(change.apply)
     if isinstance(change, m.Apply):
@@ -163,7 +161,6 @@ def _written(change: m.Change) -> tuple[str, ...]:
 
 
 def _writable(array: Array) -> bool:
-    """Return True if the array, or an array of which it is a view, is writable."""
     base: Any = array
     while isinstance(base, np.ndarray):
         if base.flags.writeable:

@@ -206,7 +206,6 @@ class Disk:
             raise Refused(why, "full") from error
 
     def _resume(self) -> None:
-        """Restore the newest snapshot and replay the logs after it."""
         saved = tensor_files.newest(self._directory, self._stem)
         paths = self._log_paths()
         if saved is None and not paths:

@@ -56,7 +56,6 @@ class Cell(ArrayOwner):
         return view
 
     def open(self) -> None:
-        """Copy the array if a reader holds it, so that it may be changed in place."""
         if self.is_shared():
             self.array = self.array.copy()
 
@@ -102,7 +101,6 @@ class Variables:
         return made, m.Created(tuple(states))
 
     def delete(self, names: Sequence[str]) -> int:
-        """Delete those variables that exist, and return their number."""
         found = [cell for name in names if (cell := self.cells.pop(name, None)) is not None]
         # A variable that is created again must have a higher version than before.
         self.floor = max([self.floor, *(cell.version for cell in found)])

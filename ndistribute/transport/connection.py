@@ -385,7 +385,6 @@ class Connection:
                 left[first] = left[first][sent:]
 
     def _read_header(self, deadline: float) -> None:
-        """Read until the input buffer contains a whole header."""
         while (held := self._end - self._start) < _HEADER.size:
             if self._start:
                 self._input[:held] = bytes(self._input[self._start : self._end])
@@ -500,13 +499,11 @@ class Connection:
         return found[0][1] if found else 0
 
     def _take_file(self, file: int) -> None:
-        """Keep a received descriptor, and close the one that was kept before."""
         file, self._file = self._file, file
         if file >= 0:
             os.close(file)
 
     def _raise_broken(self, error: BaseException) -> NoReturn:
-        """Abort the connection after an error within a frame, and raise the matching error."""
         clean = isinstance(error, ConnectionLostError) and error.clean
         why = _CLOSED_HERE if self._closed else str(error) or type(error).__name__
         self.abort(why, clean=clean)

@@ -61,7 +61,6 @@ def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.soc
 
 
 def _inherited(number: str, address: str, port: int) -> socket.socket:
-    """Return the listening socket that this process inherits from its launcher."""
     try:
         # A duplicate, because a second strategy of this process needs the original.
         listener = socket.socket(fileno=os.dup(int(number)))
@@ -223,7 +222,6 @@ class Listener:
         return bool(old)
 
     def _advance(self, pending: _Pending) -> None:
-        """Continue a handshake until it would block."""
         if pending.sock not in self._pending:  # An earlier event has dropped it.
             return
         try:

@@ -72,13 +72,7 @@ class Call:
         self._client._pending.pop(self._number, None)
 
     @property
-    def is_over(self) -> bool:
-        """Return True if the reply has arrived, or the request must be sent again."""
-        return self.reply is not None or self._problem is not None
-
-    @property
     def instance(self) -> str:
-        """Return the instance of the server to which the request was sent."""
         return self.connection.peer.instance
 
     def _try(self, step: Callable[[], None]) -> None:
@@ -100,12 +94,11 @@ class Call:
         self.cancel()
         self._number = next(self._client._numbers)
         self.connection = self._client._connected(self.deadline)
-        self._problem = None  # From now on, the receiving thread may set it again.
+        self._problem = None
         self._client._pending[self._number] = self
         self.connection.send(self._request, self._number, self.deadline)
 
     def _again(self, pause: float) -> None:
-        """Send the request again after the connection was lost."""
         client, why, now = self._client, f"{self._problem}".rstrip("."), time.monotonic()
         waited, left = now - self._begun, self.deadline - now
         self._report = self._report or WaitReport(client.name.partition("#")[0], self._begun)
@@ -168,7 +161,6 @@ class Client:
         return self.start(request, timeout).result()
 
     def start(self, request: Record, timeout: float | None = None) -> Call:
-        """Send a request and return the pending call."""
         seconds = self._timeout if timeout is None else timeout
         return Call(self, request, time.monotonic() + seconds)
 
@@ -205,12 +197,12 @@ class Client:
         connection, me = call.connection, threading.get_ident()
         try:
             with self._changed:
-                while connection in self._receiving and not call.is_over:
+                while connection in self._receiving and call.reply is None:
                     left = min(call.deadline, until) - time.monotonic()
                     if left <= 0:
                         raise TimeoutError
                     self._changed.wait(timeout=left)
-                if call.is_over:
+                if call.reply is not None:
                     return
                 self._receiving[connection] = me
             number, reply = connection.receive(call.deadline, until)
