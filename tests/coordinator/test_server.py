@@ -17,16 +17,7 @@ import pytest
 from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.coordinator.server import CUT_SECONDS, ExitPolicy, Outlook, Server
 from ndistribute.errors import AuthenticationError, DistributeError, WorkerLostError
-from ndistribute.parameter_server.messages import (
-    Create,
-    Item,
-    NewVariable,
-    Read,
-    Reply,
-    Status,
-    Transaction,
-    Update,
-)
+from ndistribute.parameter_server import messages as m
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
 from tests.faults.tasks import Tasks
@@ -46,7 +37,7 @@ def reach(
 ) -> Iterator[Client]:
     """Yield a client that the server has seen."""
     with contextlib.closing(client_of(server.target, name, environ, audience)) as client:
-        client.call(Status())
+        client.call(m.Status())
         yield client
 
 
@@ -56,7 +47,7 @@ def client_of(address: str, name="worker:0", environ=ENVIRON, audience: str = ""
         credentials_of([address], environ),
         name=name,
         purpose="ps",
-        replies=Reply,
+        replies=m.Reply,
         audience=audience,
         timeout=50.0,
     )
@@ -67,17 +58,17 @@ def serving(cluster: Any = None, **environ: str) -> Server:
 
 
 def create(client: Client, value: Any) -> None:
-    client.call(Create((NewVariable("w", value.shape, value.dtype.name, initial=value),)))
+    client.call(m.Create((m.NewVariable("w", value.shape, value.dtype.name, initial=value),)))
 
 
 def read(client: Client) -> Any:
-    return client.call(Read((Item("w"),))).arrays[0]
+    return client.call(m.Read((m.Item("w"),))).arrays[0]
 
 
 def add(client: Client, number: int) -> int:
     """Add one to ``w`` under a number, and return the total."""
-    change = Update("w", "assign_add", np.ones(3))
-    order = Transaction(client.name, number, number, (change,))
+    change = m.Update("w", "assign_add", np.ones(3))
+    order = m.Transaction(client.name, number, number, (change,))
     total: int = client.call(order).total
     return total
 
@@ -178,7 +169,7 @@ def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tm
         tasks.start("ps", 0)
         create(client, np.zeros(3))
         assert [add(client, number) for number in (1, 2)] == [1, 2]
-        assert client.call(Status("snapshot")).total == 2
+        assert client.call(m.Status("snapshot")).total == 2
         tasks.stop("ps", 0)
         stopped = pool.submit(add, client, 3)
         with pytest.raises(TimeoutError):
@@ -186,7 +177,7 @@ def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tm
         tasks.send("ps", 0, signal.SIGCONT)
         assert stopped.result(timeout=50) == 3
         tasks.kill("ps", 0)
-        late = pool.submit(client.call, Status())  # Asked while nobody is there.
+        late = pool.submit(client.call, m.Status())  # Asked while nobody is there.
         tasks.start("ps", 0)
         status = late.result(timeout=50)
         assert (status.total, status.began) == (2, 2)  # One of three transactions is lost.
@@ -194,7 +185,7 @@ def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tm
         tasks.send("ps", 0, signal.SIGTERM)
         assert tasks.code("ps", 0) == 128 + signal.SIGTERM
         tasks.start("ps", 0)
-        assert client.call(Status()).began == 3
+        assert client.call(m.Status()).began == 3
         np.testing.assert_array_equal(read(client), np.full(3, 3.0))
         modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "kept").rglob("*")]
         assert set(modes) <= {0o600, 0o700}

@@ -9,39 +9,30 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ndistribute.parameter_server.messages import (
-    Apply,
-    Changed,
-    Create,
-    Item,
-    NewVariable,
-    Read,
-    Transaction,
-    Update,
-)
+from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.snapshot import restore, take
 from ndistribute.parameter_server.store import Store
 
 
 def new(name, value):
     value = np.asarray(value)
-    return NewVariable(name, value.shape, value.dtype.name, initial=value)
+    return m.NewVariable(name, value.shape, value.dtype.name, initial=value)
 
 
 def assign(name, value, indices=None):
-    return Update(name, "assign", value, indices)
+    return m.Update(name, "assign", value, indices)
 
 
 def add(name, value, indices=None):
-    return Update(name, "assign_add", value, indices)
+    return m.Update(name, "assign_add", value, indices)
 
 
 def read(*names):
-    return Read(tuple(map(Item, names)))
+    return m.Read(tuple(map(m.Item, names)))
 
 
 def apply(rule, name, gradient, rate=0.1, slots=(), **hyperparameters):
-    return Apply((name,), (gradient,), (slots,), "n", rule, rate, hyperparameters)
+    return m.Apply((name,), (gradient,), (slots,), "n", rule, rate, hyperparameters)
 
 
 def rows(*indices):
@@ -67,18 +58,20 @@ class Calls:
 
     def change(self, client, *changes):
         sequence = self._sequences[client] = self._sequences.get(client, 0) + 1
-        reply = self.ask(client, Transaction(client, sequence, sequence, changes))
-        single = isinstance(reply, Changed) and len(reply.outcomes) == 1
+        reply = self.ask(client, m.Transaction(client, sequence, sequence, changes))
+        single = isinstance(reply, m.Changed) and len(reply.outcomes) == 1
         return reply.outcomes[0] if single else reply
 
     def create(self, **values):
-        return self.ask("chief", Create(tuple(new(name, value) for name, value in values.items())))
+        return self.ask(
+            "chief", m.Create(tuple(new(name, value) for name, value in values.items()))
+        )
 
     def leave(self, client):
         self._keep(self.store.left(client))
 
     def read(self, name, known=0):
-        reply = self.replies.pop(self.send("reader", Read((Item(name, known),))))
+        reply = self.replies.pop(self.send("reader", m.Read((m.Item(name, known),))))
         return SimpleNamespace(version=reply.versions[0], array=reply.arrays[0])
 
     def value(self, name):
@@ -121,7 +114,7 @@ class Client:
 
     def change(self, *changes, sequence=None):
         sequence = sequence or next(self._sequences)
-        return self.ask(Transaction(self.name, sequence, sequence, changes))
+        return self.ask(m.Transaction(self.name, sequence, sequence, changes))
 
     def value(self, name):
         return self.ask(read(name)).arrays[0]

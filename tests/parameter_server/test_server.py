@@ -21,17 +21,8 @@ import pytest
 
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
+from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.client import ServerClient, Servers
-from ndistribute.parameter_server.messages import (
-    Aggregate,
-    AwaitStep,
-    Create,
-    Delete,
-    Failure,
-    Gradient,
-    Report,
-    Status,
-)
 from ndistribute.parameter_server.server import LocalServer, StoreService
 from tests.faults.tasks import wait_until
 from tests.parameter_server.calls import Client, add, apply, assign, content, new, read
@@ -58,7 +49,7 @@ def left(tmp_path):
 def killed(directory: Path, **values):
     """Run a service that keeps a log, as one that is killed at the end leaves its directory."""
     with serving(directory.with_name("live"), "log") as (service, client):
-        client.ask(Create(tuple(map(new, values or "w", values.values() or [ONES]))))
+        client.ask(m.Create(tuple(map(new, values or "w", values.values() or [ONES]))))
         yield service, client
         shutil.copytree(directory.with_name("live"), directory)
 
@@ -68,13 +59,13 @@ def files(directory: Path, kind: str) -> list[str]:
 
 
 def totals(client: Client) -> tuple[int, int]:
-    reply = client.ask(Status())
+    reply = client.ask(m.Status())
     return reply.total, reply.began
 
 
 def test_a_server_without_a_directory_writes_nothing_and_says_so():
     with serving(None) as (service, client):
-        assert client.ask(Status("snapshot")).kind == "unknown"
+        assert client.ask(m.Status("snapshot")).kind == "unknown"
         assert not service.resumed
     with pytest.raises(ValueError, match="needs a directory for its log"):
         StoreService(None, "ps:0", durability="log")
@@ -83,9 +74,9 @@ def test_a_server_without_a_directory_writes_nothing_and_says_so():
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
 def test_a_server_goes_on_where_it_ended(tmp_path, durability):
     with serving(tmp_path, durability) as (service, client):
-        client.ask(Create((new("w", ONES),)))
+        client.ask(m.Create((new("w", ONES),)))
         client.change(add("w", ONES))
-        assert client.ask(Status("snapshot")).total == 1
+        assert client.ask(m.Status("snapshot")).total == 1
         client.change(add("w", ONES))
         version = client.ask(read("w")).versions[0]
     assert not service.failed_last_snapshot
@@ -107,12 +98,12 @@ def test_a_server_answers_while_it_writes_what_was_before(tmp_path, monkeypatch)
 
     monkeypatch.setattr(tensor_files, "write", slowly)
     with serving(tmp_path) as (service, client):
-        client.ask(Create((new("w", ONES),)))
-        assert service.handle(client, 7, Status("snapshot")) is None
+        client.ask(m.Create((new("w", ONES),)))
+        assert service.handle(client, 7, m.Status("snapshot")) is None
         assert began.wait(timeout=50)
         assert client.change(add("w", ONES)).total == 1
         for call in (8, 9):  # Two threads of the client ask at once.
-            assert service.handle(client, call, Status("snapshot")) is None
+            assert service.handle(client, call, m.Status("snapshot")) is None
         assert client.sent.empty()
         go_on.set()
         answers = [client.sent.get(timeout=50) for _ in range(3)]
@@ -128,13 +119,13 @@ def test_a_snapshot_that_can_not_be_written_is_no_end_but_the_last_one_is_told(
         raise OSError(28, "No space left on device")
 
     with serving(tmp_path, left) as (service, client):
-        client.ask(Create((new("w", ONES),)))
+        client.ask(m.Create((new("w", ONES),)))
         with monkeypatch.context() as patched:
             patched.setattr(tensor_files, "write", full)
-            reply = client.ask(Status("snapshot"))
+            reply = client.ask(m.Status("snapshot"))
             assert reply.kind == "full"
             assert "ps:0 could not write a snapshot: [Errno 28] No space" in reply.message
-        assert client.ask(Status("snapshot")).total == 0
+        assert client.ask(m.Status("snapshot")).total == 0
         client.change(add("w", ONES))
         monkeypatch.setattr(tensor_files, "write", full)
     assert service.failed_last_snapshot
@@ -149,23 +140,23 @@ def test_snapshots_that_can_not_be_used_keep_a_server_from_starting(tmp_path):
 
 def test_a_change_at_the_end_is_left_to_the_next_life(tmp_path):
     with serving(tmp_path) as (service, client):
-        client.ask(Create((new("w", ONES),)))
+        client.ask(m.Create((new("w", ONES),)))
         service.close()
-        assert service.handle(client, 1, Delete(("w",))) is None
+        assert service.handle(client, 1, m.Delete(("w",))) is None
         assert client.value("w").tolist() == [1, 1, 1]
 
 
 def give(client, step):
-    return client.change(Aggregate("t", step, 2, apply("sgd", "w", Gradient(ONES), 1.0)))
+    return client.change(m.Aggregate("t", step, 2, apply("sgd", "w", m.Gradient(ONES), 1.0)))
 
 
 def test_a_client_that_leaves_is_waited_for_no_longer_unless_it_is_back():
     with serving(None) as (service, a):
-        a.ask(Create((new("w", ONES), new("n", 0))))
+        a.ask(m.Create((new("w", ONES), new("n", 0))))
         b = Client(service, "worker:1#b")
         for client in (a, b, a):
             give(client, 0 if client is b else totals(a)[0] // 2)
-        assert service.handle(a, 9, AwaitStep("t", 2, 2)) is None
+        assert service.handle(a, 9, m.AwaitStep("t", 2, 2)) is None
         again = Client(service, "worker:1#b")
         service.disconnected(b, died=True)
         assert a.sent.empty()
@@ -176,12 +167,12 @@ def test_a_client_that_leaves_is_waited_for_no_longer_unless_it_is_back():
 
 def test_who_died_while_a_server_was_away_is_waited_for_no_longer(tmp_path, left):
     with serving(tmp_path) as (service, a):
-        a.ask(Create((new("w", ONES), new("n", 0))))
+        a.ask(m.Create((new("w", ONES), new("n", 0))))
         for client in (a, Client(service, "worker:1#b")):
             give(client, 0)
         give(a, 1)
     with serving(tmp_path, return_seconds=0.1) as (service, a):
-        assert service.handle(a, 5, AwaitStep("t", 2, 2)) is None
+        assert service.handle(a, 5, m.AwaitStep("t", 2, 2)) is None
         call, reply = a.sent.get(timeout=50)
         assert (call, reply.kind) == (5, "left")
         assert "worker:1#b" in reply.message
@@ -190,18 +181,18 @@ def test_who_died_while_a_server_was_away_is_waited_for_no_longer(tmp_path, left
 def test_every_acknowledged_change_is_in_the_log_at_once(left):
     with killed(left, w=ONES, n=0, x=ONES) as (service, client):
         give(client, 0)
-        client.ask(Status("snapshot"))  # The sum of a step that is not complete is in it.
+        client.ask(m.Status("snapshot"))  # The sum of a step that is not complete is in it.
         give(Client(service, "worker:1#b"), 0)
         client.change(add("w", ONES), assign("x", 5 * ONES))
-        client.ask(Delete(("x",)))
-        assert isinstance(client.change(add("none", ONES)), Failure)
+        client.ask(m.Delete(("x",)))
+        assert isinstance(client.change(add("none", ONES)), m.Failure)
         expected = content(service.store)[1]["variables/w"]
     assert all((left / name).stat().st_mode & 0o777 == 0o600 for name in files(left, ".log"))
     with serving(left, "log") as (service, client):
         assert totals(client) == (3, 3)
         assert content(service.store)[1]["variables/w"] == expected
         assert client.ask(read("x")).kind == "unknown"
-        assert client.ask(AwaitStep("t", 1, 2)).value == 1
+        assert client.ask(m.AwaitStep("t", 1, 2)).value == 1
 
 
 def test_the_log_is_in_the_order_of_the_changes_whoever_makes_them(left):
@@ -239,7 +230,7 @@ def test_a_snapshot_replaces_the_log_and_the_one_before_is_enough_as_well(tmp_pa
     with killed(left) as (_, client):
         for number in range(1, 5):
             client.change(add("w", ONES))
-            assert client.ask(Status("snapshot")).total == number
+            assert client.ask(m.Status("snapshot")).total == number
         client.change(add("w", ONES))
         assert files(tmp_path / "live", ".log") == ["ps-0.000004.log", "ps-0.000005.log"]
     newest = tensor_files.newest(left, "ps-0").path
@@ -247,7 +238,7 @@ def test_a_snapshot_replaces_the_log_and_the_one_before_is_enough_as_well(tmp_pa
     with serving(left) as (_, client):  # A server that kept a log goes on with it.
         assert totals(client) == (5, 5)
         assert client.value("w").tolist() == [6, 6, 6]
-        assert client.ask(Status("snapshot")).total == 5
+        assert client.ask(m.Status("snapshot")).total == 5
         client.change(add("w", ONES), sequence=6)
     assert files(left, ".log")
     with serving(left, "log") as (_, client):
@@ -257,7 +248,7 @@ def test_a_snapshot_replaces_the_log_and_the_one_before_is_enough_as_well(tmp_pa
 def test_a_log_that_grows_long_is_replaced_before_a_snapshot_is_due(tmp_path, monkeypatch):
     monkeypatch.setattr("ndistribute.parameter_server.server._LOG_BYTES", 300)
     with serving(tmp_path, "log") as (_, client):
-        client.ask(Create((new("w", ONES),)))
+        client.ask(m.Create((new("w", ONES),)))
         for _ in range(4):
             client.change(add("w", ONES))
         wait_until(lambda: tensor_files.newest(tmp_path, "ps-0"))
@@ -265,7 +256,7 @@ def test_a_log_that_grows_long_is_replaced_before_a_snapshot_is_due(tmp_path, mo
 
 def test_a_log_that_is_missing_is_told(left):
     with killed(left) as (_, client):
-        client.ask(Status("snapshot"))
+        client.ask(m.Status("snapshot"))
     (left / "ps-0.000002.log").unlink()
     with pytest.raises(CheckpointCorruptError, match=r"000002\.log.* acknowledged are missing"):
         StoreService(left, "ps:0")
@@ -310,9 +301,9 @@ def test_after_a_sync_that_failed_nothing_is_acknowledged_until_a_snapshot(left,
                 assert reply.kind == "full"
                 assert "ps-0.000001.log" in reply.message
                 assert consequence in reply.message
-                assert client.ask(Status("snapshot")).kind == "full"
+                assert client.ask(m.Status("snapshot")).kind == "full"
             assert client.change(add("w", ONES), sequence=2).kind == "full"
-        assert client.ask(Status("snapshot")).total == 1
+        assert client.ask(m.Status("snapshot")).total == 1
         assert client.change(add("w", ONES), sequence=1).repeated
         assert client.change(add("w", ONES), sequence=2).total == 2
     with serving(left) as (_, client):
@@ -429,9 +420,9 @@ def test_updates_are_lost_between_lives_in_their_order_however_late_one_is_heard
     caller = SimpleNamespace(name="chief:0#a", instance="", start=None, close=lambda: None)
     client = ServerClient(caller, "ps:0")
     for life, began, total in (("1", 0, 10), ("3", 25, 300), ("2", 10, 25), ("4", 300, 300)):
-        client.learn(Report("ps:0", life, began, total))
+        client.learn(m.Report("ps:0", life, began, total))
     assert client.lost_updates == 0
-    client.learn(Report("ps:0", "5", 290, 295))
+    client.learn(m.Report("ps:0", "5", 290, 295))
     assert client.lost_updates == 10
 
 

@@ -10,23 +10,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ndistribute.optimizers.algorithms import AdamRule
-from ndistribute.parameter_server.messages import (
-    Aggregate,
-    Apply,
-    AwaitClock,
-    AwaitStep,
-    Changed,
-    Create,
-    Delete,
-    Failure,
-    Gradient,
-    Item,
-    NewVariable,
-    Number,
-    Read,
-    Status,
-    Transaction,
-)
+from ndistribute.parameter_server import messages as m
 from tests.parameter_server.calls import Calls, add, apply, assign, content, new, read, rows
 
 
@@ -36,7 +20,9 @@ def calls():
 
 
 def test_a_value_is_asked_for_only_where_there_is_none(calls):
-    wanted = Create((NewVariable("v", (2,), "float32"), NewVariable("n", (), "int64", fill=3.0)))
+    wanted = m.Create(
+        (m.NewVariable("v", (2,), "float32"), m.NewVariable("n", (), "int64", fill=3.0))
+    )
     assert calls.ask("a", wanted).states == ("wanted", "made")
     assert calls.ask("a", read("v")).kind == "unknown"
     calls.create(v=np.float32([1, 2]))
@@ -47,19 +33,19 @@ def test_a_value_is_asked_for_only_where_there_is_none(calls):
 @pytest.mark.parametrize(
     "other",
     [
-        NewVariable("v", (2,), "float64"),
-        NewVariable("v", (3,), "float32", fill=0.0),
-        NewVariable("x", (2,), "object", fill=0.0),
-        NewVariable("x", (2,), "no such", fill=0.0),
-        NewVariable("x", (-1,), "float32", fill=0.0),
-        NewVariable("x", (2,), "int32", fill=np.nan),
-        NewVariable("x", (3,), "float32", initial=np.zeros(2, np.float32)),
-        NewVariable("x", (1 << 55,), "float64", fill=0.0),  # There is not so much memory.
+        m.NewVariable("v", (2,), "float64"),
+        m.NewVariable("v", (3,), "float32", fill=0.0),
+        m.NewVariable("x", (2,), "object", fill=0.0),
+        m.NewVariable("x", (2,), "no such", fill=0.0),
+        m.NewVariable("x", (-1,), "float32", fill=0.0),
+        m.NewVariable("x", (2,), "int32", fill=np.nan),
+        m.NewVariable("x", (3,), "float32", initial=np.zeros(2, np.float32)),
+        m.NewVariable("x", (1 << 55,), "float64", fill=0.0),  # There is not so much memory.
     ],
 )
 def test_what_can_not_be_made_is_named_and_nothing_else_is_made(calls, other):
     calls.create(v=np.zeros(2, np.float32))
-    reply = calls.ask("b", Create((new("w", 1.0), other)))
+    reply = calls.ask("b", m.Create((new("w", 1.0), other)))
     huge = np.prod(other.shape, dtype=float) > 1e9
     assert reply.kind == ("full" if huge else "mismatch")
     assert huge or f"'{other.name}'" in reply.message
@@ -67,7 +53,7 @@ def test_what_can_not_be_made_is_named_and_nothing_else_is_made(calls, other):
 
 
 def test_a_foreign_byte_order_becomes_this_machines(calls):
-    calls.ask("a", Create((NewVariable("v", (2,), ">i4", initial=np.array([1, 2], ">i4")),)))
+    calls.ask("a", m.Create((m.NewVariable("v", (2,), ">i4", initial=np.array([1, 2], ">i4")),)))
     assert calls.value("v").dtype.isnative
     assert calls.value("v").tolist() == [1, 2]
     assert calls.change("a", add("v", np.array([1, 1], np.int32))).versions == (2,)
@@ -77,7 +63,7 @@ def test_a_store_keeps_no_array_of_a_request(calls):
     arrays = [np.ones(2) for _ in range(3)]
     calls.create(v=arrays[0], n=np.array(0))
     held = calls.value("v")  # Makes the assignment take another array.
-    gradient = Aggregate("t", 0, 2, apply("sgd", "v", Gradient(arrays[2])))
+    gradient = m.Aggregate("t", 0, 2, apply("sgd", "v", m.Gradient(arrays[2])))
     calls.change("a", assign("v", arrays[1]), gradient)
     before = content(calls.store)
     for array in arrays:
@@ -89,13 +75,13 @@ def test_a_store_keeps_no_array_of_a_request(calls):
 def test_a_read_moves_only_what_is_newer(calls):
     calls.create(v=np.zeros(2), w=np.ones(2))
     assert calls.change("a", assign("v", np.ones(2))).versions == (2,)
-    reply = calls.ask("a", Read((Item("v", 1), Item("w", 1))))
+    reply = calls.ask("a", m.Read((m.Item("v", 1), m.Item("w", 1))))
     assert reply.versions == (2, 1)
     assert (reply.arrays[0].tolist(), reply.arrays[1]) == ([1, 1], None)
 
 
 VECTOR = np.zeros(2, np.float32)
-GRADIENT = Gradient(VECTOR + 1)
+GRADIENT = m.Gradient(VECTOR + 1)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +97,11 @@ GRADIENT = Gradient(VECTOR + 1)
         add("v", np.ones(1, np.float32), np.zeros(1)),
         add("v", np.ones(1), rows(0)),
         add("scalar", np.ones(1), rows(0)),
-        Apply(("v", "v"), (GRADIENT, GRADIENT), ((), ()), "n", "sgd", 0.1),
-        Apply(("v",), (), ((),), "n", "sgd", 0.1),
-        Apply(("v",), (GRADIENT,), (), "n", "sgd", 0.1),
-        Apply(("v",), (GRADIENT,), ((),), "none", "sgd", 0.1),
-        Apply(("v",), (GRADIENT,), ((),), "counts", "sgd", 0.1),
+        m.Apply(("v", "v"), (GRADIENT, GRADIENT), ((), ()), "n", "sgd", 0.1),
+        m.Apply(("v",), (), ((),), "n", "sgd", 0.1),
+        m.Apply(("v",), (GRADIENT,), (), "n", "sgd", 0.1),
+        m.Apply(("v",), (GRADIENT,), ((),), "none", "sgd", 0.1),
+        m.Apply(("v",), (GRADIENT,), ((),), "counts", "sgd", 0.1),
         apply("nothing", "v", GRADIENT),
         apply("sgd", "v", GRADIENT, beta_1=0.5),
         apply("adam", "v", GRADIENT, slots=("m", "s"), beta_1=1.5),
@@ -124,25 +110,25 @@ GRADIENT = Gradient(VECTOR + 1)
         apply("adam", "v", GRADIENT, slots=("m", "v")),
         apply("adam", "v", GRADIENT, slots=("m", "none")),
         apply("adam", "v", GRADIENT, slots=("m", "wide")),
-        apply("sgd", "v", Gradient(VECTOR[:1])),
-        apply("sgd", "counts", Gradient(np.zeros(2))),
-        apply("sgd", "v", Gradient(np.zeros(2, complex))),
-        apply("sgd", "v", Gradient(VECTOR[:1], rows(9))),
-        Aggregate("g", 0, 0, apply("sgd", "v", GRADIENT)),
-        Aggregate("g", -1, 1, apply("sgd", "v", GRADIENT)),
-        Aggregate("g", 0, 1, apply("sgd", "none", GRADIENT)),
-        Aggregate("t", 0, 2, apply("sgd", "m", GRADIENT)),
+        apply("sgd", "v", m.Gradient(VECTOR[:1])),
+        apply("sgd", "counts", m.Gradient(np.zeros(2))),
+        apply("sgd", "v", m.Gradient(np.zeros(2, complex))),
+        apply("sgd", "v", m.Gradient(VECTOR[:1], rows(9))),
+        m.Aggregate("g", 0, 0, apply("sgd", "v", GRADIENT)),
+        m.Aggregate("g", -1, 1, apply("sgd", "v", GRADIENT)),
+        m.Aggregate("g", 0, 1, apply("sgd", "none", GRADIENT)),
+        m.Aggregate("t", 0, 2, apply("sgd", "m", GRADIENT)),
     ],
 )
 def test_one_change_that_does_not_fit_undoes_the_whole_transaction(calls, change):
     calls.create(v=VECTOR, m=VECTOR, s=VECTOR, wide=np.zeros(2), n=np.array(0))
     calls.create(flags=np.zeros(2, bool), scalar=np.zeros(()), counts=np.zeros(2, np.int64))
-    calls.change("a", Aggregate("t", 0, 2, apply("sgd", "v", GRADIENT)))
+    calls.change("a", m.Aggregate("t", 0, 2, apply("sgd", "v", GRADIENT)))
     before = content(calls.store)
-    good = (add("v", VECTOR + 1), Aggregate("t2", 0, 1, apply("sgd", "v", GRADIENT)))
+    good = (add("v", VECTOR + 1), m.Aggregate("t2", 0, 1, apply("sgd", "v", GRADIENT)))
     for changes in ((change,), (*good, apply("sgd", "v", GRADIENT), change)):
         reply = calls.change("b", *changes)
-        assert isinstance(reply, Failure)
+        assert isinstance(reply, m.Failure)
         assert reply.kind in ("mismatch", "unknown")
         assert content(calls.store) == before
 
@@ -158,8 +144,8 @@ def test_a_mismatch_names_variable_shapes_and_dtypes(calls):
 
 def test_the_changes_are_made_in_order_and_each_has_its_outcome(calls):
     calls.create(v=np.zeros(2), m=np.zeros(2), s=np.zeros(2), n=np.array(-1))
-    adam = apply("adam", "v", Gradient(np.ones(2)), slots=("m", "s"))
-    aggregate = Aggregate("t", 3, 2, adam)
+    adam = apply("adam", "v", m.Gradient(np.ones(2)), slots=("m", "s"))
+    aggregate = m.Aggregate("t", 3, 2, adam)
     reply = calls.change("a", assign("v", np.ones(2)), add("v", np.ones(2)), adam, adam, aggregate)
     *done, accumulated = reply.outcomes
     assert [outcome.versions for outcome in done] == [(2,), (3,), (4,), (5,)]
@@ -174,19 +160,19 @@ def test_rows_that_are_there_are_read_in_the_order_asked(calls):
     values = np.arange(8.0).reshape(4, 2)
     calls.create(v=values, w=np.zeros(()))
     for indices in ([], [2], [3, 0, 3]):
-        reply = calls.ask("a", Read((Item("v", rows=rows(*indices)), Item("v", 1, rows(1)))))
+        reply = calls.ask("a", m.Read((m.Item("v", rows=rows(*indices)), m.Item("v", 1, rows(1)))))
         assert reply.versions == (1, 1)
         assert [found.tolist() for found in reply.arrays] == [values[indices].tolist(), [[2, 3]]]
     wrong = [("v", each) for each in (rows(4), rows(-1), np.zeros(1), rows(1)[None])]
     for name, indices in (*wrong, ("w", rows(0))):
-        reply = calls.ask("a", Read((Item(name, rows=indices),)))
+        reply = calls.ask("a", m.Read((m.Item(name, rows=indices),)))
         assert (reply.kind, f"'{name}'" in reply.message) == ("mismatch", True)
 
 
 def test_a_variable_that_is_made_again_does_not_pass_for_the_one_before(calls):
     calls.create(v=np.zeros(2))
     calls.change("a", add("v", np.ones(2)))
-    assert [calls.ask("a", Delete(("v", "none"))).value for _ in range(2)] == [1, 0]
+    assert [calls.ask("a", m.Delete(("v", "none"))).value for _ in range(2)] == [1, 0]
     assert calls.ask("a", read("v")).kind == "unknown"
     calls.create(v=np.zeros(2))
     assert calls.read("v", known=2).array.tolist() == [0, 0]
@@ -194,23 +180,23 @@ def test_a_variable_that_is_made_again_does_not_pass_for_the_one_before(calls):
 
 def test_a_repetition_changes_nothing_and_tells_what_is_there_now(calls):
     calls.create(v=0.0)
-    order = Transaction("a", 1, 0, (add("v", np.array(1.0)),))
+    order = m.Transaction("a", 1, 0, (add("v", np.array(1.0)),))
     first = calls.ask("a", order)
     assert (first.outcomes[0].versions, first.total, first.repeated) == ((2,), 1, False)
-    calls.ask("a", Transaction("a", 2, 0, (add("v", np.array(1.0)),)))
+    calls.ask("a", m.Transaction("a", 2, 0, (add("v", np.array(1.0)),)))
     again = calls.ask("another", order)
     assert (again.outcomes[0].versions, again.total, again.repeated) == ((3,), 2, True)
-    calls.ask("a", Delete(("v",)))
+    calls.ask("a", m.Delete(("v",)))
     assert calls.ask("a", order).outcomes[0].versions == (0,)
 
 
 def test_what_was_refused_may_be_asked_again(calls):
-    order = Transaction("a", 1, 1, (add("v", np.array(1.0)),))
+    order = m.Transaction("a", 1, 1, (add("v", np.array(1.0)),))
     assert calls.ask("a", order).kind == "unknown"
     calls.create(v=0.0)
     assert not calls.ask("a", order).repeated
     assert calls.value("v") == 1
-    below = Transaction("a", 1, 2, order.changes)
+    below = m.Transaction("a", 1, 2, order.changes)
     assert calls.ask("a", below).kind == "mismatch"
 
 
@@ -218,17 +204,17 @@ def test_of_many_clients_the_one_that_was_here_least_lately_is_forgotten(calls, 
     monkeypatch.setattr("ndistribute.parameter_server.store.MAX_CLIENTS", 2)
     calls.create(v=0.0)
     for client, sequence in (("a", 1), ("b", 1), ("a", 2), ("c", 1)):
-        calls.ask(client, Transaction(client, sequence, 0, ()))
-    replies = [calls.ask(c, Transaction(c, 1, 0, ())).repeated for c in "acb"]
+        calls.ask(client, m.Transaction(client, sequence, 0, ()))
+    replies = [calls.ask(c, m.Transaction(c, 1, 0, ())).repeated for c in "acb"]
     assert replies == [True, True, False]
 
 
 def test_a_client_can_not_make_the_server_remember_without_bound(calls, monkeypatch):
     monkeypatch.setattr("ndistribute.parameter_server.store.MAX_APPLIED", 3)
-    replies = [calls.ask("a", Transaction("a", n, 0, ())) for n in range(1, 5)]
-    assert [isinstance(reply, Changed) for reply in replies] == [True] * 3 + [False]
+    replies = [calls.ask("a", m.Transaction("a", n, 0, ())) for n in range(1, 5)]
+    assert [isinstance(reply, m.Changed) for reply in replies] == [True] * 3 + [False]
     assert replies[3].kind == "full"
-    assert calls.ask("a", Transaction("a", 2, 0, ())).repeated
+    assert calls.ask("a", m.Transaction("a", 2, 0, ())).repeated
 
 
 ZERO = np.array(0.0)
@@ -254,7 +240,7 @@ class OnceMachine(RuleBasedStateMachine):
         self.next[client] = number + 1
         self.open[client].add(number)
         changes = (add("v", np.array(2.0 ** len(self.sent))), add("v" if fits else "none", ZERO))
-        self.sent.append(Transaction(client, number, min(self.open[client]), changes))
+        self.sent.append(m.Transaction(client, number, min(self.open[client]), changes))
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -287,7 +273,7 @@ class OnceMachine(RuleBasedStateMachine):
     @invariant()
     def the_value_is_the_sum_of_what_was_made(self):
         assert self.calls.value("v") == self.expected
-        assert self.calls.ask("a", Status()).total == len(self.made)
+        assert self.calls.ask("a", m.Status()).total == len(self.made)
 
 
 TestOnce = OnceMachine.TestCase
@@ -311,14 +297,14 @@ def synced():
 
 def give(calls, client, gradient, step=0, count=2):
     """Give a set of one gradient, for plain descent; return what became of it."""
-    change = apply("sgd", "v", Gradient(np.float32(gradient)), rate=1.0)
-    outcome = calls.change(client, Aggregate("t", step, count, change))
+    change = apply("sgd", "v", m.Gradient(np.float32(gradient)), rate=1.0)
+    outcome = calls.change(client, m.Aggregate("t", step, count, change))
     return outcome.accepted, outcome.step
 
 
 def wait(calls, client, step, count=2):
     """Wait for a step, and return the call."""
-    return calls.send(client, AwaitStep("t", step, count))
+    return calls.send(client, m.AwaitStep("t", step, count))
 
 
 def test_a_late_set_and_a_second_one_of_a_client_are_dropped(synced):
@@ -336,8 +322,8 @@ def test_gradients_of_16_bits_are_summed_in_32(synced, dtype, sparse):
     synced.create(x=np.zeros(2, dtype))
     for step in range(2):
         for client in range(400):  # Their sum is beyond float16, and steps of bfloat16 are 2 there.
-            gradient = Gradient(values, rows(0, 1)) if sparse else Gradient(values)
-            change = Aggregate("t", step, 400, apply("sgd", "x", gradient, rate=1.0))
+            gradient = m.Gradient(values, rows(0, 1)) if sparse else m.Gradient(values)
+            change = m.Aggregate("t", step, 400, apply("sgd", "x", gradient, rate=1.0))
             synced.change(f"c{client}", change)
     assert synced.value("x").astype(float).tolist() == [-2, -600]
 
@@ -345,16 +331,16 @@ def test_gradients_of_16_bits_are_summed_in_32(synced, dtype, sparse):
 @pytest.mark.parametrize(
     "other",
     [
-        apply("sgd", "w", Gradient(np.zeros((5, 2)))),
-        apply("sgd", "v", Gradient(FOUR[:1], rows(0))),
-        apply("sgd", "v", Gradient(np.zeros(4))),
+        apply("sgd", "w", m.Gradient(np.zeros((5, 2)))),
+        apply("sgd", "v", m.Gradient(FOUR[:1], rows(0))),
+        apply("sgd", "v", m.Gradient(np.zeros(4))),
     ],
 )
 def test_a_set_unlike_the_steps_first_is_refused_and_the_next_step_may_differ(synced, other):
     give(synced, "a", [1, 1, 1, 1])
-    assert synced.change("b", Aggregate("t", 0, 2, other)).kind == "mismatch"
+    assert synced.change("b", m.Aggregate("t", 0, 2, other)).kind == "mismatch"
     assert give(synced, "b", [1, 1, 1, 1]) == (True, 1)
-    assert synced.change("b", Aggregate("t", 1, 1, other)).step == 2
+    assert synced.change("b", m.Aggregate("t", 1, 1, other)).step == 2
 
 
 def test_a_server_restored_from_before_follows_its_clients(synced):
@@ -363,7 +349,7 @@ def test_a_server_restored_from_before_follows_its_clients(synced):
             give(synced, client, [1, 1, 1, 1], step)
     old = synced.restored()
     for step in (3, 4):  # Sets for them were given to the life that was lost.
-        assert old.ask("a", AwaitStep("t", step, 2)).value == 2
+        assert old.ask("a", m.AwaitStep("t", step, 2)).value == 2
     assert give(old, "a", [5, 5, 5, 5], step=2) == (True, 2)
     # What it held for its own step is dropped: the others are further.
     assert give(old, "b", [1, 1, 1, 1], step=4) == (True, 4)
@@ -382,8 +368,8 @@ def test_steps_of_n_of_m_are_the_rule_over_the_mean_of_the_first_n(data, needed,
         sets = []
         for client in draw(st.permutations("abcde"[: needed + spare])):
             values = np.float32(draw(st.lists(st.integers(-9, 9), min_size=4, max_size=4)))
-            adam = apply("adam", "v", Gradient(values), slots=("m", "s"))
-            outcome = calls.change(client, Aggregate("t", step, needed, adam))
+            adam = apply("adam", "v", m.Gradient(values), slots=("m", "s"))
+            outcome = calls.change(client, m.Aggregate("t", step, needed, adam))
             assert outcome.accepted == (len(sets) < needed)
             sets.append(values)
             if draw(st.booleans()):
@@ -440,12 +426,12 @@ def test_synchronous_workers_go_on_however_often_the_server_is_restored(data, ne
 
 def begin(calls, client, clock, slack=0, count=2):
     """Say that a client begins a step, and return the call."""
-    return calls.send(client, AwaitClock("steps", clock, slack, count))
+    return calls.send(client, m.AwaitClock("steps", clock, slack, count))
 
 
 def may(calls, client, clock, slack=0, count=2):
     """Return whether a client may begin a step at once."""
-    return isinstance(calls.replies.get(begin(calls, client, clock, slack, count)), Number)
+    return isinstance(calls.replies.get(begin(calls, client, clock, slack, count)), m.Number)
 
 
 def test_a_member_that_left_holds_nobody_back_but_one_that_never_came_does(synced):
@@ -474,7 +460,7 @@ def test_a_restarted_member_takes_its_own_place_even_before_its_death_is_known(s
 
 
 def test_numbers_without_sense_are_refused(synced):
-    assert synced.ask("a", AwaitStep("t", 2, 0)).kind == "mismatch"
+    assert synced.ask("a", m.AwaitStep("t", 2, 0)).kind == "mismatch"
     begin(synced, "a", 0)
     for clock, slack, count in ((-1, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 3)):
         assert synced.replies[begin(synced, "b", clock, slack, count)].kind == "mismatch"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import threading
 import time
@@ -188,43 +187,29 @@ def test_a_server_that_is_closed_lets_its_clients_know_and_frees_its_address(job
         RpcServer(f"127.0.0.1:{port}", CREDENTIALS, "ps:0", {})
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_an_interrupt_ends_the_call_of_its_own_thread_alone(job, waits):
-    """The main thread may be receiving, or handing over the reply of another thread then."""
+def test_an_interrupt_ends_the_call_of_its_own_thread_alone(job):
+    """The main thread hands over the reply of another thread at that moment."""
     echo, client = job
 
     class Interrupting(dict):
         def pop(self, number, *missing):
             if threading.current_thread() is threading.main_thread():
                 client._pending = dict(self)
-                signal.raise_signal(signal.SIGALRM)
+                raise KeyboardInterrupt
             return super().pop(number, *missing)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
 
     def call_once_main_receives() -> str:
         wait_until(lambda: client._receiving)
         return client.call(Note("of the other thread"), SECONDS).text
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            call = client.start(Note("never"), SECONDS)
-            assert echo.entered.wait(SECONDS)
-            if waits:
-                signal.setitimer(signal.ITIMER_REAL, 0.2)
-                other = None
-            else:
-                client._pending = Interrupting(client._pending)
-                other = pool.submit(call_once_main_receives)
-            with pytest.raises(KeyboardInterrupt):
-                call.result()
-            if other is not None:
-                assert other.result(SECONDS) == "of the other thread"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with ThreadPoolExecutor(1) as pool:
+        call = client.start(Note("never"), SECONDS)
+        assert echo.entered.wait(SECONDS)
+        client._pending = Interrupting(client._pending)
+        other = pool.submit(call_once_main_receives)
+        with pytest.raises(KeyboardInterrupt):
+            call.result()
+        assert other.result(SECONDS) == "of the other thread"
     assert client.call(Note("next")).text == "next"
     assert not client._pending
 

@@ -159,16 +159,6 @@ def test_what_is_no_address_is_an_error_that_shows_one():
             find_secret([address], {"NDISTRIBUTE_SECRET": GOOD})
 
 
-@given(st.text())
-def test_no_text_gives_another_error(text):
-    try:
-        host, port = split_address(text)
-    except ValueError:
-        return
-    assert host
-    assert 0 <= port < 65536
-
-
 @given(st.ip_addresses(), st.integers(0, 65535))
 def test_every_ip_address_is_understood(ip, port):
     text = f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
