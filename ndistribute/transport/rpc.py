@@ -284,7 +284,8 @@ class RpcServer:
     """Accept connections at one address, and serve each of them on a thread of its own.
 
     The server listens when the constructor returns. `name` is its task, such as ``"ps:0"``;
-    `services` maps purposes to services.
+    `services` maps purposes to services. `connected` and `disconnected` are called for the clients
+    of all services, before and after those of the service.
     """
 
     def __init__(
@@ -295,7 +296,10 @@ class RpcServer:
         services: Mapping[str, Service],
         *,
         environ: Mapping[str, str] = os.environ,
+        connected: Callable[[Peer], None] = lambda peer: None,
+        disconnected: Callable[[Peer, bool], None] = lambda peer, died: None,
     ) -> None:
+        self._connected, self._disconnected = connected, disconnected
         # Instances sort by their start time.
         self.instance = f"{time.time_ns():016x}-{secrets.token_hex(4)}"
         self._services: dict[str, tuple[Service, Decoder[Any]]] = {
@@ -354,11 +358,14 @@ class RpcServer:
         peer, died = Peer(connection), True
         try:
             try:
+                self._connected(peer)
                 service.connected(peer)
                 died = _converse(service, connection, peer)
             finally:
                 connection.abort("the conversation ended.")
-                service.disconnected(peer, died and not self._closing)
+                died = died and not self._closing
+                service.disconnected(peer, died)
+                self._disconnected(peer, died)
         except Exception:
             _log.exception("the connection of %s failed", peer.name)
         finally:

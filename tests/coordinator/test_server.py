@@ -140,13 +140,13 @@ def test_a_chief_that_connected_again_is_here_although_its_old_connection_ends_l
     """A server that had been stopped saw both at once, and took the chief for dead."""
     with serving({**ONE_WORKER, "chief": ["127.0.0.1:2"]}) as server:
         old, new = (SimpleNamespace(name="chief:0#a") for _ in range(2))
-        service = server._services()["ps"]
-        service.connected(old)
-        service.connected(new)
-        service.disconnected(old, died=True)
-        assert server._membership.policy.outlook() is None
-        service.disconnected(new, died=True)
-        assert server._membership.policy.outlook().lost == "the chief died"
+        members = server._membership
+        members.connected(old)
+        members.connected(new)
+        members.disconnected(old, died=True)
+        assert members.policy.outlook() is None
+        members.disconnected(new, died=True)
+        assert members.policy.outlook().lost == "the chief died"
 
 
 def test_a_worker_that_dies_is_waited_for_no_longer_than_said():
