@@ -198,7 +198,12 @@ class Connection:
                 if self.is_unix and body > _SHARED_FROM_BYTES:
                     file = self._make_ring()
                     ring = self._outgoing
-                head = self._head(call, control, lengths, body, shared=ring is not None)
+                flags = 0 if ring is None else _SHARED
+                head = _HEADER.pack(_MAGIC, _DATA, flags, len(lengths), call, len(control), 0, body)
+                head += struct.pack(f"<{len(lengths)}Q", *lengths) + control
+                if self._sealed:
+                    head += self._seal(head)
+                self._used = time.monotonic()
                 parts: list[Buffer] = [head]
                 if ring is None:
                     for buffer, length in zip(buffers, lengths, strict=True):
@@ -348,19 +353,6 @@ class Connection:
                 file = make_file()
                 self._outgoing = Ring(file, writes=True)
         return file
-
-    def _head(
-        self, call: int, control: bytes, lengths: list[int], body: int, shared: bool
-    ) -> bytes:
-        flags = _SHARED if shared else 0
-        head = _HEADER.pack(_MAGIC, _DATA, flags, len(lengths), call, len(control), 0, body)
-        if lengths:
-            head += struct.pack(f"<{len(lengths)}Q", *lengths)
-        head += control
-        if self._sealed:
-            head += self._seal(head)
-        self._used = time.monotonic()
-        return head
 
     def _write(self, parts: Sequence[Buffer], deadline: float, file: int = -1) -> None:
         """Write the buffers in order; send the descriptor `file`, if any, with the first bytes."""
