@@ -3,9 +3,9 @@ they are killed, stopped and started again."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ import pytest
 from ndistribute.coordinator.coordinator import ClusterCoordinator
 from tests.coordinator import errands
 from tests.faults.tasks import Tasks, wait_until
+from tests.transport.ends import forked
 
 pytest.importorskip("cloudpickle")
 
@@ -125,33 +126,19 @@ def test_a_stopped_worker_holds_nothing_up_but_what_it_has(command, workers, fif
 
 
 def test_a_forked_child_is_told_and_closes_nothing(coordinator, fifo):
-    """Also when it closes the coordinator, or ends as a program does."""
     assert meet(coordinator, fifo) == [0, 1]
     pending = coordinator.schedule(errands.meet, (fifo, "in"))
-    for does in (
-        lambda: coordinator.schedule(errands.double, (1,)),
-        coordinator.join,
-        coordinator.done,
-        pending.fetch,
-    ):
-        assert _in_a_child(coordinator, does)
+
+    def child(use: Callable[[], object]) -> str:
+        try:
+            return f"{use()} was possible"
+        except RuntimeError as error:
+            coordinator.close()
+            return str(error)
+
+    schedule = functools.partial(coordinator.schedule, errands.double, (1,))
+    for use in (schedule, coordinator.join, coordinator.done, pending.fetch):
+        assert "is a fork of" in forked(functools.partial(child, use))
     coordinator.schedule(errands.meet, (fifo, "out"))
     coordinator.join(timeout=SECONDS)
     assert meet(coordinator, fifo) == [0, 1]
-
-
-def _in_a_child(coordinator: ClusterCoordinator, does: Callable[[], object]) -> bool:
-    """Return True if a call is refused in a forked child, which may close the coordinator."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            does()
-        except RuntimeError as error:
-            status = 0 if "fork" in str(error) else 2
-            coordinator.close()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
