@@ -411,7 +411,7 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
         hello = Hello(name=name, purpose="coordinator", audience=f"worker:{index}")
         deadline = time.monotonic() + _CONNECT_SECONDS
         try:
-            return connect(address, credentials, hello, _outcomes, deadline=deadline, sealed=True)
+            return connect(address, credentials, hello, _outcomes, deadline=deadline, macs=True)
         except ConnectionLostError as error:
             raise ConnectionLostError(f"{address}: {error}") from error
 

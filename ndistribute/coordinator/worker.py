@@ -115,7 +115,7 @@ class WorkerService:
     """Run the closures of all coordinators, one at a time; a `Service` of "coordinator"."""
 
     requests: Any = Run | Forget
-    sealed = True
+    macs = True
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -3,7 +3,7 @@
 A frame is a header, a control record and raw buffers:
 
     magic, kind, flags, number of buffers, call, bytes of control, bytes of all buffers
-    the length of each buffer; the control record; a MAC on sealed connections; the buffers, aligned
+    the length of each buffer; the control record; a MAC if asked for; the buffers, aligned
 
 The receiver checks sizes before it allocates memory. On a Unix socket, long buffers go through a
 ring buffer in shared memory, whose descriptor is sent with the first frame that needs it. Any
@@ -85,7 +85,7 @@ def connect(
     kinds: Decoder[Any],
     *,
     deadline: float,
-    sealed: bool = False,
+    macs: bool = False,
 ) -> Connection:
     """Return an authenticated connection: over a Unix socket if the process is on this host."""
     deadline = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
@@ -96,10 +96,10 @@ def connect(
         # The launcher listens for processes that are still starting.
         instead = by_unix if wanted and sock is None else None
         if sock is None:
-            patience = max(0.001, deadline - time.monotonic())
-            sock = socket.create_connection(split_address(address), timeout=patience)
+            seconds = max(0.001, deadline - time.monotonic())
+            sock = socket.create_connection(split_address(address), timeout=seconds)
         sock, accepted = authenticate(sock, credentials, hello, deadline=deadline, instead=instead)
-        return Connection(sock, accepted, kinds, sealed=sealed)
+        return Connection(sock, accepted, kinds, macs=macs)
     except OSError as error:
         if isinstance(error, AuthenticationError | ConnectionLostError):
             raise
@@ -120,7 +120,7 @@ def _unix_socket(address: str, deadline: float) -> socket.socket | None:
 class Connection:
     """Send and receive records on an authenticated socket, which the connection owns.
 
-    If `sealed` is True, every frame carries a MAC over its header and control record. This is
+    If `macs` is True, every frame carries a MAC over its header and control record. This is
     required if a record contains data that will be unpickled.
     """
 
@@ -130,15 +130,16 @@ class Connection:
         accepted: Accepted,
         kinds: Decoder[Any],
         *,
-        sealed: bool = False,
+        macs: bool = False,
         silence: float | None = None,
     ) -> None:
         self.peer = accepted.hello
         self.is_unix = sock.family == socket.AF_UNIX
         self._sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._kinds = kinds
-        self._sealed = sealed
-        self._seal, self._unseal = _macs(accepted.sending_key), _macs(accepted.receiving_key)
+        self._macs = macs
+        self._sending_mac = _mac_of(accepted.sending_key)
+        self._receiving_mac = _mac_of(accepted.receiving_key)
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._lost: tuple[str, bool] | None = None  # The reason, and whether it was clean.
         self._closed = False
@@ -201,8 +202,8 @@ class Connection:
                 flags = 0 if ring is None else _SHARED
                 head = _HEADER.pack(_MAGIC, _DATA, flags, len(lengths), call, len(control), 0, body)
                 head += struct.pack(f"<{len(lengths)}Q", *lengths) + control
-                if self._sealed:
-                    head += self._seal(head)
+                if self._macs:
+                    head += self._sending_mac(head)
                 self._used = time.monotonic()
                 parts: list[Buffer] = [head]
                 if ring is None:
@@ -400,9 +401,9 @@ class Connection:
             raise ConnectionLostError("it said good-bye.", clean=True)
         start = _HEADER.size + 8 * count
         end = start + nbytes
-        head = memoryview(bytearray(end + (_MAC_BYTES if self._sealed else 0)))
+        head = memoryview(bytearray(end + (_MAC_BYTES if self._macs else 0)))
         self._read_whole(head, deadline)
-        if self._sealed and not hmac.compare_digest(self._unseal(head[:end]), head[end:]):
+        if self._macs and not hmac.compare_digest(self._receiving_mac(head[:end]), head[end:]):
             raise MalformedError(
                 "a frame was changed on its way, or is not the other end's. Set "
                 "NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
@@ -534,7 +535,7 @@ class NonBlockingTls:
         socket.socket.shutdown(self._tls, how)  # SSLSocket.shutdown would end reading as well.
 
 
-def _macs(key: bytes) -> Callable[[bytes | memoryview], bytes]:
+def _mac_of(key: bytes) -> Callable[[bytes | memoryview], bytes]:
     """Return a function that computes the MACs of one direction; it counts the frames."""
     numbers = itertools.count(1)
     return lambda head: hmac.digest(key, next(numbers).to_bytes(8, "little") + head, "sha256")

@@ -268,7 +268,7 @@ class Service(Protocol):
     """The handler of all connections with one purpose."""
 
     requests: Any  # The union of the request classes.
-    sealed: bool  # Whether frames carry a MAC, which unpickling requires.
+    macs: bool  # Whether frames carry a MAC, which unpickling requires.
 
     def connected(self, peer: Peer) -> None:
         """Called when a client has connected."""
@@ -339,7 +339,7 @@ class RpcServer:
 
     def _on_peer(self, sock: socket.socket, accepted: Accepted) -> None:
         service, kinds = self._services[accepted.hello.purpose]
-        connection = Connection(sock, accepted, kinds, sealed=service.sealed, silence=self._silence)
+        connection = Connection(sock, accepted, kinds, macs=service.macs, silence=self._silence)
         name = f"ndistribute {connection.peer.name}"
         args = service, connection
         thread = threading.Thread(target=self._serve, args=args, name=name, daemon=True)

@@ -400,7 +400,7 @@ class Caller:
             Hello(name=name, purpose="coordinator", audience="worker:0"),
             Decoder(Outcome),
             deadline=time.monotonic() + SECONDS,
-            **{"sealed": True, **options},
+            **{"macs": True, **options},
         )
 
     def close(self) -> None:
@@ -471,11 +471,11 @@ def test_nothing_is_unpickled_for_a_stranger(caller, tmp_path):
     evil = order(1, double, Evil(str(path)))
     with pytest.raises(AuthenticationError, match="another secret"):
         caller.connect(secret=b"another secret, and a long one")
-    with contextlib.closing(caller.connect(sealed=False)) as unsealed:  # Its frames have no MAC.
+    with contextlib.closing(caller.connect(macs=False)) as without_macs:  # Its frames have no MAC.
         for _ in range(2):  # The worker takes the next bytes for the MAC.
-            unsealed.send(evil)
+            without_macs.send(evil)
         with pytest.raises(ConnectionLostError):
-            unsealed.receive(time.monotonic() + SECONDS)
+            without_macs.receive(time.monotonic() + SECONDS)
     assert not path.exists()
     with contextlib.closing(caller.connect()) as chief:
         chief.send(evil)

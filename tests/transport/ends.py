@@ -204,7 +204,7 @@ class Echo:
     """A service that answers with what it is asked, or does what the text says."""
 
     requests = Note
-    sealed = False
+    macs = False
 
     def __init__(self) -> None:
         self.here: list[str] = []

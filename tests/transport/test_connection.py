@@ -94,12 +94,12 @@ def half(unix: bool = False, **more) -> Iterator[tuple[Connection, socket.socket
             connection.close()
 
 
-def frames(count: int, sealed: bool, record: Note) -> list[bytes]:
+def frames(count: int, macs: bool, record: Note) -> list[bytes]:
     """Return the bytes of some frames for the end named ``a``."""
     one, other = sockets(unix=False)
-    sender = one_end(one, "b", sealed=sealed)
+    sender = one_end(one, "b", macs=macs)
     control, buffers = encode(record)
-    length = HEADER.size + 8 * len(buffers) + len(control) + 32 * sealed
+    length = HEADER.size + 8 * len(buffers) + len(control) + 32 * macs
     length += sum(len(buffer) + -len(buffer) % 64 for buffer in buffers)
     sent = []
     with other:
@@ -111,10 +111,10 @@ def frames(count: int, sealed: bool, record: Note) -> list[bytes]:
     return sent
 
 
-@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("macs", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_records_pass_whole_both_ways(kind, sealed, files):
-    with pair(kind, files, sealed=sealed) as (one, other):
+def test_records_pass_whole_both_ways(kind, macs, files):
+    with pair(kind, files, macs=macs) as (one, other):
         kept = []
         for number, sizes in enumerate(
             [(), (1,), (0,), (5, 0, 64, 65), (70_000,), (0, 9 * MEGABYTES, 3), (200_000, 70_000)]
@@ -175,12 +175,12 @@ class Never:
         raise AssertionError("bytes were decoded that nobody vouches for")
 
 
-def test_a_flipped_byte_of_a_sealed_frame_is_refused_before_anything_is_decoded():
+def test_a_flipped_byte_of_a_frame_with_a_mac_is_refused_before_anything_is_decoded():
     (frame,) = frames(1, True, note(64, text="some text"))
     for position in range(len(frame) - 64):  # But for the raw data, which TLS protects.
         changed = bytearray(frame)
         changed[position] ^= 1
-        with half(kinds=Never(), sealed=True) as (connection, sock):
+        with half(kinds=Never(), macs=True) as (connection, sock):
             sock.sendall(changed)
             sock.shutdown(socket.SHUT_WR)
             with pytest.raises((MalformedError, ConnectionLostError)):
@@ -191,7 +191,7 @@ def test_a_flipped_byte_of_a_sealed_frame_is_refused_before_anything_is_decoded(
 @pytest.mark.parametrize("order", [(0, 0), (1,), (0, 2), (0, 1, 0), ("reflected",)])
 def test_a_sealed_frame_that_is_repeated_reordered_or_sent_back_is_refused(order):
     sent = frames(3, True, Note("some text"))
-    with half(sealed=True) as (connection, sock):
+    with half(macs=True) as (connection, sock):
         for number in order:
             if number == "reflected":
                 connection.send(Note("mine"))
