@@ -21,8 +21,8 @@ from ndistribute import tree
 from ndistribute.cluster import ClusterResolver, resolver_of_job
 from ndistribute.cluster.resolvers import current_task
 from ndistribute.cluster.spec import task_names
+from ndistribute.coordinator.closures import keep_until_run
 from ndistribute.coordinator.coordinator import forget
-from ndistribute.coordinator.remote_value import keep_until_run
 from ndistribute.coordinator.worker import keep
 from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.device import Array, Device, resolve_devices

@@ -93,7 +93,7 @@ def bother(
             hello = Hello(name="evaluator:9#n", purpose=purpose, audience=task)
             _, accepted = shake(sock, credentials, hello)
             record = rng.choice(TO_SERVERS if to_server else TO_WORKERS)
-            data = framed(record, accepted, sealed=not to_server)
+            data = framed(record, accepted, macs=not to_server)
         sock.sendall(spoilt(data, rng))
 
 
@@ -110,10 +110,10 @@ def spoilt(data: bytes, rng: random.Random) -> bytes:
     return data[: 2 * (kind == 2)] + rng.randbytes(rng.randrange(1, 3000))
 
 
-def framed(record: Record, accepted: Accepted, *, sealed: bool) -> bytes:
+def framed(record: Record, accepted: Accepted, *, macs: bool) -> bytes:
     """Return the bytes of a frame as the other end of a handshake makes it."""
     here, there = socket.socketpair()
-    connection = Connection(here, accepted, Decoder(Reply | Outcome), sealed=sealed)
+    connection = Connection(here, accepted, Decoder(Reply | Outcome), macs=macs)
     with contextlib.closing(connection), there:
         connection.is_unix = False  # Else long arrays would go by shared memory.
         connection.send(record, 1)
