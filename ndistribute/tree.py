@@ -45,9 +45,6 @@ def unflatten(like: Tree, leaves: Iterable[Leaf]) -> Tree:
 def map_leaves(fn: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
     """Return a structure with the results of `fn` for the leaves of one or several structures.
 
-    Raises:
-        ValueError: the structures differ.
-
     >>> map_leaves(lambda a, b: a + b, [1, {"x": 2}], [10, {"x": 20}])
     [11, {'x': 22}]
     """
@@ -80,9 +77,6 @@ def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
 
     A structure without `PerReplica` leaves is returned itself, not a copy.
 
-    Raises:
-        ValueError: a `PerReplica` does not have `num_replicas` components.
-
     >>> select([PerReplica([1, 2]), "same"], 1, 2)
     [2, 'same']
     """
@@ -102,14 +96,7 @@ def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
 
 
 def regroup(trees: Sequence[Tree], make_leaf: Callable[[Sequence[Leaf]], Leaf]) -> Tree:
-    """Return one structure, each of whose leaves combines the replicas' leaves at its position.
-
-    Args:
-        trees: one structure per replica, in replica order.
-        make_leaf: called with the sequence of leaves at one position; returns the combined leaf.
-
-    Raises:
-        ValueError: the structures differ between replicas.
+    """Return one structure; `make_leaf` combines the replicas' leaves at each position.
 
     >>> regroup([{"loss": 1}, {"loss": 2}], tuple)
     {'loss': (1, 2)}

@@ -22,11 +22,7 @@ __all__ = ["ArrayLike", "detached"]
 
 
 def _operator(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], ...]:
-    """Return the methods of a frequent operator, which do not use NumPy's protocol.
-
-    The protocol costs 1.5 us per call, and computes squares by `np.power`.
-    """
-
+    # NumPy's protocol costs 1.5 us per call, and computes squares by `np.power`.
     def of_left(self: ArrayLike, other: Any) -> Any:
         return function(self.tracked_value(), _read(other))
 
@@ -136,10 +132,8 @@ class ArrayLike(NDArrayOperatorsMixin):
 
 
 def detached(value: Any) -> Any:
-    """Return an array whose changes do not affect a variable.
-
-    A snapshot on a CPU is read-only. CuPy has no such flag, so a view on a GPU is copied.
-    """
+    """Return an array whose changes do not affect a variable."""
+    # A snapshot on a CPU is read-only. CuPy has no such flag, so a view on a GPU is copied.
     if type(value) is np.ndarray or not is_gpu_array(value) or value.base is None:
         return value
     with working_on(device_of(value)):

@@ -24,8 +24,9 @@ from ndistribute.variables.policy import (
     VariableAggregation,
     VariablePolicy,
     VariableSynchronization,
+    Write,
+    cast,
 )
-from ndistribute.variables.write import Write, cast
 
 __all__ = ["Variable"]
 
@@ -226,11 +227,7 @@ class Variable(ArrayLike):
         return self._checked_scatter("assign", indices, values)
 
     def replica(self, what: str) -> Any:
-        """Return the context of this thread's replica, or None outside replicas or if it is alone.
-
-        Raises:
-            RuntimeError: another strategy is current.
-        """
+        """Return the context of this thread's replica; None outside replicas or if it is alone."""
         frame = context.current_frame()
         current = frame.strategy
         if current is None:
@@ -390,9 +387,8 @@ def _create(strategy: Any, array: Array, policy: VariablePolicy) -> Any:
     number = None if policy.name else next(strategy.numbers)
     if number is not None:
         policy = replace(policy, name=f"Variable_{number}" if number else "Variable")
-    how = f"{policy.synchronization.name}, {policy.aggregation.name}"
     try:
-        array = strategy.agree_on(array, f"variable {policy.name!r} ({how})")
+        array = strategy.agree_on(array, f"variable {policy.name!r} ({policy})")
     except BaseException:
         if number is not None:  # Some workers may not have taken it, and try again with it.
             strategy.numbers = itertools.count(number)
@@ -417,5 +413,4 @@ def _described(value: Any, dtype: Any, policy: VariablePolicy) -> str:
     if not callable(value):
         array = as_array(value)
         shown, wanted = f"shape {array.shape}", wanted or np.dtype(array.dtype)
-    how = f"{policy.synchronization.name}, {policy.aggregation.name}"
-    return f"{shown}, dtype {wanted}, {how}"
+    return f"{shown}, dtype {wanted}, {policy}"
