@@ -71,14 +71,12 @@ def test_a_rule_that_makes_no_sense_is_refused():
             rule_named(name, numbers)
 
 
-def test_a_rule_needs_a_name_of_its_own() -> None:
+def test_a_rule_needs_a_name_of_its_own_and_an_optimizer_no_arithmetic() -> None:
     with pytest.raises(TypeError, match="Derived needs a `name` of its own"):
 
         class Derived(AdamRule):
             pass
 
-
-def test_two_rules_of_one_name_are_refused() -> None:
     @dataclasses.dataclass(frozen=True)
     class First(Rule):
         name = "twice"
@@ -89,9 +87,6 @@ def test_two_rules_of_one_name_are_refused() -> None:
             name = "twice"
 
     assert hyperparameters_of(First()) == ("twice", {})
-
-
-def test_arithmetic_in_an_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="defines update, which belong to a Rule"):
 
         class Own(SGD):
@@ -115,8 +110,6 @@ def test_a_learning_rate_that_raises_counts_no_step() -> None:
     with pytest.raises(KeyError):
         optimizer.apply_gradients([([1.0], variable)])
     assert optimizer.iterations == 0
-    with pytest.raises(ValueError, match="cannot be trained"):
-        optimizer.build([nd.Variable([1, 2])])
 
 
 @pytest.mark.parametrize("plain_first", [True, False])
@@ -142,5 +135,3 @@ def test_variables_of_another_strategy_are_refused_in_any_place() -> None:
             with pytest.raises(RuntimeError, match="update of variable"):
                 strategy.run(lambda p=pairs: optimizer.apply_gradients([([1.0], v) for v in p]))
         assert own.numpy().tolist() == [1.0]
-    with pytest.raises(TypeError, match="'list', 'ndarray'"):
-        SGD(1.0).apply_gradients([([1.0], np.ones(1))])

@@ -11,7 +11,6 @@ import pytest
 
 import ndistribute as nd
 from tests.kinds import (
-    ALL,
     DEADLINE,
     closing,
     context,
@@ -27,36 +26,18 @@ from tests.kinds import (
 from tests.transport.ends import forked
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_closing_ends_all_threads(kind):
-    before = set(threading.enumerate())
-    with closing(ALL[kind]()) as strategy:
-        assert works(strategy)
-        started = set(threading.enumerate()) - before
-        assert len(started) == strategy.num_replicas_in_sync - 1
-    assert not started & set(threading.enumerate())
-
-
 def test_a_strategy_is_a_context_manager_of_its_scope_that_closes(several):
     with several as entered:
         assert entered is several
         assert nd.get_strategy() is several
         v = nd.Variable(1.0)
         assert works(several)
+        assert len(pool_threads()) == len(several.devices) - 1
     assert not nd.has_strategy()
     assert not pool_threads()
     assert v.distribute_strategy is several
     with pytest.raises(RuntimeError, match="closed"):
         several.run(lambda: None)
-
-
-def test_a_with_block_that_raises_leaves_the_scope_and_closes():
-    strategy = mirrored(2)
-    works(strategy)
-    with pytest.raises(KeyError), strategy:
-        raise KeyError
-    assert not nd.has_strategy()
-    assert not pool_threads()
 
 
 def test_a_with_block_that_has_not_begun_can_not_end(several):
@@ -81,14 +62,12 @@ def test_a_thread_that_can_not_start_is_an_error_of_the_step_and_nothing_stays(m
         assert works(strategy)
 
 
-def test_after_closing_run_is_refused_and_variables_stay(several):
+def test_after_closing_variables_stay(several):
     with several.scope():
         v = nd.Variable(2.0, aggregation="sum")
     several.run(lambda: v.assign_add(1.0))
     several.close()
     several.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        several.run(lambda: None)
     assert float(v) == 2 + several.num_replicas_in_sync
     assert several.reduce("sum", 1.0) == several.num_replicas_in_sync
     assert not pool_threads()
@@ -261,22 +240,6 @@ def _merged(call):
     return context().merge_call(lambda _: call())
 
 
-def test_two_strategies_run_on_two_threads_at_once():
-    everyone = threading.Barrier(5)
-
-    def step():
-        everyone.wait(DEADLINE)
-        return meet()
-
-    with (
-        closing(mirrored(2)) as two,
-        closing(mirrored(3)) as three,
-        in_thread(lambda: two.run(step)) as other,
-    ):
-        assert three.run(step).values == (3, 3, 3)
-        assert other.result(DEADLINE).values == (2, 2)
-
-
 @one_process("the order of threads is each process's own")
 def test_runs_of_one_strategy_from_two_threads_take_turns(strategy):
     inside = []
@@ -293,16 +256,3 @@ def test_runs_of_one_strategy_from_two_threads_take_turns(strategy):
         runs = [pool.submit(strategy.run, step) for _ in range(20)]
         assert all(run.result(DEADLINE).values == (size,) * size for run in runs)
     assert most == [size] * 20
-
-
-@one_process("the order of threads is each process's own")
-def test_an_error_on_one_thread_does_not_reach_a_run_on_another(several):
-    def fail():
-        meet()
-        raise KeyError(rank())
-
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(5):
-            bad, good = pool.submit(several.run, fail), pool.submit(works, several)
-            assert isinstance(bad.exception(DEADLINE), KeyError)
-            assert good.result(DEADLINE)
