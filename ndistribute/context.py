@@ -78,19 +78,12 @@ class Recorder(Protocol):
 
 @dataclass(slots=True)
 class Frame:
-    """An entry of a thread's context stack.
+    """An entry of a thread's context stack."""
 
-    Args:
-        strategy: the current strategy; None for the default strategy, see `chosen`.
-        replica: the context of the replica; None in a cross-replica context.
-        recorder: the graph of the tape that records in this frame; None without one.
-        merging: whether replicas wait for this frame, as in a `merge_call`.
-    """
-
-    strategy: StrategyLike | None
-    replica: ReplicaContext | None
-    recorder: Recorder | None = None
-    merging: bool = False
+    strategy: StrategyLike | None  # None for the default strategy, see `chosen`.
+    replica: ReplicaContext | None  # None in a cross-replica context.
+    recorder: Recorder | None = None  # The graph of the tape that records in this frame.
+    merging: bool = False  # Whether replicas wait for this frame, as in a `merge_call`.
 
 
 class _State(threading.local):

@@ -25,30 +25,18 @@ def kind_of(dtype: np.dtype[Any]) -> str:
 
 
 def can_cast(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return True if a cast loses digits or range only, but no fraction or imaginary part.
-
-    >>> can_cast(np.dtype(float), np.dtype(np.float16)), can_cast(np.dtype(float), np.dtype(int))
-    (True, False)
-    """
+    """Return True if a cast loses digits or range only, but no fraction or imaginary part."""
     return given == dtype or np.can_cast(standard(given), standard(dtype), "same_kind")
 
 
 @functools.lru_cache(maxsize=64)
 def computing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype for computations and state: float32 for 16-bit floats, else the same.
-
-    >>> computing_dtype(np.dtype(np.float16)), computing_dtype(np.dtype(np.float64))
-    (dtype('float32'), dtype('float64'))
-    """
+    """Return the dtype for computations and state: float32 for 16-bit floats, else the same."""
     return np.dtype(np.float32) if standard(dtype).char == "e" else dtype
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name; for bfloat16, import ml_dtypes.
-
-    >>> dtype_named("bfloat16").itemsize
-    2
-    """
+    """Return the dtype of a name; for bfloat16, import ml_dtypes."""
     if name != "bfloat16":
         return np.dtype(name)
     try:

@@ -17,16 +17,7 @@ __all__ = ["COUNTS_TELL", "ArrayOwner"]
 
 
 class ArrayOwner:
-    """The owner of an array that owns its memory, and to which nobody else keeps a reference.
-
-    >>> owner = ArrayOwner(np.zeros(4))
-    >>> row = owner.array[:1][...]
-    >>> owner.is_shared()
-    True
-    >>> del row
-    >>> owner.is_shared()
-    False
-    """
+    """The owner of an array that owns its memory, and to which nobody else keeps a reference."""
 
     __slots__ = ("array",)
 

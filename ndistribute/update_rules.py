@@ -140,12 +140,7 @@ def can_train(gradient: np.dtype[Any], variable: np.dtype[Any]) -> bool:
 
 
 def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
-    """Return the rule of a name; hyperparameters that are not given have their defaults.
-
-    >>> from ndistribute import optimizers
-    >>> rule_named("sgd", {"momentum": 0.9, "nesterov": 1.0})
-    SGDRule(momentum=0.9, nesterov=True)
-    """
+    """Return the rule of a name; hyperparameters that are not given have their defaults."""
     kind: Any = _rules.get(name)
     if kind is None:
         raise ValueError(f"there is no update rule {name!r} here; known are {', '.join(_rules)}.")
@@ -163,12 +158,7 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
 
 
 def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:
-    """Return a rule's name and hyperparameters, from which `rule_named` makes an equal rule.
-
-    >>> from ndistribute.optimizers import SGD
-    >>> hyperparameters_of(SGD(momentum=0.9).rule)
-    ('sgd', {'momentum': 0.9, 'nesterov': 0.0})
-    """
+    """Return a rule's name and hyperparameters, from which `rule_named` makes an equal rule."""
     if _rules[rule.name] is not type(rule) or not dataclasses.is_dataclass(rule):
         raise ValueError(f"{rule!r} must be a dataclass, and the last rule with its name.")
     try:

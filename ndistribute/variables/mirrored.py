@@ -29,12 +29,6 @@ class Cell(ArrayOwner):
 
     A read returns a read-only view. If a view still exists, the next update writes to a new array;
     otherwise it happens in place.
-
-    >>> cell = Cell(np.zeros(2), Device("cpu:0"))
-    >>> before = cell.read()
-    >>> cell.writable()[...] = 1
-    >>> before, cell.read()
-    (array([0., 0.]), array([1., 1.]))
     """
 
     __slots__ = ("_view", "device", "version")

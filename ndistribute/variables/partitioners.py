@@ -132,9 +132,6 @@ def number_of_shards(
     Raises:
         ValueError: the partitioner did not return a positive integer for each axis, or it splits
             another axis than the first, or into more shards than there are rows.
-
-    >>> number_of_shards(FixedShardsPartitioner(3), (7, 2), np.dtype(float))
-    3
     """
     shape = tuple(shape)
     if partitioner is None or not shape or not prod(shape):
@@ -158,11 +155,7 @@ def number_of_shards(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shards:
-    """The division of a variable's rows into shards; a variable without axes has one shard.
-
-    >>> Shards((7, 2), 3).starts
-    (0, 3, 5, 7)
-    """
+    """The division of a variable's rows into shards; a variable without axes has one shard."""
 
     shape: tuple[int, ...]
     count: int
@@ -193,14 +186,7 @@ class Shards:
         ]
 
     def locate(self, rows: Array) -> list[tuple[Array, Array]]:
-        """Return, for each shard, the positions in `rows` of its rows, and their indices in it.
-
-        >>> for positions, indices in Shards((7, 2), 3).locate(np.array([6, 0, 6, 2])):
-        ...     print(positions, indices)
-        [1 3] [0 2]
-        [] []
-        [0 2] [1 1]
-        """
+        """Return, for each shard, the positions in `rows` of its rows, and their indices in it."""
         starts = np.array(self.starts)
         rows = rows.astype(np.int64, copy=False)  # uint64 minus int64 is float64.
         owners: Array = np.searchsorted(starts[1:], rows, side="right")

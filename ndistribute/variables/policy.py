@@ -112,15 +112,10 @@ def _parse(kind: type[E], value: Any, what: str) -> E:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A write to a variable.
+    """A write to a variable."""
 
-    Args:
-        how: ``"assign"``, ``"assign_add"`` or ``"assign_sub"``.
-        value: a whole array, or rows as `IndexedSlices`, of the variable's dtype.
-    """
-
-    how: str
-    value: Any
+    how: str  # "assign", "assign_add" or "assign_sub".
+    value: Any  # A whole array, or rows as `IndexedSlices`, of the variable's dtype.
 
     @property
     def sparse(self) -> bool:
@@ -159,14 +154,7 @@ def map_values(function: Callable[[Array], Array], value: Any) -> Any:
 
 
 def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
-    """Return a value as an array of a dtype; an error names the operation `what`.
-
-    Raises:
-        ValueError: the dtype cannot represent the value.
-
-    >>> cast([1, 2], np.dtype(np.uint8), "assign")
-    array([1, 2], dtype=uint8)
-    """
+    """Return a value as an array of a dtype; an error names the operation `what`."""
     array = as_array(value)
     if array.dtype == dtype:
         return array

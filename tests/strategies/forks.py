@@ -15,7 +15,7 @@ import numpy as np
 
 import ndistribute as nd
 
-ENDS = ("_exit", "sys.exit", "close", "own", "return")
+ENDS = ("_exit", "close", "own", "return")
 
 
 def main() -> int:
@@ -61,8 +61,6 @@ def main() -> int:
                 refused = refuses()
                 if end == "_exit":
                     os._exit(0 if refused else 1)
-                if end == "sys.exit":
-                    sys.exit(0 if refused else 1)
                 if end == "close":
                     strategy.close()
                 if end == "own":
