@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import sys
 import threading
@@ -67,13 +66,6 @@ def main() -> int:
                     refused = refused and _sees_training()
                 return 0 if refused else 1
             codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        _wait_for(lambda seen=acknowledged[0]: acknowledged[0] > seen + 5)
-        process = multiprocessing.get_context("fork").Process(
-            target=lambda: sys.exit(not refuses())
-        )
-        process.start()
-        process.join()
-        codes.append(process.exitcode)
         _wait_for(lambda seen=acknowledged[0]: acknowledged[0] > seen + 5)
         over.set()
         thread.join()
