@@ -17,9 +17,8 @@ from ndistribute.dtypes import kind_of
 from ndistribute.ownership import ArrayOwner
 from ndistribute.stream import working_on
 from ndistribute.values import PerReplica
-from ndistribute.variables.array_like import detached
 from ndistribute.variables.policy import VariableAggregation, VariablePolicy, Write, map_values
-from ndistribute.variables.variable import Variable
+from ndistribute.variables.variable import Variable, detached
 
 __all__ = ["CentralVariable", "DeviceCopies", "MirroredVariable", "SyncOnReadVariable"]
 

@@ -29,11 +29,10 @@ from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLo
 from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.messages import Change, Item, Update
 from ndistribute.timeline import span
-from ndistribute.variables.array_like import ArrayLike
 from ndistribute.variables.mirrored import DeviceCopies
 from ndistribute.variables.partitioners import Shards, joined, select_rows
 from ndistribute.variables.policy import VariablePolicy, Write
-from ndistribute.variables.variable import Variable
+from ndistribute.variables.variable import ArrayLike, Variable
 
 __all__ = ["CachedShard", "Place", "ServedVariable", "VariableCache", "attached", "on_host"]
 
