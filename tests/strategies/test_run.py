@@ -39,14 +39,6 @@ def test_each_replica_knows_its_place(strategy):
     assert sizes.values == each(strategy, size)
 
 
-def test_args_must_be_a_list_or_tuple(strategy):
-    for args in (np.zeros(2), {"x": 1}, "ab", None):
-        with pytest.raises(ValueError, match="list or tuple"):
-            strategy.run(lambda *_: None, args=args)
-    assert strategy.run(lambda x, y: x + y, [1, 2]).values[0] == 3
-    assert strategy.run(lambda: 1, (), None).values[0] == 1
-
-
 def test_components_reach_their_replica_wherever_they_stand(strategy):
     mine = parts(strategy, lambda i: 10 * i)
 

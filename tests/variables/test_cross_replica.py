@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import central, closing, context, cpus, each, mirrored, raised_in, works
+from tests.kinds import context, cpus, each, raised_in
 
 WRITES = {"assign": lambda old, x: x, "assign_add": np.add, "assign_sub": np.subtract}
 WRONG_SHAPES = [1.0, [1.0], [1.0, 2.0, 3.0], [[1.0, 2.0]], np.zeros((0, 2))]
@@ -82,21 +82,6 @@ def test_what_loses_nothing_but_digits_is_cast():
         v.assign(value)
         assert v.dtype == v.numpy().dtype == dtype
         assert np.array_equal(v.numpy(), np.asarray(value))
-
-
-def test_a_variable_of_another_strategy_is_refused():
-    with closing(mirrored(2)) as two, closing(mirrored(3)) as three, closing(central(2)) as other:
-        v = make(two, 1.0, aggregation="sum", name="mine")
-        for strategy in (three, other):
-            with strategy.scope():
-                for use in (lambda: v.assign(2.0), lambda: v + 1, v.numpy, v.read_value):
-                    with pytest.raises(RuntimeError, match="mine"):
-                        use()
-            for use in (lambda: v.assign(2.0), lambda: v + 1):
-                with pytest.raises(RuntimeError, match="mine"):
-                    strategy.run(use)
-            assert works(strategy)
-        assert float(v) == 1
 
 
 def test_a_variable_without_a_strategy_is_read_everywhere_and_written_outside_replicas(several):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import closing, each, meet, mine, mirrored, rank
+from tests.kinds import each, meet, mine, rank
 
 AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
 
@@ -96,13 +96,6 @@ def test_reduce_and_gather_see_the_components(strategy):
     assert strategy.reduce("max", v).tolist() == [size]
     assert strategy.reduce("mean", v, axis=0) == (size + 1) / 2
     assert strategy.gather(v, axis=0).tolist() == list(range(1, size + 1))
-
-
-def test_components_of_another_strategy_are_refused():
-    with closing(mirrored(2)) as two, closing(mirrored(3)) as three:
-        v = make(two)
-        with pytest.raises(ValueError, match="component"):
-            three.reduce("sum", v)
 
 
 def test_replicas_need_not_write_alike_and_what_was_read_stays(several):
