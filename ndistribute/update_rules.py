@@ -129,12 +129,7 @@ def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: flo
 
 @functools.lru_cache(maxsize=64)
 def can_train(gradient: np.dtype[Any], variable: np.dtype[Any]) -> bool:
-    """Return True if gradients of a dtype can train variables of another: both are inexact.
-
-    >>> single, double, pair = map(np.dtype, ("f4", "f8", "c16"))
-    >>> can_train(double, single), can_train(pair, double)
-    (True, False)
-    """
+    """Return True if gradients of a dtype can train variables of another: both are inexact."""
     inexact = kind_of(gradient) in "fc" and kind_of(variable) in "fc"
     return inexact and can_cast(gradient, variable)
 

@@ -6,9 +6,9 @@ from ndistribute.strategies.local import (
     CentralStorageStrategy,
     DefaultStrategy,
     MirroredStrategy,
+    MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
 )
-from ndistribute.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from ndistribute.strategies.parameter_server import ParameterServerStrategy
 
 register_default_strategy(DefaultStrategy())

@@ -113,3 +113,11 @@ def test_writes_of_different_kinds_or_variables_do_not_pair(several, aggregation
         several.run(lambda: (w if rank() == 1 else v).assign(1.0))
     assert (float(v), float(w)) == (10, 10)
     assert works(several)
+
+
+def test_variables_of_one_name_do_not_pair():
+    with mirrored(2) as strategy:
+        v, w = (make(strategy, aggregation="sum", name="v") for _ in range(2))
+        with pytest.raises(nd.CollectiveMismatchError, match="replica 1 wrote to variable 'v'"):
+            strategy.run(lambda: (w if rank() == 1 else v).assign(1.0))
+        assert (float(v), float(w)) == (10, 10)
