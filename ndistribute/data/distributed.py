@@ -257,7 +257,7 @@ class DistributedIterator(Iterator[Any]):
             return compared(source, workers)
         if workers is not None:
             return joint(source, workers, topology.devices)
-        if sharding is Sharding.FILE:
+        if sharding is Sharding.FILE or topology.num_workers == 1:
             return source
         # The positions of the other workers are unknown: assume that they are equal.
         every = range(topology.num_workers)

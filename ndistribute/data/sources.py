@@ -77,7 +77,9 @@ def numbers(values: range) -> Node:
 
 def _of_rows(name: str, rows: Rows, like: Any) -> Node:
     spec = ElementSpec(len(rows), batched=False, like=like)
-    return Node(name=name, chunks=lambda epoch, start: iter((rows[start:],)), spec=spec)
+    return Node(
+        name=name, chunks=lambda epoch, start: iter((rows[start:] if start else rows,)), spec=spec
+    )
 
 
 def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:

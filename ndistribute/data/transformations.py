@@ -40,6 +40,7 @@ from ndistribute.data.pipeline import (
     Node,
     SeedCounter,
     name_of,
+    seeds_of,
     upstream,
 )
 from ndistribute.data.prefetch import Ahead
@@ -190,11 +191,12 @@ def _every(chunks: Iterator[Chunk], stop: int | None, step: int) -> Iterator[Chu
 def repeated(child: Node, times: int | None) -> Node:
     """Return a node of the elements repeated `times` times; forever if it is None."""
     known = child.spec.cardinality
+    differ = bool(seeds_of(child))
 
     def repetitions(epoch: Epoch, first: int, start: int) -> Iterator[Chunk]:
         for number in count(first) if times is None else range(first, times):
             empty = True
-            for chunk in child.chunks(epoch.branch(number), start):
+            for chunk in child.chunks(epoch.branch(number) if differ else epoch, start):
                 empty = empty and not len(chunk)
                 yield chunk
             if empty and start == 0:
