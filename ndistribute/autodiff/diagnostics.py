@@ -18,7 +18,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-__all__ = ["missing", "name_of", "no_rule", "refuse_conversion", "refuse_elsewhere", "user_line"]
+__all__ = [
+    "missing",
+    "name_of",
+    "no_rule",
+    "refuse_conversion",
+    "refuse_elsewhere",
+    "refuse_polyval",
+    "refuse_read",
+    "user_line",
+]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD = os.path.dirname(os.__file__)
@@ -105,6 +114,32 @@ def refuse_elsewhere(function: Any) -> NoReturn:
         "GradientTape that tracks it records elsewhere, and the gradient would be lost. Open the "
         "tape in the function that computes, or pass nd.stop_gradient(x)."
     )
+
+
+def refuse_read(variable: Any) -> NoReturn:
+    """Raise a `TypeError` for a variable that a step reads, but a tape outside of it watches."""
+    raise TypeError(
+        f"{getattr(variable, 'name', 'a variable')} is read at {user_line()} in a step of "
+        "strategy.run, while a GradientTape that was opened outside of the step watches it, and "
+        "the gradient would be lost. Open the tape in the step, or use nd.stop_gradient(variable)."
+    )
+
+
+def refuse_polyval() -> None:
+    """Raise a `TypeError` in a `polyval` whose coefficients have several dimensions.
+
+    NumPy reshapes them for an array, but not for other types, and the result would be another one.
+    """
+    frame = next(_frames())
+    given = frame.f_locals
+    if frame.f_code.co_name != "polyval" or not given.get("tensor"):
+        return
+    if given["c"].ndim > 1:
+        raise TypeError(
+            f"np.polynomial.polynomial.polyval of a tracked array, called at {user_line()} with "
+            "coefficients of several dimensions, would not broadcast as it does for an array: call "
+            "it for each column of the coefficients, and join the results with np.stack."
+        )
 
 
 def name_of(function: Any) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.autodiff import collectives
 from ndistribute.autodiff.backward import Component, Entry, backpropagate
+from ndistribute.autodiff.diagnostics import refuse_read
 from ndistribute.autodiff.dispatch import is_differentiable
 from ndistribute.autodiff.rules.indexing import index_rule
 from ndistribute.autodiff.tracked import Tracked, untrack
@@ -46,7 +47,7 @@ class Graph:
         shared: whether several tapes were open at the same time.
     """
 
-    __slots__ = ("_frame", "_open", "_recording", "askers", "entries", "leaves", "shared")
+    __slots__ = ("_frame", "_open", "_outer", "_recording", "askers", "entries", "leaves", "shared")
 
     def __init__(self, frame: Frame) -> None:
         self.entries: list[Entry | None] = []
@@ -56,6 +57,8 @@ class Graph:
         self._frame = frame
         self._open = 0
         self._recording: list[GradientTape] = []
+        # What the frame gets back when no tape records.
+        self._outer = frame.recorder if isinstance(frame.recorder, _AroundStep) else None
 
     @property
     def is_recording(self) -> bool:
@@ -114,6 +117,10 @@ class Graph:
                 return self.leaf(value)
         return value
 
+    def around_step(self) -> Graph:
+        """Return the recorder of a step of `strategy.run`, in which these tapes do not record."""
+        return _AroundStep(self)
+
     def read_part(self, variable: Any, index: Any, value: Any) -> Any:
         """Return ``variable[index]``, given as `value`, tracked if `read` would track the whole."""
         whole = self.read(variable, value)
@@ -148,7 +155,7 @@ class Graph:
         # The frame of the first tape, and those of scopes entered afterwards.
         for frame in (self._frame, *frame_stack()):
             if not self._recording and frame.recorder is self:
-                frame.recorder = None
+                frame.recorder = self._outer
 
     def close(self, tape: GradientTape) -> None:
         """Remove a tape; after the last one, only the tapes refer to the entries."""
@@ -157,6 +164,22 @@ class Graph:
         self._open -= 1
         if not self._open:
             self.entries, self.leaves = [], {}
+
+
+class _AroundStep(Graph):
+    """The recorder of a step inside an open tape: it records nothing, and refuses lost reads."""
+
+    __slots__ = ("_around",)
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(Frame(None, None))
+        self._around = graph
+
+    def read(self, variable: Any, value: Any) -> Any:
+        watched = any(tape.watches(variable) for tape in self._around._recording)
+        if watched and is_differentiable(value):
+            refuse_read(variable)
+        return value
 
 
 class GradientTape:

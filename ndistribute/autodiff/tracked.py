@@ -254,7 +254,7 @@ def stop_gradient(value: Any) -> Any:
 
 def _constant(leaf: Any) -> Any:
     if getattr(leaf, "is_distributed_variable", False):
-        leaf = leaf.read_value()
+        return read_only(leaf.raw_array())
     return read_only(leaf.value) if isinstance(leaf, Tracked) else leaf
 
 

@@ -168,6 +168,19 @@ def test_what_is_no_array_is_refused(other):
             x * other
 
 
+def test_polyval_has_a_gradient_or_is_refused():
+    """Coefficients of several dimensions gave the values of other elements."""
+    polyval = np.polynomial.polynomial.polyval
+    x, columns = np.array([0.5, 2.0, 3.0]), np.arange(9.0).reshape(3, 3)
+    check_gradients(lambda x: polyval(x, [1, 2, 3]) + polyval(x[0], columns), x)
+    check_gradients(lambda x: polyval(x, columns, tensor=False) + 0 * x, x)
+    with GradientTape() as tape:
+        tracked = tape.watch(x)
+        for arguments in ((tracked, columns), (2.0, tracked), ([tracked[0]], x)):
+            with pytest.raises(TypeError, match=rf"polyval.*{HERE}:\d+"):
+                polyval(*arguments)
+
+
 def test_lists_in_keywords():
     x = np.array([0.3, 1.5])
     check_gradients(lambda x: np.clip(x, a_min=[x[0] * 2, 0.5], a_max=2.0), x)

@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 import pytest
+from scipy import special
 
 import ndistribute as nd
 from ndistribute.autodiff import GradientTape
@@ -213,6 +214,23 @@ def test_where_there_is_no_derivative_one_is_chosen(function, x, y, to_x, to_y):
     """The first argument wins a tie, elements that tie share, a NaN gets nothing."""
     _, gradients = gradients_of(function, np.array(x), np.array(y))
     assert [gradient.tolist() for gradient in gradients] == [to_x, to_y]
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "slope"),
+    [
+        (lambda x: special.gammainc(1.0, x), [0, np.inf], [1, 0]),
+        (lambda x: special.gammainc(2.0, x), [0, np.inf], [0, 0]),
+        (lambda x: special.gammaincc(0.5, x), [0, np.inf], [-np.inf, 0]),
+        (lambda x: special.betainc(1.0, 3.0, x), [0, 1], [3, 0]),
+        (lambda x: special.betainc(2.0, 1.0, x), [0, 1], [0, 2]),
+        (special.spence, [1, 2], [-1, -np.log(2)]),
+    ],
+)
+def test_the_edge_of_a_domain_has_the_limit_of_the_derivative(function, x, slope):
+    """It was NaN."""
+    _, (gradient,) = gradients_of(function, np.array(x, float))
+    np.testing.assert_allclose(gradient, slope)
 
 
 def test_float16_sums_are_exact():

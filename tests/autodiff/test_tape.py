@@ -437,3 +437,39 @@ def test_a_step_that_computes_with_what_a_tape_around_it_tracks_is_refused():
         with pytest.raises(TypeError, match="reduce or gather of a strategy"):
             nd.get_strategy().reduce("sum", x * 2)
     assert nd.get_strategy().reduce("sum", x) == 3
+
+
+def test_a_variable_that_a_step_reads_under_a_tape_around_it_is_refused():
+    """Its gradient was None, without a word."""
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        v = nd.Variable(3.0, name="v")
+        refusal = rf"v.* is read at {HERE}:\d+ in a step of strategy\.run"
+
+        with GradientTape() as tape:
+            for read in (lambda: v * 2, v.read_value, lambda: nd.softmax(v)):
+                with pytest.raises(TypeError, match=refusal):
+                    strategy.run(read)
+            with tape.stop_recording():
+                strategy.run(lambda: v * 2)
+            y = v * 2
+        assert tape.gradient(y, v) == 2
+        strategy.run(lambda: v * 2)
+
+
+def test_a_tape_in_a_step_records_under_a_tape_around_it():
+    with nd.MirroredStrategy(["cpu:0"]) as strategy:
+        v, frozen = nd.Variable(3.0, name="v"), nd.Variable(2.0, trainable=False)
+        optimizer = nd.optimizers.SGD(0.5)
+
+        def step():
+            with GradientTape() as inner:
+                loss = v * v
+            with pytest.raises(TypeError, match=r"v.* is read at"):
+                v + 0
+            optimizer.apply_gradients([(inner.gradient(loss, v), v)])
+            return nd.get_replica_context().all_reduce("sum", frozen * nd.stop_gradient(v))
+
+        with GradientTape():
+            (total,) = strategy.run(step).values
+        assert total == 0
+        assert v.numpy() == 0

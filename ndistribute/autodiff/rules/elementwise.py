@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.diagnostics import missing
+from ndistribute.autodiff.diagnostics import missing, refuse_polyval
 from ndistribute.autodiff.rules.unbroadcast import identity, unbroadcast, unbroadcasting
 from ndistribute.device import Array
 
@@ -46,6 +46,12 @@ def _masked(out: Array, mask: Array, x: Array) -> Vjp:
 
 def _broadcast_x(out: Array, x: Array, *args: Any, **kwargs: Any) -> Vjp:
     return unbroadcasting(x, out)
+
+
+def _multiply_x(out: Array, x: Array, y: Any) -> Vjp:
+    if y is _ZERO and x.ndim:
+        refuse_polyval()
+    return _onto(x, out, lambda g: g * y)
 
 
 def _divide_y(out: Array, x: Array, y: Array) -> Vjp:
@@ -143,6 +149,7 @@ def _none(*args: Any) -> Callable[[Array], None]:
     return lambda g: None
 
 
+_ZERO = 0  # There is one object for this number, which `polyval` multiplies by.
 _LOG_2, _LOG_10 = math.log(2), math.log(10)
 
 # The result is the argument that is not NaN, so compare with the result.
@@ -171,7 +178,7 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.add: (_broadcast_x, lambda out, x, y: unbroadcasting(y, out)),
     np.subtract: (_broadcast_x, lambda out, x, y: _onto(y, out, np.negative)),
     np.multiply: (
-        lambda out, x, y: _onto(x, out, lambda g: g * y),
+        _multiply_x,
         lambda out, x, y: _onto(y, out, lambda g: g * x),
     ),
     np.divide: (lambda out, x, y: _onto(x, out, lambda g: g / y), _divide_y),

@@ -69,12 +69,20 @@ def _over(out: Any, x: Any) -> Any:
     return np.where(x, out / np.where(x, x, 1), 0.5)
 
 
-def _log_density_beta(a: Any, b: Any, x: Any) -> Any:
-    return (a - 1) * np.log(x) + (b - 1) * np.log1p(-x) - _special().betaln(a, b)
+def _density_beta(a: Any, b: Any, x: Any) -> Any:
+    special = _special()
+    return np.exp(special.xlogy(a - 1, x) + special.xlog1py(b - 1, -x) - special.betaln(a, b))
 
 
-def _log_density_gamma(a: Any, x: Any) -> Any:
-    return (a - 1) * np.log(x) - x - _special().gammaln(a)
+def _density_gamma(a: Any, x: Any) -> Any:
+    # The largest float32 gives 0 as infinity does, whose logarithm minus itself would be NaN.
+    x = np.minimum(x, np.finfo(np.float32).max)
+    return np.exp(_special().xlogy(a - 1, x) - x - _special().gammaln(a))
+
+
+def _spence_slope(x: Any) -> Any:
+    one = np.equal(x, 1)
+    return np.where(one, -1, np.log(np.where(one, 2, x)) / np.where(one, 1, 1 - x))
 
 
 def _stretch(delta: Any, r: Any) -> Any:
@@ -129,13 +137,13 @@ PARTIALS: dict[str, tuple[Partial, ...]] = {
         lambda out, a, b: _psi(a) - _psi(a + b),
         lambda out, a, b: _psi(b) - _psi(a + b),
     ),
-    "gammainc": (None, lambda out, a, x: np.exp(_log_density_gamma(a, x))),
-    "gammaincc": (None, lambda out, a, x: -np.exp(_log_density_gamma(a, x))),
-    "betainc": (None, None, lambda out, a, b, x: np.exp(_log_density_beta(a, b, x))),
+    "gammainc": (None, lambda out, a, x: _density_gamma(a, x)),
+    "gammaincc": (None, lambda out, a, x: -_density_gamma(a, x)),
+    "betainc": (None, None, lambda out, a, b, x: _density_beta(a, b, x)),
     # Integrals and Bessel functions.
     "expi": (lambda out, x: np.exp(x) / x,),
     "exp1": (lambda out, x: -np.exp(-x) / x,),
-    "spence": (lambda out, x: np.log(x) / (1 - x),),
+    "spence": (lambda out, x: _spence_slope(x),),
     "i0": (lambda out, x: _special().i1(x),),
     "i0e": (lambda out, x: _special().i1e(x) - np.sign(x) * out,),
     "i1": (lambda out, x: _special().i0(x) - _over(out, x),),
