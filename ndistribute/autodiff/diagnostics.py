@@ -18,17 +18,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-__all__ = [
-    "missing",
-    "name_of",
-    "no_rule",
-    "refuse_conversion",
-    "refuse_elsewhere",
-    "refuse_polyval",
-    "refuse_read",
-    "user_line",
-]
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD = os.path.dirname(os.__file__)
 # Packages may be outside site-packages: `pip install --target` installs them anywhere.

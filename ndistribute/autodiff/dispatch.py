@@ -25,23 +25,10 @@ from ndistribute.autodiff.rules import (
     RULES_BY_PATH,
     UFUNC_REDUCTIONS,
 )
-from ndistribute.autodiff.rules.special import special_rules
+from ndistribute.autodiff.rules.elementwise import special_rules
 from ndistribute.autodiff.rules.unbroadcast import unbroadcast
 from ndistribute.context import current_frame
 from ndistribute.device import is_gpu_array
-
-__all__ = [
-    "Recorded",
-    "apply",
-    "binary",
-    "is_differentiable",
-    "operand",
-    "read_only",
-    "refuse_detached",
-    "strip",
-    "ufunc_method",
-    "unary",
-]
 
 # The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
 Path = tuple[Any, ...]
@@ -56,8 +43,10 @@ _PLAIN = frozenset({np.ndarray, float, int, bool, np.float32, np.float64, type(N
 _OPERANDS = (np.ndarray, np.generic, int, float, complex)
 
 # Functions whose first argument has a rule, except ufuncs, whose rules do not accept the keywords
-# of a call.
-_FIRST_ARGUMENT = frozenset(function for function in RULES if not isinstance(function, np.ufunc))
+# of a call, and functions that may have several results.
+_FIRST_ARGUMENT = frozenset(
+    function for function in RULES.keys() - JOINT_RULES.keys() if not isinstance(function, np.ufunc)
+)
 
 # Keywords that may make a function write to an argument.
 _WRITING = frozenset({"copy", "out", "overwrite_input"})
@@ -65,19 +54,12 @@ _WRITING = frozenset({"copy", "out", "overwrite_input"})
 # The methods of arrays, which are a microsecond faster than these functions.
 _METHODS = {np.sum: "sum", np.mean: "mean", np.max: "max", np.min: "min", np.prod: "prod"}
 
-
 # More than NumPy and SciPy have, but bounded, because programs may create ufuncs.
 _UFUNCS = 512
 
 
 class Recorded:
-    """A raw array and its entry in the graph of a gradient tape.
-
-    Args:
-        value: the raw array.
-        graph: the graph of the entry.
-        index: the index of the entry.
-    """
+    """A raw array, and the index of its entry in the graph of a gradient tape."""
 
     __slots__ = ("graph", "index", "value")
 
@@ -148,23 +130,19 @@ def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
 def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of a NumPy function with tracked arrays among its arguments.
 
-    Returns:
-        Tracked arrays for results with a gradient; other results, such as integers, stay plain.
-
-    Raises:
-        TypeError: the function would write to an array, or its tape records in another frame.
+    Results with a gradient are tracked; others, such as integers, stay plain.
     """
+    result: Any = NotImplemented
     if function in _FIRST_ARGUMENT and args and isinstance(args[0], Recorded):
         result = _apply_to_first(function, args[0], args[1:], kwargs)
-        if result is not NotImplemented:
-            return result
-    composed = COMPOSED.get(function)
-    if composed is not None and _takes(composed, kwargs):
-        result = composed(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+    elif function in COMPOSED and _takes(COMPOSED[function], args, kwargs):
+        result = COMPOSED[function](*args, **kwargs)
+    if result is not NotImplemented:
+        return result
     if kwargs and any(_hides_array(value) for name, value in kwargs.items() if name != "out"):
-        args, kwargs = _positional(function, args, kwargs)
+        bound = _bound(function, args, kwargs)
+        if bound is not None:
+            args, kwargs = bound.args, bound.kwargs
     graph: Any = current_frame().recorder
     found: dict[Path, int | None] = {}
     raw_args = [strip(arg, graph, found, (k,)) for k, arg in enumerate(args)]
@@ -248,12 +226,8 @@ def operand(x: Any, graph: Any) -> tuple[Any, int | None]:
 def strip(value: Any, graph: Any, found: dict[Path, int | None], path: Path = ()) -> Any:
     """Return an argument with raw values instead of tracked arrays and variables.
 
-    Args:
-        value: the argument; lists and tuples are searched.
-        graph: the recording graph; arrays of graphs that do not record are constants.
-        found: receives the entry in the graph of each tracked array, by its path; None for an
-            array whose tape records in another frame.
-        path: the position of the argument in the call.
+    `found` receives the entry in the recording graph of each tracked array, also in lists, by its
+    path; None for an array whose tape records in another frame. Other arrays are constants.
     """
     if type(value) in _PLAIN:
         return value
@@ -272,8 +246,7 @@ def strip(value: Any, graph: Any, found: dict[Path, int | None], path: Path = ()
 def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of a function with only its first argument tracked, such as a reduction.
 
-    Returns:
-        The result, or `NotImplemented` if the call needs the general code of `apply`.
+    It is `NotImplemented` if the call needs the general code of `apply`.
     """
     for value in (*rest, *kwargs.values()):
         if type(value) not in _PLAIN and (_hides_array(value) or _is_foreign(value)):
@@ -299,18 +272,14 @@ def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[
 
 
 def _rules_of(
-    function: Any,
-    result: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    paths: Sequence[Path],
+    function: Any, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], paths: list[Path]
 ) -> Rules:
     """Return the rules of a call for the tracked arguments at the given paths."""
     makers = RULES.get(function) or special_rules(function) or ()
     try:
         if isinstance(result, list | tuple):
             if function in JOINT_RULES and all(path in ((0,), (1,)) for path in paths):
-                return _chosen(JOINT_RULES[function](result, args, kwargs), paths)
+                return _chosen(JOINT_RULES[function](result, *args, **kwargs), paths)
         elif function in RULES_BY_PATH:
             rules = tuple(RULES_BY_PATH[function](result, paths, args, kwargs))
             if None not in rules:
@@ -350,8 +319,7 @@ def _cast_rule(
 def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:
     """Return the result of `operand`, with lists and arrays of other libraries converted.
 
-    Raises:
-        TypeError: NumPy would convert the value to an array of objects.
+    What NumPy would convert to an array of objects is refused.
     """
     value, place = operand(value, graph)
     if place is not None or isinstance(value, _OPERANDS) or is_gpu_array(value):
@@ -389,28 +357,22 @@ def _hides_array(value: Any) -> bool:
     return isinstance(value, Recorded) or getattr(value, "is_distributed_variable", False)
 
 
-def _positional(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments with keywords as positions, if the signature is known."""
+def _bound(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments | None:
+    """Return the arguments of a call by position, if the signature is known and accepts them."""
     try:
-        bound = inspect.signature(function).bind(*args, **kwargs)
+        return _signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
-        return args, kwargs
-    return bound.args, bound.kwargs
+        return None
 
 
-def _takes(composed: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a decomposition of a NumPy function accepts these keywords."""
-    known = _keywords(composed) if kwargs else None
-    return kwargs.get("out") is None and (known is None or kwargs.keys() <= known)
+def _takes(composed: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a decomposition accepts these keywords."""
+    return not kwargs or (kwargs.get("out") is None and _bound(composed, args, kwargs) is not None)
 
 
-@functools.cache
-def _keywords(composed: Callable[..., Any]) -> set[str] | None:
-    parameters = inspect.signature(composed).parameters
-    anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return None if anything else set(parameters)
+_signature = functools.lru_cache(_UFUNCS)(inspect.signature)
 
 
 def _refuse_writes(

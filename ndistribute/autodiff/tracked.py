@@ -27,11 +27,9 @@ from ndistribute.autodiff.dispatch import (
     unary,
 )
 from ndistribute.autodiff.rules.elementwise import cast
-from ndistribute.autodiff.rules.indexing import index_rule
+from ndistribute.autodiff.rules.shape import index_rule
 from ndistribute.context import current_frame
 from ndistribute.device import as_array, is_gpu_array, to_host
-
-__all__ = ["Tracked", "refuse_tracked", "stop_gradient", "untrack"]
 
 
 class Tracked(Recorded):

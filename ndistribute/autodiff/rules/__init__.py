@@ -14,18 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules import (
-    decompositions,
-    elementwise,
-    fourier,
-    indexing,
-    linalg,
-    products,
-    reductions,
-    shape,
-    statistics,
-    windows,
-)
+from ndistribute.autodiff.rules import elementwise, linalg, reductions, shape
+from ndistribute.autodiff.rules.decompositions import COMPOSED
 
 __all__ = [
     "COMPOSED",
@@ -37,45 +27,11 @@ __all__ = [
     "UFUNC_REDUCTIONS",
 ]
 
-
-RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
-    **elementwise.RULES,
-    **products.RULES,
-    **reductions.RULES,
-    **shape.RULES,
-    **indexing.RULES,
-    **linalg.RULES,
-    **fourier.RULES,
-    **statistics.RULES,
-    **windows.RULES,
-}
-
-
-def _each(maker: Callable[..., Any]) -> Callable[..., list[Any]]:
-    return lambda out, paths, *call: [maker(out, path, *call) for path in paths]
-
-
-RULES_BY_PATH: dict[Any, Callable[..., list[Any]]] = {
-    **shape.RULES_BY_PATH,
-    **{
-        function: _each(maker)
-        for table in (products, linalg, windows)
-        for function, maker in table.RULES_BY_PATH.items()
-    },
-}
-
-JOINT_RULES: dict[Any, Callable[..., Any]] = {**shape.JOINT_RULES, **linalg.JOINT_RULES}
-
-_YOUNG = decompositions.COMPOSED_BY_NAME | statistics.COMPOSED_BY_NAME
-
-COMPOSED: dict[Any, Callable[..., Any]] = {
-    **decompositions.COMPOSED,
-    **fourier.COMPOSED,
-    **linalg.COMPOSED,
-    **statistics.COMPOSED,
-    **windows.COMPOSED,
-    **{getattr(np, name): entry for name, entry in _YOUNG.items() if hasattr(np, name)},
-}
+RULES: dict[Any, tuple[Callable[..., Any], ...]] = (
+    elementwise.RULES | reductions.RULES | shape.RULES | linalg.RULES
+)
+RULES_BY_PATH: dict[Any, Callable[..., Any]] = shape.RULES_BY_PATH | linalg.RULES_BY_PATH
+JOINT_RULES: dict[Any, Callable[..., Any]] = shape.JOINT_RULES | linalg.JOINT_RULES
 
 CONSTANT: frozenset[Any] = frozenset(
     getattr(np, name)
@@ -84,11 +40,9 @@ CONSTANT: frozenset[Any] = frozenset(
         "histogram_bin_edges ones_like rint around round spacing trunc zeros_like"
     ).split()
 )
-
 IN_PLACE: frozenset[Any] = frozenset(
     {np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask}
 )
-
 UFUNC_REDUCTIONS: dict[Any, Any] = {
     np.add: np.sum,
     np.multiply: np.prod,
