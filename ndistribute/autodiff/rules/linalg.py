@@ -10,6 +10,7 @@ singular values, the gradients through the vectors are infinite.
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -120,7 +121,7 @@ def _blas(g: Array) -> Array:
 
 
 def _rows(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _einsum(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
