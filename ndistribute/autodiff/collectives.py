@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff.dispatch import operand
 from ndistribute.autodiff.rules import RULES
+from ndistribute.autodiff.tracked import operand
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.context import CommunicatorLike
 from ndistribute.device import Array

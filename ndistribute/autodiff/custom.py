@@ -16,8 +16,8 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.autodiff.diagnostics import user_line
-from ndistribute.autodiff.dispatch import Recorded, is_differentiable, operand, refuse_detached
 from ndistribute.autodiff.rules.unbroadcast import kept_shape, wide
+from ndistribute.autodiff.tracked import Tracked, is_differentiable, operand, refuse_detached
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
 from ndistribute.device import Array, as_array
@@ -89,7 +89,7 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
 
 def _plain(result: Any) -> Any:
     """Return a result, Python floats as arrays; raise a TypeError if it is tracked."""
-    if isinstance(result, Recorded):
+    if isinstance(result, Tracked):
         raise TypeError(
             f"a custom_gradient function, called at {user_line()}, computed with a tracked array "
             "or a variable that is not a positional argument, so its gradient would be lost: pass "

@@ -35,6 +35,11 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def called(function: Any, arguments: str = "") -> str:
+    """Return a function's name, what it is called with, and the user's line that calls it."""
+    return f"{name_of(function)}{arguments} at {user_line()}"
+
+
 def missing(function: Any, why: str = "") -> Callable[[Any], NoReturn]:
     """Return a rule that raises a `TypeError` that names the function."""
     error = no_rule(function, why, user_line())

@@ -20,9 +20,8 @@ from ndistribute import tree
 from ndistribute.autodiff import collectives
 from ndistribute.autodiff.backward import Component, Entry, backpropagate
 from ndistribute.autodiff.diagnostics import refuse_read
-from ndistribute.autodiff.dispatch import is_differentiable
 from ndistribute.autodiff.rules.shape import index_rule
-from ndistribute.autodiff.tracked import Tracked, untrack
+from ndistribute.autodiff.tracked import Tracked, is_differentiable, untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import Frame, current_frame, frame_stack
 from ndistribute.device import as_array
