@@ -41,8 +41,13 @@ def called(function: Any, arguments: str = "") -> str:
 
 
 def missing(function: Any, why: str = "") -> Callable[[Any], NoReturn]:
-    """Return a rule that raises a `TypeError` that names the function."""
-    error = no_rule(function, why, user_line())
+    """Return a rule that raises a `TypeError` that names the function, and why it has none."""
+    arguments = f" with these arguments ({why})" if why else ""
+    error = (
+        f"{name_of(function)}{arguments}, called at {user_line()}, has no derivative rule. Write "
+        "it in terms of functions that have one, define one with nd.custom_gradient, or compute it "
+        "from nd.stop_gradient(x)."
+    )
 
     def vjp(g: Any) -> NoReturn:
         raise TypeError(error)
@@ -50,30 +55,10 @@ def missing(function: Any, why: str = "") -> Callable[[Any], NoReturn]:
     return vjp
 
 
-def no_rule(function: Any, why: str, line: str) -> str:
-    """Return the message for a call that has no derivative rule.
-
-    Args:
-        function: a NumPy function.
-        why: the property of the arguments that its rule does not support, if it has a rule.
-        line: the user's line that called it.
-    """
-    arguments = f" with these arguments ({why})" if why else ""
-    return (
-        f"{name_of(function)}{arguments}, called at {line}, has no derivative rule. Write it in "
-        "terms of functions that have one, define one with nd.custom_gradient, or compute it from "
-        "nd.stop_gradient(x)."
-    )
-
-
 def refuse_conversion(conversion: str) -> None:
-    """Raise an error for a conversion of a tracked array to a plain value, except in formatting.
+    """Raise a `TypeError` for a conversion of a tracked array to a plain value.
 
-    Args:
-        conversion: the name of the conversion, for example ``"float()"``.
-
-    Raises:
-        TypeError: always, unless the caller is the ``%`` operator of a string.
+    The ``%`` operator of a string may convert.
     """
     caller, user = next(_frames()), _user_frame()
     # "%.3f" % loss only displays the value, but calls __float__ too.
@@ -94,14 +79,7 @@ def refuse_conversion(conversion: str) -> None:
 
 
 def refuse_elsewhere(function: Any) -> NoReturn:
-    """Raise an error for a call outside the frame of the tape that tracks its argument.
-
-    Args:
-        function: the called function, or a name for the message.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raise a `TypeError` for a call outside the frame of the tape that tracks its argument."""
     raise TypeError(
         f"{function if isinstance(function, str) else name_of(function)} at {user_line()} computes "
         "with a tracked array in another thread, or in a step of strategy.run, while the "
@@ -120,15 +98,10 @@ def refuse_read(variable: Any) -> NoReturn:
 
 
 def refuse_polyval() -> None:
-    """Raise a `TypeError` in a `polyval` whose coefficients have several dimensions.
-
-    NumPy reshapes them for an array, but not for other types, and the result would be another one.
-    """
+    """Raise a `TypeError` in a `polyval` with coefficients that NumPy reshapes for arrays only."""
     frame = next(_frames())
     given = frame.f_locals
-    if frame.f_code.co_name != "polyval" or not given.get("tensor"):
-        return
-    if given["c"].ndim > 1:
+    if frame.f_code.co_name == "polyval" and given.get("tensor") and np.ndim(given.get("c")) > 1:
         raise TypeError(
             f"np.polynomial.polynomial.polyval of a tracked array, called at {user_line()} with "
             "coefficients of several dimensions, would not broadcast as it does for an array: call "
@@ -181,8 +154,8 @@ def _user_frame() -> FrameType:
 def _expression(frame: FrameType) -> str:
     """Return the source of the expression that a frame executes; "" if unknown or multi-line."""
     code = frame.f_code
-    place = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-    first, last, start, stop = place
+    places = itertools.islice(code.co_positions(), frame.f_lasti // 2, None)
+    first, last, start, stop = next(places, (None,) * 4)
     if first is None or first != last:
         return ""
     line = linecache.getline(code.co_filename, first, frame.f_globals)
