@@ -145,8 +145,10 @@ class ReplicaPool:
         context, stream = self._contexts[rank], self._group.streams[rank]
         frames = frame_stack()
         depth = len(frames)
+        outer = frames[-1].recorder  # Replica 0 runs on the thread whose tape may be open.
         try:
-            frames.append(Frame(chosen(context.strategy), context))
+            inner = None if outer is None else outer.around_step()
+            frames.append(Frame(chosen(context.strategy), context, inner))
             with span("compute"):
                 if stream.on_gpu:
                     with stream.use():
