@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.collective.control import ControlPlane
-from ndistribute.collective.polling import PollingTransport
-from ndistribute.collective.ring import Handle
+from ndistribute.collective.tcp import Handle, Transport
 from ndistribute.device import Array
 from ndistribute.errors import CollectiveTimeoutError, DistributeError, MissingDependencyError
 
@@ -39,11 +38,8 @@ _PATIENT_SECONDS = 24 * 3600.0  # Others may still work, and end the job if one 
 _FINALIZE_SECONDS = 30.0  # when all processes have reached it
 
 
-class MpiTransport(PollingTransport):
+class MpiTransport(Transport):
     """Moves messages over MPI.
-
-    Args:
-        peers: the control plane of the group, whose ranks are those of `COMM_WORLD`.
 
     Raises:
         MissingDependencyError: mpi4py or an MPI library is not installed.
@@ -72,7 +68,6 @@ class MpiTransport(PollingTransport):
     # A transfer is recorded before MPI gets its memory: an interrupt then loses only a request.
 
     def isend(self, peer: int, *arrays: Array) -> Handle:
-        """Start to send arrays, which must not change until the handle is done."""
         for array in arrays:
             data = array.view(np.uint8)
             transfer = _Transfer(peer, data)
@@ -81,7 +76,6 @@ class MpiTransport(PollingTransport):
         return transfer
 
     def irecv(self, peer: int, array: Array, then: Callable[[], None] | None = None) -> Handle:
-        """Start to receive into an array."""
         data = array.view(np.uint8)
         transfer = _Transfer(peer, data, True, then)
         self._pending.append(transfer)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 
 from ndistribute.cluster import ClusterResolver, resolver_of_job
-from ndistribute.collective.options import CommunicationOptions
+from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.select import join_workers
 from ndistribute.collective.workers import Workers
 from ndistribute.device import Device, resolve_devices

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from ndistribute.collective.backend import Call
-from ndistribute.collective.options import CommunicationOptions
+from ndistribute.collective.communicator import CommunicationOptions
+from ndistribute.collective.control import BEFORE_ALL
 from ndistribute.collective.shared_memory import SharedMemoryBackend
-from ndistribute.collective.step_tracker import BEFORE_ALL
 from ndistribute.collective.workers import Workers
 from ndistribute.device import Device
 from ndistribute.errors import DistributeError, WorkerLostError

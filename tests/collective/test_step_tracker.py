@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ndistribute.collective.step_tracker import END, StepTracker
+from ndistribute.collective.control import END, StepTracker
 
 
 def inside(step: int) -> StepTracker:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ndistribute.collective.header import encode
+from ndistribute.collective.backend import encode_header
 from ndistribute.collective.reduce_op import ReduceOp
 from tests.collective import backend_calls
 from tests.collective.joined import joined_peers
@@ -65,7 +65,9 @@ def cut_off(rank: int, size: int, odd: int, how: str) -> None:
             data.setblocking(True)
             call = backend_calls.call_of("all_reduce", "SUM", [array])
             generation = joined_peers().generation
-            header = encode(call, backend_calls.group_backend().count + 1, generation=generation)
+            header = encode_header(
+                call, backend_calls.group_backend().count + 1, generation=generation
+            )
             data.sendall(header + b"\0" * 1001)
         elif how == "garbage":
             data.setblocking(True)

@@ -21,13 +21,11 @@ import numpy as np
 
 import ndistribute as nd
 from ndistribute.collective import select
-from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.communicator import CommunicationOptions, Communicator
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.nccl import make_nccl_backends
-from ndistribute.collective.options import CommunicationOptions
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.collective.threads import ThreadBackend
+from ndistribute.collective.threads import Rendezvous, ThreadBackend
 from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.device import Device, as_array, copy_to, to_host
 from ndistribute.errors import DistributeError

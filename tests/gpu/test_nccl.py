@@ -22,7 +22,7 @@ from ndistribute.collective import nccl
 from ndistribute.collective.backend import Call
 from ndistribute.collective.nccl import NcclBackend, Wire, reduction_wire
 from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.collective.rendezvous import Rendezvous
+from ndistribute.collective.threads import Rendezvous
 from ndistribute.device import Device, copy_to, list_devices, to_host
 from ndistribute.errors import (
     CollectiveMismatchError,
