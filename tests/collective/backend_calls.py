@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
+import json
 import os
 import sys
 import zlib
@@ -13,18 +15,34 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ndistribute.cluster import MPIClusterResolver
 from ndistribute.collective.backend import Call
-from ndistribute.collective.mpi import MpiTransport
+from ndistribute.collective.bootstrap import info_from_addresses, info_from_exchange
+from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.ring import RingBackend
 from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.tcp import TcpTransport
 from ndistribute.errors import CollectiveMismatchError
-from tests.collective.joined import joined_peers
 
 TIMEOUT = 20.0
 SIZES = (0, 1, 2, 3, 1000, 16_385, 600_001)
 OPS = tuple(ReduceOp)
+
+
+@functools.cache
+def joined_peers() -> ControlPlane:
+    """Return this process's view of its group; it says good-bye when the process ends."""
+    if "TF_CONFIG" in os.environ:
+        config: dict[str, Any] = json.loads(os.environ["TF_CONFIG"])
+        addresses, rank = config["cluster"]["worker"], config["task"]["index"]
+        info = info_from_addresses(addresses, rank)
+    else:
+        info = info_from_exchange(exchange_over_mpi, MPIClusterResolver().task_id)
+    peers = ControlPlane(info, timeout=30.0)
+    atexit.register(peers.close)
+    return peers
 
 
 @functools.cache

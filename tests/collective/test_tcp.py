@@ -13,7 +13,7 @@ import pytest
 from ndistribute.collective.backend import encode_header
 from ndistribute.collective.reduce_op import ReduceOp
 from tests.collective import backend_calls
-from tests.collective.joined import joined_peers
+from tests.collective.backend_calls import joined_peers
 from tests.processes import AT_ONCE, Outcome, Ranks
 from tests.transport.ends import authority
 

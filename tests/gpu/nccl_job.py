@@ -30,7 +30,7 @@ from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.device import Device, as_array, copy_to, to_host
 from ndistribute.errors import DistributeError
 from ndistribute.stream import Stream
-from tests.collective.joined import joined_peers
+from tests.collective.backend_calls import joined_peers
 from tests.gpu.imitation.clock import set_world
 from tests.gpu.imitation.module import modules
 from tests.gpu.imitation.nccl import FakeError, FakeNccl
