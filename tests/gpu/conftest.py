@@ -16,8 +16,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import device
-from tests.gpu.imitation.clock import set_world
 from tests.gpu.imitation.module import modules
+from tests.gpu.imitation.world import set_world
 from tests.gpu.placing import REAL, need
 from tests.kinds import closing
 

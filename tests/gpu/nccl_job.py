@@ -31,9 +31,9 @@ from ndistribute.device import Device, as_array, copy_to, to_host
 from ndistribute.errors import DistributeError
 from ndistribute.stream import Stream
 from tests.collective.backend_calls import joined_peers
-from tests.gpu.imitation.clock import set_world
 from tests.gpu.imitation.module import modules
 from tests.gpu.imitation.nccl import FakeError, FakeNccl
+from tests.gpu.imitation.world import set_world
 
 OPTIONS = CommunicationOptions(timeout_seconds=40.0)
 DTYPES = "bool uint16 int32 float16 float32 complex64".split()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.imitation.clock import RaceError
+from tests.gpu.imitation.world import RaceError
 from tests.gpu.placing import need
 
 

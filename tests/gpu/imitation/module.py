@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.gpu.imitation.array import compute, ndarray, upload
-from tests.gpu.imitation.clock import Pinned, World, current_world
-from tests.gpu.imitation.cuda import Device, Stream
+from tests.gpu.imitation.array import Function, Ufunc, compute, ndarray, upload
 from tests.gpu.imitation.nccl import FakeNccl
-from tests.gpu.imitation.operations import Function, Ufunc, connect
+from tests.gpu.imitation.world import Device, Pinned, Stream, World, current_world
 
-__all__ = ["CUDARuntimeError", "modules"]
+__all__ = ["modules"]
 
 
 class _Namespace(types.ModuleType):
@@ -43,12 +41,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 def modules(count: int, version: int = 14) -> tuple[World, dict[str, Any]]:
-    """Return fresh GPUs and what belongs into ``sys.modules`` to use them.
-
-    Args:
-        count: how many GPUs there are.
-        version: CuPy's.
-    """
+    """Return fresh GPUs, and what belongs into ``sys.modules`` to use them with a CuPy."""
     cupy = _cupy()
     cupy.cuda.nccl = nccl = FakeNccl(version)
     return World(count), {"cupy": cupy, "cupy.cuda": cupy.cuda, "cupy.cuda.nccl": nccl}
@@ -71,7 +64,6 @@ def _cupy() -> Any:
         CUDARuntimeError=CUDARuntimeError,
     )
     cupy.random = types.SimpleNamespace(Generator=Generator, XORWOW=XORWOW)
-    connect()
     return cupy
 
 

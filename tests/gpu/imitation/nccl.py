@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from tests.gpu.imitation.clock import current_world
 from tests.gpu.imitation.real import check_call
+from tests.gpu.imitation.world import current_world
 
 _ID_LENGTH = 128
-_LENGTH = struct.Struct("<Q")
 _LAUNCHES = ("allReduce", "allGather", "broadcast")
 
 
@@ -33,11 +31,7 @@ class FakeError(RuntimeError):
 
 
 class FakeNccl:
-    """Play ``cupy.cuda.nccl``; the constants stand for NumPy's dtypes and functions.
-
-    Args:
-        cupy: the major version, which says what a unique id is.
-    """
+    """Play ``cupy.cuda.nccl`` of a CuPy; the constants stand for NumPy's dtypes and functions."""
 
     available = True
     NcclError = FakeError
@@ -53,7 +47,7 @@ class FakeNccl:
         self.environ: dict[str, str] = {}  # as it was at the first call
         self.fail_connecting = self.fail_launching = ""
         self._doors: list[socket.socket] = []
-        self._group = threading.local()  # As NCCL's groups belong to the thread that starts them.
+        self.group = threading.local()  # As NCCL's groups belong to the thread that starts them.
 
     def get_unique_id(self) -> bytes | tuple[int, ...]:
         """Return an address, in 128 chars, where a thread of this process connects ranks."""
@@ -64,12 +58,7 @@ class FakeNccl:
         text = str(door.getsockname()[1]).encode().ljust(_ID_LENGTH - 1, b"\0") + b"\xff"
         return text if self.cupy >= 14 else struct.unpack(f"{_ID_LENGTH}b", text)
 
-    def NcclCommunicator(  # noqa: N802
-        self,
-        ndev: int,
-        commId: bytes | tuple[int, ...],  # noqa: N803
-        rank: int,
-    ) -> FakeComm:
+    def NcclCommunicator(self, ndev: int, commId: Any, rank: int) -> FakeComm:  # noqa: N802, N803
         check_call("cuda.nccl.NcclCommunicator", ndev, commId, rank)
         wanted = bytes if self.cupy >= 14 else tuple
         if type(commId) is not wanted:
@@ -78,16 +67,16 @@ class FakeNccl:
         assert len(given) == _ID_LENGTH
         comm = FakeComm(self, ndev, rank, int(given[:-1].rstrip(b"\0")))
         self.comms.append(comm)
-        self._group.connecting.append(comm)
+        self.group.connecting.append(comm)
         return comm
 
     def groupStart(self) -> None:  # noqa: N802
-        assert not hasattr(self._group, "connecting"), "a group in a group"
-        self._group.connecting, self._group.queued = [], {}
+        assert not hasattr(self.group, "connecting"), "a group in a group"
+        self.group.connecting, self.group.queued = [], {}
 
     def groupEnd(self) -> None:  # noqa: N802
-        connecting, queued = self._group.connecting, self._group.queued
-        del self._group.connecting, self._group.queued
+        connecting, queued = self.group.connecting, self.group.queued
+        del self.group.connecting, self.group.queued
         if connecting and self.fail_connecting:
             for door in self._doors:
                 door.shutdown(socket.SHUT_RDWR)
@@ -97,7 +86,8 @@ class FakeNccl:
         for comm in connecting:
             comm.knock()
         for comm in connecting:
-            comm.await_others()
+            assert comm.line.recv() == "all are here"
+            comm.state = "open"
         kernels = []
         for comm, calls in queued.items():
             self.launched += [method for method, _ in calls]
@@ -105,9 +95,6 @@ class FakeNccl:
         if all(len(kernels) == comm.ndev and not comm.has_lost_link for comm in queued):
             for kernel in kernels:
                 kernel.join(timeout=30.0)
-
-    def enqueue(self, comm: FakeComm, method: str, args: tuple[Any, ...]) -> None:
-        self._group.queued.setdefault(comm, []).append((method, args))
 
 
 class FakeComm:
@@ -119,32 +106,26 @@ class FakeComm:
         self.failure: str | None = None
         self.ndev = ndev
         self.has_lost_link = False
-        self._library = library
-        self._rank = rank
-        self._port = port
-        self._line = socket.socket()
+        self._library, self._rank, self._port = library, rank, port
+        self.line: Any = None
         self._ended = threading.Event()
 
-    def __getattr__(self, method: str) -> Callable[..., None]:
+    def __getattr__(self, method: str) -> Any:
         if method not in _LAUNCHES:
             raise AttributeError(method)
 
         def enqueue(*args: Any) -> None:
             check_call(f"cuda.nccl.NcclCommunicator.{method}", self, *args)
             assert self.state == "open", f"{method} on a communicator that is {self.state}"
-            self._library.enqueue(self, method, args)
+            self._library.group.queued.setdefault(self, []).append((method, args))
 
         return enqueue
 
     def knock(self) -> None:
-        self._line.connect(("127.0.0.1", self._port))
-        _send(self._line, (self._rank, self.ndev))
+        self.line = Connection(socket.create_connection(("127.0.0.1", self._port)).detach())
+        self.line.send((self._rank, self.ndev))
 
-    def await_others(self) -> None:
-        assert _receive(self._line) == "all are here"
-        self.state = "open"
-
-    def launch(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> threading.Thread:
+    def launch(self, calls: Any) -> threading.Thread:
         kernel = threading.Thread(target=self._work, args=(calls,))
         current_world().run_kernel(calls[0][1][-1], kernel)
         return kernel
@@ -175,47 +156,50 @@ class FakeComm:
         self.state = state
         self._ended.set()
         self._shut()
-        self._line.close()
+        if self.line is not None:
+            self.line.close()
 
     def _shut(self) -> None:
-        with suppress(OSError):  # One that has ended has no link to lose.
-            self._line.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError, AttributeError):  # One that has ended has no link to lose.
+            link = socket.fromfd(self.line.fileno(), socket.AF_INET, socket.SOCK_STREAM)
+            with link:
+                link.shutdown(socket.SHUT_RDWR)
 
-    def _work(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+    def _work(self, calls: Any) -> None:
         try:
             for method, (source, target, count, dtype, *how, _) in calls:
                 given = ctypes.string_at(source, count * np.dtype(dtype).itemsize)
-                _send(self._line, ((method, count, dtype, *how), given))
-                result = _receive(self._line)
+                self.line.send(((method, count, dtype, *how), given))
+                result = self.line.recv()
                 ctypes.memmove(target, result, len(result))
-        except (OSError, EOFError):
+        except (OSError, EOFError, TypeError):  # A closed connection has no number to read from.
             self._ended.wait(timeout=60.0)  # A kernel whose peer is gone spins.
 
 
 def _serve(door: socket.socket) -> None:
     """Connect the ranks and do their reductions, as the links between the GPUs would."""
-    lines: dict[int, socket.socket] = {}
+    lines: dict[int, Connection] = {}
     ndev = 1
     with door, suppress(OSError, EOFError):
         while len(lines) < ndev:
-            line, _ = door.accept()
-            rank, ndev = _receive(line)
+            line = Connection(door.accept()[0].detach())
+            rank, ndev = line.recv()
             assert rank not in lines, "two ranks of one number"
             lines[rank] = line
         in_order = [lines[rank] for rank in range(ndev)]
         for line in in_order:
-            _send(line, "all are here")
+            line.send("all are here")
         while True:
-            heads, parts = zip(*map(_receive, in_order), strict=True)
+            heads, parts = zip(*[line.recv() for line in in_order], strict=True)
             if len(set(heads)) > 1:
-                _receive(in_order[0])  # Nothing good comes of it: wait until it is aborted.
+                in_order[0].recv()  # Nothing good comes of it: wait until it is aborted.
             for line, result in zip(in_order, _results(heads[0], parts), strict=True):
-                _send(line, result)
+                line.send(result)
     for line in lines.values():
         line.close()
 
 
-def _results(head: tuple[Any, ...], parts: Sequence[bytes]) -> list[bytes]:
+def _results(head: Any, parts: Any) -> list[bytes]:
     method, _, dtype, *how = head
     if method == "allGather":
         return [b"".join(parts)] * len(parts)
@@ -225,23 +209,3 @@ def _results(head: tuple[Any, ...], parts: Sequence[bytes]) -> list[bytes]:
     for part in parts[1:]:
         how[0](total, np.frombuffer(part, dtype), out=total)
     return [total.tobytes()] * len(parts)
-
-
-def _send(line: socket.socket, value: Any) -> None:
-    payload = pickle.dumps(value)
-    line.sendall(_LENGTH.pack(len(payload)) + payload)
-
-
-def _receive(line: socket.socket) -> Any:
-    (length,) = _LENGTH.unpack(_exactly(line, _LENGTH.size))
-    return pickle.loads(_exactly(line, length))
-
-
-def _exactly(line: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = line.recv(count - len(data))
-        if not part:
-            raise EOFError("the other end is gone")
-        data += part
-    return data

@@ -57,14 +57,12 @@ def signature_in(doc: str) -> inspect.Signature:
     parameters, kind = [], inspect.Parameter.POSITIONAL_OR_KEYWORD
     for part in filter(None, (part.strip() for part in inside.split(","))):
         typed, equals, _ = part.partition("=")
-        stars, argument = re.fullmatch(r"(\**)(.*)", typed.split()[-1]).groups()  # type: ignore[union-attr]
-        default = None if equals else inspect.Parameter.empty
-        own = {
-            "*": inspect.Parameter.VAR_POSITIONAL,
-            "**": inspect.Parameter.VAR_KEYWORD,
-        }.get(stars, kind)
-        if argument not in ("", "/"):
-            parameters.append(inspect.Parameter(argument, own, default=default))
-        if stars == "*":
+        argument = typed.split()[-1]
+        name, stars = argument.lstrip("*"), argument.count("*")
+        own = (kind, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)[stars]
+        if name not in ("", "/"):
+            default = None if equals else inspect.Parameter.empty
+            parameters.append(inspect.Parameter(name, own, default=default))
+        if stars == 1:
             kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature(parameters)
