@@ -20,8 +20,6 @@ from ndistribute.device import Array, copy_to, to_host
 from ndistribute.stream import write_to
 from ndistribute.timeline import span
 
-__all__ = ["TwoLevelBackend", "host_groups", "join_replicas"]
-
 _Sums = Callable[[tuple[LeafKey, ...]], list[Array]]
 
 # A sum and the variable that it updates fit into a core's second-level cache.
@@ -60,10 +58,7 @@ def host_groups(hosts: Sequence[str]) -> list[list[int]]:
 
 
 class _Single:
-    """The backend if each process has one CPU replica: the methods of the processes' backend.
-
-    The methods are bound directly, so a call passes through no other function.
-    """
+    """The backend if each process has one CPU replica: the bound methods of other backends."""
 
     def __init__(self, threads: ThreadBackend, processes: ProcessBackend) -> None:
         self.rank, self.size = processes.rank, processes.size
@@ -179,12 +174,10 @@ class TwoLevelBackend:
             write_to(buffer, copy_to(total.view(buffer.dtype), self.device))
 
     def reset(self) -> None:
-        """Reset all levels after a failure."""
         for level in self._levels:
             level.reset()
 
     def close(self) -> None:
-        """Close all levels."""
         for level in self._levels:
             level.close()
 

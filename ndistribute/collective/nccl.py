@@ -34,8 +34,6 @@ from ndistribute.errors import CollectiveTimeoutError, MissingDependencyError, W
 from ndistribute.stream import Stream, settle
 from ndistribute.timeline import span
 
-__all__ = ["NcclBackend", "gather_launches", "make_nccl_backends", "reduction_wire"]
-
 _log = logging.getLogger("ndistribute")
 
 _POLL_SECONDS = (10e-6, 200e-6)  # the first pause and the longest: short waits end promptly
@@ -172,7 +170,6 @@ class NcclBackend:
         self.abort = group.abort
 
     def close(self) -> None:
-        """End the communicators of this process."""
         self._group.close()
 
     def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:

@@ -34,8 +34,6 @@ from ndistribute.collective.tcp import Handle, Transport
 from ndistribute.device import Array, Device
 from ndistribute.timeline import span
 
-__all__ = ["RingBackend"]
-
 # The most unfinished messages in each direction: one that is combined, one that arrives, and two
 # that keep the transport busy.
 WINDOW = 4
@@ -58,13 +56,8 @@ _Space = dict[tuple[np.dtype[Any], int], Array]  # Receive buffers.
 class RingBackend:
     """The backend of one process in a group of processes.
 
-    Args:
-        peers: the control plane.
-        connect: returns a transport; called again after a failure, when the old one is closed.
-        ranks: the participating ranks in order, including this one; None: all.
-        bytes_per_pack: the most bytes of a bucket and of a message; 0: the transport's choice.
-        wire_dtype: ``"float16"`` or ``"bfloat16"`` sends float32 sums in half the bytes, and rounds
-            each partial sum; None sends them unchanged.
+    `connect` returns a transport; it is called again after a failure, when the old one is closed.
+    `ranks` are the participating ranks in order, including this one; None: all.
     """
 
     def __init__(
@@ -93,7 +86,6 @@ class RingBackend:
         self._small_bytes = min(small, self._block_bytes)
 
     def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
-        """Run `combine` over the one value of this process; nothing is sent."""
         return combine([value])
 
     def all_reduce(
@@ -152,7 +144,6 @@ class RingBackend:
                 self._gather(runner, large, [[flat.size * n for n in of_root] for flat in large])
 
     def abort(self, cause: BaseException) -> None:
-        """Make all waits of all processes raise, now and later."""
         self._peers.abort(cause)
 
     def reset(self) -> None:
@@ -161,12 +152,10 @@ class RingBackend:
         self._start()
 
     def close(self) -> None:
-        """Free the buffers and close the transport."""
         self._packing.cache_clear()
         self._transport.close()
 
     def _start(self) -> None:
-        """Create the state that must be new after a failure."""
         self.count = 0
         self._transport = self._connect()
         self._space: _Space = {}
@@ -245,12 +234,10 @@ class Bucket(NamedTuple):
     parts: Sequence[tuple[slice, Array, Array | None]] = ()
 
     def fill(self) -> None:
-        """Copy the inputs into the source."""
         for place, array, _ in self.parts:
             self.source[place] = array
 
     def drain(self) -> None:
-        """Copy the totals from the target into the outputs."""
         for place, _, output in self.parts:
             if output is not None:
                 output[...] = self.target[place]
@@ -448,7 +435,6 @@ class Runner:
                     self._transport.wait(handle)
 
     def _end(self) -> None:
-        """Wait until all messages of the call are done."""
         with span("wait", self._title):
             self._transport.end()
 

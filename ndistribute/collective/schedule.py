@@ -32,21 +32,6 @@ from ndistribute.collective.backend import LeafKey, blocks
 from ndistribute.device import Array
 from ndistribute.transport.shared_memory import ALIGNMENT
 
-__all__ = [
-    "Action",
-    "Message",
-    "Move",
-    "Step",
-    "chunk_cuts",
-    "pack",
-    "plan_gather",
-    "plan_reduce",
-    "recursive_doubling_all_reduce",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "segmented",
-]
-
 
 class Action(enum.Enum):
     """How received elements are combined; the side is fixed, because rounding depends on it."""

@@ -34,7 +34,6 @@ from ndistribute.transport.shared_memory import ALIGNMENT, make_file, padded
 if TYPE_CHECKING:
     from ndistribute.collective.control import ControlPlane
 
-__all__ = ["Segment"]
 
 # The page of each process: its counter, and the headers of its last two calls.
 _PAGE = 64 * 1024  # A multiple of all page sizes.

@@ -26,8 +26,6 @@ from ndistribute.device import Array
 from ndistribute.errors import WorkerLostError
 from ndistribute.transport.connection import NonBlockingTls
 
-__all__ = ["Handle", "TcpTransport", "Transport"]
-
 _CHECK_SECONDS = 0.05
 # The reason why a connection closed may arrive a little later through the control plane.
 _GRACE_SECONDS = 0.5

@@ -31,8 +31,6 @@ from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, 
 from ndistribute.stream import Stream, settle, write_to
 from ndistribute.timeline import recorded
 
-__all__ = ["Meeting", "Rendezvous", "ThreadBackend", "owned_blocks"]
-
 SLICE_SECONDS = 1.0  # Of a wait.
 # Up to this size, the last replica to arrive reduces alone. Measured on 2 cores with 2 replicas:
 # the second meeting costs 100 to 150 us, in which one core reduces about as many bytes.
@@ -200,10 +198,7 @@ class Rendezvous:
 
 
 def _for_waiter(error: BaseException) -> BaseException:
-    """Return the exception of a replica that waited while another one failed.
-
-    Each waiter gets its own object, because an exception has the traceback of one thread.
-    """
+    """Return a waiter's own exception, because an exception has the traceback of one thread."""
     if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError):
         own = copy.copy(error)
         own.__notes__ = []  # A shallow copy shares the list, and each replica adds its own note.
@@ -340,7 +335,6 @@ class ThreadBackend:
         self._meet_again(call, timeout)
 
     def abort(self, cause: BaseException) -> None:
-        """Make all waits of this process's replicas raise."""
         self._rendezvous.abort(cause)
 
     def _meet_again(self, call: Call, timeout: float) -> None:

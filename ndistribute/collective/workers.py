@@ -81,13 +81,7 @@ class ProcessBackend(Backend, Protocol):
 
 
 class Workers:
-    """The group of all processes of the job.
-
-    Args:
-        peers: the control plane.
-        backend: the backend between the processes.
-        devices: the devices of the replicas of this process.
-        options: the options of collectives without options of their own.
+    """The group of all processes of the job, with the control plane and the backend between them.
 
     Attributes:
         identities: the `device_identity` of each device of each process.
@@ -133,12 +127,7 @@ class Workers:
         return all(devices == ["cpu"] for devices in self.identities)
 
     def enter(self) -> None:
-        """Start a step; after a failure, wait until all processes do so.
-
-        Raises:
-            WorkerLostError: a process failed since the last step, or was lost.
-            RuntimeError: this process is a fork of the one that joined the group.
-        """
+        """Start a step; after a failure, wait until all processes do so."""
         self.peers.enter(self.backend.reset, self.options.timeout)
 
     @contextlib.contextmanager
