@@ -11,9 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -60,7 +59,7 @@ FINISHED = GoodBye("has finished", False, (9, 1))
 DEADLINE = 50.0
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_so):
     deadline = time.monotonic() + DEADLINE
     while not is_so():
         assert time.monotonic() < deadline
@@ -77,7 +76,7 @@ def test_a_host_whose_own_name_is_loopback_is_reached_at_another_address(monkeyp
 
 
 def test_a_host_that_nobody_reaches_is_told_so(monkeypatch):
-    def unreachable(*_: object, **__: object) -> None:
+    def unreachable(*_, **__):
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
@@ -100,7 +99,7 @@ def test_a_heartbeat_that_would_never_pause_is_refused(monkeypatch, text):
 
 
 @pytest.fixture
-def infos() -> Iterator[list[ProcessInfo]]:
+def infos():
     """Describe the two processes of a group, both in this process."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     addresses = [address_of(*listener.getsockname()) for listener in listeners]
@@ -113,7 +112,7 @@ def infos() -> Iterator[list[ProcessInfo]]:
         listener.close()
 
 
-def test_a_process_that_connects_again_for_data_ends_its_first_connection(infos) -> None:
+def test_a_process_that_connects_again_for_data_ends_its_first_connection(infos):
     """It was closed under a thread that may poll it, by then perhaps another file."""
     group = [DataConnections(info) for info in infos]
     try:
@@ -134,7 +133,7 @@ def test_a_process_that_connects_again_for_data_ends_its_first_connection(infos)
             data.close()
 
 
-def inside(step: int) -> StepTracker:
+def inside(step):
     """Return the tracker of a process inside a step."""
     where = StepTracker()
     where.position = step
@@ -167,7 +166,7 @@ def test_a_process_tells_which_calls_it_made_or_left_out(position, made, place, 
     assert where.has_made(place) is answer
 
 
-def test_an_answer_about_an_earlier_step_does_not_count() -> None:
+def test_an_answer_about_an_earlier_step_does_not_count():
     where = inside(3)
     where.note(1, (3, 1), made=False)
     assert where.gone((3, 1)) == {1}
@@ -177,7 +176,7 @@ def test_an_answer_about_an_earlier_step_does_not_count() -> None:
     assert not where.anyone_gone
 
 
-def test_a_wait_names_those_that_nobody_has_heard_of_and_not_those_who_wait_too() -> None:
+def test_a_wait_names_those_that_nobody_has_heard_of_and_not_those_who_wait_too():
     where = inside(1)
     call = 1, 1
     where.note(1, call, made=True)
@@ -187,13 +186,13 @@ def test_a_wait_names_those_that_nobody_has_heard_of_and_not_those_who_wait_too(
     assert where.late(call, absent=[1], others=[0, 1]) == [1], "its data does not come"
 
 
-def joining(rank: int, blob: bytes = b"") -> Exchange:
+def joining(rank, blob=b""):
     return Exchange(JOIN, 0, (0, 0), {rank: blob})
 
 
-def hub_of(size: int) -> tuple[Hub, list[tuple[int, str]]]:
+def hub_of(size):
     """Return a hub, and what it has delivered to whom."""
-    told: list[tuple[int, str]] = []
+    told = []
     return Hub(size, lambda to, _, what: told.append((to, repr(what)))), told
 
 
@@ -237,17 +236,17 @@ def test_an_error_arrives_with_its_class_and_names_who_failed():
 class Member:
     """A process's part of a star, and what it has heard."""
 
-    def __init__(self, info: ProcessInfo) -> None:
-        self.heard: queue.Queue[tuple[int, Any]] = queue.Queue()
+    def __init__(self, info):
+        self.heard = queue.Queue()
         self.listens = threading.Event()
         self.listens.set()
         self.star = Star(info, self.hear, DEADLINE)
 
-    def hear(self, sender: int, message: Any) -> None:
+    def hear(self, sender, message):
         self.listens.wait(DEADLINE)
         self.heard.put((sender, message))
 
-    def hears(self, wanted: Callable[[int, Any], bool]) -> None:
+    def hears(self, wanted):
         """Wait until it hears a message."""
         while not wanted(*self.heard.get(timeout=DEADLINE)):
             pass
@@ -257,11 +256,11 @@ Start = Callable[..., Member]
 
 
 @pytest.fixture
-def start(infos) -> Iterator[Start]:
+def start(infos):
     """Start members of a group of two, all in this process."""
-    members: list[Member] = []
+    members = []
 
-    def member(rank: int, host: str = "here") -> Member:
+    def member(rank, host="here"):
         members.append(Member(dataclasses.replace(infos[rank], host=host)))
         return members[-1]
 
@@ -271,7 +270,7 @@ def start(infos) -> Iterator[Start]:
         one.star.close(FINISHED, broken=True)
 
 
-def test_a_process_that_connects_again_is_heard_on_its_new_connection_alone(start: Start) -> None:
+def test_a_process_that_connects_again_is_heard_on_its_new_connection_alone(start):
     first, again = start(0), start(1)
     again.star.post(joining(1, b"old"))
     again.hears(lambda _, message: isinstance(message, Exchange))
@@ -284,9 +283,7 @@ def test_a_process_that_connects_again_is_heard_on_its_new_connection_alone(star
         member.hears(lambda _, message: getattr(message, "passed", None) == all_of_them)
 
 
-def test_of_two_processes_with_one_index_that_come_at_once_the_second_is_refused(
-    start: Start,
-) -> None:
+def test_of_two_processes_with_one_index_that_come_at_once_the_second_is_refused(start):
     """Both were let in, and the first was told that it was lost."""
     first, goes_on = start(0), threading.Event()
     first.star._order(0, goes_on.wait, DEADLINE)
@@ -307,7 +304,7 @@ def test_of_two_processes_with_one_index_that_come_at_once_the_second_is_refused
         assert not isinstance(heard, Lost)
 
 
-def joined(start: Start) -> list[Member]:
+def joined(start):
     members = [start(0), start(1)]
     for rank, member in enumerate(members):
         member.star.post(joining(rank))
@@ -317,11 +314,11 @@ def joined(start: Start) -> list[Member]:
 
 
 @contextlib.contextmanager
-def interrupted_in(function: str) -> Iterator[None]:
+def interrupted_in(function):
     """Interrupt the main thread as soon as it waits in a function of the star."""
     over = threading.Event()
 
-    def look() -> None:
+    def look():
         deadline = time.monotonic() + DEADLINE
         while not over.wait(0.001) and time.monotonic() < deadline:
             frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -344,9 +341,7 @@ def interrupted_in(function: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("function", ["close", "_part"])
-def test_an_interrupt_while_closing_leaves_no_connection_and_no_thread(
-    start: Start, function: str
-) -> None:
+def test_an_interrupt_while_closing_leaves_no_connection_and_no_thread(start, function):
     """It left them all open."""
     first, other = joined(start)
     if function == "_part":
@@ -359,9 +354,7 @@ def test_an_interrupt_while_closing_leaves_no_connection_and_no_thread(
     assert not [name for name in names if name.startswith("ndistribute-control-0")]
 
 
-def test_what_rank_0_says_last_arrives_from_a_broken_group_as_well(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_rank_0_says_last_arrives_from_a_broken_group_as_well(start, monkeypatch):
     """It closed at once, and what came later made the system drop what was not sent yet."""
     monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", "0")
     first, other = joined(start)
@@ -380,15 +373,15 @@ def test_what_rank_0_says_last_arrives_from_a_broken_group_as_well(
     closing.join(DEADLINE)
 
 
-def nothing() -> None:
+def nothing():
     """Have nothing to reset in a recovery."""
 
 
-def exchanged(rank: int, size: int) -> list[bytes]:
+def exchanged(rank, size):
     return joined_peers().exchange("names", f"rank {rank}".encode(), timeout=50.0)
 
 
-def wait_for(missing: int) -> None:
+def wait_for(missing):
     """Wait in a call for a rank that does not come."""
     patience = joined_peers().patience(Call(1, "all_reduce", "SUM"), 30.0)
     while True:
@@ -396,7 +389,7 @@ def wait_for(missing: int) -> None:
         time.sleep(0.001)
 
 
-def broken_before_a_step(rank: int, size: int) -> list[str]:
+def broken_before_a_step(rank, size):
     """Break a group in which one process has not begun a step yet, and say how each goes on."""
     peers = joined_peers()
     workers = Workers(peers, SharedMemoryBackend(peers), [Device("cpu:0")], CommunicationOptions())
@@ -419,13 +412,13 @@ def broken_before_a_step(rank: int, size: int) -> list[str]:
     return told
 
 
-def test_who_has_begun_no_step_yet_takes_part_in_a_recovery() -> None:
+def test_who_has_begun_no_step_yet_takes_part_in_a_recovery():
     with Ranks(2) as ranks:
         raised = ranks.results(broken_before_a_step)
     assert raised == [[], ["WorkerLostError"]]
 
 
-def left_behind(rank: int, size: int) -> str:
+def left_behind(rank, size):
     """Wait for rank 1, which waits for nobody, in a call that rank 0 has left without."""
     peers = joined_peers()
     peers.enter(nothing, 50.0)
@@ -444,7 +437,7 @@ def left_behind(rank: int, size: int) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def test_without_rank_0_nobody_waits_in_a_call_that_it_did_not_make() -> None:
+def test_without_rank_0_nobody_waits_in_a_call_that_it_did_not_make():
     with Ranks(3) as ranks:
         ranks.results(exchanged)
         outcomes = ranks.run(left_behind)
@@ -456,14 +449,14 @@ def test_without_rank_0_nobody_waits_in_a_call_that_it_did_not_make() -> None:
             assert "has finished" in outcome.text
 
 
-def held(rank: int, size: int) -> tuple[int, int]:
+def held(rank, size):
     """Return how many descriptors and threads this process has more than before it joined."""
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     joined_peers()
     return len(os.listdir("/proc/self/fd")) - before[0], threading.active_count() - before[1]
 
 
-def test_connections_and_threads_grow_with_the_group_at_rank_0_alone() -> None:
+def test_connections_and_threads_grow_with_the_group_at_rank_0_alone():
     found = []
     for size in (2, 6):
         with Ranks(size) as ranks:
@@ -474,7 +467,7 @@ def test_connections_and_threads_grow_with_the_group_at_rank_0_alone() -> None:
     assert first[0] > few[0]
 
 
-def missed(rank: int, size: int) -> str:
+def missed(rank, size):
     peers = joined_peers()
     if rank == 1:
         return ""
@@ -485,7 +478,7 @@ def missed(rank: int, size: int) -> str:
     return ""
 
 
-def test_an_exchange_gives_everyone_all_blobs_in_rank_order_and_names_who_is_late() -> None:
+def test_an_exchange_gives_everyone_all_blobs_in_rank_order_and_names_who_is_late():
     with Ranks(3) as ranks:
         blobs = ranks.results(exchanged)
         assert blobs == [[b"rank 0", b"rank 1", b"rank 2"]] * 3
@@ -494,14 +487,14 @@ def test_an_exchange_gives_everyone_all_blobs_in_rank_order_and_names_who_is_lat
             assert outcome.result() == ("" if rank == 1 else waited)
 
 
-def aborted_twice(rank: int, size: int) -> list[str]:
+def aborted_twice(rank, size):
     """Cut an abort short on rank 0, as an interrupt does, and abort again."""
     peers = joined_peers()
     peers.enter(nothing, 50.0)
     if rank == 0:
         post, told = peers._star.post, []
 
-        def interrupted(message: object) -> None:
+        def interrupted(message):
             if not told:
                 told.append(message)
                 raise KeyboardInterrupt
@@ -520,7 +513,7 @@ def aborted_twice(rank: int, size: int) -> list[str]:
     return [str(caught.value)]
 
 
-def test_an_abort_that_was_cut_short_is_made_up_for_and_who_has_left_never_waits() -> None:
+def test_an_abort_that_was_cut_short_is_made_up_for_and_who_has_left_never_waits():
     with Ranks(2) as ranks:
         for outcome in ranks.run(aborted_twice):
             assert "ValueError: second" in outcome.result()[0]

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec is in
 
 
 @pytest.fixture(autouse=True)
-def what_mpich_leaves() -> Iterator[None]:
+def what_mpich_leaves():
     """Remove the segment of MPICH's own that it forgets where a process is killed."""
     segments = Path("/dev/shm")
     before = set(segments.glob("mpich_shm_*"))
@@ -39,19 +38,19 @@ def what_mpich_leaves() -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _mappings() -> Iterator[str]:
+def _mappings():
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             yield path.read_text()
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
+def three():
     with Ranks(3, "mpi") as ranks:
         yield ranks
 
 
-def exchanged(rank: int, size: int) -> tuple[list[bytes], tuple[int, int]]:
+def exchanged(rank, size):
     exchange_over_mpi(b"")
     here = mpi._world()
     return exchange_over_mpi(f"rank {rank}".encode() * rank), (here.rank, here.size)
@@ -63,7 +62,7 @@ def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three):
     assert outcomes == [(blobs, (rank, 3)) for rank in range(3)]
 
 
-def sums_after_lost_messages(rank: int, size: int) -> list[float]:
+def sums_after_lost_messages(rank, size):
     """Leave messages that nobody receives, with a tag that comes again; return what comes later."""
     mpi._GENERATIONS = 2
     peers, backend = joined_peers(), backend_calls.group_backend()
@@ -89,7 +88,7 @@ def test_a_message_of_a_failed_call_is_never_taken_for_one_of_a_later_call():
             assert set(outcome.result()) == {2.0}
 
 
-def freed_after_a_failure(rank: int, size: int) -> bool:
+def freed_after_a_failure(rank, size):
     """Fail in a call and recover; return True if nothing holds any more what was sent."""
     backend, sent = backend_calls.group_backend(), np.ones(10)
     held = weakref.ref(sent)
@@ -105,7 +104,7 @@ def test_what_a_failed_call_sent_is_freed(three):
     assert three.results(freed_after_a_failure) == [True] * 3
 
 
-def run_script(tmp_path: Path, body: str, size: int = 2) -> tuple[int, str]:
+def run_script(tmp_path, body, size=2):
     """Run a script under mpiexec; return its exit code and its output."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(body))

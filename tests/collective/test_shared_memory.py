@@ -8,9 +8,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,68 +30,66 @@ LARGE = 2 * WINDOW_BYTES + 77 * 16
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+def ranks(request):
     with Ranks(request.param) as ranks:
         yield ranks
 
 
 @functools.cache
-def backend() -> SharedMemoryBackend:
+def backend():
     return SharedMemoryBackend(joined_peers())
 
 
 @functools.cache
-def normal(rank: int) -> Any:
+def normal(rank):
     # A prime number of them, so that what is shifted by blocks is not the same again.
     return np.random.default_rng(rank).standard_normal(4099) * 3
 
 
-def noise(rank: int, count: int, dtype: Any = np.float32) -> Any:
+def noise(rank, count, dtype=np.float32):
     values = normal(rank)
     values = np.abs(values) if np.dtype(dtype).kind == "u" else values
     return np.resize(values.astype(dtype), count)
 
 
-def all_reduced(arrays: Any, op: ReduceOp = ReduceOp.SUM, timeout: float = TIMEOUT) -> list[Any]:
+def all_reduced(arrays, op=ReduceOp.SUM, timeout=TIMEOUT):
     outputs = [np.empty_like(a) for a in arrays]
     call = call_of("all_reduce", op.name, arrays)
     backend().all_reduce(call, arrays, outputs, op, timeout)
     return outputs
 
 
-def reduced_in_place(arrays: Any, op: ReduceOp = ReduceOp.SUM, by: Any = None) -> None:
+def reduced_in_place(arrays, op=ReduceOp.SUM, by=None):
     call = call_of("all_reduce", op.name, arrays)
     (by or backend()).all_reduce(call, arrays, arrays, op, TIMEOUT)
 
 
-def updated(
-    arrays: Any, op: ReduceOp, prepare: Any = lambda: None, update: Any = lambda *_: None
-) -> Any:
+def updated(arrays, op, prepare=lambda: None, update=lambda *_: None):
     call = call_of("reduce_update", op.name, arrays)
     return backend().reduce_update(call, arrays, op, prepare, update, TIMEOUT)
 
 
-def gathered(arrays: Any) -> list[Any]:
+def gathered(arrays):
     call = Call(1, "all_gather", "axis=0", tuple((a.dtype, ("*", *a.shape[1:])) for a in arrays))
     return backend().all_gather(call, arrays, TIMEOUT)
 
 
-def broadcasted(buffers: Any, root: int) -> None:
+def broadcasted(buffers, root):
     call = call_of("broadcast", f"root={root}", buffers)
     backend().broadcast(call, buffers, root, TIMEOUT)
 
 
-def agreed(ranks: Ranks, function: Any, *args: Any) -> Any:
+def agreed(ranks, function, *args):
     """Run a function on all ranks and return what all of them returned."""
     first, *others = ranks.results(function, *args)
     assert all(other == first for other in others)
     return first
 
 
-def check_many_leaves(rank: int, size: int) -> int:
+def check_many_leaves(rank, size):
     seen = np.zeros(5000)
 
-    def update(prepared: None, leaf: int, start: int, stop: int, total: Any) -> None:
+    def update(prepared, leaf, start, stop, total):
         seen[leaf] = total[0]
 
     for factor in (1, 2):
@@ -109,7 +105,7 @@ def test_a_call_may_have_thousands_of_leaves_or_none(ranks):
     agreed(ranks, check_many_leaves)
 
 
-def check_allocated(rank: int, size: int, large: int) -> int:
+def check_allocated(rank, size, large):
     leaves = [(np.dtype(t), n) for t, n in [("f4", large), ("i8", 0), ("f2", large // 10)]]
     arrays = [backend().allocate(dtype, (n,)) for dtype, n in leaves]
     for op in (ReduceOp.SUM, ReduceOp.MAX):
@@ -127,7 +123,7 @@ def test_allocated_arrays_are_reduced_where_they_are(ranks):
         agreed(ranks, check_allocated, large)
 
 
-def check_reuse(rank: int, size: int) -> None:
+def check_reuse(rank, size):
     floats = np.dtype(np.float32), (100, 1000)
     first = backend().allocate(*floats)
     held, address = first[5:], first.ctypes.data
@@ -142,7 +138,7 @@ def test_allocated_memory_is_used_again_once_nobody_holds_it(ranks):
     agreed(ranks, check_reuse)
 
 
-def check_allocated_alone(rank: int, size: int) -> int:
+def check_allocated_alone(rank, size):
     arrays = [noise(rank, n) for n in (LARGE // 4, LARGE // 8)]
     if rank == 0:
         lent = backend().allocate(arrays[0].dtype, arrays[0].shape)
@@ -159,16 +155,16 @@ def test_arrays_that_only_some_ranks_could_allocate_are_reduced_all_the_same(ran
     agreed(ranks, check_allocated_alone)
 
 
-def check_update(rank: int, size: int, count: int, lending: int) -> int:
+def check_update(rank, size, count, lending):
     """Update twice; the first ranks lend arrays that lie in their buckets."""
     variables = [np.zeros(count, np.float32), np.zeros(5, np.float64)]
-    events: list[str] = []
+    events = []
 
-    def prepare() -> str:
+    def prepare():
         events.append("prepare")
         return "ready"
 
-    def update(prepared: Any, leaf: int, start: int, stop: int, total: Any) -> None:
+    def update(prepared, leaf, start, stop, total):
         events.append("update")
         assert prepared == "ready"
         assert total.shape == (stop - start,)
@@ -196,12 +192,12 @@ def check_update(rank: int, size: int, count: int, lending: int) -> int:
 
 
 @pytest.mark.parametrize("count", [100, LARGE // 4, WHOLE_BYTES // 4 + 5])
-def test_an_update_sees_every_element_of_the_total_once(ranks: Ranks, count: int) -> None:
+def test_an_update_sees_every_element_of_the_total_once(ranks, count):
     for lending in (0, 1, 3):
         agreed(ranks, check_update, count, lending)
 
 
-def check_long_items(rank: int, size: int) -> int:
+def check_long_items(rank, size):
     """Gather items each of which is longer than half a window."""
     (joined,) = gathered([np.array([[str(rank) * 200_000]] * 6)])
     assert [text[0] for (text,) in joined.tolist()] == [
@@ -214,7 +210,7 @@ def test_items_longer_than_a_window_are_gathered(ranks):
     agreed(ranks, check_long_items)
 
 
-def share_objects(rank: int, size: int) -> None:
+def share_objects(rank, size):
     gathered([np.array([[object()]])])
 
 
@@ -225,7 +221,7 @@ def test_objects_are_refused_on_every_rank(ranks):
     ranks.results(recover)
 
 
-def check_fenced(rank: int, size: int) -> int:
+def check_fenced(rank, size):
     native = segment.platform.machine
     segment.platform.machine = lambda: "aarch64"
     try:
@@ -244,7 +240,7 @@ def test_processors_that_reorder_stores_are_fenced(ranks):
     agreed(ranks, check_fenced)
 
 
-def check_random_calls(rank: int, size: int, seed: int) -> int:
+def check_random_calls(rank, size, seed):
     plan, own = random.Random(seed), random.Random(seed * 1000 + rank)
     results = []
     for _ in range(150):
@@ -271,11 +267,11 @@ def test_random_calls_at_random_moments_are_right(ranks):
     agreed(ranks, check_random_calls, 20)
 
 
-def recover(rank: int, size: int) -> None:
+def recover(rank, size):
     joined_peers().recover(backend().reset, TIMEOUT)
 
 
-def wait_in_vain(rank: int, size: int) -> float:
+def wait_in_vain(rank, size):
     start = time.thread_time()
     if rank == 0:
         with pytest.raises(CollectiveTimeoutError):
@@ -288,14 +284,14 @@ def test_who_waits_long_leaves_the_processor_to_others(ranks):
     ranks.results(recover)
 
 
-def die_once_all_have_come(rank: int, size: int) -> int:
+def die_once_all_have_come(rank, size):
     seen = np.zeros(LARGE // 4, np.float32)
 
-    def prepare() -> None:
+    def prepare():
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def update(prepared: None, leaf: int, start: int, stop: int, total: Any) -> None:
+    def update(prepared, leaf, start, stop, total):
         seen[start:stop] = total
 
     updated([np.ones_like(seen)], ReduceOp.SUM, prepare, update)
@@ -303,7 +299,7 @@ def die_once_all_have_come(rank: int, size: int) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_update_is_finished_though_a_rank_dies_in_its_own(size: int) -> None:
+def test_an_update_is_finished_though_a_rank_dies_in_its_own(size):
     with Ranks(size) as mortals:
         outcomes = mortals.run(die_once_all_have_come)
     assert outcomes[1].error == "Lost"
@@ -312,8 +308,8 @@ def test_an_update_is_finished_though_a_rank_dies_in_its_own(size: int) -> None:
     )
 
 
-def check_closing(rank: int, size: int) -> None:
-    def held() -> tuple[int, int]:
+def check_closing(rank, size):
+    def held():
         maps = Path("/proc/self/maps").read_text()
         return len(os.listdir("/proc/self/fd")), maps.count("/memfd:ndistribute")
 
@@ -333,7 +329,7 @@ def test_the_memory_of_all_is_one_file_which_closing_gives_back(ranks):
     agreed(ranks, check_closing)
 
 
-def check_little_room(rank: int, size: int, megabytes: int) -> None:
+def check_little_room(rank, size, megabytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (megabytes << 20, resource.RLIM_INFINITY))
     try:
         small = SharedMemoryBackend(joined_peers())
@@ -358,7 +354,7 @@ def test_a_lack_of_room_is_an_error_on_every_rank(ranks):
     ranks.results(recover)
 
 
-def make_without_files(rank: int, size: int) -> None:
+def make_without_files(rank, size):
     joined_peers()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 0:
@@ -369,7 +365,7 @@ def make_without_files(rank: int, size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_memory_that_can_not_be_made_is_an_error_on_every_rank() -> None:
+def test_memory_that_can_not_be_made_is_an_error_on_every_rank():
     with Ranks(3) as ranks:
         outcomes = ranks.run(make_without_files)
     assert outcomes[0].error == "DistributeError"

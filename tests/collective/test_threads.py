@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ def strategy(request):
         yield made
 
 
-def draw(seed: int, replica: int, shape: tuple[int, ...], dtype: str) -> Any:
+def draw(seed, replica, shape, dtype):
     """Return numbers of a replica, of many magnitudes where the dtype has them."""
     rng = np.random.default_rng([seed, replica])
     kind = np.dtype(dtype).kind
@@ -58,7 +57,7 @@ def draw(seed: int, replica: int, shape: tuple[int, ...], dtype: str) -> Any:
     return np.asarray(numbers.astype(dtype))
 
 
-def reference(op: str, arrays: list[Any]) -> Any:
+def reference(op, arrays):
     """Reduce in replica order: 16-bit floats in 32 bits, a mean of integers in 64."""
     dtype = arrays[0].dtype
     if op == "MEAN" and dtype.kind in "iub":
@@ -68,7 +67,7 @@ def reference(op: str, arrays: list[Any]) -> Any:
     return (total / wide.type(len(arrays)) if op == "MEAN" else total).astype(dtype)
 
 
-def agrees(result: Any, op: str, arrays: list[Any]) -> bool:
+def agrees(result, op, arrays):
     """Compare with the reference to the bit; complex products as close as NumPy's own loops are."""
     with np.errstate(all="ignore"):
         wanted = np.asarray(reference(op, [np.asarray(array) for array in arrays]))
@@ -80,7 +79,7 @@ def agrees(result: Any, op: str, arrays: list[Any]) -> bool:
     return bits(result) == bits(wanted)
 
 
-def bits(nest: Any) -> list[tuple[Any, ...]]:
+def bits(nest):
     return [(a.dtype, a.shape, a.tobytes()) for a in map(np.asarray, tree.flatten(nest))]
 
 
@@ -386,7 +385,7 @@ def test_numbers_nests_without_leaves_and_names_of_ops_are_taken(strategy):
     strategy.run(step)
 
 
-def address(array: Any) -> int:
+def address(array):
     return int(array.ctypes.data)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -43,15 +41,15 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     __array_priority__ = 100
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, shape: Any, dtype: Any = float) -> None:
+    def __init__(self, shape, dtype=float):
         self._hold(np.empty(shape, dtype), Memory(current_world().device), None)
         self.host.reshape(-1).view(np.uint8)[...] = 0xAB  # Memory is never clean.
 
-    def _hold(self, host: Any, memory: Memory, base: ndarray | None) -> ndarray:
+    def _hold(self, host, memory, base):
         self.host, self.memory, self.base = host, memory, base
         return self
 
-    def view_as(self, host: Any) -> ndarray:
+    def view_as(self, host):
         """Return another view of the same memory."""
         base = self if self.base is None else self.base
         return ndarray.__new__(ndarray)._hold(host, self.memory, base)
@@ -68,14 +66,12 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     __cuda_array_interface__ = property(lambda self: {"version": 3, "imitated": self})
 
     @property
-    def flags(self) -> Any:
+    def flags(self):
         names = "c_contiguous", "f_contiguous"
         known = {name: getattr(self.host.flags, name) for name in names}
         return type("Flags", (), {**known, "owndata": self.base is None})
 
-    def get(
-        self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
-    ) -> Any:
+    def get(self, stream=None, order="C", out=None, blocking=True):
         with Device(self.memory.device):
             current_world().launch([self], [])
             if blocking:
@@ -86,7 +82,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         out[...] = self.host
         return out
 
-    def set(self, arr: Any, stream: Any = None) -> None:
+    def set(self, arr, stream=None):
         self._check_host(arr)
         with Device(self.memory.device):
             current_world().launch([], [self])
@@ -98,13 +94,13 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
                 memory.lend()
         self.host[...] = arr
 
-    def _check_host(self, array: Any) -> None:
+    def _check_host(self, array):
         if type(array) is not np.ndarray or array.dtype != self.dtype:
             raise TypeError(f"{getattr(array, 'dtype', array)} instead of {self.dtype}")
         if array.shape != self.shape:
             raise ValueError(f"Shape mismatch: {array.shape} instead of {self.shape}")
 
-    def copy(self, order: str = "C") -> ndarray:
+    def copy(self, order="C"):
         """Copy to the current device, as CuPy does, wherever the array is."""
         made = ndarray(self.shape, self.dtype)
         made.host[...] = self.host
@@ -114,42 +110,35 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         current_world().launch([self], [made], between=across)
         return made
 
-    def astype(
-        self,
-        dtype: Any,
-        order: str = "K",
-        casting: None = None,
-        subok: None = None,
-        copy: bool = True,
-    ) -> Any:
+    def astype(self, dtype, order="K", casting=None, subok=None, copy=True):
         if casting is not None or subok is not None:
             raise TypeError("casting and subok are not supported yet")
         if not copy and self.dtype == np.dtype(dtype):
             return self
         return compute(lambda: self.host.astype(dtype), [self])
 
-    def view(self, dtype: Any = None, type: Any = None) -> ndarray:  # noqa: A002
+    def view(self, dtype=None, type=None):  # noqa: A002
         return self.view_as(self.host.view() if dtype is None else self.host.view(dtype))
 
-    def reshape(self, *shape: Any, order: str = "C") -> Any:
+    def reshape(self, *shape, order="C"):
         return compute(lambda: self.host.reshape(*shape, order=order), [self])
 
-    def transpose(self, *axes: Any) -> ndarray:
+    def transpose(self, *axes):
         return self.view_as(self.host.transpose(*axes))
 
-    def fill(self, value: Any) -> None:
+    def fill(self, value):
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
         if not isinstance(value, (*_NUMBERS, np.generic, np.ndarray)):
             raise TypeError(f"Unsupported type {type(value)}")
         compute(lambda: self.host.fill(value), [], [self])
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         used, where = _place(index)
         host = self.host[where]
         return compute(lambda: host, [self._rows_of(where) if host.base is None else self, *used])
 
-    def _rows_of(self, where: tuple[Any, ...]) -> ndarray:
+    def _rows_of(self, where):
         """Return the rows among which an index by numbers chooses, and no others."""
         rows = where[0]
         numbers = isinstance(rows, np.ndarray) and rows.dtype.kind in "iu" and rows.size > 0
@@ -157,7 +146,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
             return self
         return self.view_as(self.host[rows.min() : rows.max() + 1])
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index, value):
         used, where = _place(index)
         target = self.view_as(self.host[where])
         if any(isinstance(one, _FANCY) for one in where):
@@ -175,18 +164,18 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
             current_world().launch([value], [target], between=memcpy and contiguous)
             self.host[where] = value.host
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.host)
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         if not self.ndim:
             raise TypeError("iteration over a 0-d array")
         return (self[k] for k in range(len(self.host)))
 
-    def __array__(self, dtype: Any = None) -> Any:
+    def __array__(self, dtype=None):
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Any:
+    def __array_ufunc__(self, ufunc, method, *inputs, **named):
         if "out" in named:
             (named["out"],) = named["out"]
         for one in (*inputs, named.get("out", 0)):
@@ -199,7 +188,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         function = Ufunc(ufunc.__name__)
         return (function if method == "__call__" else getattr(function, method))(*inputs, **named)
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(self, function, types, args, kwargs):
         if not all(issubclass(one, ndarray | np.ndarray) for one in types):
             return NotImplemented
         name = ".".join([*function.__module__.split(".")[1:], function.__name__])
@@ -210,11 +199,11 @@ for _name in "shape strides dtype ndim size itemsize nbytes".split():
     setattr(ndarray, _name, property(operator.attrgetter(f"host.{_name}")))
 
 
-def _converted(name: str, self: ndarray, *args: Any) -> Any:
+def _converted(name, self, *args):
     return getattr(self.get(), name)(*args)
 
 
-def _method(name: str, self: ndarray, *args: Any, **kwargs: Any) -> Any:
+def _method(name, self, *args, **kwargs):
     return _call(f"ndarray.{name}", getattr(self.host, name), [self], args, kwargs)
 
 
@@ -226,7 +215,7 @@ for _made, _names in (
         setattr(ndarray, _name, functools.partialmethod(functools.partial(_made, _name)))
 
 
-def _call(name: str, function: Any, first: list[ndarray], args: Any, kwargs: Any) -> Any:
+def _call(name, function, first, args, kwargs):
     """Call NumPy's function on hosts as CuPy's, with `first` as a method's array."""
     check_call(name, *first, *args, **kwargs)
     hosts = {key: host_of(value) for key, value in kwargs.items()}
@@ -239,11 +228,11 @@ def _call(name: str, function: Any, first: list[ndarray], args: Any, kwargs: Any
 class Ufunc:
     """Play ``cupy.ufunc``."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.__name__ = self.name = name
-        self._function: Any = getattr(np, name)
+        self._function = getattr(np, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         check_call(self.name, *args, **kwargs)
         out, dtype = kwargs.pop("out", None), kwargs.pop("dtype", None)
         casting = kwargs.pop("casting", "same_kind")
@@ -254,14 +243,14 @@ class Ufunc:
         inputs = [_operand(one) for one in args]
         if not isinstance(out, ndarray | None):
             raise TypeError(f"Unsupported type {type(out)}")
-        named: dict[str, Any] = {} if out is None else {"out": out.host, "casting": casting}
+        named = {} if out is None else {"out": out.host, "casting": casting}
         if dtype is not None:
             named |= {"dtype": dtype, "casting": "unsafe"}  # Inputs are cast without a question.
         hosts = map(host_of, inputs)
         result = compute(lambda: self._function(*hosts, **named), arrays_in(inputs), arrays_in(out))
         return result if out is None else out
 
-    def at(self, a: ndarray, indices: Any, b: Any = None) -> None:
+    def at(self, a, indices, b=None):
         if self.name not in _AT:
             raise NotImplementedError(f"`{self.name}.at` is not supported yet")
         items = indices if isinstance(indices, tuple) else (indices,)
@@ -274,7 +263,7 @@ class Ufunc:
         at = lambda: self._function.at(a.host, where, value.host)  # noqa: E731
         compute(at, [value, *arrays_in(items)], [a])
 
-    def reduce(self, array: Any, *args: Any, **kwargs: Any) -> Any:
+    def reduce(self, array, *args, **kwargs):
         methods = {"add": "sum", "multiply": "prod"}
         if self.name not in methods:
             raise NotImplementedError(f"`cupy_{self.name}.reduce` is not supported yet")
@@ -284,11 +273,11 @@ class Ufunc:
 class Function:
     """Play a function of CuPy, which takes no array of the host."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.__name__ = name
         self._function = operator.attrgetter(name)(np)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         if self.__name__ != "take":  # It carries indices over.
             _refuse_host(self.__name__, [*args, *kwargs.values()])
         if self.__name__ == "where" and not isinstance(args[0], ndarray):
@@ -296,7 +285,7 @@ class Function:
         return _call(self.__name__, self._function, [], args, kwargs)
 
 
-def _refuse_host(name: str, args: Any) -> None:
+def _refuse_host(name, args):
     for arg in args:
         if isinstance(arg, list | tuple):
             _refuse_host(name, arg)
@@ -304,7 +293,7 @@ def _refuse_host(name: str, args: Any) -> None:
             raise TypeError(f"Unsupported type {type(arg)} for cupy.{name}")
 
 
-def _operand(value: Any) -> Any:
+def _operand(value):
     if isinstance(value, ndarray) or type(value) in _SCALARS:
         return value
     interface = getattr(value, "__cuda_array_interface__", None)
@@ -313,37 +302,35 @@ def _operand(value: Any) -> Any:
     return interface["imitated"]
 
 
-def arrays_in(value: Any) -> list[ndarray]:
+def arrays_in(value):
     """Return the imitated arrays in an argument, lists searched."""
     if isinstance(value, list | tuple):
         return [array for item in value for array in arrays_in(item)]
     return [value] if isinstance(value, ndarray) else []
 
 
-def host_of(value: Any) -> Any:
+def host_of(value):
     """Replace the imitated arrays in an argument by what they hold."""
     if isinstance(value, list | tuple) and arrays_in(value):
         return type(value)(map(host_of, value))
     return value.host if isinstance(value, ndarray) else value
 
 
-def _place(index: Any) -> tuple[list[ndarray], tuple[Any, ...]]:
+def _place(index):
     """Return the arrays in an index, and the index on the host, which always gives an array."""
     items = index if isinstance(index, tuple) else (index,)
     rest = () if any(one is Ellipsis for one in items) else (Ellipsis,)
     return arrays_in(items), (*map(host_of, items), *rest)
 
 
-def upload(host: Any) -> Any:
+def upload(host):
     """Copy a host array to the current device."""
     if host.dtype.char not in DTYPES:
         raise ValueError(f"Unsupported dtype {host.dtype}")
     return compute(host.copy, [])
 
 
-def compute(
-    call: Callable[[], Any], reads: Iterable[ndarray], writes: Iterable[ndarray] = ()
-) -> Any:
+def compute(call, reads, writes=()):
     """Run an operation on hosts; what it returns lies on the current device, or is a view."""
     reads, writes = list(reads), list(writes)
     with np.errstate(all="ignore"):  # A GPU does not warn.
@@ -354,7 +341,7 @@ def compute(
     return result
 
 
-def _wrap(result: Any, parents: list[ndarray]) -> Any:
+def _wrap(result, parents):
     if isinstance(result, list | tuple):
         return type(result)([_wrap(one, parents) for one in result])
     if not isinstance(result, np.ndarray | np.generic):

@@ -15,7 +15,6 @@ import struct
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 
@@ -40,16 +39,16 @@ class FakeNccl:
     NCCL_INT64, NCCL_UINT64 = np.int64, np.uint64
     NCCL_FLOAT32, NCCL_FLOAT64 = np.float32, np.float64
 
-    def __init__(self, cupy: int = 14) -> None:
+    def __init__(self, cupy=14):
         self.cupy = cupy
-        self.comms: list[FakeComm] = []
-        self.launched: list[str] = []
-        self.environ: dict[str, str] = {}  # as it was at the first call
+        self.comms = []
+        self.launched = []
+        self.environ = {}  # as it was at the first call
         self.fail_connecting = self.fail_launching = ""
-        self._doors: list[socket.socket] = []
+        self._doors = []
         self.group = threading.local()  # As NCCL's groups belong to the thread that starts them.
 
-    def get_unique_id(self) -> bytes | tuple[int, ...]:
+    def get_unique_id(self):
         """Return an address, in 128 chars, where a thread of this process connects ranks."""
         self.environ = self.environ or dict(os.environ)
         door = socket.create_server(("127.0.0.1", 0))
@@ -58,7 +57,7 @@ class FakeNccl:
         text = str(door.getsockname()[1]).encode().ljust(_ID_LENGTH - 1, b"\0") + b"\xff"
         return text if self.cupy >= 14 else struct.unpack(f"{_ID_LENGTH}b", text)
 
-    def NcclCommunicator(self, ndev: int, commId: Any, rank: int) -> FakeComm:  # noqa: N802, N803
+    def NcclCommunicator(self, ndev, commId, rank):  # noqa: N802, N803
         check_call("cuda.nccl.NcclCommunicator", ndev, commId, rank)
         wanted = bytes if self.cupy >= 14 else tuple
         if type(commId) is not wanted:
@@ -70,11 +69,11 @@ class FakeNccl:
         self.group.connecting.append(comm)
         return comm
 
-    def groupStart(self) -> None:  # noqa: N802
+    def groupStart(self):  # noqa: N802
         assert not hasattr(self.group, "connecting"), "a group in a group"
         self.group.connecting, self.group.queued = [], {}
 
-    def groupEnd(self) -> None:  # noqa: N802
+    def groupEnd(self):  # noqa: N802
         connecting, queued = self.group.connecting, self.group.queued
         del self.group.connecting, self.group.queued
         if connecting and self.fail_connecting:
@@ -100,72 +99,72 @@ class FakeNccl:
 class FakeComm:
     """One rank's communicator, and the GPU that does what it is asked."""
 
-    def __init__(self, library: FakeNccl, ndev: int, rank: int, port: int) -> None:
+    def __init__(self, library, ndev, rank, port):
         self.state = "connecting"
         self.device = current_world().device
-        self.failure: str | None = None
+        self.failure = None
         self.ndev = ndev
         self.has_lost_link = False
         self._library, self._rank, self._port = library, rank, port
-        self.line: Any = None
+        self.line = None
         self._ended = threading.Event()
 
-    def __getattr__(self, method: str) -> Any:
+    def __getattr__(self, method):
         if method not in _LAUNCHES:
             raise AttributeError(method)
 
-        def enqueue(*args: Any) -> None:
+        def enqueue(*args):
             check_call(f"cuda.nccl.NcclCommunicator.{method}", self, *args)
             assert self.state == "open", f"{method} on a communicator that is {self.state}"
             self._library.group.queued.setdefault(self, []).append((method, args))
 
         return enqueue
 
-    def knock(self) -> None:
+    def knock(self):
         self.line = Connection(socket.create_connection(("127.0.0.1", self._port)).detach())
         self.line.send((self._rank, self.ndev))
 
-    def launch(self, calls: Any) -> threading.Thread:
+    def launch(self, calls):
         kernel = threading.Thread(target=self._work, args=(calls,))
         current_world().run_kernel(calls[0][1][-1], kernel)
         return kernel
 
-    def check_async_error(self) -> None:
+    def check_async_error(self):
         assert self.state == "open", f"check_async_error while it is {self.state}"
         if self.failure is not None:
             raise FakeError(self.failure)
 
-    def lose_link(self) -> None:
+    def lose_link(self):
         """Let nothing that is launched from now on end, on any rank."""
         for comm in self._library.comms:
             comm.has_lost_link = True
         self._shut()
 
-    def abort(self) -> None:
+    def abort(self):
         self._end("aborted")
 
-    def destroy(self) -> None:
+    def destroy(self):
         self._end("destroyed")
 
-    def await_end(self, seconds: float) -> str:
+    def await_end(self, seconds):
         """Wait until the communicator was aborted or destroyed; return its state."""
         self._ended.wait(timeout=seconds)
         return self.state
 
-    def _end(self, state: str) -> None:
+    def _end(self, state):
         self.state = state
         self._ended.set()
         self._shut()
         if self.line is not None:
             self.line.close()
 
-    def _shut(self) -> None:
+    def _shut(self):
         with suppress(OSError, AttributeError):  # One that has ended has no link to lose.
             link = socket.fromfd(self.line.fileno(), socket.AF_INET, socket.SOCK_STREAM)
             with link:
                 link.shutdown(socket.SHUT_RDWR)
 
-    def _work(self, calls: Any) -> None:
+    def _work(self, calls):
         try:
             for method, (source, target, count, dtype, *how, _) in calls:
                 given = ctypes.string_at(source, count * np.dtype(dtype).itemsize)
@@ -176,9 +175,9 @@ class FakeComm:
             self._ended.wait(timeout=60.0)  # A kernel whose peer is gone spins.
 
 
-def _serve(door: socket.socket) -> None:
+def _serve(door):
     """Connect the ranks and do their reductions, as the links between the GPUs would."""
-    lines: dict[int, Connection] = {}
+    lines = {}
     ndev = 1
     with door, suppress(OSError, EOFError):
         while len(lines) < ndev:
@@ -199,7 +198,7 @@ def _serve(door: socket.socket) -> None:
         line.close()
 
 
-def _results(head: Any, parts: Any) -> list[bytes]:
+def _results(head, parts):
     method, _, dtype, *how = head
     if method == "allGather":
         return [b"".join(parts)] * len(parts)

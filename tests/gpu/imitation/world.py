@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,15 +23,15 @@ class RaceError(AssertionError):
 class Clock:
     """Count what a stream was given, and what of it is known to be done."""
 
-    def __init__(self, device: int, pointer: int) -> None:
+    def __init__(self, device, pointer):
         self.device, self.pointer = device, pointer
         self.given = self.done = 0
-        self.kernel: threading.Thread | None = None
+        self.kernel = None
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"stream {self.pointer} of gpu:{self.device}"
 
-    def await_kernel(self) -> None:
+    def await_kernel(self):
         if self.kernel is not None:
             self.kernel.join(timeout=30.0)
             assert not self.kernel.is_alive(), f"{self} hangs: a kernel waits for another GPU"
@@ -48,11 +48,11 @@ class _Access(NamedTuple):
 class Memory:
     """One allocation: its device, and the pending operations on it."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device):
         self.device = device
-        self._accesses: list[_Access] = []
+        self._accesses = []
 
-    def touch(self, clock: Clock, host: Any, writes: bool) -> None:
+    def touch(self, clock, host, writes):
         """Note an operation that was just given to a stream; raise if another has work there."""
         low, high = np.lib.array_utils.byte_bounds(host)
         kept = []
@@ -74,13 +74,13 @@ class Memory:
 class Pinned(bytearray):
     """Page-locked memory of the host, from which a GPU copies when it gets to it."""
 
-    def lend(self) -> None:
+    def lend(self):
         """Note that the current stream was given a copy from here, or to here."""
         world = current_world()
         weakref.finalize(self, _check_copied, world, world.clock, world.clock.given)
 
 
-def _check_copied(world: World, clock: Clock, number: int) -> None:
+def _check_copied(world, clock, number):
     if clock.done < number:
         world.faults.append(f"pinned memory was given back before {clock} had copied it")
 
@@ -88,41 +88,41 @@ def _check_copied(world: World, clock: Clock, number: int) -> None:
 class World:
     """The `count` GPUs of a test, and which of them each thread uses."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
-        self.faults: list[str] = []  # found where nothing can be raised
+        self.faults = []  # found where nothing can be raised
         self._lock = threading.RLock()
         self._local = threading.local()
         self._null = [Clock(device, 0) for device in range(count)]
         self._clocks = list(self._null)
 
     @property
-    def device(self) -> int:
+    def device(self):
         """Return this thread's current device: the first, until it says otherwise."""
         return getattr(self._local, "device", 0)
 
     @device.setter
-    def device(self, index: int) -> None:
+    def device(self, index):
         if not 0 <= index < self.count:
             raise ValueError(f"cudaErrorInvalidDevice: invalid device ordinal {index}")
         self._local.device = index
 
-    def stack(self, device: int) -> list[Clock]:
+    def stack(self, device):
         """Return this thread's current streams of a device, innermost last."""
-        stacks: dict[int, list[Clock]] = self._local.__dict__.setdefault("stacks", {})
+        stacks = self._local.__dict__.setdefault("stacks", {})
         return stacks.setdefault(device, [self._null[device]])
 
     @property
-    def clock(self) -> Clock:
+    def clock(self):
         """Return the current stream of the current device."""
         return self.stack(self.device)[-1]
 
-    def new_clock(self) -> Clock:
+    def new_clock(self):
         with self._lock:
             self._clocks.append(Clock(self.device, len(self._clocks)))
             return self._clocks[-1]
 
-    def launch(self, reads: Any, writes: Any, *, between: bool = False) -> None:
+    def launch(self, reads, writes, *, between=False):
         """Give an operation on arrays to the current stream; `between` devices, or on this one."""
         with self._lock:
             clock = self.clock
@@ -138,7 +138,7 @@ class World:
                     if array.host.size:
                         array.memory.touch(clock, array.host, writing)
 
-    def run_kernel(self, pointer: int, kernel: threading.Thread) -> None:
+    def run_kernel(self, pointer, kernel):
         """Give a stream a kernel that takes its time, as nothing else does."""
         clock = self._clocks[pointer]
         clock.await_kernel()
@@ -146,7 +146,7 @@ class World:
         kernel.daemon = True
         kernel.start()
 
-    def query(self, pointer: int) -> int:
+    def query(self, pointer):
         """Return what ``cudaStreamQuery`` does: 0, or 600 where the stream is not done."""
         clock = self._clocks[pointer] if pointer else self.clock
         if clock.kernel is not None and clock.kernel.is_alive():
@@ -154,7 +154,7 @@ class World:
         self.wait([clock])  # Whoever asks sees it done in the end.
         return 0
 
-    def wait(self, clocks: list[Clock]) -> None:
+    def wait(self, clocks):
         """Let the host wait for streams."""
         for clock in clocks:
             clock.await_kernel()
@@ -162,19 +162,19 @@ class World:
             for clock in clocks:
                 clock.done = clock.given
 
-    def wait_for_device(self, device: int) -> None:
+    def wait_for_device(self, device):
         self.wait([clock for clock in self._clocks if clock.device == device])
 
 
-_worlds: list[World] = []
+_worlds = []
 
 
-def current_world() -> World:
+def current_world():
     """Return the GPUs of the test that runs."""
     return _worlds[-1]
 
 
-def set_world(world: World | None) -> None:
+def set_world(world):
     """Make GPUs appear, or disappear."""
     _worlds[:] = [] if world is None else [world]
 
@@ -182,55 +182,55 @@ def set_world(world: World | None) -> None:
 class Device:
     """Play ``cupy.cuda.Device``."""
 
-    def __init__(self, device: int | None = None) -> None:
+    def __init__(self, device=None):
         self.id = current_world().device if device is None else int(device)
         self.pci_bus_id = f"0000:{0x3B + self.id:02x}:00.0"
-        self._before: list[int] = []
+        self._before = []
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         current_world().wait_for_device(self.id)
 
-    def use(self) -> None:
+    def use(self):
         current_world().device = self.id
 
-    def __enter__(self) -> Device:
+    def __enter__(self):
         self._before.append(current_world().device)
         self.use()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         current_world().device = self._before.pop()
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Device) and other.id == self.id
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return hash(self.id)
 
 
 class Stream:
     """Play ``cupy.cuda.Stream``; non-blocking ones and the null stream alone."""
 
-    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
+    def __init__(self, null=False, non_blocking=False, ptds=False):
         assert null or non_blocking
         world = current_world()
         self._hold(world.stack(world.device)[0] if null else world.new_clock())
 
-    def _hold(self, clock: Clock) -> Stream:
+    def _hold(self, clock):
         self.clock, self.ptr, self.device_id = clock, clock.pointer, clock.device
         return self
 
     @classmethod
-    def current(cls, device_id: int = -1) -> Stream:
+    def current(cls, device_id=-1):
         """Return this thread's stream, as ``cupy.cuda.get_current_stream`` does."""
         world = current_world()
         stack = world.stack(world.device if device_id < 0 else device_id)
         return cls.__new__(cls)._hold(stack[-1])
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         current_world().wait([self.clock])
 
-    def __enter__(self) -> Stream:
+    def __enter__(self):
         world = current_world()
         if self.device_id != world.device:
             raise RuntimeError(
@@ -240,5 +240,5 @@ class Stream:
         world.stack(world.device).append(self.clock)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         current_world().stack(self.device_id).pop()
