@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from ndistribute.cluster import ClusterResolver, resolver_of_job
-from ndistribute.collective.options import CommunicationOptions
+from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.select import CrossDeviceOps, join_workers, make_group
 from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.device import Device, resolve_devices
