@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 
 from tests.leaks import Snapshot, leaks_since
-from tests.zygote import close_zygote
+from tests.processes import close_zygote
 
 _FAILED = pytest.StashKey[bool]()
 

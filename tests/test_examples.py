@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.tasks import free_addresses
-from tests.processes import find_mpiexec
+from tests.processes import find_mpiexec, free_addresses
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = "examples/train_digits.py"

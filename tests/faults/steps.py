@@ -338,10 +338,10 @@ def failed_alone(rank: int, size: int, who: int) -> None:
     """Fail on one process in a step, while the others are in none and hear of it in the next."""
     if rank != who:
         broken()
-    strategy().run(_boom if rank == who else total)
+    strategy().run(boom if rank == who else total)
 
 
-def _boom() -> None:
+def boom() -> None:
     raise ValueError("boom")
 
 

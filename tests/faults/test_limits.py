@@ -21,8 +21,8 @@ import ndistribute as nd
 from ndistribute import tensor_files
 from ndistribute.transport.address import split_address, unix_name
 from tests.coordinator import errands
-from tests.faults.commands import DEADLINE, commanded
-from tests.faults.tasks import Tasks
+from tests.faults.jobs import DEADLINE, commanded
+from tests.processes import Tasks
 
 STRANGERS = 1200
 NOBODY = 65534

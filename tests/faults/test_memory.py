@@ -17,8 +17,8 @@ from ndistribute.coordinator.server import Server
 from ndistribute.parameter_server.messages import Create, NewVariable, Reply, Transaction, Update
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
-from tests.faults.commands import DEADLINE, commanded
-from tests.faults.tasks import Tasks
+from tests.faults.jobs import DEADLINE, commanded
+from tests.processes import Tasks
 
 FUNCTIONS = int(os.environ.get("FAULTS_FUNCTIONS", "5000"))
 CLIENTS = int(os.environ.get("FAULTS_CLIENTS", "300"))

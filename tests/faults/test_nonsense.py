@@ -32,8 +32,8 @@ from ndistribute.transport.codec import Decoder, Record
 from ndistribute.transport.connection import Connection
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.secret import Credentials, credentials_of
-from tests.faults.commands import DEADLINE, commanded
-from tests.faults.tasks import Tasks
+from tests.faults.jobs import DEADLINE, commanded
+from tests.processes import Tasks
 from tests.transport.ends import GREETING, knock, knock_near, shake
 
 FRAMES = int(os.environ.get("FAULTS_FRAMES", "1000"))

@@ -17,10 +17,9 @@ import pytest
 
 import ndistribute as nd
 from tests.coordinator import errands
-from tests.faults.commands import DEADLINE, commanded, taking_part
+from tests.faults.jobs import DEADLINE, commanded, taking_part
 from tests.faults.loops import Shared
-from tests.faults.tasks import Tasks, wait_until
-from tests.processes import AT_ONCE
+from tests.processes import AT_ONCE, Tasks, wait_until
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 IMPATIENT = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "0.5"}
