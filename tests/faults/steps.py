@@ -22,6 +22,7 @@ import numpy as np
 import ndistribute as nd
 from ndistribute.collective.communicator import Communicator
 from ndistribute.strategies import replicas
+from tests.kinds import context
 
 DEADLINE = 40.0
 SMALL, LARGE = 100, 300_000
@@ -44,19 +45,13 @@ def peers() -> Any:
     return strategy()._workers.peers
 
 
-def context() -> nd.ReplicaContext:
-    found = nd.get_replica_context()
-    assert found is not None
-    return found
-
-
 def total(number: int = 1, length: int = SMALL, timeout: float = DEADLINE) -> None:
     """Make a sum over all replicas and check each element of it."""
-    options = nd.CommunicationOptions(timeout_seconds=timeout)
     here = context()
     size = here.num_replicas_in_sync
     own = np.arange(length) + (here.replica_id_in_sync_group + 1) * number
     expected = size * np.arange(length) + size * (size + 1) // 2 * number
+    options = nd.CommunicationOptions(timeout_seconds=timeout)
     if not np.array_equal(here.all_reduce("sum", own, options), expected):
         raise ArithmeticError(f"worker {here.replica_id_in_sync_group} got a wrong sum")
 
@@ -87,12 +82,15 @@ def until_told(rank: int, size: int, length: int = SMALL, timeout: float = DEADL
     raise TimeoutError(f"worker {rank} was told nothing")
 
 
+def _wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def broken() -> None:
     """Wait until this process knows that another one failed."""
-    pause = threading.Event()
-    deadline = time.monotonic() + DEADLINE
-    while not peers().is_alarmed and time.monotonic() < deadline:
-        pause.wait(0.001)
+    _wait_for(lambda: peers().is_alarmed)
 
 
 def in_collective() -> bool:
@@ -131,12 +129,6 @@ def strike(number: int, note: str) -> None:
     os.kill(os.getpid(), number)
 
 
-def alone_inside(number: int, note: str) -> None:
-    """Go into a collective to which nobody else comes, and be struck there."""
-    with struck_inside(lambda: strike(number, note)):
-        strategy().run(total, args=(1, LARGE))
-
-
 def struck(rank: int, size: int, who: int, moment: str, number: int, note: str) -> float | None:
     """Let one process be struck, and return when the others raised.
 
@@ -144,35 +136,22 @@ def struck(rank: int, size: int, who: int, moment: str, number: int, note: str) 
     is struck; ``"amid"`` a collective that all are in; ``"outside"`` of any step.
     """
     strategy()
-    if rank == who:
-        if moment == "outside":
-            strike(number, note)
+    if rank == who and moment == "outside":
+        strike(number, note)
+    elif rank == who:
+        with struck_inside(lambda: strike(number, note)):
+            if moment == "inside":
+                strategy().run(total, args=(1, LARGE))
             until_told(rank, size, LARGE)
-        elif moment == "inside":
-            alone_inside(number, note)
-            until_told(rank, size, LARGE)  # The others may have come before it was struck.
-        else:
-            with struck_inside(lambda: strike(number, note)):
-                until_told(rank, size, LARGE)
-        return None
-    if moment == "inside":
-        _wait_for(note)
+    elif moment == "inside":
+        _wait_for(lambda: Path(note).exists() and Path(note).read_text())
     try:
         until_told(rank, size, LARGE)
     except nd.WorkerLostError as error:
-        if error.rank == who:
+        if error.rank == who and rank != who:
             return time.monotonic()
         raise
     return None
-
-
-def _wait_for(note: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    pause = threading.Event()
-    while not (Path(note).exists() and Path(note).read_text()):
-        if time.monotonic() > deadline:
-            raise TimeoutError("the victim was not struck")
-        pause.wait(0.001)
 
 
 def failed(rank: int, size: int, who: int, moment: str) -> None:
@@ -188,50 +167,26 @@ def failed(rank: int, size: int, who: int, moment: str) -> None:
         strategy().run(step)
 
 
-def called_more(rank: int, size: int, who: int) -> None:
-    """Let one process make a call more in a step than the others, who go on to the next one."""
-
-    def step() -> None:
-        total()
-        if rank == who:
-            context().all_reduce("max", np.ones(7))
-
-    while True:
-        strategy().run(step)
-
-
-def _of_shape(small: int) -> Callable[[nd.ReplicaContext, bool], Any]:
-    return lambda here, odd: here.all_reduce("sum", np.ones(small + odd))
-
-
-def _other_kind(here: nd.ReplicaContext, odd: bool) -> Any:
-    return here.all_gather(np.ones(4), 0) if odd else here.all_reduce("sum", np.ones(4))
-
-
-def _other_order(here: nd.ReplicaContext, odd: bool) -> None:
-    for op in ("max", "sum") if odd else ("sum", "max"):
+def _in_order(here: nd.ReplicaContext, *ops: str) -> None:
+    for op in ops:
         here.all_reduce(op, np.ones(4))
 
 
-def _skipped(here: nd.ReplicaContext, odd: bool) -> None:
-    if not odd:
-        here.all_reduce("sum", np.ones(4))
+def _reduced(here: nd.ReplicaContext, length: int, dtype: str = "f8", op: str = "sum") -> None:
+    here.all_reduce(op, np.ones(length, dtype))
 
 
-def _skipped_in_the_middle(here: nd.ReplicaContext, odd: bool) -> None:
-    _skipped(here, odd)
-    here.all_reduce("sum", np.ones(4))
-
-
+# What each replica does; `odd` is whether it is the one that differs.
 DIFFERENCES: dict[str, Callable[[nd.ReplicaContext, bool], Any]] = {
-    "shape": _of_shape(4),
-    "large shape": _of_shape(LARGE),
-    "dtype": lambda here, odd: here.all_reduce("sum", np.ones(4, "f4" if odd else "f8")),
-    "op": lambda here, odd: here.all_reduce("mean" if odd else "sum", np.ones(4)),
-    "kind": _other_kind,
-    "order": _other_order,
-    "skipped": _skipped,
-    "skipped in the middle": _skipped_in_the_middle,
+    "shape": lambda here, odd: _reduced(here, 4 + odd),
+    "large shape": lambda here, odd: _reduced(here, LARGE + odd),
+    "dtype": lambda here, odd: _reduced(here, 4, "f4" if odd else "f8"),
+    "op": lambda here, odd: _reduced(here, 4, op="mean" if odd else "sum"),
+    "kind": lambda here, odd: here.all_gather(np.ones(4), 0) if odd else _reduced(here, 4),
+    "order": lambda here, odd: _in_order(here, *(("max", "sum") if odd else ("sum", "max"))),
+    "skipped": lambda here, odd: _in_order(here, *([] if odd else ["sum"])),
+    "skipped in the middle": lambda here, odd: _in_order(here, *["sum"] * (1 if odd else 2)),
+    "one more": lambda here, odd: _in_order(here, *["max"] * odd),
 }
 
 
@@ -279,12 +234,11 @@ def finished_early(rank: int, size: int, who: int) -> None:
 
 
 def tardy(rank: int, size: int, who: int) -> None:
-    """Let one process come just when the others ask where it is, and leave at once."""
+    """Let one process come just when the others ask where it is, 0.2 s after they came."""
     strategy().run(total)
     for number in range(6):
         if rank == who:
-            # The others ask 0.2 s after they came.
-            threading.Event().wait(0.2 + number * 0.001)
+            time.sleep(0.2 + number * 0.001)
         strategy().run(total)
 
 
@@ -348,7 +302,7 @@ def boom() -> None:
 def asked_for(rank: int, size: int, who: int) -> None:
     """Let one process come so late that the others ask where it is."""
     if rank == who:
-        threading.Event().wait(0.3)
+        time.sleep(0.3)
     strategy().run(total)
 
 
@@ -395,8 +349,9 @@ def wandered(rank: int, size: int, seed: int, steps: int) -> tuple[bytes, list[s
             strategy().run(step, args=(number, who, moment))
         except (ArithmeticError, nd.DistributeError) as error:
             raised.append(f"{number} {type(error).__name__} {error}")
-    state = [weights.numpy().tobytes(), count.numpy().tobytes(), bytes([optimizer.iterations])]
-    return b"".join(state), raised
+    return weights.numpy().tobytes() + count.numpy().tobytes() + bytes(
+        [optimizer.iterations]
+    ), raised
 
 
 def failed_at_its_end(rank: int, size: int, who: int) -> list[int]:
@@ -414,28 +369,6 @@ def failed_at_its_end(rank: int, size: int, who: int) -> list[int]:
         except ArithmeticError:
             raised.append(number)
     return raised
-
-
-def failed_again(rank: int, size: int, who: int) -> tuple[float, list[str]]:
-    """Let one process after the other raise at once in steps 2 to 4; return a sum, and who raised.
-
-    The first of these breaks the group, and the others come with its recovery.
-    """
-    with strategy().scope():
-        count = nd.Variable(np.float64(0), aggregation=nd.VariableAggregation.SUM)
-
-    def step(number: int) -> None:
-        if number in (2, 3, 4) and rank == (who + number) % size:
-            raise ArithmeticError(f"step {number}")
-        count.assign_add(number + rank)
-
-    raised = []
-    for number in range(7):
-        try:
-            strategy().run(step, args=(number,))
-        except (ArithmeticError, nd.DistributeError) as error:
-            raised.append(f"{number} {type(error).__name__} {error}")
-    return float(count), raised
 
 
 def updated_alone(rank: int, size: int, who: int) -> list[str]:
