@@ -29,7 +29,9 @@ def test_an_exception_is_named_to_all_others_with_the_rank_that_raised_it(
 
 
 @pytest.mark.parametrize("how", steps.DIFFERENCES)
-def test_calls_that_differ_or_that_some_leave_out_are_a_mismatch_on_all_ranks_at_once(job: Ranks, how: str) -> None:
+def test_calls_that_differ_or_that_some_leave_out_are_a_mismatch_on_all_ranks_at_once(
+    job: Ranks, how: str
+) -> None:
     for who in (0, job.size - 1):
         for outcome in job.run(steps.differed, who, how):
             assert outcome.error == "CollectiveMismatchError", outcome.traceback
