@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 import ndistribute as nd
+from tests.coordinator import errands
 from tests.processes import Ranks, Tasks, find_mpiexec
 
 DEADLINE = 60.0
@@ -77,3 +80,38 @@ def commanded(tasks: Tasks, **options: Any) -> Iterator[tuple[Any, Any]]:
         nd.ClusterCoordinator(strategy) as coordinator,
     ):
         yield strategy, coordinator
+
+
+@contextlib.contextmanager
+def training(**settings: Any) -> Iterator[tuple[Tasks, Any, Any]]:
+    """Yield a cluster that runs, and the strategy and coordinator of its chief; see `Tasks`."""
+    with Tasks(**settings) as tasks:
+        tasks.start_all()
+        with commanded(tasks) as (strategy, coordinator):
+            yield tasks, strategy, coordinator
+
+
+def marked(strategy: Any, count: int) -> tuple[nd.Variable, Callable[[int], int]]:
+    """Return a variable, and a function that adds one at a place of it and returns the worker."""
+    with strategy.scope():
+        marks = nd.Variable(np.zeros(count, np.int8))
+
+    def mark(number: int) -> int:
+        marks.scatter_add([number], np.ones(1, np.int8))
+        return nd.cluster.worker_index()
+
+    return marks, mark
+
+
+def schedule_all(coordinator: Any, fn: Callable[[int], Any], numbers: Iterable[int]) -> None:
+    for number in numbers:
+        coordinator.schedule(fn, args=(number,))
+
+
+def meet_workers(coordinator: Any, fifo: Path) -> list[int]:
+    """Return which workers met, when both are there."""
+    if not fifo.exists():
+        os.mkfifo(fifo)
+    sides = [coordinator.schedule(errands.meet, (str(fifo), side)) for side in ("in", "out")]
+    coordinator.join(timeout=DEADLINE)
+    return sorted(coordinator.fetch(sides))
