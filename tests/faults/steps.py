@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -318,121 +318,125 @@ def closed_by_another_thread(rank: int, size: int) -> str:
     return ""
 
 
+def attempted(step: Callable[[int], None], count: int) -> list[str]:
+    """Run steps in spite of what some raise; return in which steps what was raised."""
+    raised = []
+    for number in range(count):
+        try:
+            strategy().run(step, args=(number,))
+        except (ArithmeticError, KeyboardInterrupt, nd.DistributeError) as error:
+            raised.append(f"{number} {type(error).__name__} {error}")
+            if isinstance(error, nd.CollectiveMismatchError):
+                break
+    return raised
+
+
+def interrupt_at(event: str, is_it: Callable[[Any], bool]) -> None:
+    """Interrupt this thread at the next call of a function or return from it."""
+
+    def look(frame: Any, what: str, _: object) -> None:
+        if what == event and is_it(frame.f_code):
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(look)
+
+
 def wandered(rank: int, size: int, seed: int, steps: int) -> tuple[bytes, list[str]]:
     """Train while a process raises now and then, and return the variables and what was raised.
 
     All processes draw the same plan: which of them raises in which step, and before which call.
     """
-    plan = np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
     with strategy().scope():
-        weights = nd.Variable(np.zeros(int(plan.choice([3, 20_000]))))
+        weights = nd.Variable(np.zeros(int(random.choice([3, 20_000]))))
         count = nd.Variable(np.float64(0), aggregation=nd.VariableAggregation.SUM)
     optimizer = nd.optimizers.SGD(0.5, momentum=0.5)
-    raised = []
+    plan = [(int(random.integers(-size, size)), int(random.integers(4))) for _ in range(steps)]
 
-    def step(number: int, who: int, moment: int) -> None:
+    def step(number: int) -> None:
+        gradient = np.full(weights.shape, 0.1 * number + rank)
         calls: list[Callable[[], Any]] = [
-            lambda: optimizer.apply_gradients(
-                [(np.full(weights.shape, 0.1 * number + rank), weights)]
-            ),
+            lambda: optimizer.apply_gradients([(gradient, weights)]),
             lambda: context().all_reduce("mean", np.ones(4)),
             lambda: count.assign_add(number + rank),
+            lambda: None,
         ]
-        for place, call in enumerate([*calls, lambda: None]):
-            if (rank, place) == (who, moment):
+        for moment, call in enumerate(calls):
+            if (rank, moment) == plan[number]:
                 raise ArithmeticError(f"step {number}")
             call()
 
-    for number in range(steps):
-        who, moment = int(plan.integers(-size, size)), int(plan.integers(4))
-        try:
-            strategy().run(step, args=(number, who, moment))
-        except (ArithmeticError, nd.DistributeError) as error:
-            raised.append(f"{number} {type(error).__name__} {error}")
+    raised = attempted(step, steps)
     return weights.numpy().tobytes() + count.numpy().tobytes() + bytes(
         [optimizer.iterations]
     ), raised
 
 
-def failed_at_its_end(rank: int, size: int, who: int) -> list[int]:
-    """Let one process raise after the last collective of step 3; return where this one did."""
+def failed_at_its_end(rank: int, size: int, who: int) -> int:
+    """Let one process raise after the last collective of step 3; return how often this one did."""
 
     def step(number: int) -> None:
         total(number)
         if (rank, number) == (who, 3):
             raise ArithmeticError("boom")
 
-    raised = []
-    for number in range(6):
-        try:
-            strategy().run(step, args=(number,))
-        except ArithmeticError:
-            raised.append(number)
-    return raised
+    return len(attempted(step, 6))
 
 
 def updated_alone(rank: int, size: int, who: int) -> list[str]:
-    """Raise on one process when the others have a sum already, and say what all raised."""
+    """Raise on one process when the others have a sum already."""
 
     def rate(step: int) -> float:
         if rank == who and step == 1:
-            raise ValueError("no rate")
+            raise ArithmeticError("no rate")
         return 0.1
 
     with strategy().scope():
         variable, optimizer = nd.Variable(np.zeros(SMALL)), nd.optimizers.SGD(rate)
-    raised: list[str] = []
-    while "CollectiveMismatchError" not in raised and len(raised) < 4:
-        try:
-            strategy().run(lambda: optimizer.apply_gradients([(np.ones(SMALL), variable)]))
-        except (ValueError, nd.DistributeError) as error:
-            raised.append(type(error).__name__)
-    return raised
+    return attempted(lambda _: optimizer.apply_gradients([(np.ones(SMALL), variable)]), 4)
 
 
-def interrupted_after_its_sum(rank: int, size: int, who: int, before: str) -> list[str]:
-    """Interrupt one process before it applies a sum, and return what was raised.
+# In which function an interrupt comes, and what is done with a sum there.
+UPDATES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "add": ("apply_once", lambda table, _: table.assign_add(np.ones((4, 2)))),
+    "broadcast": ("apply_once", lambda table, _: table.assign_add(np.ones((4, 2)))),
+    "rows": (
+        "update_rows",
+        lambda table, optimizer: optimizer.apply_gradients(
+            [(nd.IndexedSlices(np.ones((1, 2)), np.array([1]), (4, 2)), table)]
+        ),
+    ),
+    "clipped": (
+        "update_block",
+        lambda table, optimizer: optimizer.apply_gradients([(np.ones((4, 2)), table)]),
+    ),
+    "own sum": (
+        "reduce_update",
+        lambda table, optimizer: optimizer.apply_gradients(
+            [(context().all_reduce("sum", np.ones((4, 2))), table)],
+            skip_gradients_aggregation=True,
+        ),
+    ),
+}
 
-    Args:
-        before: the function in which it is interrupted: others are through by then. Or, in words,
-            what else is done with the sum.
-    """
+
+def interrupted_after_its_sum(rank: int, size: int, who: int, how: str) -> list[str]:
+    """Interrupt one process before it applies a sum: others are through by then."""
+    function, update = UPDATES[how]
     with strategy().scope():
-        how = "only_first_replica" if before == "broadcast applied" else "sum"
-        table = nd.Variable(np.zeros((4, 2)), aggregation=how)
-        optimizer = nd.optimizers.SGD(1.0, clipvalue=1.0 if before == "update_block" else None)
+        aggregation = "only_first_replica" if how == "broadcast" else "sum"
+        table = nd.Variable(np.zeros((4, 2)), aggregation=aggregation)
+        optimizer = nd.optimizers.SGD(1.0, clipvalue=1.0 if how == "clipped" else None)
         optimizer.build([table])
-    rows = nd.IndexedSlices(np.ones((1, 2)), np.array([1]), (4, 2))
-    functions = {"broadcast applied": "apply_once", "sum applied": "reduce_update"}
-
-    def interrupt(frame: Any, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_name == functions.get(before, before):
-            sys.setprofile(None)
-            raise KeyboardInterrupt
 
     def step(number: int) -> None:
         if (rank, number) == (who, 1):
-            sys.setprofile(interrupt)
-        if before == "update_rows":
-            optimizer.apply_gradients([(rows, table)])
-        elif before == "update_block":
-            optimizer.apply_gradients([(np.ones((4, 2)), table)])
-        elif before == "sum applied":
-            gradient = context().all_reduce("sum", np.ones((4, 2)))
-            optimizer.apply_gradients([(gradient, table)], skip_gradients_aggregation=True)
-        else:
-            table.assign_add(np.ones((4, 2)))
+            interrupt_at("call", lambda code: code.co_name == function)
+        update(table, optimizer)
         total()
 
-    raised: list[str] = []
-    for number in range(5):
-        if "CollectiveMismatchError" in raised:
-            break
-        try:
-            strategy().run(step, args=(number,))
-        except (KeyboardInterrupt, nd.DistributeError) as error:
-            raised.append(type(error).__name__)
-    return raised
+    return attempted(step, 5)
 
 
 def created_after_a_failure(rank: int, size: int, who: int) -> list[str]:
@@ -449,9 +453,7 @@ def created_after_a_failure(rank: int, size: int, who: int) -> list[str]:
             made.append(nd.Variable(1.0))
         total(number)
 
-    for number in range(5):
-        with suppress(ArithmeticError, nd.WorkerLostError):
-            strategy().run(step, args=(number,))
+    attempted(step, 5)
     with strategy().scope():
         made.append(nd.Variable(1.0))
     return [variable.name for variable in made]
@@ -459,19 +461,12 @@ def created_after_a_failure(rank: int, size: int, who: int) -> list[str]:
 
 def interrupted_in_a_creation(rank: int, size: int, who: int) -> list[str]:
     """Interrupt one process that has the first value of a variable; return what came of it."""
-
-    def interrupt(frame: Any, event: str, _: object) -> None:
-        if event == "return" and frame.f_code is Communicator.broadcast.__code__:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
     told: list[str] = []
-    strategy()
     for number in range(2):
         try:
             with strategy().scope():
                 if (rank, number) == (who, 0):
-                    sys.setprofile(interrupt)
+                    interrupt_at("return", lambda code: code is Communicator.broadcast.__code__)
                 told.append(nd.Variable(1.0, name="w").name)
         except (KeyboardInterrupt, nd.DistributeError) as error:
             told.append(type(error).__name__)
@@ -483,7 +478,7 @@ def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:
     replicas.GRACE_SECONDS = 0.05
     go_on, over = threading.Event(), threading.Event()
 
-    def failing() -> None:
+    def failing(_: int) -> None:
         here = context()
         if here.replica_id_in_sync_group // 2 == who:
             if here.local_replica_id == 0:
@@ -505,8 +500,7 @@ def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:
 
     with strategy().scope():
         count = nd.Variable(0.0, aggregation="sum")
-    with suppress(ArithmeticError, nd.WorkerLostError):
-        strategy().run(failing)
+    attempted(failing, 1)
     for number in range(4):
         strategy().run(step, args=(number,))
     return [float(count)]

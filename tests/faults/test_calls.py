@@ -102,5 +102,5 @@ def test_whoever_waits_is_released_when_its_own_process_closes_the_group(wire: s
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_update_that_one_process_alone_can_not_make_is_an_error_on_all(replicas: int) -> None:
     with Ranks(2, environ={"FAULTS_REPLICAS": str(replicas)}) as job:
-        for outcome in job.run(steps.updated_alone, 1):
-            assert "CollectiveMismatchError" in outcome.result()
+        for raised in job.results(steps.updated_alone, 1):
+            assert "CollectiveMismatchError" in raised[-1]
