@@ -47,13 +47,6 @@ def free() -> Iterator[str]:
         yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
-@pytest.fixture
-def mute() -> Iterator[str]:
-    """Return an address at which another program listens, and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
 def said(folder: Path, addresses: list[str], rank: int) -> str:
     """Return what one worker of a cluster writes that nobody else joins."""
     environ = {"TF_CONFIG": tf_config({"worker": addresses}, "worker", rank)}
@@ -64,42 +57,31 @@ def said(folder: Path, addresses: list[str], rank: int) -> str:
     return ended.output
 
 
-def absent(folder: Path, address: str, rank: int) -> str:
-    """Return what one of two workers writes when the other one's address is this."""
-    addresses = [address, address]
-    addresses[rank] = "127.0.0.1:0"
-    return said(folder, addresses, rank)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_is_not_started_is_named_with_its_address(
-    tmp_path: Path, free: str, rank: int
-) -> None:
-    output = absent(tmp_path, free, rank)
-    assert f"for worker {1 - rank} at {free} (nothing listens there: Connection ref" in output
-    # The reports come at growing intervals.
-    assert rank == 0 or 1 <= output.count("worker 1 has waited") <= 6, output
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_that_nobody_knows_is_named(tmp_path: Path, rank: int) -> None:
-    output = absent(tmp_path, "no-such-host.invalid:1234", rank)
-    assert "at no-such-host.invalid:1234 (the host name 'no-such-host.invalid' was not f" in output
-
-
-@pytest.mark.parametrize(
-    ("rank", "why"),
-    [
-        (0, "(a process listens there, but has not joined: it is st"),
-        (1, "It may have stopped, or"),
+ABSENT = {
+    "nothing": ["(nothing listens there: Connection ref"] * 2,
+    "a name that nobody knows": ["(the host name 'no-such-host.invalid' was not f"] * 2,
+    "another program": [
+        "(a process listens there, but has not joined: it is st",
+        "It may have stopped, or",
     ],
-)
-def test_another_program_at_the_address_is_told(
-    tmp_path: Path, mute: str, rank: int, why: str
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ABSENT)
+def test_a_worker_that_is_not_there_is_named_with_its_address_and_the_reason(
+    tmp_path: Path, free: str, rank: int, what: str
 ) -> None:
-    output = absent(tmp_path, mute, rank)
-    assert f"worker {rank} has waited" in output
-    assert why in output
+    address = "no-such-host.invalid:1234" if "name" in what else free
+    with socket.socket() as mute:
+        if what == "another program":
+            mute.bind(("127.0.0.1", 0))
+            mute.listen()
+            address = f"127.0.0.1:{mute.getsockname()[1]}"
+        output = said(tmp_path, ["127.0.0.1:0", address][:: -1 if rank else 1], rank)
+    assert f"worker {1 - rank} at {address} " in output, output
+    assert ABSENT[what][rank] in output, output
+    assert 1 <= output.count(f"worker {rank} has waited") <= 6  # At growing intervals.
 
 
 def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path: Path) -> None:
