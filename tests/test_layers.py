@@ -73,6 +73,7 @@ class Import:
 
 
 @functools.cache
+@functools.cache
 def imports_of(source: str) -> list[Import]:
     """Return what a module imports, in any of its functions and for type checkers too."""
     return list(_imports(ast.parse(source), lazy=False))

@@ -18,9 +18,9 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.coordinator import closures
-from tests.faults.commands import DEADLINE, commanded, taking_part
+from tests.faults.jobs import DEADLINE, commanded, taking_part
 from tests.faults.loops import counted
-from tests.faults.tasks import Tasks, wait_until
+from tests.processes import Tasks, wait_until
 
 KILLS = int(os.environ.get("FAULTS_KILLS", "10"))
 SEED = int(os.environ.get("FAULTS_SEED", "0")) or random.SystemRandom().getrandbits(32)
