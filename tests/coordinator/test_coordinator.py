@@ -37,7 +37,7 @@ from ndistribute.transport.handshake import Hello
 from ndistribute.transport.rpc import RpcServer
 from ndistribute.transport.secret import Credentials
 from tests.coordinator.errands import Evil, double, fail
-from tests.faults.tasks import wait_until
+from tests.processes import wait_until
 
 pytest.importorskip("cloudpickle")
 

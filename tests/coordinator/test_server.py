@@ -20,7 +20,7 @@ from ndistribute.errors import AuthenticationError, DistributeError, WorkerLostE
 from ndistribute.parameter_server import messages as m
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
-from tests.faults.tasks import Tasks
+from tests.processes import Tasks
 
 ENVIRON = {
     "NDISTRIBUTE_SECRET": secrets.token_hex(16),

@@ -15,7 +15,7 @@ import pytest
 
 from ndistribute.coordinator.coordinator import ClusterCoordinator
 from tests.coordinator import errands
-from tests.faults.tasks import Tasks, wait_until
+from tests.processes import Tasks, wait_until
 from tests.transport.ends import forked
 
 pytest.importorskip("cloudpickle")

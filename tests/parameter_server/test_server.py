@@ -24,8 +24,8 @@ from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.client import ServerClient, Servers
 from ndistribute.parameter_server.server import LocalServer, StoreService
-from tests.faults.tasks import wait_until
 from tests.parameter_server.calls import Client, add, apply, assign, content, new, read
+from tests.processes import wait_until
 
 ONES = np.ones(3)
 KILLS = int(os.environ.get("FAULTS_KILLS", "20"))

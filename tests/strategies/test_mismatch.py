@@ -15,6 +15,7 @@ import ndistribute as nd
 from tests.kinds import (
     LARGE,
     context,
+    inside_worker,
     meet,
     mirrored,
     one_process,
@@ -23,7 +24,6 @@ from tests.kinds import (
     rank,
     works,
 )
-from tests.worker_kinds import inside_worker
 
 
 def told(strategy, call, *, before=0):

@@ -22,8 +22,8 @@ import ndistribute as nd
 from ndistribute.transport.codec import encode
 from ndistribute.transport.connection import Connection
 from tests.faults.loops import Shared
-from tests.faults.tasks import ROOT, Tasks, wait_until
 from tests.kinds import DEADLINE, closing, in_thread, wait_until_in
+from tests.processes import ROOT, Tasks, wait_until
 
 LARGE = np.random.default_rng(3).normal(size=(400, 400))
 Job = Callable[..., Tasks]
