@@ -57,12 +57,12 @@ def _workers() -> Any:
 
 def _compare_nothing() -> None:
     """Put a constant in the place of what is told of a call, and nothing in that of comparing."""
-    from ndistribute.collective import header, ring, segment
+    from ndistribute.collective import backend, ring, segment
 
-    constant = bytes(header.HEADER_BYTES)
+    constant = bytes(backend.HEADER_BYTES)
     for module in (segment, ring):
-        module.encode = lambda *told: constant  # type: ignore[assignment]
-    ring.compare = lambda *told: None  # type: ignore[assignment]
+        module.encode_header = lambda *told: constant  # type: ignore[assignment]
+    ring.compare_headers = lambda *told: None  # type: ignore[assignment]
 
 
 @functools.cache

@@ -31,10 +31,9 @@ from benchmarks.harness import add_options, options_of
 from benchmarks.machine import machine
 from benchmarks.report import markdown, shown, write_json
 from tests.faults import steps
-from tests.faults.commands import commanded, taking_part
+from tests.faults.jobs import commanded, taking_part
 from tests.faults.loops import Shared
-from tests.faults.tasks import Tasks, wait_until
-from tests.processes import Ranks
+from tests.processes import Ranks, Tasks, wait_until
 
 __all__ = ["main"]
 

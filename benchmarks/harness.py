@@ -251,10 +251,16 @@ class _Run:
 
     def _ask(self, one: Contender, function: Callable[..., Any], *args: Any) -> list[Any]:
         if _key(one) not in self._teams:
+            # Forks start at once, but with the threads for arithmetic of whom they are forked from.
+            forked = self._options.quick and one.side == OURS and one.wire == "python"
             with _on_cores(self._options.cores):
                 environ = {**_pinned(one.threads), **one.environ}
                 self._teams[_key(one)] = Ranks(
-                    len(one.jobs), one.wire, environ, jobs=one.jobs, python=self._pythons[one.side]
+                    len(one.jobs),
+                    "tcp" if forked else one.wire,
+                    environ,
+                    jobs=one.jobs,
+                    python=self._pythons[one.side],
                 )
         outcomes = self._teams[_key(one)].run(function, *args, timeout=_ANSWER_SECONDS)
         # Who failed first says why; that the others lost it is no news.

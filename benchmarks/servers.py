@@ -270,6 +270,7 @@ def beat(rank: int, size: int, count: int) -> None:
 def limits(quick: bool) -> str:
     """Return a table of the memory, threads and sockets of jobs of several sizes."""
     environ = {"OPENBLAS_NUM_THREADS": "1", "NDISTRIBUTE_UNIX_SOCKETS": "1"}
+    wire = "tcp" if quick else "python"  # Forks start at once, but share memory.
     rows = []
 
     def note(what: str, team: Ranks, jobs: Sequence[str]) -> None:
@@ -283,13 +284,13 @@ def limits(quick: bool) -> str:
     for workers, servers, asked in held:
         jobs = ("ps",) * servers + ("worker",) * workers
         began = time.monotonic()
-        with Ranks(len(jobs), "python", environ, jobs=jobs) as team:
+        with Ranks(len(jobs), wire, environ, jobs=jobs) as team:
             total = sum(one.result() for one in team.run(hold, asked, timeout=300.0))
             took = time.monotonic() - began
             what = f"{workers} workers, {servers} servers, {total / 1e6 / workers:.0f} MB"
             note(f"{what}, {took:.0f} s", team, jobs)
     jobs, count = ("chief", "ps", "worker"), 1000 if quick else 100_000
-    with Ranks(len(jobs), "python", environ, jobs=jobs) as team:
+    with Ranks(len(jobs), wire, environ, jobs=jobs) as team:
         for part in (count // 10, count - count // 10):
             [one.result() for one in team.run(schedule, part, timeout=600.0)]
             note(f"{part} functions", team, jobs)

@@ -21,8 +21,8 @@ from ndistribute.cluster import (
     TFConfigClusterResolver,
     TorchrunClusterResolver,
 )
+from ndistribute.collective.communicator import CommunicationImplementation, CommunicationOptions
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.select import (
     CrossDeviceOps,

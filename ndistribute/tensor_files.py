@@ -46,19 +46,11 @@ _log = logging.getLogger("ndistribute")
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A generation that was read.
-
-    Args:
-        path: the generation's folder.
-        saved_at: the time when it was written, in seconds since 1970.
-        tensors: the arrays by name, in the order in which they were passed to `write`. They are
-            writable and own their memory.
-        data: the JSON data.
-    """
+    """A generation that was read."""
 
     path: Path
-    saved_at: float
-    tensors: dict[str, Array]
+    saved_at: float  # In seconds since 1970.
+    tensors: dict[str, Array]  # In the order of `write`; they are writable and own their memory.
     data: Any
 
 
@@ -71,20 +63,15 @@ def write(
 ) -> Path:
     """Write a generation, and return its folder once it is safely on the disk.
 
-    Only tensors that are not contiguous, or not in this machine's byte order, are copied.
+    Only tensors that are not contiguous, or not in this machine's byte order, are copied. If this
+    raises, earlier generations are unchanged.
 
     Args:
         directory: the directory of the series; created, for this user alone, if it is missing.
-        name: the name of the series; a directory can contain several. Only one process at a time
-            may write to a series, see `claim`.
-        tensors: arrays that must not change meanwhile, stored in this machine's byte order.
+        name: the name of the series. Only one process at a time may write to it, see `claim`.
+        tensors: arrays that must not change meanwhile.
         data: data that JSON can represent.
         keep: the number of generations to keep, including this one.
-
-    Raises:
-        ValueError: a tensor's dtype cannot be stored, or JSON cannot represent the data.
-        TypeError: JSON cannot represent the data.
-        OSError: the generation could not be written; earlier ones are unchanged.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -132,15 +119,9 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
 
     Newer ones that are damaged are renamed to end in ``.broken``, with a warning.
 
-    Args:
-        directory: the directory that was passed to `write`.
-        name: the name of the series.
-
     Raises:
         CheckpointCorruptError: there are generations, and all are damaged.
         DistributeError: a later version of the package wrote the generation.
-        MissingDependencyError: it contains bfloat16, and ml_dtypes is not installed.
-        OSError: the generation cannot be read.
     """
     broken: list[tuple[Path, CheckpointCorruptError]] = []
     for path in reversed(paths(Path(directory), name)):
@@ -164,13 +145,8 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
 def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> IO[bytes]:
     """Return a file that locks a series until it is closed or this process ends.
 
-    Args:
-        directory: the directory of the series; created, for this user alone, if it is missing.
-        name: the name of the series.
-        seconds: how long to wait for another process that has the lock, in seconds.
-
     Raises:
-        OSError: the directory cannot be used, or another process still has the lock.
+        OSError: the directory cannot be used, or another process had the lock for `seconds`.
     """
     directory = Path(directory)
     _make_directory(directory)
@@ -206,18 +182,15 @@ def _storable(name: str, tensor: Array) -> Array:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Array]) -> None:
-    stored = {_key(name): _as_safetensors(tensor) for name, tensor in tensors.items()}
+    stored = {_key(name): tensor for name, tensor in tensors.items()}
+    for name, tensor in stored.items():
+        if tensor.dtype == np.complex128:
+            # The format lacks this dtype: the last axis contains the real and imaginary parts.
+            stored[name] = tensor.reshape(-1).view(np.float64).reshape(*tensor.shape, 2)
     try:
         safetensors.numpy.save_file(stored, path)
     except safetensors.SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
-
-
-def _as_safetensors(tensor: Array) -> Array:
-    if tensor.dtype != np.complex128:
-        return tensor
-    # The format lacks this dtype: the last axis contains the real and imaginary parts.
-    return tensor.reshape(-1).view(np.float64).reshape(*tensor.shape, 2)
 
 
 def read(path: Path) -> Saved:

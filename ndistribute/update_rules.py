@@ -111,11 +111,9 @@ def update_rows(
 
 
 def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any) -> None:
-    """Update contiguous parts of a variable and its slots; may overwrite `gradient`.
-
-    16-bit floats are updated in float32, which is also their slots' dtype, because the square of a
-    gradient may exceed the range of float16. A complex number is updated as two real numbers.
-    """
+    """Update contiguous parts of a variable and its slots; may overwrite `gradient`."""
+    # 16-bit floats are updated in float32, which is also their slots' dtype, because the square of
+    # a gradient may exceed the range of float16. A complex number is updated as two real numbers.
     variable, *slots = arrays
     if variable.dtype.char in "fd" and gradient.dtype == variable.dtype:
         rule.update(variable, gradient, slots, rate)
@@ -131,26 +129,13 @@ def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any
 
 @functools.lru_cache(maxsize=64)
 def can_train(gradient: np.dtype[Any], variable: np.dtype[Any]) -> bool:
-    """Return True if gradients of a dtype can train variables of another: both are inexact.
-
-    >>> single, double, pair = map(np.dtype, ("f4", "f8", "c16"))
-    >>> can_train(double, single), can_train(pair, double)
-    (True, False)
-    """
+    """Return True if gradients of a dtype can train variables of another: both are inexact."""
     inexact = kind_of(gradient) in "fc" and kind_of(variable) in "fc"
     return inexact and can_cast(gradient, variable)
 
 
 def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
-    """Return the rule of a name; hyperparameters that are not given have their defaults.
-
-    Raises:
-        ValueError: the rule or a hyperparameter does not exist, or a value is out of range.
-
-    >>> from ndistribute import optimizers
-    >>> rule_named("sgd", {"momentum": 0.9, "nesterov": 1.0})
-    SGDRule(momentum=0.9, nesterov=True)
-    """
+    """Return the rule of a name; hyperparameters that are not given have their defaults."""
     kind: Any = _rules.get(name)
     if kind is None:
         raise ValueError(f"there is no update rule {name!r} here; known are {', '.join(_rules)}.")
@@ -168,15 +153,7 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
 
 
 def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:
-    """Return a rule's name and hyperparameters, from which `rule_named` makes an equal rule.
-
-    Raises:
-        ValueError: the rule is not a dataclass of numbers, or its class was replaced.
-
-    >>> from ndistribute.optimizers import SGD
-    >>> hyperparameters_of(SGD(momentum=0.9).rule)
-    ('sgd', {'momentum': 0.9, 'nesterov': 0.0})
-    """
+    """Return a rule's name and hyperparameters, from which `rule_named` makes an equal rule."""
     if _rules[rule.name] is not type(rule) or not dataclasses.is_dataclass(rule):
         raise ValueError(f"{rule!r} must be a dataclass, and the last rule with its name.")
     try:

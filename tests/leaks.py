@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.zygote import held_by_zygote
+from tests.processes import held_by_zygote
 
 __all__ = ["Snapshot", "leaks_since"]
 

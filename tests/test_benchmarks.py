@@ -125,22 +125,14 @@ def test_the_check_sees_one_wrong_element(count: int) -> None:
     assert all_reduce.check(total, 2) == pytest.approx(1.5, abs=1e-6)
 
 
-def timed(side: str, name: str, times: dict[int, float]) -> list[dict[str, Any]]:
-    return [
-        {
-            "group": f"2 processes, {size}",
-            "side": side,
-            "name": name,
-            "bytes": size,
-            "figure": {"median": time},
-        }
+def test_all_reduces_are_compared_by_the_geometric_mean_of_the_large_sizes() -> None:
+    ours = {4096: 30.0, 1 << 20: 10.0, 1 << 22: 10.0}
+    theirs = {4096: 20.0, 1 << 20: 20.0, 1 << 22: 80.0, 1 << 24: 1.0}
+    entries: list[dict[str, Any]] = [
+        {"side": side, "name": name, "bytes": size, "figure": {"median": time}}
+        for side, name, times in ((OURS, "reduce_update", ours), (MPICH, "Allreduce", theirs))
         for size, time in times.items()
     ]
-
-
-def test_all_reduces_are_compared_by_the_geometric_mean_of_the_large_sizes() -> None:
-    ours = timed(OURS, "reduce_update", {4096: 30.0, 1 << 20: 10.0, 1 << 22: 10.0})
-    theirs = timed(MPICH, "Allreduce", {4096: 20.0, 1 << 20: 20.0, 1 << 22: 80.0, 1 << 24: 1.0})
-    said = all_reduce.conclude([*ours, *theirs]).splitlines()
+    said = all_reduce.conclude([{**one, "group": "2 processes"} for one in entries]).splitlines()
     cells = [cell.strip() for cell in said[-1].split("|")[1:-1]]
     assert cells == ["reduce_update", "MPICH: Allreduce", "4", "2", "1.5"]

@@ -13,7 +13,7 @@ from tests.test_docs import ROOT
 
 # The row that an example adds, and contract tests which run what it adds.
 EXAMPLES = {
-    "strategy": ("every-core-2", ["strategies/test_run.py", "strategies/test_gather.py"]),
+    "strategy": ("every-core-2", ["strategies/test_run.py", "strategies/test_reduce.py"]),
     "kind of variable": ("counted-2", ["variables/test_on_write.py", "variables/test_scatter.py"]),
     "backend": ("last-comer-3", ["strategies/test_mismatch.py", "variables/test_on_write.py"]),
 }

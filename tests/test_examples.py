@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.tasks import free_addresses
-from tests.processes import find_mpiexec
+from tests.processes import find_mpiexec, free_addresses
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = "examples/train_digits.py"
@@ -91,6 +90,7 @@ def test_one_replica_strategies_refuse_more() -> None:
         result_here("none", 2)
 
 
+@pytest.mark.slow
 def test_four_command_lines_train_on_two_servers_and_two_workers() -> None:
     cluster = free_addresses({"ps": 2, "worker": 2})
     hosts = [f"--{job}_hosts={','.join(addresses)}" for job, addresses in cluster.items()]

@@ -7,7 +7,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import ownership
-from ndistribute.collective.outputs import SMALL_BYTES, Outputs
+from ndistribute.collective.communicator import SMALL_BYTES, Outputs
 from ndistribute.ownership import ArrayOwner
 from ndistribute.parameter_server.variables import Cell
 

@@ -70,13 +70,6 @@ def test_use_as_an_array_or_number_is_refused_by_name(kind, use):
         use(kind(PAIR))
 
 
-def test_a_single_number_converts(kind):
-    assert float(kind([np.float32(2.5)])) == 2.5
-    assert int(kind([np.int64(3)])) == 3
-    assert isinstance(float(kind([1])), float)
-    assert isinstance(int(kind([np.float64(2)])), int)
-
-
 @pytest.mark.parametrize("value", [2.5, np.float32(2.5), np.array(2.5)])
 def test_a_format_specification_is_that_of_the_single_value(kind, value):
     held = kind([value])
@@ -86,23 +79,24 @@ def test_a_format_specification_is_that_of_the_single_value(kind, value):
         f"{kind([value, value]):.3f}"
 
 
-def test_a_single_array_converts(kind):
+def test_a_single_array_or_number_converts(kind):
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     converted = np.asarray(kind([array]))
     assert converted.dtype == np.float32
     assert np.array_equal(converted, array)
     assert np.asarray(kind([array]), dtype=np.float64).dtype == np.float64
     assert np.asarray(kind([array.tolist()])).shape == (2, 3)
+    for number in (2.0, np.float32(2), np.int64(2)):
+        assert float(kind([number])) == int(kind([number])) == 2
+        assert isinstance(float(kind([number])), float)
+        assert isinstance(int(kind([number])), int)
 
 
-def test_values_are_told_apart_by_identity_and_can_be_keys(kind):
+def test_values_are_told_apart_by_identity_and_the_text_shows_each_component(kind):
     first, second = kind([1, 2]), kind([1, 2])
     assert first == first  # noqa: PLR0124
     assert first != second
     assert {first: "found"}[first] == "found"
-
-
-def test_the_text_shows_each_component(kind):
     text = repr(kind([1.5, None]))
     assert text.startswith(kind.__name__)
     assert "0: 1.5" in text

@@ -11,12 +11,11 @@ import numpy as np
 
 import ndistribute as nd
 from ndistribute.cluster import ClusterSpec, SimpleClusterResolver, resolve
-from tests.kinds import LARGE, context, parts, rank, replica_ids
+from tests.kinds import DEADLINE, LARGE, context, join, parts, rank, replica_ids
 from tests.processes import LISTEN
-from tests.worker_kinds import TIMEOUT_SECONDS, join
 
 Counts = tuple[int, ...]
-OPTIONS = nd.CommunicationOptions(timeout_seconds=TIMEOUT_SECONDS)
+OPTIONS = nd.CommunicationOptions(timeout_seconds=DEADLINE)
 
 
 def first_values(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:

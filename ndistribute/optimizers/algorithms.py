@@ -42,16 +42,13 @@ class SGDRule(Rule):
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        """The name of the velocity; none without momentum."""
         return ("momentum",) if self.momentum else ()
 
     @property
     def rows_alone(self) -> bool:
-        """True without momentum; with it, the velocity moves every row in every step."""
-        return not self.momentum
+        return not self.momentum  # The velocity moves every row in every step.
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        """Subtract the scaled gradient, or add the new velocity, in place."""
         gradient *= rate
         if not slots:
             variable -= gradient
@@ -117,11 +114,9 @@ class AdagradRule(Rule):
             )
 
     def initial_slot(self, name: str) -> float:
-        """Return the initial value of the sum of squares."""
         return self.initial_accumulator_value
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        """Add to the sum of squares and subtract the scaled gradient, in place."""
         (accumulator,) = slots
         xp = array_namespace(gradient)
         scratch = xp.square(gradient)
@@ -178,11 +173,10 @@ class AdamRule(Rule):
                 raise ValueError(f"{name} must be in [0, 1), got {beta}.")
 
     def rate(self, step: int, learning_rate: float) -> Any:
-        """Return the learning rate with the bias correction for means that start at zero."""
+        # The factor corrects the bias of means that start at zero.
         return learning_rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        """Update both means and subtract the scaled ratio, in place."""
         mean, square = slots
         xp = array_namespace(gradient)
         scratch = gradient - mean

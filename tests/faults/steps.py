@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 import ndistribute as nd
 from ndistribute.collective.communicator import Communicator
 from ndistribute.strategies import replicas
+from tests.kinds import context
 
 DEADLINE = 40.0
 SMALL, LARGE = 100, 300_000
@@ -44,19 +45,13 @@ def peers() -> Any:
     return strategy()._workers.peers
 
 
-def context() -> nd.ReplicaContext:
-    found = nd.get_replica_context()
-    assert found is not None
-    return found
-
-
 def total(number: int = 1, length: int = SMALL, timeout: float = DEADLINE) -> None:
     """Make a sum over all replicas and check each element of it."""
-    options = nd.CommunicationOptions(timeout_seconds=timeout)
     here = context()
     size = here.num_replicas_in_sync
     own = np.arange(length) + (here.replica_id_in_sync_group + 1) * number
     expected = size * np.arange(length) + size * (size + 1) // 2 * number
+    options = nd.CommunicationOptions(timeout_seconds=timeout)
     if not np.array_equal(here.all_reduce("sum", own, options), expected):
         raise ArithmeticError(f"worker {here.replica_id_in_sync_group} got a wrong sum")
 
@@ -87,12 +82,15 @@ def until_told(rank: int, size: int, length: int = SMALL, timeout: float = DEADL
     raise TimeoutError(f"worker {rank} was told nothing")
 
 
+def _wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def broken() -> None:
     """Wait until this process knows that another one failed."""
-    pause = threading.Event()
-    deadline = time.monotonic() + DEADLINE
-    while not peers().is_alarmed and time.monotonic() < deadline:
-        pause.wait(0.001)
+    _wait_for(lambda: peers().is_alarmed)
 
 
 def in_collective() -> bool:
@@ -131,12 +129,6 @@ def strike(number: int, note: str) -> None:
     os.kill(os.getpid(), number)
 
 
-def alone_inside(number: int, note: str) -> None:
-    """Go into a collective to which nobody else comes, and be struck there."""
-    with struck_inside(lambda: strike(number, note)):
-        strategy().run(total, args=(1, LARGE))
-
-
 def struck(rank: int, size: int, who: int, moment: str, number: int, note: str) -> float | None:
     """Let one process be struck, and return when the others raised.
 
@@ -144,35 +136,22 @@ def struck(rank: int, size: int, who: int, moment: str, number: int, note: str) 
     is struck; ``"amid"`` a collective that all are in; ``"outside"`` of any step.
     """
     strategy()
-    if rank == who:
-        if moment == "outside":
-            strike(number, note)
+    if rank == who and moment == "outside":
+        strike(number, note)
+    elif rank == who:
+        with struck_inside(lambda: strike(number, note)):
+            if moment == "inside":
+                strategy().run(total, args=(1, LARGE))
             until_told(rank, size, LARGE)
-        elif moment == "inside":
-            alone_inside(number, note)
-            until_told(rank, size, LARGE)  # The others may have come before it was struck.
-        else:
-            with struck_inside(lambda: strike(number, note)):
-                until_told(rank, size, LARGE)
-        return None
-    if moment == "inside":
-        _wait_for(note)
+    elif moment == "inside":
+        _wait_for(lambda: Path(note).exists() and Path(note).read_text())
     try:
         until_told(rank, size, LARGE)
     except nd.WorkerLostError as error:
-        if error.rank == who:
+        if error.rank == who and rank != who:
             return time.monotonic()
         raise
     return None
-
-
-def _wait_for(note: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    pause = threading.Event()
-    while not (Path(note).exists() and Path(note).read_text()):
-        if time.monotonic() > deadline:
-            raise TimeoutError("the victim was not struck")
-        pause.wait(0.001)
 
 
 def failed(rank: int, size: int, who: int, moment: str) -> None:
@@ -188,50 +167,26 @@ def failed(rank: int, size: int, who: int, moment: str) -> None:
         strategy().run(step)
 
 
-def called_more(rank: int, size: int, who: int) -> None:
-    """Let one process make a call more in a step than the others, who go on to the next one."""
-
-    def step() -> None:
-        total()
-        if rank == who:
-            context().all_reduce("max", np.ones(7))
-
-    while True:
-        strategy().run(step)
-
-
-def _of_shape(small: int) -> Callable[[nd.ReplicaContext, bool], Any]:
-    return lambda here, odd: here.all_reduce("sum", np.ones(small + odd))
-
-
-def _other_kind(here: nd.ReplicaContext, odd: bool) -> Any:
-    return here.all_gather(np.ones(4), 0) if odd else here.all_reduce("sum", np.ones(4))
-
-
-def _other_order(here: nd.ReplicaContext, odd: bool) -> None:
-    for op in ("max", "sum") if odd else ("sum", "max"):
+def _in_order(here: nd.ReplicaContext, *ops: str) -> None:
+    for op in ops:
         here.all_reduce(op, np.ones(4))
 
 
-def _skipped(here: nd.ReplicaContext, odd: bool) -> None:
-    if not odd:
-        here.all_reduce("sum", np.ones(4))
+def _reduced(here: nd.ReplicaContext, length: int, dtype: str = "f8", op: str = "sum") -> None:
+    here.all_reduce(op, np.ones(length, dtype))
 
 
-def _skipped_in_the_middle(here: nd.ReplicaContext, odd: bool) -> None:
-    _skipped(here, odd)
-    here.all_reduce("sum", np.ones(4))
-
-
+# What each replica does; `odd` is whether it is the one that differs.
 DIFFERENCES: dict[str, Callable[[nd.ReplicaContext, bool], Any]] = {
-    "shape": _of_shape(4),
-    "large shape": _of_shape(LARGE),
-    "dtype": lambda here, odd: here.all_reduce("sum", np.ones(4, "f4" if odd else "f8")),
-    "op": lambda here, odd: here.all_reduce("mean" if odd else "sum", np.ones(4)),
-    "kind": _other_kind,
-    "order": _other_order,
-    "skipped": _skipped,
-    "skipped in the middle": _skipped_in_the_middle,
+    "shape": lambda here, odd: _reduced(here, 4 + odd),
+    "large shape": lambda here, odd: _reduced(here, LARGE + odd),
+    "dtype": lambda here, odd: _reduced(here, 4, "f4" if odd else "f8"),
+    "op": lambda here, odd: _reduced(here, 4, op="mean" if odd else "sum"),
+    "kind": lambda here, odd: here.all_gather(np.ones(4), 0) if odd else _reduced(here, 4),
+    "order": lambda here, odd: _in_order(here, *(("max", "sum") if odd else ("sum", "max"))),
+    "skipped": lambda here, odd: _in_order(here, *([] if odd else ["sum"])),
+    "skipped in the middle": lambda here, odd: _in_order(here, *["sum"] * (1 if odd else 2)),
+    "one more": lambda here, odd: _in_order(here, *["max"] * odd),
 }
 
 
@@ -279,12 +234,11 @@ def finished_early(rank: int, size: int, who: int) -> None:
 
 
 def tardy(rank: int, size: int, who: int) -> None:
-    """Let one process come just when the others ask where it is, and leave at once."""
+    """Let one process come just when the others ask where it is, 0.2 s after they came."""
     strategy().run(total)
     for number in range(6):
         if rank == who:
-            # The others ask 0.2 s after they came.
-            threading.Event().wait(0.2 + number * 0.001)
+            time.sleep(0.2 + number * 0.001)
         strategy().run(total)
 
 
@@ -338,17 +292,17 @@ def failed_alone(rank: int, size: int, who: int) -> None:
     """Fail on one process in a step, while the others are in none and hear of it in the next."""
     if rank != who:
         broken()
-    strategy().run(_boom if rank == who else total)
+    strategy().run(boom if rank == who else total)
 
 
-def _boom() -> None:
+def boom() -> None:
     raise ValueError("boom")
 
 
 def asked_for(rank: int, size: int, who: int) -> None:
     """Let one process come so late that the others ask where it is."""
     if rank == who:
-        threading.Event().wait(0.3)
+        time.sleep(0.3)
     strategy().run(total)
 
 
@@ -364,142 +318,125 @@ def closed_by_another_thread(rank: int, size: int) -> str:
     return ""
 
 
+def attempted(step: Callable[[int], None], count: int) -> list[str]:
+    """Run steps in spite of what some raise; return in which steps what was raised."""
+    raised = []
+    for number in range(count):
+        try:
+            strategy().run(step, args=(number,))
+        except (ArithmeticError, KeyboardInterrupt, nd.DistributeError) as error:
+            raised.append(f"{number} {type(error).__name__} {error}")
+            if isinstance(error, nd.CollectiveMismatchError):
+                break
+    return raised
+
+
+def interrupt_at(event: str, is_it: Callable[[Any], bool]) -> None:
+    """Interrupt this thread at the next call of a function or return from it."""
+
+    def look(frame: Any, what: str, _: object) -> None:
+        if what == event and is_it(frame.f_code):
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(look)
+
+
 def wandered(rank: int, size: int, seed: int, steps: int) -> tuple[bytes, list[str]]:
     """Train while a process raises now and then, and return the variables and what was raised.
 
     All processes draw the same plan: which of them raises in which step, and before which call.
     """
-    plan = np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
     with strategy().scope():
-        weights = nd.Variable(np.zeros(int(plan.choice([3, 20_000]))))
+        weights = nd.Variable(np.zeros(int(random.choice([3, 20_000]))))
         count = nd.Variable(np.float64(0), aggregation=nd.VariableAggregation.SUM)
     optimizer = nd.optimizers.SGD(0.5, momentum=0.5)
-    raised = []
+    plan = [(int(random.integers(-size, size)), int(random.integers(4))) for _ in range(steps)]
 
-    def step(number: int, who: int, moment: int) -> None:
+    def step(number: int) -> None:
+        gradient = np.full(weights.shape, 0.1 * number + rank)
         calls: list[Callable[[], Any]] = [
-            lambda: optimizer.apply_gradients(
-                [(np.full(weights.shape, 0.1 * number + rank), weights)]
-            ),
+            lambda: optimizer.apply_gradients([(gradient, weights)]),
             lambda: context().all_reduce("mean", np.ones(4)),
             lambda: count.assign_add(number + rank),
+            lambda: None,
         ]
-        for place, call in enumerate([*calls, lambda: None]):
-            if (rank, place) == (who, moment):
+        for moment, call in enumerate(calls):
+            if (rank, moment) == plan[number]:
                 raise ArithmeticError(f"step {number}")
             call()
 
-    for number in range(steps):
-        who, moment = int(plan.integers(-size, size)), int(plan.integers(4))
-        try:
-            strategy().run(step, args=(number, who, moment))
-        except (ArithmeticError, nd.DistributeError) as error:
-            raised.append(f"{number} {type(error).__name__} {error}")
-    state = [weights.numpy().tobytes(), count.numpy().tobytes(), bytes([optimizer.iterations])]
-    return b"".join(state), raised
+    raised = attempted(step, steps)
+    return weights.numpy().tobytes() + count.numpy().tobytes() + bytes(
+        [optimizer.iterations]
+    ), raised
 
 
-def failed_at_its_end(rank: int, size: int, who: int) -> list[int]:
-    """Let one process raise after the last collective of step 3; return where this one did."""
+def failed_at_its_end(rank: int, size: int, who: int) -> int:
+    """Let one process raise after the last collective of step 3; return how often this one did."""
 
     def step(number: int) -> None:
         total(number)
         if (rank, number) == (who, 3):
             raise ArithmeticError("boom")
 
-    raised = []
-    for number in range(6):
-        try:
-            strategy().run(step, args=(number,))
-        except ArithmeticError:
-            raised.append(number)
-    return raised
-
-
-def failed_again(rank: int, size: int, who: int) -> tuple[float, list[str]]:
-    """Let one process after the other raise at once in steps 2 to 4; return a sum, and who raised.
-
-    The first of these breaks the group, and the others come with its recovery.
-    """
-    with strategy().scope():
-        count = nd.Variable(np.float64(0), aggregation=nd.VariableAggregation.SUM)
-
-    def step(number: int) -> None:
-        if number in (2, 3, 4) and rank == (who + number) % size:
-            raise ArithmeticError(f"step {number}")
-        count.assign_add(number + rank)
-
-    raised = []
-    for number in range(7):
-        try:
-            strategy().run(step, args=(number,))
-        except (ArithmeticError, nd.DistributeError) as error:
-            raised.append(f"{number} {type(error).__name__} {error}")
-    return float(count), raised
+    return len(attempted(step, 6))
 
 
 def updated_alone(rank: int, size: int, who: int) -> list[str]:
-    """Raise on one process when the others have a sum already, and say what all raised."""
+    """Raise on one process when the others have a sum already."""
 
     def rate(step: int) -> float:
         if rank == who and step == 1:
-            raise ValueError("no rate")
+            raise ArithmeticError("no rate")
         return 0.1
 
     with strategy().scope():
         variable, optimizer = nd.Variable(np.zeros(SMALL)), nd.optimizers.SGD(rate)
-    raised: list[str] = []
-    while "CollectiveMismatchError" not in raised and len(raised) < 4:
-        try:
-            strategy().run(lambda: optimizer.apply_gradients([(np.ones(SMALL), variable)]))
-        except (ValueError, nd.DistributeError) as error:
-            raised.append(type(error).__name__)
-    return raised
+    return attempted(lambda _: optimizer.apply_gradients([(np.ones(SMALL), variable)]), 4)
 
 
-def interrupted_after_its_sum(rank: int, size: int, who: int, before: str) -> list[str]:
-    """Interrupt one process before it applies a sum, and return what was raised.
+# In which function an interrupt comes, and what is done with a sum there.
+UPDATES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "add": ("apply_once", lambda table, _: table.assign_add(np.ones((4, 2)))),
+    "broadcast": ("apply_once", lambda table, _: table.assign_add(np.ones((4, 2)))),
+    "rows": (
+        "update_rows",
+        lambda table, optimizer: optimizer.apply_gradients(
+            [(nd.IndexedSlices(np.ones((1, 2)), np.array([1]), (4, 2)), table)]
+        ),
+    ),
+    "clipped": (
+        "update_block",
+        lambda table, optimizer: optimizer.apply_gradients([(np.ones((4, 2)), table)]),
+    ),
+    "own sum": (
+        "reduce_update",
+        lambda table, optimizer: optimizer.apply_gradients(
+            [(context().all_reduce("sum", np.ones((4, 2))), table)],
+            skip_gradients_aggregation=True,
+        ),
+    ),
+}
 
-    Args:
-        before: the function in which it is interrupted: others are through by then. Or, in words,
-            what else is done with the sum.
-    """
+
+def interrupted_after_its_sum(rank: int, size: int, who: int, how: str) -> list[str]:
+    """Interrupt one process before it applies a sum: others are through by then."""
+    function, update = UPDATES[how]
     with strategy().scope():
-        how = "only_first_replica" if before == "broadcast applied" else "sum"
-        table = nd.Variable(np.zeros((4, 2)), aggregation=how)
-        optimizer = nd.optimizers.SGD(1.0, clipvalue=1.0 if before == "update_block" else None)
+        aggregation = "only_first_replica" if how == "broadcast" else "sum"
+        table = nd.Variable(np.zeros((4, 2)), aggregation=aggregation)
+        optimizer = nd.optimizers.SGD(1.0, clipvalue=1.0 if how == "clipped" else None)
         optimizer.build([table])
-    rows = nd.IndexedSlices(np.ones((1, 2)), np.array([1]), (4, 2))
-    functions = {"broadcast applied": "apply_once", "sum applied": "reduce_update"}
-
-    def interrupt(frame: Any, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_name == functions.get(before, before):
-            sys.setprofile(None)
-            raise KeyboardInterrupt
 
     def step(number: int) -> None:
         if (rank, number) == (who, 1):
-            sys.setprofile(interrupt)
-        if before == "update_rows":
-            optimizer.apply_gradients([(rows, table)])
-        elif before == "update_block":
-            optimizer.apply_gradients([(np.ones((4, 2)), table)])
-        elif before == "sum applied":
-            gradient = context().all_reduce("sum", np.ones((4, 2)))
-            optimizer.apply_gradients([(gradient, table)], skip_gradients_aggregation=True)
-        else:
-            table.assign_add(np.ones((4, 2)))
+            interrupt_at("call", lambda code: code.co_name == function)
+        update(table, optimizer)
         total()
 
-    raised: list[str] = []
-    for number in range(5):
-        if "CollectiveMismatchError" in raised:
-            break
-        try:
-            strategy().run(step, args=(number,))
-        except (KeyboardInterrupt, nd.DistributeError) as error:
-            raised.append(type(error).__name__)
-    return raised
+    return attempted(step, 5)
 
 
 def created_after_a_failure(rank: int, size: int, who: int) -> list[str]:
@@ -516,9 +453,7 @@ def created_after_a_failure(rank: int, size: int, who: int) -> list[str]:
             made.append(nd.Variable(1.0))
         total(number)
 
-    for number in range(5):
-        with suppress(ArithmeticError, nd.WorkerLostError):
-            strategy().run(step, args=(number,))
+    attempted(step, 5)
     with strategy().scope():
         made.append(nd.Variable(1.0))
     return [variable.name for variable in made]
@@ -526,19 +461,12 @@ def created_after_a_failure(rank: int, size: int, who: int) -> list[str]:
 
 def interrupted_in_a_creation(rank: int, size: int, who: int) -> list[str]:
     """Interrupt one process that has the first value of a variable; return what came of it."""
-
-    def interrupt(frame: Any, event: str, _: object) -> None:
-        if event == "return" and frame.f_code is Communicator.broadcast.__code__:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
     told: list[str] = []
-    strategy()
     for number in range(2):
         try:
             with strategy().scope():
                 if (rank, number) == (who, 0):
-                    sys.setprofile(interrupt)
+                    interrupt_at("return", lambda code: code is Communicator.broadcast.__code__)
                 told.append(nd.Variable(1.0, name="w").name)
         except (KeyboardInterrupt, nd.DistributeError) as error:
             told.append(type(error).__name__)
@@ -550,7 +478,7 @@ def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:
     replicas.GRACE_SECONDS = 0.05
     go_on, over = threading.Event(), threading.Event()
 
-    def failing() -> None:
+    def failing(_: int) -> None:
         here = context()
         if here.replica_id_in_sync_group // 2 == who:
             if here.local_replica_id == 0:
@@ -572,8 +500,7 @@ def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:
 
     with strategy().scope():
         count = nd.Variable(0.0, aggregation="sum")
-    with suppress(ArithmeticError, nd.WorkerLostError):
-        strategy().run(failing)
+    attempted(failing, 1)
     for number in range(4):
         strategy().run(step, args=(number,))
     return [float(count)]

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.coordinator import queue
-from tests.faults.commands import DEADLINE, commanded, taking_part
+from ndistribute.coordinator import closures
+from tests.faults.jobs import DEADLINE, commanded, taking_part
 from tests.faults.loops import counted
-from tests.faults.tasks import Tasks, wait_until
+from tests.processes import Tasks, wait_until
 
 KILLS = int(os.environ.get("FAULTS_KILLS", "10"))
 SEED = int(os.environ.get("FAULTS_SEED", "0")) or random.SystemRandom().getrandbits(32)
@@ -116,7 +116,7 @@ def test_every_function_changes_everything_once_whoever_is_killed(
 ) -> None:
     """Of a function whose worker or server was killed half way, some updates were made twice."""
     print(f"FAULTS_SEED={SEED}")
-    monkeypatch.setattr(queue, "ATTEMPTS", KILLS + 1)  # Any number of kills may hit one function.
+    monkeypatch.setattr(closures, "ATTEMPTS", KILLS + 1)  # Any number may hit one function.
     rng = random.Random(SEED)
     log = tmp_path / "log"
     log.touch()

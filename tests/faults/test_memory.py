@@ -17,10 +17,9 @@ from ndistribute.coordinator.server import Server
 from ndistribute.parameter_server.messages import Create, NewVariable, Reply, Transaction, Update
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
-from tests.faults.commands import DEADLINE, commanded
-from tests.faults.tasks import Tasks
+from tests.faults.jobs import DEADLINE, schedule_all, training
 
-FUNCTIONS = int(os.environ.get("FAULTS_FUNCTIONS", "5000"))
+FUNCTIONS = int(os.environ.get("FAULTS_FUNCTIONS", "3000"))
 CLIENTS = int(os.environ.get("FAULTS_CLIENTS", "300"))
 ENVIRON = {"NDISTRIBUTE_SECRET": "f" * 32, "NDISTRIBUTE_JOB_ID": "this one"}
 
@@ -86,27 +85,24 @@ def test_heartbeats_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(60 + FUNCTIONS // 50)
 def test_functions_that_are_over_leave_nothing_anywhere() -> None:
     """The chief and the servers kept something of each function: 100,000 were gigabytes."""
-    with Tasks(workers=2, servers=1) as tasks:
-        tasks.start_all()
-        with commanded(tasks) as (strategy, coordinator):
-            with strategy.scope():
-                total = nd.Variable(np.zeros(10))
+    with training() as (tasks, strategy, coordinator):
+        with strategy.scope():
+            total = nd.Variable(np.zeros(10))
 
-            def add(number: int) -> np.ndarray:
-                total.assign_add(np.ones(10))
-                return np.full(1000, number)
+        def add(number: int) -> np.ndarray:
+            total.assign_add(np.ones(10))
+            return np.full(1000, number)
 
-            def work(count: int) -> None:
-                for number in range(count):
-                    coordinator.schedule(add, args=(number,))
-                coordinator.join(timeout=10 * DEADLINE)
+        def work(count: int) -> None:
+            schedule_all(coordinator, add, range(count))
+            coordinator.join(timeout=10 * DEADLINE)
 
-            work(1000)
-            places = [("ps", 0), ("worker", 0), ("worker", 1)]
-            before = [tasks.resident_megabytes(*place) for place in places]
-            with growth() as grown:
-                work(FUNCTIONS)
-                assert grown() < 500_000
-            after = [tasks.resident_megabytes(*place) for place in places]
-            assert all(b - a < 20 for a, b in zip(before, after, strict=True)), (before, after)
-            assert int(total.numpy()[0]) == 1000 + FUNCTIONS
+        work(1000)
+        places = [("ps", 0), ("worker", 0), ("worker", 1)]
+        before = [tasks.resident_megabytes(*place) for place in places]
+        with growth() as grown:
+            work(FUNCTIONS)
+            assert grown() < 500_000
+        after = [tasks.resident_megabytes(*place) for place in places]
+        assert all(b - a < 20 for a, b in zip(before, after, strict=True)), (before, after)
+        assert int(total.numpy()[0]) == 1000 + FUNCTIONS

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.faults.commands import taking_part
+from tests.faults.jobs import taking_part
 from tests.faults.loops import Shared
-from tests.faults.tasks import Tasks, wait_until
+from tests.processes import Tasks, wait_until
 
 
 def training(**options: Any) -> dict[str, str]:

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.faults import steps
-from tests.faults.jobs import HEARTBEAT, SIZES, WIRES
+from tests.faults.jobs import HEARTBEAT, WIRES
 from tests.processes import AT_ONCE, Outcome, Ranks
 
 
 @contextlib.contextmanager
 def one_job_for_each_victim(wire: str) -> Iterator[list[Ranks]]:
-    size = SIZES[wire]
+    size = 2 if wire in ("shared", "mpi") else 3
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(size) as pool:
         starting = [pool.submit(WIRES[wire]) for _ in range(size)]
         jobs = [stack.enter_context(job.result()) for job in starting]

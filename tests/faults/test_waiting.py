@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -13,8 +12,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.transport import waiting
-from tests.faults.jobs import config, job
-from tests.processes import AT_ONCE
+from tests.faults.jobs import Scripts
+from tests.processes import AT_ONCE, tf_config
 
 FIRST = 0.1
 IDENTITY = {"NDISTRIBUTE_JOB_ID": "waiting", "NDISTRIBUTE_START_SECONDS": "1"}
@@ -48,57 +47,41 @@ def free() -> Iterator[str]:
         yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
-@pytest.fixture
-def mute() -> Iterator[str]:
-    """Return an address at which another program listens, and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
 def said(folder: Path, addresses: list[str], rank: int) -> str:
     """Return what one worker of a cluster writes that nobody else joins."""
-    environ = {"TF_CONFIG": config(addresses, rank), "NDISTRIBUTE_LISTEN_FD": ""}
-    with job(folder, BODY, [environ]) as started:
+    environ = {"TF_CONFIG": tf_config({"worker": addresses}, "worker", rank)}
+    with Scripts(folder, BODY, [environ]) as started:
         (ended,) = started.ended()
     assert ended.code == 1
     assert "CollectiveTimeoutError" in ended.output
     return ended.output
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_is_not_started_is_named_with_its_address(
-    tmp_path: Path, free: str, rank: int
-) -> None:
-    addresses = [free, free]
-    addresses[rank] = "127.0.0.1:0"
-    output = said(tmp_path, addresses, rank)
-    assert f"for worker {1 - rank} at {free} (nothing listens there: Connection ref" in output
-
-
-def test_reports_come_at_growing_intervals(tmp_path: Path, free: str) -> None:
-    output = said(tmp_path, [free, "127.0.0.1:0"], 1)
-    assert 1 <= output.count("worker 1 has waited") <= 6, output
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_that_nobody_knows_is_named(tmp_path: Path, rank: int) -> None:
-    addresses = ["no-such-host.invalid:1234"] * 2
-    addresses[rank] = "127.0.0.1:0"
-    output = said(tmp_path, addresses, rank)
-    assert "at no-such-host.invalid:1234 (the host name 'no-such-host.invalid' was not f" in output
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_another_program_at_the_address_is_told(tmp_path: Path, mute: str, rank: int) -> None:
-    addresses = [mute, mute]
-    addresses[rank] = "127.0.0.1:0"
-    output = said(tmp_path, addresses, rank)
-    why = [
+ABSENT = {
+    "nothing": ["(nothing listens there: Connection ref"] * 2,
+    "a name that nobody knows": ["(the host name 'no-such-host.invalid' was not f"] * 2,
+    "another program": [
         "(a process listens there, but has not joined: it is st",
         "It may have stopped, or",
-    ]
-    assert f"worker {rank} has waited" in output
-    assert why[rank] in output
+    ],
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ABSENT)
+def test_a_worker_that_is_not_there_is_named_with_its_address_and_the_reason(
+    tmp_path: Path, free: str, rank: int, what: str
+) -> None:
+    address = "no-such-host.invalid:1234" if "name" in what else free
+    with socket.socket() as mute:
+        if what == "another program":
+            mute.bind(("127.0.0.1", 0))
+            mute.listen()
+            address = f"127.0.0.1:{mute.getsockname()[1]}"
+        output = said(tmp_path, ["127.0.0.1:0", address][:: -1 if rank else 1], rank)
+    assert f"worker {1 - rank} at {address} " in output, output
+    assert ABSENT[what][rank] in output, output
+    assert 1 <= output.count(f"worker {rank} has waited") <= 6  # At growing intervals.
 
 
 def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path: Path) -> None:
@@ -117,7 +100,7 @@ def test_only_the_first_worker_reports_who_is_missing(tmp_path: Path) -> None:
         sys.exit()
     """
     body = ends + BODY.replace("timeout_seconds=1", "timeout_seconds=3")
-    with job(tmp_path, body, [{}] * 3) as started:
+    with Scripts(tmp_path, body, [{}] * 3) as started:
         first, second, _ = (ended.output for ended in started.ended())
     assert "worker 2 at 127.0.0.1:" in first.partition("Traceback")[0]
     assert "worker 2 at" not in second.partition("Traceback")[0]
@@ -137,11 +120,10 @@ def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.Mon
     assert time.monotonic() - start < AT_ONCE
 
 
-def task_said(folder: Path, cluster: dict[str, list[str]], job_name: str) -> str:
+def task_said(folder: Path, cluster: dict[str, list[str]], job: str) -> str:
     """Return what the only task of a job writes."""
-    me = {"cluster": cluster, "task": {"type": job_name, "index": 0}}
-    environ = {"TF_CONFIG": json.dumps(me), "NDISTRIBUTE_LISTEN_FD": "", **IDENTITY}
-    with job(folder, SERVERS, [environ]) as started:
+    environ = {"TF_CONFIG": tf_config(cluster, job, 0), **IDENTITY}
+    with Scripts(folder, SERVERS, [environ]) as started:
         (ended,) = started.ended()
     assert "WorkerLostError" in ended.output, ended.output
     return ended.output

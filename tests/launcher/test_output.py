@@ -10,20 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.launcher.output import Console, Writer, last_report, tells_of_another
-
-
-@pytest.fixture
-def console(tmp_path):
-    """Return a function that opens a console, and one that closes it and returns what it wrote."""
-    paths = tmp_path / "out", tmp_path / "err"
-    with paths[0].open("wb") as out, paths[1].open("wb") as err:
-
-        def written(console: Console) -> tuple[bytes, bytes]:
-            console.close()
-            return paths[0].read_bytes(), paths[1].read_bytes()
-
-        yield lambda *logs: Console(Writer(out.fileno()), Writer(err.fileno()), *logs), written
+from ndistribute.launcher.output import Console, Writer, is_loss_report, last_report
 
 
 class Memory(Writer):
@@ -55,27 +42,28 @@ def test_lines_do_not_depend_on_how_the_bytes_arrive(text, cuts):
     assert [*itertools.chain(*shown(*pieces))] == [*itertools.chain(*shown(data))]
 
 
-def test_a_progress_bar_is_seen_as_it_goes_on():
-    assert shown(b"10%\r20%\r", b"30%\r\nnext") == [[b"10%"], [b"20%", b"30%"], [b"next"]]
-    assert shown(b"50%\r") == [[], [b"50%"]]
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"10%\r20%\r", b"30%\r\nnext"], [[b"10%"], [b"20%", b"30%"], [b"next"]]),
+        ([b"50%\r"], [[], [b"50%"]]),
+        # A line without an end does not fill the memory.
+        ([b"x" * 100_000], [[b"x" * 100_000], []]),
+    ],
+)
+def test_a_line_is_seen_when_it_is_complete(pieces, lines):
+    assert shown(*pieces) == lines
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory():
-    assert shown(b"x" * 100_000) == [[b"x" * 100_000], []]
-
-
-def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path, console):
-    opened, written = console
-    shown = opened(tmp_path)
-    (tmp_path / "rank-0.log").symlink_to("/dev/full")
-    shown.take("0", "stdout", [b"a"])
-    shown.take("0", "stdout", [b"b"])
-    out, err = written(shown)
-    assert out == b"[0] a\n[0] b\n"
+def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path):
+    out, err = Memory(), Memory()
+    console = Console(out, err, tmp_path)
     path = tmp_path / "rank-0.log"
-    assert err.decode() == f"ndistribute run: {path} is incomplete: No space left on device. " + (
-        "The job goes on.\n"
-    )
+    path.symlink_to("/dev/full")
+    console.take("0", "stdout", [b"a"])
+    console.take("0", "stdout", [b"b"])
+    what = f"ndistribute run: {path} is incomplete: No space left on device. The job goes on."
+    assert (out.lines, err.lines) == ([b"a", b"b"], [what.encode()])
 
 
 def errors_of(program: str) -> list[bytes]:
@@ -123,17 +111,17 @@ def test_a_long_report_is_cut_in_its_middle():
     assert b"..." in report
 
 
-LOST = "class WorkerLostError(Exception): pass\n"
+LOST = "class WorkerLostError(Exception): pass\nraise "
 
 
 @pytest.mark.parametrize(
     ("program", "told"),
     [
-        (LOST + "raise WorkerLostError('worker 1')", True),
-        (LOST + "raise OSError('x') from WorkerLostError('worker 1')", True),
-        (LOST + "raise ValueError('WorkerLostError')", False),
+        (LOST + "WorkerLostError('worker 1')", True),
+        (LOST + "OSError('x') from WorkerLostError('worker 1')", True),
+        (LOST + "ValueError('WorkerLostError')", False),
         ("", False),
     ],
 )
 def test_a_report_of_a_lost_worker_is_known(program, told):
-    assert tells_of_another(errors_of(program)) is told
+    assert is_loss_report(errors_of(program)) is told

@@ -9,8 +9,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.models import Sequential, callbacks, layers, losses
-from tests.faults.tasks import Tasks
 from tests.kinds import DEADLINE
+from tests.processes import Tasks
 
 pytest.importorskip("cloudpickle")
 

@@ -20,9 +20,9 @@ from ndistribute.parameter_server.messages import Aggregate, AwaitStep, Gradient
 from ndistribute.parameter_server.server import LocalServer, StoreService
 from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.transport.failure_detector import detector
-from tests.faults.tasks import free_addresses
 from tests.kinds import DEADLINE, closing, in_thread
 from tests.parameter_server.calls import apply
+from tests.processes import free_addresses
 
 
 @pytest.fixture

@@ -1,48 +1,252 @@
-"""Derivatives of `numpy.linalg`: inverses, factorizations, and functions composed of them.
+"""Derivatives of matrix products, convolutions, Fourier transforms, and factorizations.
 
-The formulas are those of Giles, "Collected matrix derivative results for forward and reverse mode
+Every backward product is a BLAS call if the forward product was one: operands with stride 0 are
+copied first, and a stack of matrices times one matrix becomes a single product. The matrix of a
+Fourier transform is symmetric, so its derivative is the transform itself. The formulas of
+`numpy.linalg` are those of Giles, "Collected matrix derivative results for forward and reverse mode
 algorithmic differentiation" (2008). All support stacks of matrices. With equal eigenvalues or
 singular values, the gradients through the vectors are infinite.
 """
 
 from __future__ import annotations
 
-import functools
 import math
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute.autodiff.diagnostics import missing
-from ndistribute.autodiff.rules.unbroadcast import unbroadcast
+from ndistribute.autodiff.rules.unbroadcast import Vjp, refuse_complex, unbroadcast, zeros
 from ndistribute.device import Array, array_namespace, as_array
 
-__all__ = ["COMPOSED", "JOINT_RULES", "RULES", "RULES_BY_PATH"]
-
-Value = Any  # a tracked or plain array, or a number
-Vjp = Callable[[Array], Array]
 Gradients = Sequence[Array | None]
 JointVjp = Callable[[Gradients], list[Array]]
+Path = tuple[Any, ...]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
+# For the norm of a real transform, the norm of the inverse one in its derivative.
+INVERSE_NORMS: dict[Any, Any] = {
+    None: "forward",
+    "backward": "forward",
+    "ortho": "ortho",
+    "forward": "backward",
+}
 
-def _t(a: Value) -> Value:
+
+class RightFactor:
+    """The rule of the right factor of a product of two matrices, in most models the weights."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x: Array) -> None:
+        self._x = x
+
+    def __call__(self, g: Array) -> Array:
+        return self._x.T @ _blas(g)
+
+    def into(self, g: Array, memory: Callable[[Any, tuple[int, ...]], Array | None]) -> Array:
+        """Return the gradient, in an array from `memory` unless that returns None."""
+        here = type(g) is np.ndarray
+        out = memory(g.dtype, (self._x.shape[1], g.shape[1])) if here else None
+        return np.matmul(self._x.T, _blas(g), out=out)
+
+
+def _matmul_x(out: Array, x: Array, y: Array) -> Vjp:
+    shape, dtype = x.shape, x.dtype
+    if x.ndim == 2 == y.ndim and dtype == out.dtype:
+        return lambda g: _blas(g) @ y.T
+    if y.ndim == 1:
+        if x.ndim == 1:
+            return lambda g: unbroadcast(g * y, shape, dtype)
+        return lambda g: unbroadcast(g[..., None] * y, shape, dtype)
+    if x.ndim == 1:
+        return lambda g: unbroadcast(np.matmul(y, _blas(g)[..., None])[..., 0], shape, dtype)
+    return lambda g: unbroadcast(np.matmul(_blas(g), np.swapaxes(y, -1, -2)), shape, dtype)
+
+
+def _matmul_y(out: Array, x: Array, y: Array) -> Vjp:
+    shape, dtype = y.shape, y.dtype
+    if x.ndim == 2 == y.ndim and dtype == out.dtype:
+        return RightFactor(x)
+    if x.ndim == 1:
+        if y.ndim == 1:
+            return lambda g: unbroadcast(g * x, shape, dtype)
+        return lambda g: unbroadcast(x[:, None] * g[..., None, :], shape, dtype)
+    if y.ndim == 1:
+        return lambda g: unbroadcast(_rows(x).T @ g.reshape(-1), shape, dtype)
+    if y.ndim == 2:
+        return lambda g: unbroadcast(_rows(x).T @ _rows(_blas(g)), shape, dtype)
+    return lambda g: unbroadcast(np.matmul(np.swapaxes(x, -1, -2), _blas(g)), shape, dtype)
+
+
+def _dot_x(out: Array, x: Array, y: Any) -> Vjp:
+    y = as_array(y)
+    shape, dtype, y_ndim = x.shape, x.dtype, y.ndim
+    if x.ndim == 0 or y_ndim == 0:
+        return lambda g: unbroadcast(g * y, shape, dtype)
+    if y_ndim <= 2:
+        return _matmul_x(out, x, y)
+
+    def vjp(g: Array) -> Array:
+        first = np.moveaxis(y, -2, 0)
+        free = range(len(shape) - 1, g.ndim)
+        return unbroadcast(
+            np.tensordot(g, first, (list(free), list(range(1, y_ndim)))), shape, dtype
+        )
+
+    return vjp
+
+
+def _dot_y(out: Array, x: Any, y: Array) -> Vjp:
+    x = as_array(x)
+    shape, dtype, x_ndim = y.shape, y.dtype, x.ndim
+    if y.ndim == 0 or x_ndim == 0:
+        return _dot_x(out, y, x)
+    if y.ndim <= 2:
+        return _matmul_y(out, x, y)
+
+    def vjp(g: Array) -> Array:
+        lead = list(range(x_ndim - 1))
+        return unbroadcast(np.moveaxis(np.tensordot(x, g, (lead, lead)), 0, -2), shape, dtype)
+
+    return vjp
+
+
+def _blas(g: Array) -> Array:
+    """Return an operand for BLAS; NumPy multiplies broadcast views in a slow loop."""
+    return np.ascontiguousarray(g) if 0 in g.strides else g
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _einsum(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
+    """Return the rules of the operands of an einsum, which are other einsums."""
+    if not isinstance(args[0], str):
+        return [None]
+    formula, arrow, output = _without_ellipsis(args[0].replace(" ", ""), args[1:]).partition("->")
+    if not arrow:
+        output = "".join(sorted(c for c in set(formula) - {","} if formula.count(c) == 1))
+    terms = formula.split(",")
+    return [_einsum_operand(path[0] - 1, terms, output, args[1:]) for path in paths]
+
+
+def _einsum_operand(position: int, terms: Sequence[str], output: str, operands: Args) -> Vjp:
+    own, shape, dtype = terms[position], operands[position].shape, operands[position].dtype
+    others = [*terms[:position], *terms[position + 1 :]]
+    rest = [*operands[:position], *operands[position + 1 :]]
+    distinct = "".join(dict.fromkeys(own))
+    known = "".join(c for c in distinct if c in output or any(c in term for term in others))
+    backward = ",".join([output, *others]) + "->" + known
+
+    def vjp(g: Array) -> Array:
+        change = np.einsum(backward, g, *rest, optimize=True)
+        if known != own:
+            # The gradient is constant along indices that only this operand has, and on the diagonal
+            # of repeated ones, which einsum returns as a view.
+            whole = zeros(change, shape)
+            diagonal = np.einsum(f"{own}->{distinct}", whole)
+            where = tuple(slice(None) if c in known else None for c in distinct)
+            diagonal[...] = change[where]
+            change = whole
+        return unbroadcast(change, shape, dtype)
+
+    return vjp
+
+
+def _without_ellipsis(formula: str, operands: Sequence[Any]) -> str:
+    """Return the formula of an einsum with letters instead of each ellipsis."""
+    if "..." not in formula:
+        return formula
+    free = "".join(sorted(set(string.ascii_letters) - set(formula)))
+    inputs, arrow, output = formula.partition("->")
+    terms = inputs.split(",")
+    counts = [
+        np.ndim(x) - len(term) + 3 if "..." in term else 0
+        for term, x in zip(terms, operands, strict=True)
+    ]
+    # Broadcasting aligns axes from the last one.
+    most = max(counts)
+    letters = free[:most]
+    terms = [t.replace("...", letters[most - n :]) for t, n in zip(terms, counts, strict=True)]
+    if not arrow:
+        output = "..." + "".join(
+            sorted(c for c in set(inputs) - {",", "."} if inputs.count(c) == 1)
+        )
+    return ",".join(terms) + "->" + output.replace("...", letters)
+
+
+def _convolve_a(out: Array, a: Any, v: Any, mode: Any = "full") -> Vjp:
+    shape, dtype = np.shape(a), a.dtype
+    a, v = np.atleast_1d(a), np.atleast_1d(v)
+    shorter, length = min(a.size, v.size), a.size + v.size - 1
+    start = {"full": 0, "same": (shorter - 1) // 2, "valid": shorter - 1}[mode]
+
+    def vjp(g: Array) -> Array:
+        whole = zeros(g, (length,))
+        whole[start : start + g.size] = g
+        return unbroadcast(np.correlate(whole, np.conj(v), "valid").reshape(shape), shape, dtype)
+
+    return vjp
+
+
+def _bincount(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
+    if paths not in ([(1,)], [("weights",)]):
+        return [None]
+    places = as_array(args[0]).astype(np.intp)
+    dtype = (args[1] if len(args) > 1 else kwargs["weights"]).dtype
+    return [lambda g: g[places].astype(dtype)]
+
+
+def _fft(function: Callable[..., Array]) -> Callable[..., Vjp]:
+    """Return the rule of `fft` or `ifft`."""
+
+    def maker(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None) -> Vjp:
+        shape, dtype = a.shape, a.dtype
+        return lambda g: unbroadcast(
+            _resized(function(g, axis=axis, norm=norm), shape), shape, dtype
+        )
+
+    return maker
+
+
+def _rfft(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None) -> Vjp:
+    shape, dtype, length = a.shape, a.dtype, a.shape[axis] if n is None else n
+    return lambda g: _resized(np.fft.fft(g, length, axis, norm).real, shape).astype(dtype)
+
+
+def _irfft(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None) -> Vjp:
+    shape, dtype, length = a.shape, a.dtype, out.shape[axis]
+
+    def vjp(g: Array) -> Array:
+        change = np.conj(np.fft.rfft(g, axis=axis, norm=INVERSE_NORMS[norm]))
+        # All but the first, and the middle one of an even length, represent two frequencies.
+        np.moveaxis(change, axis, 0)[1 : (length + 1) // 2] *= 2
+        return unbroadcast(_resized(change, shape), shape, dtype)
+
+    return vjp
+
+
+def _resized(g: Array, shape: tuple[int, ...]) -> Array:
+    """Return an array truncated or padded with zeros at the end of each axis."""
+    if g.shape == shape:
+        return g
+    whole = zeros(g, shape)
+    common = tuple(slice(min(pair)) for pair in zip(g.shape, shape, strict=True))
+    whole[common] = g[common]
+    return whole
+
+
+def _t(a: Array) -> Array:
     return np.swapaxes(a, -1, -2)
 
 
-def _inv(out: Array, a: Array) -> Vjp:
-    return lambda g: -_t(out) @ g @ _t(out)
-
-
-def _det(out: Array, a: Array) -> Vjp:
-    return lambda g: (g * out)[..., None, None] * _t(np.linalg.inv(a))
-
-
-def _slogdet(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
-    (a,) = args
-    _refuse_complex(a)
+def _slogdet(results: Sequence[Array], a: Array) -> JointVjp:
+    refuse_complex(a)
 
     def vjp(gradients: Gradients) -> list[Array]:
         return [_zero_if_none(gradients[1], results[1])[..., None, None] * _t(np.linalg.inv(a))]
@@ -73,7 +277,7 @@ def _solve_b(out: Array, a: Array, b: Array) -> Vjp:
 
 
 def _cholesky(out: Array, a: Array, /, *, upper: bool = False) -> Vjp:
-    _refuse_complex(a)
+    refuse_complex(a)
     factor = _t(out) if upper else out
 
     def vjp(g: Array) -> Array:
@@ -87,9 +291,9 @@ def _cholesky(out: Array, a: Array, /, *, upper: bool = False) -> Vjp:
     return vjp
 
 
-def _eigh(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
+def _eigh(results: Sequence[Array], a: Array, UPLO: str = "L") -> JointVjp:  # noqa: N803
     values, vectors = results
-    lower = (args[1] if len(args) > 1 else kwargs.get("UPLO", "L")).upper() == "L"
+    lower = UPLO.upper() == "L"
 
     def vjp(gradients: Gradients) -> list[Array]:
         change = _diagonal(_zero_if_none(gradients[0], values)).astype(vectors.dtype)
@@ -104,9 +308,9 @@ def _eigh(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
     return vjp
 
 
-def _eig(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
+def _eig(results: Sequence[Array], a: Array) -> JointVjp:
     values, vectors = results
-    real = args[0].dtype.kind != "c"
+    real = a.dtype.kind != "c"
 
     def vjp(gradients: Gradients) -> list[Array]:
         change = _diagonal(_zero_if_none(gradients[0], values))
@@ -122,9 +326,9 @@ def _eig(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
     return vjp
 
 
-def _svd(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
+def _svd(results: Sequence[Array], *args: Any, **kwargs: Any) -> JointVjp:
     u, s, vt = results
-    _refuse_complex(u)
+    refuse_complex(u)
     count = s.shape[-1]
     full = u.shape[-1] > count or vt.shape[-2] > count
     beyond = missing(np.linalg.svd, "vectors of full_matrices=True") if full else None
@@ -151,8 +355,8 @@ def _svd(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
     return vjp
 
 
-def _singular_values(out: Array, path: Any, args: Args, kwargs: Kwargs) -> Vjp:
-    a = args[0]
+def _singular_values(out: Array, a: Array, *args: Any, **kwargs: Any) -> Vjp:
+    """Return the rule of ``svd(a, compute_uv=False)``."""
 
     def vjp(g: Array) -> Array:
         u, _, vt = np.linalg.svd(a, full_matrices=False)
@@ -162,7 +366,7 @@ def _singular_values(out: Array, path: Any, args: Args, kwargs: Kwargs) -> Vjp:
 
 
 def _pinv(out: Array, a: Array, *cutoff: Any, **cutoffs: Any) -> Vjp:
-    _refuse_complex(a)
+    refuse_complex(a)
     if cutoff or cutoffs:
         raise NotImplementedError("a cutoff of singular values")
 
@@ -175,9 +379,9 @@ def _pinv(out: Array, a: Array, *cutoff: Any, **cutoffs: Any) -> Vjp:
     return vjp
 
 
-def _qr(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
+def _qr(results: Sequence[Array], *args: Any, **kwargs: Any) -> JointVjp:
     q, r = results
-    _refuse_complex(q)
+    refuse_complex(q)
     if q.shape[-1] != r.shape[-1]:
         raise NotImplementedError("more columns than rows, or mode='complete'")
 
@@ -189,9 +393,9 @@ def _qr(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
     return vjp
 
 
-def _lstsq(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
-    x, a, b = results[0], as_array(args[0]), as_array(args[1])
-    _refuse_complex(x)
+def _lstsq(results: Sequence[Array], a: Any, b: Any, rcond: Any = None) -> JointVjp:
+    x, a, b = results[0], as_array(a), as_array(b)
+    refuse_complex(x)
     if results[2] < a.shape[1]:
         raise NotImplementedError("a matrix whose rank is less than its number of columns")
 
@@ -205,7 +409,7 @@ def _lstsq(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
         pairs = ((left, weights), (-change, x))
         whole = sum(_columns(one) @ _t(_columns(other)) for one, other in pairs)
         if gradients[3] is not None:
-            whole = whole + _singular_values(results[3], (0,), (a,), {})(gradients[3])
+            whole = whole + _singular_values(results[3], a)(gradients[3])
         return [unbroadcast(whole, a.shape, a.dtype), unbroadcast(change, b.shape, b.dtype)]
 
     return vjp
@@ -213,11 +417,6 @@ def _lstsq(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
 
 def _columns(a: Array) -> Array:
     return a[:, None] if a.ndim == 1 else a
-
-
-def _refuse_complex(a: Array) -> None:
-    if a.dtype.kind == "c":
-        raise NotImplementedError("complex arguments")
 
 
 def _zero_if_none(g: Array | None, result: Array) -> Array:
@@ -244,97 +443,35 @@ def _inverse_gaps(values: Array) -> Array:
     return (1 - eye) / (values[..., None, :] - values[..., :, None] + eye)
 
 
-def _norm(x: Value, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Value:
-    if axis is None and ord is not None and np.ndim(x) > 2:
-        return NotImplemented
-    matrix = (axis is None and np.ndim(x) == 2) or (np.ndim(axis) == 1 and len(axis) == 2)
-    if ord is None or (ord == 2 and not matrix) or (ord == "fro" and matrix):
-        return np.sqrt(np.sum(np.square(np.abs(x)), axis=axis, keepdims=keepdims))
-    return (_matrix_norm if matrix else _vector_norm)(x, ord, axis, keepdims)
-
-
-def _vector_norm(x: Value, ord: Any, axis: Any, keepdims: bool) -> Value:
-    size = np.abs(x)
-    if ord == 1:
-        return np.sum(size, axis=axis, keepdims=keepdims)
-    if abs(ord) == math.inf:
-        return (np.max if ord > 0 else np.min)(size, axis=axis, keepdims=keepdims)
-    return NotImplemented if ord == 0 else np.sum(size**ord, axis, keepdims=keepdims) ** (1 / ord)
-
-
-def _matrix_norm(x: Value, ord: Any, axis: Any, keepdims: bool) -> Value:
-    if keepdims:
-        return NotImplemented
-    x = x if axis is None else np.moveaxis(x, axis, (-2, -1))
-    if ord == "nuc":
-        return np.sum(np.linalg.svd(x, compute_uv=False), axis=-1)
-    if abs(ord) == 2:
-        return np.linalg.svd(x, compute_uv=False)[..., 0 if ord > 0 else -1]
-    if abs(ord) not in (1, math.inf):
-        return NotImplemented
-    sums = np.sum(np.abs(x), axis=-2 if abs(ord) == 1 else -1)
-    return (np.max if ord > 0 else np.min)(sums, axis=-1)
-
-
-def _vector_norm_of_any(
-    x: Value, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2
-) -> Value:
-    if axis is None:
-        return NotImplemented if keepdims else np.linalg.norm(np.ravel(x), ord)
-    return NotImplemented if isinstance(axis, tuple) else np.linalg.norm(x, ord, axis, keepdims)
-
-
-def _cond(x: Value, p: Any = None) -> Value:
-    if p not in (None, 2):
-        return NotImplemented
-    s = np.linalg.svd(x, compute_uv=False)
-    return s[..., 0] / s[..., -1]
-
-
-def _matrix_power(a: Value, n: int) -> Value:
-    if n == 0:
-        return NotImplemented
-    base = np.linalg.inv(a) if n < 0 else a
-    result, power = None, abs(n)
-    while power:
-        if power & 1:
-            result = base if result is None else np.matmul(result, base)
-        power >>= 1
-        base = np.matmul(base, base) if power else base
-    return result
-
-
 RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
-    np.linalg.inv: (_inv,),
-    np.linalg.det: (_det,),
+    np.matmul: (_matmul_x, _matmul_y),
+    np.linalg.matmul: (_matmul_x, _matmul_y),
+    np.dot: (_dot_x, _dot_y),
+    np.convolve: (_convolve_a, lambda out, a, v, mode="full": _convolve_a(out, v, a, mode)),
+    np.fft.fft: (_fft(np.fft.fft),),
+    np.fft.ifft: (_fft(np.fft.ifft),),
+    np.fft.rfft: (_rfft,),
+    np.fft.irfft: (_irfft,),
+    np.fft.fftshift: (lambda out, x, axes=None: lambda g: np.fft.ifftshift(g, axes),),
+    np.fft.ifftshift: (lambda out, x, axes=None: lambda g: np.fft.fftshift(g, axes),),
+    np.linalg.inv: (lambda out, a: lambda g: -_t(out) @ g @ _t(out),),
+    np.linalg.det: (lambda out, a: lambda g: (g * out)[..., None, None] * _t(np.linalg.inv(a)),),
     np.linalg.solve: (_solve_a, _solve_b),
     np.linalg.cholesky: (_cholesky,),
     np.linalg.pinv: (_pinv,),
+    np.linalg.svd: (_singular_values,),
 }
 
-RULES_BY_PATH: dict[Any, Callable[..., Vjp]] = {np.linalg.svd: _singular_values}
+RULES_BY_PATH: dict[Any, Callable[[Array, Sequence[Path], Args, Kwargs], list[Vjp | None]]] = {
+    np.einsum: _einsum,
+    np.bincount: _bincount,
+}
 
-JOINT_RULES: dict[Any, Callable[[Sequence[Array], Args, Kwargs], JointVjp]] = {
+JOINT_RULES: dict[Any, Callable[..., JointVjp]] = {
     np.linalg.slogdet: _slogdet,
     np.linalg.eigh: _eigh,
     np.linalg.eig: _eig,
     np.linalg.svd: _svd,
     np.linalg.qr: _qr,
     np.linalg.lstsq: _lstsq,
-}
-
-COMPOSED: dict[Any, Callable[..., Value]] = {
-    np.linalg.cond: _cond,
-    np.linalg.diagonal: lambda x, /, *, offset=0: np.diagonal(x, offset, -2, -1),
-    np.linalg.eigvals: lambda a: np.linalg.eig(a)[0],
-    np.linalg.eigvalsh: lambda a, *args, **kwargs: np.linalg.eigh(a, *args, **kwargs)[0],
-    np.linalg.matrix_norm: lambda x, /, *, keepdims=False, ord="fro": np.linalg.norm(
-        x, ord, (-2, -1), keepdims
-    ),
-    np.linalg.matrix_power: _matrix_power,
-    np.linalg.multi_dot: lambda arrays: functools.reduce(np.dot, arrays),
-    np.linalg.norm: _norm,
-    np.linalg.svdvals: lambda x: np.linalg.svd(x, compute_uv=False),
-    np.linalg.trace: lambda x, /, *, offset=0, **kwargs: np.trace(x, offset, -2, -1, **kwargs),
-    np.linalg.vector_norm: _vector_norm_of_any,
 }

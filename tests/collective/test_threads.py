@@ -1,9 +1,9 @@
-"""Collectives over replica threads against NumPy: every op, dtype and shape, to the last bit."""
+"""Collectives over replica threads against NumPy, to the last bit, and who owns which array."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 import ndistribute as nd
 from ndistribute import tree
-from ndistribute.collective.threads import BLOCK_BYTES, SMALL_BYTES
+from ndistribute.collective import threads
+from ndistribute.collective.backend import Call
+from ndistribute.collective.communicator import MOST_KEPT, Outputs
+from ndistribute.collective.communicator import SMALL_BYTES as SMALL_OUTPUT
+from ndistribute.collective.threads import BLOCK_BYTES, SMALL_BYTES, Meeting, Rendezvous
 from tests.kinds import closing, context, cpus, mirrored, rank
 
 UFUNCS = {
@@ -23,12 +27,8 @@ UFUNCS = {
     "PROD": np.multiply,
 }
 DTYPES = "bool uint8 int64 float16 float32 float64 complex64".split()
-CROSS_DEVICE_OPS = [
-    nd.NcclAllReduce,
-    nd.RingAllReduce,
-    nd.HierarchicalCopyAllReduce,
-    nd.ReductionToOneDevice,
-]
+LARGE = SMALL_OUTPUT // 8
+SIZES = [3, SMALL_BYTES // 8 + 1]  # Reduced by the last to arrive, and by slice owners.
 
 ops = st.sampled_from(sorted(UFUNCS))
 dtypes = st.sampled_from(DTYPES)
@@ -45,7 +45,7 @@ def strategy(request):
         yield made
 
 
-def draw(seed: int, replica: int, shape: tuple[int, ...], dtype: str) -> Any:
+def draw(seed, replica, shape, dtype):
     """Return numbers of a replica, of many magnitudes where the dtype has them."""
     rng = np.random.default_rng([seed, replica])
     kind = np.dtype(dtype).kind
@@ -57,7 +57,7 @@ def draw(seed: int, replica: int, shape: tuple[int, ...], dtype: str) -> Any:
     return np.asarray(numbers.astype(dtype))
 
 
-def reference(op: str, arrays: list[Any]) -> Any:
+def reference(op, arrays):
     """Reduce in replica order: 16-bit floats in 32 bits, a mean of integers in 64."""
     dtype = arrays[0].dtype
     if op == "MEAN" and dtype.kind in "iub":
@@ -67,7 +67,7 @@ def reference(op: str, arrays: list[Any]) -> Any:
     return (total / wide.type(len(arrays)) if op == "MEAN" else total).astype(dtype)
 
 
-def agrees(result: Any, op: str, arrays: list[Any]) -> bool:
+def agrees(result, op, arrays):
     """Compare with the reference to the bit; complex products as close as NumPy's own loops are."""
     with np.errstate(all="ignore"):
         wanted = np.asarray(reference(op, [np.asarray(array) for array in arrays]))
@@ -79,7 +79,7 @@ def agrees(result: Any, op: str, arrays: list[Any]) -> bool:
     return bits(result) == bits(wanted)
 
 
-def bits(nest: Any) -> list[tuple[Any, ...]]:
+def bits(nest):
     return [(a.dtype, a.shape, a.tobytes()) for a in map(np.asarray, tree.flatten(nest))]
 
 
@@ -96,23 +96,16 @@ def per_replica(strategy, make):
     return nd.PerReplica([make(i) for i in range(strategy.num_replicas_in_sync)])
 
 
-@given(ops, dtypes, shapes, seeds)
-@settings(max_examples=30)
-def test_a_small_array_is_reduced(strategy, op, dtype, shape, seed):
+@given(ops, dtypes, st.one_of(shapes, large), seeds)
+@settings(max_examples=40)
+def test_an_array_is_reduced_and_inputs_stay(strategy, op, dtype, shape, seed):
+    if isinstance(shape, int):
+        shape = (-(-shape // np.dtype(dtype).itemsize),)
     given = per_replica(strategy, lambda i: draw(seed, i, shape, dtype))
     before = bits(given.values)
     result = run_twice(strategy, lambda x: context().all_reduce(op, x), given)
     assert agrees(result, op, given.values)
     assert bits(given.values) == before
-
-
-@given(ops, dtypes, large, seeds)
-@settings(max_examples=8)
-def test_a_large_array_is_reduced_by_slice_owners(strategy, op, dtype, nbytes, seed):
-    size = -(-nbytes // np.dtype(dtype).itemsize)
-    given = per_replica(strategy, lambda i: draw(seed, i, (size,), dtype))
-    result = run_twice(strategy, lambda x: context().all_reduce(op, x), given)
-    assert agrees(result, op, given.values)
 
 
 @given(ops, st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=6), st.booleans(), seeds)
@@ -198,28 +191,23 @@ def test_rows_are_reduced_like_the_whole_array(strategy, op, dtype, indices, see
     assert loss == reference(op, [np.asarray(nest["loss"]) for nest in given.values])
 
 
-def test_a_mean_of_integer_rows_is_float64(strategy):
+def test_rows_are_summed_in_a_dtype_that_holds_the_sum(strategy):
     def step():
-        rows = nd.IndexedSlices(np.array([[1], [2]]), np.array([0, rank()]), (4, 1))
-        return context().all_reduce("mean", rows).to_dense()
+        integers = nd.IndexedSlices(np.array([[1], [2]]), np.array([0, rank()]), (4, 1))
+        halves = np.full(
+            (3, 2), 1 if rank() else 2048, np.float16
+        )  # There, neighbours are 2 apart.
+        rows = nd.IndexedSlices(halves, np.arange(3), (4, 2))
+        mean = context().all_reduce("mean", integers).to_dense()
+        return mean, context().all_reduce("sum", rows).values
 
-    dense = run_twice(strategy, step)
+    dense, values = run_twice(strategy, step)
     size = strategy.num_replicas_in_sync
     assert dense.dtype == np.float64
-    assert np.allclose(dense.sum(), 3)
+    assert np.isclose(dense.sum(), 3)
     assert np.isclose(dense[0, 0], 1 + 2 / size)
-
-
-def test_half_precision_rows_are_summed_in_single(strategy):
-    """1 beside 2048 is lost in float16, where neighbours are 2 apart."""
-
-    def step():
-        values = np.full((3, 2), 1 if rank() else 2048, np.float16)
-        return context().all_reduce("sum", nd.IndexedSlices(values, np.arange(3), (4, 2))).values
-
-    values = run_twice(strategy, step)
     assert values.dtype == np.float16
-    assert (values == np.float16(2048 + strategy.num_replicas_in_sync - 1)).all()
+    assert (values == np.float16(2048 + size - 1)).all()
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -228,12 +216,14 @@ def test_every_cross_device_op_gives_the_same_bits(count):
     leaves += [(SMALL_BYTES // 4, dtype) for dtype in ("float16", "float32", "complex64")]
     given = [[draw(5, i, (size,), dtype) for size, dtype in leaves] for i in range(count)]
     seen = []
-
-    def step(values):
-        return [context().all_reduce(op, values) for op in UFUNCS]
-
-    for kind in CROSS_DEVICE_OPS:
+    for kind in (
+        nd.NcclAllReduce,
+        nd.RingAllReduce,
+        nd.HierarchicalCopyAllReduce,
+        nd.ReductionToOneDevice,
+    ):
         with nd.MirroredStrategy(cpus(count), cross_device_ops=kind()) as strategy:
+            step = lambda values: [context().all_reduce(op, values) for op in UFUNCS]  # noqa: E731
             with np.errstate(all="ignore"):
                 results = strategy.run(step, (nd.PerReplica(given),))
             seen += [bits(result) for result in strategy.local_results(results)]
@@ -293,3 +283,156 @@ def test_replicas_may_pass_one_dtype_in_different_byte_orders(strategy):
     assert result["gathered"].tolist() == [0, 1, 2] * size
     assert result["fields"].tolist() == [(1, 2.5)] * 2 * size
     assert result["copied"].tolist() == [0, 1, 2]
+
+
+COLLECTIVES = {
+    "all_reduce": lambda x: context().all_reduce("sum", x),
+    "all_reduce of a mean": lambda x: context().all_reduce("mean", x),
+    "all_reduce in a nest": lambda x: context().all_reduce("max", {"x": [x, 1.0]})["x"][0],
+    "all_gather": lambda x: context().all_gather(x, axis=0),
+    "broadcast": lambda x: context().communicator.broadcast(x, root=0),
+    "rows": lambda x: (
+        context().all_reduce("sum", nd.IndexedSlices(x, np.arange(len(x)), x.shape)).values
+    ),
+}
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_result_is_the_replicas_own_and_an_input_may_be_overwritten_at_once(strategy, collective):
+    summed = collective in ("all_reduce", "rows")
+    scale = strategy.num_replicas_in_sync if summed else 1
+
+    def step(size):
+        x = np.empty(size)
+        for turn in range(1, 5):
+            x[:] = turn
+            result = COLLECTIVES[collective](x)
+            x[:] = np.nan
+            assert not np.shares_memory(result, x)
+            assert (result == turn * scale).all()
+            context().merge_call(lambda _: None)
+            result[:] = -1 - rank()
+            context().merge_call(lambda _: None)
+            assert (result == -1 - rank()).all()
+
+    for size in SIZES:
+        strategy.run(step, (size,))
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5, 0, 17), (SMALL_BYTES // 8, 3, SMALL_BYTES // 4)])
+def test_reduce_update_touches_every_element_once(strategy, sizes):
+    targets = [np.zeros(size) for size in sizes]
+    touched = [np.zeros(size, int) for size in sizes]
+
+    def update(prepared, leaf, start, stop, total):
+        assert prepared == "ready"
+        assert len(total) == stop - start
+        targets[leaf][start:stop] += total
+        touched[leaf][start:stop] += 1
+        total[:] = np.nan  # It may be changed.
+
+    def step():
+        arrays = [np.arange(size) + float(rank()) for size in sizes]
+        return context().communicator.reduce_update("sum", arrays, lambda: "ready", update)
+
+    count = strategy.num_replicas_in_sync
+    assert set(strategy.local_results(strategy.run(step))) == {"ready"}
+    for target, size in zip(targets, sizes, strict=True):
+        assert np.array_equal(target, count * np.arange(size) + count * (count - 1) / 2)
+    assert all((one == 1).all() for one in touched)
+
+
+def test_parts_of_rows_cover_them_once(strategy):
+    for count in (0, 1, 2, 7, 100):
+        run = strategy.run(lambda count=count: context().communicator.owned_part(count))
+        parts = strategy.local_results(run)
+        assert [row for part in parts for row in range(count)[part]] == list(range(count))
+
+
+def test_what_cannot_be_reduced_is_refused(strategy):
+    rows = nd.IndexedSlices(np.ones((1, 2)), np.array([0]), (3, 2))
+    for op, value, error, text in (
+        ("sum", None, TypeError, "SUM of"),
+        ("sum", "text", TypeError, "SUM of"),
+        ("sum", object(), TypeError, "SUM of"),
+        ("sum", np.array(["a"]), TypeError, "SUM of"),
+        ("max", [rows], ValueError, "only SUM and MEAN"),
+    ):
+        with pytest.raises(error, match=text):
+            strategy.run(lambda op=op, value=value: context().all_reduce(op, value))
+
+
+def test_rows_of_different_tables_are_refused():
+    def step():
+        rows = nd.IndexedSlices(np.ones((1, 2)), np.array([0]), (5 + rank(), 2))
+        context().all_reduce("sum", rows)
+
+    with mirrored(2) as strategy, pytest.raises(nd.CollectiveMismatchError):
+        strategy.run(step)
+
+
+def test_numbers_nests_without_leaves_and_names_of_ops_are_taken(strategy):
+    size = strategy.num_replicas_in_sync
+
+    def step():
+        assert context().all_reduce("sum", {"a": []}) == {"a": []}
+        assert context().all_gather((), axis=0) == ()
+        total, mean = context().all_reduce("sum", 2), context().all_reduce("mean", 2)
+        assert (total, total.dtype, mean, mean.dtype) == (2 * size, np.int64, 2, np.float64)
+        for name in ("sum", "Sum", "SUM", "ReduceOp.SUM", nd.ReduceOp.SUM):
+            assert context().all_reduce(name, 1) == size
+
+    strategy.run(step)
+
+
+def address(array):
+    return int(array.ctypes.data)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda array: array,
+        lambda array: array.reshape(2, -1)[1, 3:],
+        lambda array: memoryview(array)[5:],
+        lambda array: np.asarray(memoryview(array)),
+        lambda array: [{"deep": array[::2].T}],
+    ],
+)
+def test_memory_of_a_result_is_used_again_once_nobody_holds_it(hold):
+    outputs, like = Outputs(), [np.zeros(LARGE)]
+    array = outputs.like(like)[0]
+    held, where = hold(array), address(array)
+    del array
+    others = [outputs.like(like)[0] for _ in range(3)]
+    assert where not in map(address, others)
+    assert held is not None
+    del held
+    assert address(outputs.like(like)[0]) == where
+    assert len(set(map(address, outputs.like(like * 3)))) == 3
+    for extra in range(3 * MOST_KEPT):
+        outputs.like([np.zeros(LARGE + extra)])
+    assert outputs._kept.cache_info().currsize <= MOST_KEPT
+
+
+def test_results_of_earlier_steps_keep_their_values(strategy):
+    step = lambda k: context().all_reduce("sum", np.full(LARGE, float(k)))  # noqa: E731
+    results = [strategy.local_results(strategy.run(step, (k,))) for k in range(6)]
+    for k, result in enumerate(results):
+        assert all((value == strategy.num_replicas_in_sync * k).all() for value in result)
+
+
+def test_an_abort_releases_who_is_just_about_to_wait(monkeypatch):
+    place = Rendezvous(2)
+    aborting = threading.Thread(target=place.abort, args=(ValueError("elsewhere"),))
+
+    def begun_while_another_aborts(owner):
+        aborting.start()
+        aborting.join(0.2)  # It may wait for what this thread holds, or be over.
+        return Meeting(owner)
+
+    monkeypatch.setattr(threads, "Meeting", begun_while_another_aborts)
+    with pytest.raises(nd.WorkerLostError, match="elsewhere"):
+        place.exchange(0, Call(1, "merge_call"), None, len, 20.0)
+    aborting.join(20.0)
+    assert not aborting.is_alive()
