@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.optimizers import SGD, Adagrad, Adam
+from ndistribute.optimizers import SGD, Adagrad, Adam, AdamW, RMSprop
 
 RNG = np.random.default_rng(1)
 START = RNG.normal(size=(6, 3))
@@ -41,7 +41,31 @@ def adam() -> Any:
     return value
 
 
+def adamw() -> Any:
+    value, mean, square = START.copy(), np.zeros_like(START), np.zeros_like(START)
+    for step, gradient in enumerate(GRADIENTS, start=1):
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
+        corrected = mean / (1 - 0.9**step), square / (1 - 0.999**step)
+        # The constant is added to the root before its correction, as in Adam.
+        root = np.sqrt(corrected[1]) + 1e-7 / np.sqrt(1 - 0.999**step)
+        value = value - 0.1 * 0.2 * value - 0.1 * corrected[0] / root
+    return value
+
+
+def rmsprop(momentum: float, centered: bool) -> Any:
+    value, square, mean, velocity = START.copy(), *(np.zeros_like(START) for _ in range(3))
+    for gradient in GRADIENTS:
+        square, mean = 0.9 * square + 0.1 * gradient**2, 0.9 * mean + 0.1 * gradient
+        variance = square - mean**2 if centered else square
+        velocity = momentum * velocity + 0.1 * gradient / np.sqrt(variance + 1e-7)
+        value = value - velocity
+    return value
+
+
 FORMULAS = {
+    "adamw": (lambda: AdamW(0.1, weight_decay=0.2), adamw),
+    "rmsprop": (lambda: RMSprop(0.1), lambda: rmsprop(0.0, False)),
+    "centered": (lambda: RMSprop(0.1, momentum=0.5, centered=True), lambda: rmsprop(0.5, True)),
     "sgd": (lambda: SGD(0.1), lambda: sgd(0.0, False)),
     "momentum": (lambda: SGD(0.1, 0.9), lambda: sgd(0.9, False)),
     "nesterov": (lambda: SGD(0.1, 0.9, nesterov=True), lambda: sgd(0.9, True)),

@@ -10,7 +10,14 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import update_rules
-from ndistribute.optimizers.algorithms import SGD, AdagradRule, AdamRule, SGDRule
+from ndistribute.optimizers.algorithms import (
+    SGD,
+    AdagradRule,
+    AdamRule,
+    AdamWRule,
+    RMSpropRule,
+    SGDRule,
+)
 from ndistribute.optimizers.optimizer import Optimizer
 from ndistribute.update_rules import Rule, hyperparameters_of, rule_named, update_rows, update_whole
 
@@ -21,6 +28,9 @@ CASES = [
     AdagradRule(),
     AdamRule(),
     AdamRule(0.5, 0.7, 1e-3),
+    AdamWRule(weight_decay=0.1),
+    RMSpropRule(),
+    RMSpropRule(0.8, 0.9, centered=True),
 ]
 
 
@@ -65,6 +75,8 @@ def test_a_rule_that_makes_no_sense_is_refused():
         ("sgd", {"momentum": 2.0}, "momentum must be in"),
         ("sgd", {"nesterov": 1.0}, "above 0"),
         ("adam", {"beta_2": 1.0}, "beta_2 must be in"),
+        ("adamw", {"weight_decay": -1.0}, "weight_decay must be 0 or more"),
+        ("rmsprop", {"rho": 1.0}, "rho must be in"),
         ("adagrad", {"initial_accumulator_value": -1.0}, "0 or more"),
     ):
         with pytest.raises(ValueError, match=says):
