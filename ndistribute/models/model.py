@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ndistribute.models.export import export
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.training import Trainer
@@ -93,7 +95,8 @@ class Sequential(Model):
         super().__init__(name=name)
         self.layers: list[Layer] = []
         for layer in layers:
-            self.add(layer)
+            self._append(layer)
+        self._build_early()
 
     def add(self, layer: Layer) -> None:
         """Append a layer.
@@ -101,9 +104,19 @@ class Sequential(Model):
         Raises:
             TypeError: it is not a `Layer`.
         """
+        self._append(layer)
+        self._build_early()
+
+    def _append(self, layer: Layer) -> None:
         if not isinstance(layer, Layer):
             raise TypeError(f"Sequential needs Layer objects, got {layer!r}.")
         self.layers.append(layer)
+
+    def _build_early(self) -> None:
+        """Create the variables, if the first layer knows the shape of its input."""
+        first = self.layers[0] if self.layers else None
+        if first is not None and first.input_shape is not None:
+            self.build_for(np.zeros((0, *first.input_shape), first.compute_dtype))
 
     def call(self, inputs: Any) -> Any:
         """Return the output of the last layer."""

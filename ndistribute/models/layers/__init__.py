@@ -6,6 +6,7 @@ from ndistribute.models.layers.core import (
     Dropout,
     Embedding,
     Flatten,
+    Input,
     Reshape,
 )
 from ndistribute.models.layers.layer import Layer, set_dtype_policy
@@ -16,6 +17,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "Flatten",
+    "Input",
     "Layer",
     "Reshape",
     "set_dtype_policy",

@@ -41,6 +41,8 @@ class Layer:
         dtype: the dtype of the variables and of the computation; or ``"mixed_float16"`` or
             ``"mixed_bfloat16"``, which compute in 16 bits and keep variables in float32. None means
             that of `set_dtype_policy`, or float32.
+        input_shape: the shape of an example; a `Sequential` whose first layer has one creates its
+            variables at once.
 
     >>> class Scale(Layer):
     ...     def build(self, input_shape):
@@ -69,10 +71,16 @@ class Layer:
         return layer
 
     def __init__(
-        self, *, name: str | None = None, trainable: bool = True, dtype: Any = None
+        self,
+        *,
+        name: str | None = None,
+        trainable: bool = True,
+        dtype: Any = None,
+        input_shape: Sequence[int] | None = None,
     ) -> None:
         self.name = _numbered(type(self).__name__) if name is None else name
         self.trainable = trainable
+        self.input_shape = None if input_shape is None else tuple(input_shape)
         self.dtype, self.compute_dtype = _dtypes_of(Layer.policy if dtype is None else dtype)
         self.built = False
         self.input_spec: Any = None
