@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.linalg import RightFactor
 from ndistribute.autodiff.rules.shape import SparseGradient
 from ndistribute.autodiff.rules.unbroadcast import identity
 from ndistribute.collective.indexed_slices import IndexedSlices
@@ -52,7 +51,8 @@ def backpropagate(
         spans: ranges of entries to use; an operation outside them is a constant.
         free: whether to drop each entry after its use, so that its memory can be reused.
         memory: called with a dtype and a shape; returns an array for the gradient of a weight, or
-            None. An all-reduce need not copy such an array.
+            None. An all-reduce need not copy such an array. It is passed to the method `into` of
+            rules that have one, such as `RightFactor`.
     """
     top = max(seeds, default=-1)
     reached = {source for source in sources if source <= top}
@@ -105,7 +105,7 @@ def _step(index: int, found: _Found, needed: bytearray, memory: Memory | None, k
     for parent, rule in zip(parents, rules, strict=True):
         if not needed[parent]:
             continue
-        if memory is not None and type(rule) is RightFactor and found.is_new_leaf(parent):
+        if memory is not None and hasattr(rule, "into") and found.is_new_leaf(parent):
             gradients[parent] = rule.into(upstream, memory)
             found.owned[parent] = True
             continue

@@ -17,7 +17,6 @@ import numpy as np
 import ndistribute as nd
 from ndistribute import autodiff as _autodiff
 from ndistribute import models as _models
-from ndistribute.autodiff import GradientTape, stop_gradient
 from ndistribute.context import current_seed
 from ndistribute.device import as_array
 from ndistribute.models import activations as _activations
@@ -121,9 +120,9 @@ def _reduction(operation: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
-reduce_sum, reduce_mean, reduce_max = map(_reduction, (np.sum, np.mean, np.max))
-reduce_min, reduce_prod = map(_reduction, (np.min, np.prod))
-reduce_all, reduce_any, reduce_std = map(_reduction, (np.all, np.any, np.std))
+reduce_sum, reduce_mean, reduce_std = _reduction(np.sum), _reduction(np.mean), _reduction(np.std)
+reduce_max, reduce_min, reduce_prod = _reduction(np.max), _reduction(np.min), _reduction(np.prod)
+reduce_all, reduce_any = _reduction(np.all), _reduction(np.any)
 
 
 def _elementwise(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +135,7 @@ def _elementwise(operation: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_ELEMENTWISE = {
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "abs": np.abs,
     "add": np.add,
     "ceil": np.ceil,
@@ -249,7 +248,8 @@ def shape(input: Any, out_type: Any = int32, name: Any = None) -> Any:  # noqa: 
 
 def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Any:  # noqa: A001
     """Return numbers at equal distances."""
-    return tensor_of(np.arange(*((start,) if limit is None else (start, limit)), step=delta), dtype)
+    first, stop = (0, start) if limit is None else (start, limit)
+    return tensor_of(np.arange(first, stop, delta), dtype)
 
 
 def one_hot(indices: Any, depth: int, dtype: Any = float32) -> Any:
@@ -331,9 +331,7 @@ def _generator() -> np.random.Generator:
     return np.random.default_rng(current_seed().spawn(1)[0]) if replica is None else replica.rng
 
 
-def _normal(
-    shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = float32, **_: Any
-) -> Any:
+def _normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = float32, **_: Any) -> Any:
     """Return normal random numbers of this replica."""
     return tensor_of(_generator().normal(mean, stddev, tuple(shape)), dtype)
 

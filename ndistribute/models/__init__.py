@@ -8,6 +8,7 @@ from ndistribute.models import (
     losses,
     metrics,
     optimizers,
+    regularizers,
 )
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
 from ndistribute.models.export import load
@@ -26,4 +27,5 @@ __all__ = [
     "losses",
     "metrics",
     "optimizers",
+    "regularizers",
 ]

@@ -1,5 +1,12 @@
 """Layers: functions of arrays with variables of their own."""
 
+from ndistribute.models.layers.attention import MultiHeadAttention
+from ndistribute.models.layers.convolution import (
+    AveragePool2D,
+    Conv2D,
+    GlobalAveragePool2D,
+    MaxPool2D,
+)
 from ndistribute.models.layers.core import (
     Activation,
     Dense,
@@ -10,15 +17,23 @@ from ndistribute.models.layers.core import (
     Reshape,
 )
 from ndistribute.models.layers.layer import Layer, set_dtype_policy
+from ndistribute.models.layers.normalization import BatchNormalization, LayerNormalization
 
 __all__ = [
     "Activation",
+    "AveragePool2D",
+    "BatchNormalization",
+    "Conv2D",
     "Dense",
     "Dropout",
     "Embedding",
     "Flatten",
+    "GlobalAveragePool2D",
     "Input",
     "Layer",
+    "LayerNormalization",
+    "MaxPool2D",
+    "MultiHeadAttention",
     "Reshape",
     "set_dtype_policy",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.context import get_replica_context, get_strategy
-from ndistribute.models import activations, initializers
+from ndistribute.models import activations, initializers, regularizers
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.operations import dense
 
@@ -25,8 +25,8 @@ class Dense(Layer):
         use_bias: whether to add a bias.
         kernel_initializer: the initializer of the kernel, of shape ``(inputs, units)``.
         bias_initializer: the initializer of the bias, of shape ``(units,)``.
-        kernel_regularizer: a function of the kernel whose result is added to the loss.
-        bias_regularizer: a function of the bias whose result is added to the loss.
+        kernel_regularizer: a regularizer of the kernel, its name, or None.
+        bias_regularizer: a regularizer of the bias, its name, or None.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> layer = Dense(3, activation="relu")
@@ -41,14 +41,15 @@ class Dense(Layer):
         use_bias: bool = True,
         kernel_initializer: str | Callable[..., Any] = "glorot_uniform",
         bias_initializer: str | Callable[..., Any] = "zeros",
-        kernel_regularizer: Callable[[Any], Any] | None = None,
-        bias_regularizer: Callable[[Any], Any] | None = None,
+        kernel_regularizer: str | Callable[[Any], Any] | None = None,
+        bias_regularizer: str | Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.units = _positive(units, "Dense: units")
+        self.units = positive(units, "Dense: units")
         self.activation = activations.get(activation)
-        self.kernel_regularizer, self.bias_regularizer = kernel_regularizer, bias_regularizer
+        self.kernel_regularizer = regularizers.get(kernel_regularizer)
+        self.bias_regularizer = regularizers.get(bias_regularizer)
         self._use_bias = use_bias
         self._initializers = kernel_initializer, bias_initializer
         self.kernel: Any = None
@@ -73,7 +74,7 @@ class Dense(Layer):
                 f"{self.name}: the input has shape {inputs.shape}, but the layer was built for "
                 f"{self.kernel.shape[0]} features on the last axis."
             )
-        return dense(inputs, self.kernel, self.bias, self.activation)
+        return dense(as_floats(inputs, self.kernel), self.kernel, self.bias, self.activation)
 
 
 class Input(Layer):
@@ -165,17 +166,12 @@ class Dropout(Layer):
 
     def __init__(self, rate: float, **options: Any) -> None:
         super().__init__(**options)
-        if not 0 <= rate < 1:
-            raise ValueError(f"Dropout: rate must be in [0, 1), got {rate}.")
-        self.rate = float(rate)
+        self.rate = rate_of(rate, "Dropout: rate")
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         """Return the input, in training with elements dropped."""
-        if not training or not self.rate:
-            return inputs
-        replica = get_replica_context() or get_strategy().replica_contexts[0]
-        kept = replica.rng.random(inputs.shape, dtype=np.float32) >= self.rate
-        return inputs * (kept / inputs.dtype.type(1 - self.rate)).astype(inputs.dtype)
+        factors = dropout_factors(inputs, inputs.shape, self.rate) if training else None
+        return inputs if factors is None else inputs * factors
 
 
 class Embedding(Layer):
@@ -201,8 +197,8 @@ class Embedding(Layer):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.input_dim = _positive(input_dim, "Embedding: input_dim")
-        self.output_dim = _positive(output_dim, "Embedding: output_dim")
+        self.input_dim = positive(input_dim, "Embedding: input_dim")
+        self.output_dim = positive(output_dim, "Embedding: output_dim")
         self._initializer = initializers.get(embeddings_initializer)
 
     def build(self, input_shape: Sequence[int]) -> None:
@@ -222,7 +218,37 @@ class Embedding(Layer):
         return self.embeddings[inputs]
 
 
-def _positive(value: int, what: str) -> int:
+def dropout_factors(like: Any, shape: Sequence[int], rate: float) -> Any:
+    """Return an array of 0, with the probability `rate`, and ``1 / (1 - rate)``; None for rate 0.
+
+    Args:
+        like: an array, plain or tracked, of the dtype and device of the result.
+        shape: the shape of the result.
+        rate: the share of zeros.
+    """
+    if not rate:
+        return None
+    replica = get_replica_context() or get_strategy().replica_contexts[0]
+    factors = (replica.rng.random(shape, dtype=np.float32) >= rate).astype(like.dtype)
+    factors *= like.dtype.type(1 / (1 - rate))
+    return factors
+
+
+def as_floats(x: Any, variable: Any) -> Any:
+    """Return an array in a variable's dtype, unless it has fewer bits: no computation is wider."""
+    narrow = x.dtype.kind not in "iub" and x.dtype.itemsize <= variable.dtype.itemsize
+    return x if narrow else x.astype(variable.dtype)
+
+
+def rate_of(rate: float, what: str) -> float:
+    """Return a share of elements to drop, which must be in ``[0, 1)``."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"{what} must be in [0, 1), got {rate}.")
+    return float(rate)
+
+
+def positive(value: int, what: str) -> int:
+    """Return an integer, which must be 1 or more."""
     if isinstance(value, bool) or int(value) != value or value < 1:
         raise ValueError(f"{what} must be an integer, 1 or more, got {value!r}.")
     return int(value)

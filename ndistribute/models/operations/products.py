@@ -1,4 +1,4 @@
-"""Fused operations of layers and losses: one entry of the tape each, with buffers reused."""
+"""Dense products, and the cross-entropy of a softmax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ndistribute.autodiff import custom_gradient
 from ndistribute.device import Array, array_namespace, as_array
-from ndistribute.models.activations import IN_PLACE
+from ndistribute.models.operations.epilogue import Epilogue, KernelRule, fusible, wide
 
 __all__ = ["dense", "softmax_cross_entropy"]
 
@@ -23,36 +23,30 @@ def dense(x: Any, kernel: Any, bias: Any, activation: Callable[[Any], Any]) -> A
         bias: an array of shape ``(units,)``, or None.
         activation: a function of an array; those of `IN_PLACE` need no second one.
     """
-    name = activation.__name__
-    if name not in IN_PLACE:
-        return activation(_dense(x, kernel, bias, name=""))
+    name = fusible(activation)
+    if not name:
+        return activation(_dense(x, kernel, bias, name="linear"))
     return _dense(x, kernel, bias, name=name)
 
 
 @custom_gradient
 def _dense(x: Any, kernel: Any, bias: Any, *, name: str) -> Any:
-    x = as_array(x)
-    kernel = as_array(kernel).astype(x.dtype, copy=False)  # Computes in the dtype of x.
-    rows = x.reshape(-1, x.shape[-1])
-    y = (rows @ kernel).astype(x.dtype, copy=False)  # NumPy returns float32 for bfloat16.
-    if bias is not None:
-        y += as_array(bias).astype(x.dtype, copy=False)
-    if name:
-        apply, slope = IN_PLACE[name]
-        apply(y)
-    known: list[Any] = [None, None]
+    x, kernel = as_array(x), as_array(kernel)
+    dtype = x.dtype
+    rows, matrix = wide(x).reshape(-1, x.shape[-1]), wide(kernel)
+    y = rows @ matrix
+    after = Epilogue(y, bias, name)
 
-    def before(g: Array) -> Array:
-        """Return the gradient of the product, computed once for all arguments."""
-        if known[0] is not g:
-            flat = g.reshape(y.shape)
-            known[:] = g, slope(flat, y) if name else np.ascontiguousarray(flat)
-        return known[1]
+    def of_kernel(g: Array, out: Array | None) -> Array:
+        return array_namespace(g).matmul(rows.T, after.before(g), out=out)
 
-    return y.reshape(*x.shape[:-1], y.shape[-1]), [
-        lambda g: (before(g) @ kernel.T).reshape(x.shape),
-        lambda g: rows.T @ before(g),
-        lambda g: before(g).sum(axis=0),
+    y = y.astype(dtype, copy=False).reshape(*x.shape[:-1], y.shape[-1])
+    return y, [
+        lambda g: (after.before(g) @ matrix.T).reshape(x.shape),
+        KernelRule(of_kernel, kernel)
+        if kernel.dtype == y.dtype == rows.dtype
+        else (lambda g: of_kernel(g, None)),
+        after.of_bias,
     ]
 
 
@@ -68,8 +62,9 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
     array([0.6931])
     """
     logits, labels = as_array(logits), as_array(labels)
-    xp = array_namespace(logits)
-    shifted = logits - logits.max(axis=-1, keepdims=True)
+    xp, dtype = array_namespace(logits), logits.dtype
+    shifted = wide(logits)
+    shifted = shifted - shifted.max(axis=-1, keepdims=True)
     exponentials = xp.exp(shifted)
     total = exponentials.sum(axis=-1, keepdims=True)
     logs = xp.log(total)
@@ -89,4 +84,4 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
         change *= g[..., None]
         return change
 
-    return losses, [vjp, None]
+    return losses.astype(dtype, copy=False), [vjp, None]

@@ -1,0 +1,97 @@
+"""Scaled dot-product attention of several heads.
+
+The products read the heads where they are in the input, so nothing is transposed or copied. The
+probabilities are the only large array that is kept. Source: Vaswani et al., "Attention Is All You
+Need", 2017.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ndistribute.autodiff import custom_gradient
+from ndistribute.device import Array, array_namespace, as_array
+from ndistribute.models.operations.epilogue import wide
+
+__all__ = ["attention"]
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    *,
+    is_causal: bool = False,
+    kept: Any = None,
+) -> Any:
+    """Return for each query the mean of the values, weighted by ``softmax(query . key / sqrt(d))``.
+
+    Args:
+        query: an array of shape ``(batch, queries, heads, d)``.
+        key: an array of shape ``(batch, keys, heads, d)``.
+        value: an array of shape ``(batch, keys, heads, width)``.
+        mask: booleans that broadcast to ``(batch, heads, queries, keys)``, True where a query
+            attends to a key; None for everywhere. A query without keys has zeros.
+        is_causal: whether a query attends to no later key.
+        kept: factors of the probabilities, of shape ``(batch, heads, queries, keys)``, for dropout;
+            None for ones.
+
+    Returns:
+        An array of shape ``(batch, queries, heads, width)``.
+
+    >>> attention(np.zeros((1, 1, 1, 2)), np.zeros((1, 2, 1, 2)), np.eye(2).reshape(1, 2, 1, 2))
+    array([[[[0.5, 0.5]]]])
+    """
+    return _attention(query, key, value, mask=mask, is_causal=is_causal, kept=kept)
+
+
+@custom_gradient
+def _attention(query: Any, key: Any, value: Any, *, mask: Any, is_causal: bool, kept: Any) -> Any:
+    dtype = query.dtype
+    q, k, v = (wide(as_array(one)).swapaxes(1, 2) for one in (query, key, value))
+    xp, scale = array_namespace(q), 1 / math.sqrt(max(1, q.shape[-1]))
+    weights = q @ k.swapaxes(-1, -2)
+    weights *= scale
+    for one in (mask, _causal(xp, weights.shape) if is_causal else None):
+        if one is not None:
+            weights += xp.where(one, 0, -np.inf).astype(weights.dtype)
+    limits = np.finfo(weights.dtype)
+    weights -= weights.max(axis=-1, keepdims=True, initial=limits.min)
+    xp.exp(weights, out=weights)
+    weights /= xp.maximum(weights.sum(axis=-1, keepdims=True), limits.tiny)
+    used = weights if kept is None else weights * kept
+    y = _heads_last(xp, used, v)
+
+    def joint(g: Array) -> Any:
+        upstream = wide(g).swapaxes(1, 2)
+        of_value = _heads_last(xp, used.swapaxes(-1, -2), upstream)
+        change = upstream @ v.swapaxes(-1, -2)
+        if kept is not None:
+            change *= kept
+        # The sum over keys of gradient times probability, which is shorter over the width.
+        along = xp.einsum("bqhd,bqhd->bhq", wide(g), y)
+        change -= along[..., None]
+        change *= weights
+        change *= scale
+        of_query = _heads_last(xp, change, k)
+        of_key = _heads_last(xp, change.swapaxes(-1, -2), q)
+        return [of_query, of_key, of_value]
+
+    return y.astype(dtype, copy=False), joint
+
+
+def _causal(xp: Any, shape: tuple[int, ...]) -> Array:
+    """Return for each query whether it may attend to each key."""
+    return xp.arange(shape[-1]) <= xp.arange(shape[-2])[:, None]
+
+
+def _heads_last(xp: Any, matrices: Array, others: Array) -> Array:
+    """Return products of shape ``(batch, heads, n, m)``, stored as ``(batch, n, heads, m)``."""
+    batch, heads, length, _ = matrices.shape
+    result = xp.empty((batch, length, heads, others.shape[-1]), matrices.dtype)
+    xp.matmul(matrices, others, out=result.swapaxes(1, 2))
+    return result

@@ -1,0 +1,176 @@
+"""Convolutions of images as matrix products, channels last.
+
+A product takes the columns of a block of images: a matrix with one row for each window. A block
+fits the cache of a core, and the backward pass makes the columns again, so a step keeps none.
+Source: Chellapilla et al., "High Performance Convolutional Neural Networks for Document
+Processing", 2006.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ndistribute.autodiff import custom_gradient
+from ndistribute.device import Array, array_namespace, as_array
+from ndistribute.models.operations.epilogue import Epilogue, KernelRule, fusible, wide
+from ndistribute.models.operations.windows import Pair, Windows
+
+__all__ = ["conv2d"]
+
+# The size of the columns of a block: about the cache of a core, and part of a GPU's memory.
+_HOST_BYTES, _GPU_BYTES = 1 << 21, 1 << 28
+
+
+def conv2d(
+    x: Any,
+    kernel: Any,
+    bias: Any,
+    activation: Callable[[Any], Any],
+    *,
+    strides: Pair = (1, 1),
+    padding: str = "valid",
+    dilation: Pair = (1, 1),
+    groups: int = 1,
+) -> Any:
+    """Return the activation of a convolution (without flipping the kernel) plus a bias.
+
+    Args:
+        x: images of shape ``(images, height, width, channels)``.
+        kernel: an array of shape ``(height, width, channels / groups, filters)``.
+        bias: an array of shape ``(filters,)``, or None.
+        activation: a function of an array; those of `IN_PLACE` need no second one.
+        strides: the distance from one window to the next, in each direction.
+        padding: ``"valid"`` or ``"same"``, see `Windows.over`.
+        dilation: the distance between the elements of a window, in each direction.
+        groups: the number of groups of channels; each has its own filters.
+    """
+    name = fusible(activation)
+    windows = Windows.over(x.shape[1:3], kernel.shape[:2], strides, padding, dilation)
+    y = _conv2d(x, kernel, bias, windows=windows, groups=groups, name=name or "linear")
+    return y if name else activation(y)
+
+
+@custom_gradient
+def _conv2d(x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, name: str) -> Any:
+    images, weights = as_array(x), as_array(kernel)
+    xp, dtype = array_namespace(images), images.dtype
+    images, weights = wide(images), wide(weights)
+    columns = _Columns(images, windows, groups)
+    filters = weights.shape[-1]
+    shape = len(images), *windows.count, filters
+    y = xp.empty(shape, images.dtype)
+    matrix = _grouped(weights.reshape(-1, filters), groups)
+    for block, matrices in columns.blocks():
+        xp.matmul(matrices, matrix, out=_grouped(y[block].reshape(-1, filters), groups))
+    after = Epilogue(y.reshape(-1, filters), bias, name)
+
+    def of_x(g: Array) -> Array:
+        return columns.spread(after.before(g).reshape(y.shape), weights)
+
+    def of_kernel(g: Array, out: Array | None) -> Array:
+        return columns.product(after.before(g).reshape(y.shape), weights, out)
+
+    fits = dtype == y.dtype == weights.dtype
+    of_weights: Any = KernelRule(of_kernel, weights) if fits else lambda g: of_kernel(g, None)
+    return y.astype(dtype, copy=False), [of_x, of_weights, after.of_bias]
+
+
+class _Columns:
+    """The columns of images: for each window a row with its elements, by groups of channels.
+
+    Args:
+        images: an array of shape ``(images, height, width, channels)``.
+        windows: the windows over an image.
+        groups: the number of groups of channels.
+    """
+
+    def __init__(self, images: Array, windows: Windows, groups: int) -> None:
+        self._images, self._windows, self._groups = images, windows, groups
+        channels = images.shape[3] // groups
+        self._shape = (*windows.count, *windows.size, channels)  # For an image and a group.
+        size = int(np.prod(self._shape)) * groups * images.dtype.itemsize
+        budget = _HOST_BYTES if isinstance(images, np.ndarray) else _GPU_BYTES
+        self._block = min(max(1, budget // max(1, size)), max(1, len(images)))
+        # Without padding and copies, the images are the columns.
+        self._plain = (
+            windows.size == windows.strides == (1, 1) and windows.count == windows.image
+        ) and groups == 1
+
+    def blocks(self) -> Iterator[tuple[slice, Array]]:
+        """Yield slices of the images and their columns, of shape ``(groups, windows, elements)``.
+
+        The columns are valid until the next ones.
+        """
+        if self._plain:
+            for block in self._slices():
+                yield block, self._images[block].reshape(1, -1, self._images.shape[3])
+            return
+        xp, windows = array_namespace(self._images), self._windows
+        images, channels = self._images, self._shape[-1]
+        memory = xp.empty((self._groups, self._block, *self._shape), images.dtype)
+        above, left = windows.before
+        height, width = windows.image
+        padded = None
+        if windows.padded != windows.image:
+            padded = xp.zeros((self._block, *windows.padded, images.shape[3]), images.dtype)
+        for block in self._slices():
+            source, count = images[block], len(images[block])
+            if padded is not None:
+                padded[:count, above : above + height, left : left + width] = source
+                source = padded[:count]
+            image, row, column, channel = source.strides
+            (sy, sx), (dy, dx) = windows.strides, windows.dilation
+            filled = memory[:, :count]
+            filled[...] = xp.lib.stride_tricks.as_strided(
+                source,
+                filled.shape,
+                (channels * channel, image, row * sy, column * sx, row * dy, column * dx, channel),
+            )
+            elements = int(np.prod(self._shape[2:]))
+            yield block, filled.reshape(self._groups, -1, elements)
+
+    def product(self, g: Array, kernel: Array, out: Array | None) -> Array:
+        """Return the gradient of the kernel from that of the product."""
+        xp, filters = array_namespace(g), kernel.shape[-1]
+        total = xp.empty(kernel.shape, g.dtype) if out is None else out
+        if not len(g):
+            total[...] = 0
+        target, part = _grouped(total.reshape(-1, filters), self._groups), None
+        for block, matrices in self.blocks():
+            rows = _grouped(g[block].reshape(-1, filters), self._groups)
+            if block.start == 0:
+                xp.matmul(matrices.transpose(0, 2, 1), rows, out=target)
+            else:
+                part = xp.matmul(matrices.transpose(0, 2, 1), rows, out=part)
+                target += part
+        return total
+
+    def spread(self, g: Array, kernel: Array) -> Array:
+        """Return the gradient of the images from that of the product."""
+        xp, groups, channels = array_namespace(g), self._groups, self._images.shape[3]
+        change = xp.zeros(self._images.shape, g.dtype)
+        matrices = _grouped(kernel.reshape(-1, *kernel.shape[2:]), groups).swapaxes(-1, -2)
+        memory = xp.empty((self._block, *self._windows.count, channels), g.dtype)
+        offsets = list(self._windows.offsets())
+        for block in self._slices():
+            rows = _grouped(g[block].reshape(-1, g.shape[-1]), groups)
+            part, target = memory[: len(g[block])], change[block]
+            flat = _grouped(part.reshape(-1, channels), groups)
+            for offset in offsets:
+                row, column = offset.at
+                xp.matmul(rows, matrices[:, row * self._windows.size[1] + column], out=flat)
+                target[offset.inner] += part[offset.outer]
+        return change
+
+    def _slices(self) -> Iterator[slice]:
+        for start in range(0, len(self._images), self._block):
+            yield slice(start, start + self._block)
+
+
+def _grouped(matrix: Array, groups: int) -> Array:
+    """Return a view whose last axis is divided into groups, which come first."""
+    parts = matrix.reshape(*matrix.shape[:-1], groups, -1)
+    return parts.transpose(parts.ndim - 2, *range(parts.ndim - 2), parts.ndim - 1)

@@ -1,0 +1,294 @@
+"""Layers under every strategy: their results, variables and refusals."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.models import layers, regularizers
+from tests.kinds import one_process, parts, replica_ids, several, strategy
+
+__all__ = ["several", "strategy"]
+
+F = np.float64
+
+
+def normal(*shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape)
+
+
+def pieces(strategy, array):
+    """Divide rows among the replicas unevenly: the last one gets none."""
+    size = strategy.num_replicas_in_sync
+    if size == 1:
+        return parts(strategy, [array])
+    cuts = [0, *np.linspace(1, len(array), size - 1).astype(int), len(array)]
+    return parts(strategy, [array[a:b] for a, b in itertools.pairwise(cuts)])
+
+
+def trained(strategy, make, x, steps=2):
+    """Return a layer's variables after steps on ``mean(y**2) / 2 + mean(y)``, by path."""
+    with strategy.scope():
+        layer, optimizer = make(), nd.optimizers.SGD(0.5)
+
+        def build():
+            layer(x[:1])
+
+        def step(rows):
+            with nd.GradientTape() as tape:
+                y = layer(rows, training=True)
+                loss = np.sum(y * y / 2 + y) / len(x)
+            variables = layer.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        nd.set_seed(1)
+        strategy.run(build)
+        for _ in range(steps):
+            strategy.run(step, args=(pieces(strategy, x),))
+        return {name: one.numpy() for name, one in layer.named_variables().items()}
+
+
+class Attending(layers.Layer):
+    def __init__(self):
+        super().__init__(dtype=F)
+        self.table = layers.Embedding(6, 4, dtype=F)
+        self.attention = layers.MultiHeadAttention(2, 3, dropout=0.0, dtype=F)
+        self.norm = layers.LayerNormalization(dtype=F)
+
+    def call(self, tokens):
+        x = self.table(tokens)
+        return self.norm(x + self.attention(x, x, use_causal_mask=True))
+
+
+def chain(*members):
+    return nd.models.Sequential(members)
+
+
+MADE = {
+    "convolution": (
+        lambda: chain(
+            layers.Conv2D(4, 3, padding="same", activation="relu", dtype=F),
+            layers.MaxPool2D(),
+            layers.Conv2D(2, (1, 2), strides=(2, 1), groups=2, dtype=F),
+            layers.AveragePool2D(2, strides=1),
+            layers.GlobalAveragePool2D(),
+            layers.Dense(3, activation="tanh", dtype=F),
+        ),
+        normal(5, 6, 6, 2),
+    ),
+    "batch normalisation": (
+        lambda: chain(
+            layers.Conv2D(4, 3, dtype=F),
+            layers.BatchNormalization(synchronized=True, dtype=F),
+            layers.Activation("relu"),
+            layers.Flatten(),
+            layers.Dense(2, kernel_initializer="he_normal", dtype=F),
+            layers.BatchNormalization(synchronized=True, dtype=F),
+        ),
+        normal(5, 4, 4, 1),
+    ),
+    "attention": (Attending, np.random.default_rng(0).integers(0, 6, (5, 3))),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_training_does_not_depend_on_replicas_with_uneven_and_empty_pieces(strategy, kind):
+    make, x = MADE[kind]
+    expected = trained(nd.get_strategy(), make, x)
+    found = trained(strategy, make, x)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_synchronized_statistics_are_those_of_all_examples(several):
+    x = 3 + normal(7, 4)
+    with several.scope():
+        layer = layers.BatchNormalization(momentum=0.75, synchronized=True, dtype=F)
+        found = several.gather(
+            several.run(lambda rows: layer(rows, training=True), args=(pieces(several, x),)), axis=0
+        )
+        moved = layer.moving_mean.numpy(), layer.moving_variance.numpy()
+    expected = (x - x.mean(axis=0)) / np.sqrt(x.var(axis=0) + 1e-3)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(moved[0], x.mean(axis=0) / 4, rtol=1e-12)
+    np.testing.assert_allclose(moved[1], 0.75 + x.var(axis=0) / 4, rtol=1e-12)
+
+
+@one_process("reads the components of all replicas")
+def test_moving_averages_are_each_replicas_own_and_saved_as_their_mean():
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        layer = layers.BatchNormalization(momentum=0.5, dtype=F)
+        rows = nd.PerReplica((np.full((2, 1), 2.0), np.full((4, 1), 6.0)))
+        strategy.run(lambda x: layer(x, training=True), args=(rows,))
+        own = [float(value[0]) for value in layer.moving_mean.values]
+        assert own == [1, 3]
+        assert layer.get_weights()[2].tolist() == [2]
+        empty = nd.PerReplica((np.zeros((0, 1)), np.full((4, 1), 6.0)))
+        strategy.run(lambda x: layer(x, training=True), args=(empty,))
+        assert [float(value[0]) for value in layer.moving_mean.values] == [1, 4.5]
+
+
+def test_a_frozen_batch_normalization_uses_its_moving_averages():
+    layer = layers.BatchNormalization(dtype=F)
+    x = normal(4, 3)
+    layer(x)
+    layer.trainable = False
+    np.testing.assert_allclose(layer(x, training=True), x / np.sqrt(1 + 1e-3), rtol=1e-12)
+    assert not layer.moving_mean.numpy().any()
+    assert layer.trainable_variables == []
+
+
+def test_normalizations_without_center_and_scale_have_no_variables():
+    for kind, count in ((layers.BatchNormalization, 2), (layers.LayerNormalization, 0)):
+        layer = kind(center=False, scale=False, dtype=F)
+        y = layer(normal(8, 2), training=True)
+        assert len(layer.variables) == count
+        assert y.shape == (8, 2)
+
+
+def test_a_float32_layer_computes_in_float32():
+    image = np.zeros((2, 4, 4, 3))
+    for layer, given in (
+        (layers.Dense(2), image),
+        (layers.Conv2D(2, 3), image),
+        (layers.BatchNormalization(), image),
+        (layers.LayerNormalization(), image),
+        (layers.Conv2D(2, 3), (image + 200).astype(np.uint8)),
+        (layers.Dense(2), np.arange(6).reshape(2, 3)),
+    ):
+        assert layer(given, training=True).dtype == np.float32, layer
+
+
+def test_dropout_is_different_on_each_replica_and_off_without_training(strategy):
+    x = np.ones((100, 200), np.float32)
+    with strategy.scope():
+        layer = layers.Dropout(0.25)
+        found = strategy.local_results(strategy.run(lambda: layer(x, training=True)))
+        assert all((one == 1).all() for one in strategy.local_results(strategy.run(layer, (x,))))
+    for one in found:
+        assert set(np.unique(one).tolist()) == {0.0, np.float32(1 / 0.75).item()}
+        assert abs((one == 0).mean() - 0.25) < 0.02
+    assert len({one.tobytes() for one in found}) == len(replica_ids(strategy))
+
+
+def test_the_gradient_of_dropout_is_zero_where_it_dropped():
+    layer = layers.Dropout(0.5, dtype="float16")
+    with nd.GradientTape() as tape:
+        x = tape.watch(np.ones((30, 30), np.float16))
+        y = layer(x, training=True)
+    assert y.dtype == np.float16
+    np.testing.assert_array_equal(tape.gradient(y, x), y.numpy())
+
+
+def test_an_embedding_has_sparse_gradients_of_the_rows_in_use(strategy):
+    tokens = np.array([[1, 3], [3, 4999]])
+    with strategy.scope():
+        layer = layers.Embedding(5000, 8)
+        strategy.run(lambda: layer(tokens))
+
+        def step():
+            with nd.GradientTape() as tape:
+                y = layer(tokens.astype(np.float32))
+            gradient = tape.gradient(y, layer.embeddings)
+            assert isinstance(gradient, nd.IndexedSlices)
+            assert y.shape == (2, 2, 8)
+            return gradient.to_dense()[[1, 3, 4999], 0]
+
+        for one in strategy.local_results(strategy.run(step)):
+            assert one.tolist() == [1, 2, 1]
+
+
+@pytest.mark.parametrize("tokens", [[0, 10], [-1, 0]])
+def test_indices_outside_an_embedding_are_refused(tokens):
+    with pytest.raises(ValueError, match=r"indices must be in \[0, 10\)"):
+        layers.Embedding(10, 2)(np.array(tokens))
+
+
+def test_attention_is_causal_and_masked():
+    layer = layers.MultiHeadAttention(2, 4, value_dim=3, output_shape=5, dtype=F)
+    query, value = normal(2, 4, 6), normal(2, 4, 3)
+    y = layer(query, value, use_causal_mask=True)
+    assert y.shape == (2, 4, 5)
+    changed = value.copy()
+    changed[:, 2:] += 1
+    again = layer(query, changed, use_causal_mask=True)
+    np.testing.assert_array_equal(again[:, :2], y[:, :2])
+    assert (again[:, 2:] != y[:, 2:]).all()
+    mask = np.tril(np.ones((4, 4), bool))
+    for one in (mask, mask[None], np.broadcast_to(mask, (2, 2, 4, 4)), mask.astype(int)):
+        np.testing.assert_allclose(layer(query, value, attention_mask=one), y, rtol=1e-12)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 4\).*\(4, 4\)"):
+        layer(query, value, attention_mask=mask[:3])
+
+
+def test_attention_has_separate_keys_and_drops_in_training():
+    layer = layers.MultiHeadAttention(1, 4, dropout=0.5)
+    query, value, key = (normal(2, n, 6).astype(np.float32) for n in (3, 5, 5))
+    y = layer(query, value, key + 1)
+    assert [v.name.rpartition("/")[2] for v in layer.variables] == ["kernel", "bias"] * 4
+    assert np.abs(layer(query, value, key + 1) - y).max() == 0
+    assert np.abs(layer(query, value, key + 1, training=True) - y).max() > 0
+
+
+def test_shapes_are_changed_without_the_batch():
+    x = normal(0, 2, 6)
+    assert layers.Reshape((3, -1))(x).shape == (0, 3, 4)
+    assert layers.Flatten()(x).shape == (0, 12)
+    assert layers.Flatten()(np.zeros(3)).shape == (3, 1)
+
+
+def test_regularizers_by_name_are_in_the_losses():
+    layer = layers.Conv2D(2, 1, kernel_regularizer="l2", bias_regularizer=regularizers.L1(1.0))
+    layer(np.ones((1, 2, 2, 1), np.float32))
+    layer.set_weights([np.full((1, 1, 1, 2), 2.0), np.array([-1.0, 3.0])])
+    np.testing.assert_allclose([float(one) for one in layer.losses], [0.08, 4])
+    with pytest.raises(ValueError, match="unknown regularizer 'l3': use one of l1, l2"):
+        layers.Dense(1, kernel_regularizer="l3")
+
+
+IMAGE = np.zeros((1, 4, 4, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "match"),
+    [
+        (lambda: layers.Conv2D(0, 3), IMAGE, "filters must be an integer, 1 or more, got 0"),
+        (lambda: layers.Conv2D(3, 3, groups=2), IMAGE, "not a multiple of groups=2"),
+        (lambda: layers.Conv2D(4, 3, groups=2), IMAGE, "3 channels are not a multiple of groups=2"),
+        (lambda: layers.Conv2D(4, (3, 3, 3)), IMAGE, "kernel_size must be an integer or two"),
+        (lambda: layers.Conv2D(4, 3, padding="full"), IMAGE, "'valid' or 'same', got 'full'"),
+        (lambda: layers.Conv2D(4, 5), IMAGE, "does not fit into images of 4 x 4"),
+        (lambda: layers.Conv2D(4, 3), IMAGE[0], "images have four axes"),
+        (layers.MaxPool2D, IMAGE[..., 0], "images have four axes"),
+        (lambda: layers.Dropout(1.0), IMAGE, r"rate must be in \[0, 1\), got 1.0"),
+        (lambda: layers.BatchNormalization(axis=1), IMAGE, "features on the last one"),
+        (lambda: layers.BatchNormalization(momentum=2.0), IMAGE, r"momentum must be in \[0, 1\]"),
+        (lambda: layers.Dense(2), np.zeros(3), "needs a batch axis and a feature axis"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(make, x, match):
+    with pytest.raises(ValueError, match=match):
+        make()(x)
+
+
+def test_another_number_of_channels_is_refused():
+    for layer in (layers.Conv2D(2, 3), layers.Dense(2)):
+        layer(IMAGE)
+        with pytest.raises(ValueError, match="the layer was built for 3"):
+            layer(np.zeros((1, 4, 4, 2), np.float32))
+
+
+def test_a_layer_is_made_again_from_its_configuration():
+    for layer in (
+        layers.Conv2D(4, (2, 3), activation="relu", name="c"),
+        layers.MaxPool2D(3, strides=2),
+        layers.BatchNormalization(synchronized=True),
+        layers.MultiHeadAttention(2, 4, dropout=0.1),
+    ):
+        again = type(layer)(**layer.get_config())
+        assert again.get_config() == layer.get_config()
