@@ -460,7 +460,6 @@ COMPOSED: dict[Any, Callable[..., Value]] = {
         np.max(a, axis=axis, keepdims=keepdims) - np.min(a, axis=axis, keepdims=keepdims)
     ),
     np.select: _select,
-    np.std: lambda *args, **kwargs: np.sqrt(np.var(*args, **kwargs)),
     np.tensordot: _tensordot,
     np.tile: _tile,
     np.trace: lambda a, offset=0, axis1=0, axis2=1, dtype=None: np.sum(
