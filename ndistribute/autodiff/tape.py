@@ -364,6 +364,7 @@ class GradientTape:
                 raise ValueError("output_gradients must have the same structure as the target.")
             given = tree.flatten(output_gradients)
         seeds: dict[int, Any] = {}
+        place: int | None
         for target, gradient in zip(flat, given, strict=True):
             if isinstance(target, Tracked) and target.graph is self._graph:
                 place, value = target.index, target.value
