@@ -249,7 +249,7 @@ def _joining(places_of: Callable[..., Sequence[Path]]) -> Callable[..., list[Vjp
     """Return the rules of a function that joins arrays, given the place of each in the result."""
 
     def makers(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
-        if any(len(path) != 2 for path in paths):
+        if {*map(len, paths)} != {2}:
             return [None]
         arrays = args[0]
         places = places_of(arrays, args[1] if len(args) > 1 else kwargs.get("axis", 0), out.ndim)
