@@ -491,7 +491,7 @@ def _clipped(kind: str, bound: float, gradients: Sequence[Any]) -> list[Any]:
         return [map_values(partial(_cut, float(bound)), gradient) for gradient in wide]
     norms = [_norm(gradient) for gradient in wide]
     if kind == "global_clipnorm":
-        norms = [math.hypot(*norms)] * len(norms)
+        norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
     return [
         gradient if norm <= bound else map_values(partial(mul, bound / norm), gradient)
         for gradient, norm in zip(wide, norms, strict=True)
