@@ -108,7 +108,7 @@ def test_a_server_whose_disk_is_full_at_its_end_says_so(tmp_path: Path, end: str
 def test_too_few_descriptors_are_an_error_that_names_the_limit(job: str) -> None:
     """The process went on without its listener, and everybody waited for it."""
     with Tasks(workers=1, servers=1) as tasks:
-        tasks.start(job, 0, **limits(NOFILE=8))
+        tasks.start(job, 0, **limits(NOFILE=7))
         assert tasks.code(job, 0) == 1
         assert "Too many open files" in tasks.said() or "ulimit -n" in tasks.said()
 
