@@ -97,7 +97,7 @@ def test_a_server_whose_disk_is_full_at_its_end_says_so(tmp_path: Path, end: str
 
 
 LACKING = {
-    "descriptors": (limits(NOFILE=8), ("Too many open files", "ulimit -n")),
+    "descriptors": (limits(NOFILE=7), ("Too many open files", "ulimit -n")),
     "threads": ({"TASK_USER": str(NOBODY), **limits(NPROC=1)}, ("can't start new thread",)),
 }
 
