@@ -65,14 +65,13 @@ def test_each_worker_is_one_more_connection_and_thread_of_a_server() -> None:
 
 
 def test_faults_are_measured_with_the_jobs_of_the_fault_tests(tmp_path: Path) -> None:
-    only = ("shared", "workers", "servers", "kills")
-    said = command("benchmarks.faults", "--quick", "--out", tmp_path / "f.json", "--only", *only)
+    only = ("shared", "workers", "servers")
+    command("benchmarks.faults", "--quick", "--out", tmp_path / "f.json", "--only", *only)
     rows = {row["what"]: row for row in json.loads((tmp_path / "f.json").read_text())["rows"]}
     assert rows["one worker raises"]["errors"] == ["WorkerLostError"]
     assert rows["one worker leaves a call out"]["errors"] == ["CollectiveMismatchError"]
     assert rows["one worker is late"]["errors"] == ["CollectiveTimeoutError"]
     assert rows["updates made twice"]["all"] == [0]
-    assert "0 lost, 0 made twice" in said
 
 
 def of(*groups: Group) -> Benchmark:
