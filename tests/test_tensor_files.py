@@ -170,18 +170,10 @@ def test_each_flipped_byte_is_noticed(tmp_path):
     for file in FILES:
         for at in range((path / file).stat().st_size):
             flip(path / file, at)
-            with pytest.raises(CheckpointCorruptError):
-                tensor_files.newest(tmp_path, "ps-0")
+            with pytest.raises(CheckpointCorruptError, match=r"start anew.*000001"):
+                tensor_files.newest(tmp_path, "ps-0")  # It is no fresh start.
             flip(path / file, at)
     assert newest_step(tmp_path) == 1
-
-
-def test_broken_ones_alone_are_no_fresh_start(tmp_path):
-    for step in (1, 2):
-        flip(write(tmp_path, step) / "data.json", 3)
-    for _ in range(2):
-        with pytest.raises(CheckpointCorruptError, match=r"start anew.*000002.*000001"):
-            tensor_files.newest(tmp_path, "ps-0")
 
 
 @pytest.mark.parametrize(

@@ -216,14 +216,6 @@ def late(rank: int, size: int, who: int) -> None:
     strategy().run(total)  # The late one may have found all that it needed.
 
 
-def interrupted(rank: int, size: int, who: int) -> None:
-    """Let one process be interrupted from the keyboard, in a collective."""
-    if rank == who:
-        with struck_inside(lambda: os.kill(os.getpid(), signal.SIGINT)):
-            until_told(rank, size, LARGE)
-    until_told(rank, size, LARGE)
-
-
 def finished_early(rank: int, size: int, who: int) -> None:
     """Let one process close its strategy while the others go on."""
     worked(rank, size, 1)

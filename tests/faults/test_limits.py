@@ -85,9 +85,8 @@ def test_a_server_whose_disk_is_full_at_its_end_says_so(tmp_path: Path, end: str
     settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
     with Tasks(workers=1, **settings, **limits(FSIZE=100_000)) as tasks:
         tasks.start_all()
-        with commanded(tasks) as (strategy, _):
-            with strategy.scope():
-                nd.Variable(np.zeros(100_000))
+        with commanded(tasks) as (strategy, _), strategy.scope():
+            nd.Variable(np.zeros(100_000))
             if end == "SIGTERM":
                 tasks.send("ps", 0, signal.SIGTERM)
                 assert tasks.code("ps", 0) == 1

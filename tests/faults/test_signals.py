@@ -106,7 +106,7 @@ def test_an_interrupted_rank_raises_so_do_the_others_and_all_go_on(wire: str) ->
     with WIRES[wire]() as job:
         job.run(steps.worked, 1)
         for who in range(job.size):
-            outcomes = job.run(steps.interrupted, who)
+            outcomes = job.run(steps.disturbed, who, "interrupt", 0, steps.LARGE, True)
             for rank, outcome in enumerate(outcomes):
                 expected = "KeyboardInterrupt" if rank == who else "WorkerLostError"
                 assert outcome.error == expected, outcome.traceback
