@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ndistribute.data import Dataset, InputOptions
 from tests.data.test_workers import number_files, replica_counts
 from tests.data.workers import (
+    all_raise,
     cpus,
     distribute,
     distribute_from_function,
@@ -120,9 +121,8 @@ def test_what_a_function_made_is_gone_on_with_by_as_many_workers_only():
     for worker in range(2):
         used = rows_of([taken[worker]]) + rows_of([rest[worker]])
         assert sorted(used) == list(range(worker, 10, 2))
-    for error in on_workers(3, lambda workers: work(workers, state)):
-        with pytest.raises(ValueError, match=r"the state is of 2 worker\(s\).*there are 3 now"):
-            raise error
+    refused = on_workers(3, lambda workers: work(workers, state))
+    all_raise(refused, ValueError, r"the state is of 2 worker\(s\).*there are 3 now")
 
 
 @pytest.mark.parametrize(
