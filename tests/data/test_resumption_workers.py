@@ -147,13 +147,14 @@ def test_a_state_of_other_input_is_refused_with_the_difference(other, message):
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_workers_without_a_communicator_resume_what_they_can_by_arithmetic(worker):
+@pytest.mark.parametrize("other", [0, 1])
+def test_workers_without_a_communicator_resume_by_the_state_of_any_of_them(worker, other):
     def make(context):
         return Dataset.range(8).shard(2, context.input_pipeline_id).batch(1)
 
-    iterator, resumed = (
-        iter(distribute_from_function(make, cpus(1), None, 2, worker)) for _ in range(2)
+    interrupted, resumed = (
+        iter(distribute_from_function(make, cpus(1), None, 2, which)) for which in (worker, other)
     )
-    next(iterator)
-    resumed.load_state_dict(iterator.state_dict())
-    assert pieces_of(resumed) == [[[row]] for row in range(worker + 2, 8, 2)]
+    next(interrupted)
+    resumed.load_state_dict(interrupted.state_dict())
+    assert pieces_of(resumed) == [[[row]] for row in range(other + 2, 8, 2)]
