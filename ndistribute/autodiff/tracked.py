@@ -162,8 +162,6 @@ class Tracked:
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value
-        if type(index) is tuple and any(isinstance(one, Tracked) for one in index):
-            index = tuple(map(untrack, index))
         result = value[index]
         graph: Any = current_frame().recorder
         if graph is not self.graph:
