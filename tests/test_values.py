@@ -1,7 +1,5 @@
 """`PerReplica` and `Mirrored`: what they hold, and what they refuse."""
 
-from __future__ import annotations
-
 import operator
 
 import numpy as np

@@ -1,16 +1,12 @@
 """Clients that come and go, their updates, and heartbeats leave nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
 
 import numpy as np
-import pytest
 
 from ndistribute.coordinator.server import Server
 from ndistribute.parameter_server.messages import Create, NewVariable, Reply, Transaction, Update
@@ -22,14 +18,14 @@ ENVIRON = {"NDISTRIBUTE_SECRET": "f" * 32, "NDISTRIBUTE_JOB_ID": "this one"}
 
 
 @contextlib.contextmanager
-def growth() -> Iterator[Callable[[], int]]:
+def growth():
     """Yield what says how many bytes are held more than at the beginning."""
     tracemalloc.start()
     try:
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
 
-        def grown() -> int:
+        def grown():
             gc.collect()
             return tracemalloc.get_traced_memory()[0] - before
 
@@ -38,7 +34,7 @@ def growth() -> Iterator[Callable[[], int]]:
         tracemalloc.stop()
 
 
-def visit(address: str, name: str, changes: int = 3) -> Client:
+def visit(address, name, changes=3):
     """Return a client that has changed something."""
     client = Client(
         address, credentials_of([address], ENVIRON), name=name, purpose="ps", replies=Reply
@@ -50,7 +46,7 @@ def visit(address: str, name: str, changes: int = 3) -> Client:
     return client
 
 
-def test_clients_that_come_and_go_leave_no_more_than_their_numbers() -> None:
+def test_clients_that_come_and_go_leave_no_more_than_their_numbers():
     """Of each connection a server kept a session, and of each update an answer."""
     with Server.create_local_server(environ=ENVIRON) as server:
         for _ in range(20):
@@ -64,7 +60,7 @@ def test_clients_that_come_and_go_leave_no_more_than_their_numbers() -> None:
         assert len(os.listdir("/proc/self/fd")) <= files + 4
 
 
-def test_heartbeats_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_leave_nothing(monkeypatch):
     monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "0.5")
     with (
         Server.create_local_server(environ=ENVIRON) as server,

@@ -1,7 +1,5 @@
 """Faults at random moments: nobody hangs, no sum is wrong, and where all live the job goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -12,7 +10,6 @@ import pytest
 
 from tests.faults import steps
 from tests.faults.jobs import WIRES
-from tests.processes import Outcome, Ranks
 
 # More of them where the environment says so, as before a release.
 RUNS = int(os.environ.get("FAULTS_RUNS", "20"))
@@ -25,11 +22,11 @@ TOLD = {"WorkerLostError", "CollectiveMismatchError", "CollectiveTimeoutError"}
 
 @pytest.mark.slow
 @pytest.mark.timeout(max(120, RUNS * 6))
-def test_random_faults_at_random_moments_hang_nobody_and_spoil_no_sum() -> None:
+def test_random_faults_at_random_moments_hang_nobody_and_spoil_no_sum():
     print(f"FAULTS_SEED={SEED}")
     rng = random.Random(SEED)
     with contextlib.ExitStack() as stack:
-        running: dict[str, Ranks] = {}
+        running = {}
         for number in range(RUNS):
             wire = rng.choice([wire for wire in WIRES if wire != "mpi"])
             # Every fifth ends a process, and a job that has lost one is started anew.
@@ -51,7 +48,7 @@ def test_random_faults_at_random_moments_hang_nobody_and_spoil_no_sum() -> None:
                 assert [o.value for o in again] == [True] * job.size, f"{about}: {again}"
 
 
-def strike(job: Ranks, who: int, fault: str, rng: random.Random) -> list[Outcome]:
+def strike(job, who, fault, rng):
     """Start steps on all processes, and let a fault hit one of them after some of them."""
     after, length = rng.randrange(30), rng.choice([steps.SMALL, steps.LARGE])
     # Who is interrupted outside of a step, and lives on, has told nobody.
