@@ -17,6 +17,9 @@ CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11
 # The CuPy that `make gpu-test` installs: cuda12 or cuda13, whichever the driver supports.
 CUDA ?= cuda12
 
+# How many processes run tests beside each other. Most tests wait for other processes, not for a core.
+WORKERS ?= 3
+
 # More arguments for pytest or the benchmarks, for example: make test ARGS='-k tape -x'
 ARGS ?=
 
@@ -36,7 +39,7 @@ demo: $(VENV)/ready
 	$(PY) examples/train_digits.py --strategy mirrored --replicas 2
 
 test: $(VENV)/ready-test
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/ready-test
 	$(PY) -m ruff check .
@@ -91,7 +94,7 @@ $(VENV)/ready-docs: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
 	@touch $@
 
 $(VENV)/ready-bench: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg
-	$(PIP) --editable '.[bench,test]'
+	$(PIP) --editable '.[bench,mpi,test]'
 	@touch $@
 
 # The check is the whole of what is needed: version, venv, and the pip that venv puts inside.

@@ -26,17 +26,6 @@ from benchmarks import report, worker
 from benchmarks.machine import busy_seconds, machine, seconds_of
 from tests.processes import Ranks
 
-__all__ = [
-    "Benchmark",
-    "Contender",
-    "Group",
-    "add_options",
-    "contenders",
-    "main",
-    "measure",
-    "options_of",
-]
-
 OURS, TF, TORCH, MPICH = "ours", "TF", "PyTorch", "MPICH"
 # What a side's interpreter must have, and what else of it is worth noting.
 _PACKAGES = {
@@ -56,6 +45,9 @@ _WARM_STEPS = 3
 _ANSWER_SECONDS = 180.0
 _MAX_FAILURES = 2
 _log = logging.getLogger("benchmarks")
+
+
+Way = tuple[str, str, str, Mapping[str, Any]]  # The name, side, maker and parameters.
 
 
 @dataclass(frozen=True)
@@ -96,9 +88,7 @@ class Benchmark:
     conclude: Callable[[list[dict[str, Any]]], str] = lambda entries: ""  # More tables.
 
 
-def contenders(
-    module: str, ways: Sequence[tuple[str, str, str, Mapping[str, Any]]], **common: Any
-) -> list[Contender]:
+def contenders(module: str, ways: Sequence[Way], **common: Any) -> list[Contender]:
     """Return contenders from their name, side, maker and parameters, and what all have alike."""
     return [
         Contender(name, side, f"{module}:{maker}", params, **common)
@@ -251,10 +241,16 @@ class _Run:
 
     def _ask(self, one: Contender, function: Callable[..., Any], *args: Any) -> list[Any]:
         if _key(one) not in self._teams:
+            # Forks start at once, but with the threads for arithmetic of whom they are forked from.
+            forked = self._options.quick and one.side == OURS and one.wire == "python"
             with _on_cores(self._options.cores):
                 environ = {**_pinned(one.threads), **one.environ}
                 self._teams[_key(one)] = Ranks(
-                    len(one.jobs), one.wire, environ, jobs=one.jobs, python=self._pythons[one.side]
+                    len(one.jobs),
+                    "tcp" if forked else one.wire,
+                    environ,
+                    jobs=one.jobs,
+                    python=self._pythons[one.side],
                 )
         outcomes = self._teams[_key(one)].run(function, *args, timeout=_ANSWER_SECONDS)
         # Who failed first says why; that the others lost it is no news.

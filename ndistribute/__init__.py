@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import types
 
 from ndistribute import cluster, errors, models, optimizers
 from ndistribute.autodiff import (
@@ -20,8 +21,8 @@ from ndistribute.cluster import (
     TFConfigClusterResolver,
     TorchrunClusterResolver,
 )
+from ndistribute.collective.communicator import CommunicationImplementation, CommunicationOptions
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.select import (
     CrossDeviceOps,
@@ -57,6 +58,16 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
+from ndistribute.models import (
+    Checkpoint,
+    CheckpointManager,
+    Model,
+    Sequential,
+    callbacks,
+    layers,
+    losses,
+    metrics,
+)
 from ndistribute.strategies import (
     CentralStorageStrategy,
     MirroredStrategy,
@@ -82,7 +93,9 @@ __all__ = [
     "AuthenticationError",
     "AutoShardPolicy",
     "CentralStorageStrategy",
+    "Checkpoint",
     "CheckpointCorruptError",
+    "CheckpointManager",
     "ClusterCoordinator",
     "ClusterSpec",
     "CollectiveMismatchError",
@@ -103,6 +116,7 @@ __all__ = [
     "MPIClusterResolver",
     "Mirrored",
     "MirroredStrategy",
+    "Model",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
@@ -112,6 +126,7 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "RingAllReduce",
+    "Sequential",
     "Server",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
@@ -123,6 +138,7 @@ __all__ = [
     "VariableSynchronization",
     "WorkerLostError",
     "__version__",
+    "callbacks",
     "cluster",
     "custom_gradient",
     "errors",
@@ -130,9 +146,12 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "layers",
     "list_devices",
     "log_softmax",
     "logsumexp",
+    "losses",
+    "metrics",
     "models",
     "optimizers",
     "partitioners",
@@ -143,5 +162,8 @@ __all__ = [
 ]
 
 # Completion shows the public names alone, without the modules' helpers and imports.
-for _module in (sys.modules[__name__], cluster, errors, models, optimizers, partitioners):
+for _module in (
+    sys.modules[__name__],
+    *(found for name in __all__ if isinstance(found := globals()[name], types.ModuleType)),
+):
     _module.__dir__ = functools.partial(list, _module.__all__)  # type: ignore[method-assign]

@@ -11,17 +11,8 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-
-__all__ = [
-    "THREAD_VARIABLES",
-    "core_numbers",
-    "cores",
-    "cores_of_one",
-    "limited_blas",
-    "set_by_user",
-]
 
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -36,17 +27,19 @@ class _BlasThreads:
         self._libraries: list[Any] = []
         self._own: dict[str, int] = {}  # By file, the number of threads without a limit.
 
-    def limit(self, threads: int) -> None:
+    @contextmanager
+    def limited(self, threads: int) -> Iterator[None]:
         with self._lock:
             if not self._limits:
                 self._own.clear()
             self._limits.append(threads)
             self._apply()
-
-    def release(self, threads: int) -> None:
-        with self._lock:
-            self._limits.remove(threads)
-            self._apply()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._limits.remove(threads)
+                self._apply()
 
     def _apply(self) -> None:
         # A search takes milliseconds; a new library can only have been loaded with a new module.
@@ -79,11 +72,9 @@ def cores() -> int:
 
 
 def cores_of_one(own: Sequence[int], everyone: Sequence[Sequence[int]]) -> int:
-    """Return the number of cores that are a process's share, at least 1.
+    """Return how many of its `own` cores are a process's share, at least 1.
 
-    Args:
-        own: the numbers of the cores that the process may use.
-        everyone: those of all processes that compute on its host, including `own`.
+    `everyone` has the numbers of the cores of all processes that compute on its host.
 
     >>> cores_of_one([0, 1, 2, 3], [[0, 1, 2, 3], [0, 1, 2, 3]])
     2
@@ -98,14 +89,6 @@ def set_by_user(environ: Mapping[str, str] = os.environ) -> bool:
     return any(environ.get(name) for name in (*THREAD_VARIABLES, "MKL_NUM_THREADS"))
 
 
-@contextmanager
-def limited_blas(threads: int | None) -> Iterator[None]:
+def limited_blas(threads: int | None) -> AbstractContextManager[None]:
     """Limit the number of BLAS threads in a ``with`` block; None sets no limit."""
-    if threads is None:
-        yield
-        return
-    _blas.limit(threads)
-    try:
-        yield
-    finally:
-        _blas.release(threads)
+    return nullcontext() if threads is None else _blas.limited(threads)

@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from ndistribute.errors import DistributeError
-from ndistribute.launcher.hosts import Host, assign, parse_hosts
+from ndistribute.launcher.commands import Host, assign, parse_hosts
 from ndistribute.launcher.launch import DEFAULT_PORT, JobOptions, dry_run, launch
 
 __all__ = ["job_options", "main", "parser"]

@@ -42,8 +42,8 @@ class StrategyLike(Protocol):
     serial: int
     running_on: int | None
 
-    @property
-    def replica_contexts(self) -> tuple[ReplicaContext, ...]: ...
+    replica_contexts: tuple[ReplicaContext, ...]
+
     @property
     def num_replicas_in_sync(self) -> int: ...
     @property
@@ -74,23 +74,17 @@ class Recorder(Protocol):
     def read_part(self, variable: Any, index: Any, value: Any) -> Any: ...
     def all_reduce(self, communicator: Any, op: Any, value: Any, options: Any) -> Any: ...
     def all_gather(self, communicator: Any, value: Any, axis: int, options: Any) -> Any: ...
+    def around_step(self) -> Recorder: ...
 
 
 @dataclass(slots=True)
 class Frame:
-    """An entry of a thread's context stack.
+    """An entry of a thread's context stack."""
 
-    Args:
-        strategy: the current strategy; None for the default strategy, see `chosen`.
-        replica: the context of the replica; None in a cross-replica context.
-        recorder: the graph of the tape that records in this frame; None without one.
-        merging: whether replicas wait for this frame, as in a `merge_call`.
-    """
-
-    strategy: StrategyLike | None
-    replica: ReplicaContext | None
-    recorder: Recorder | None = None
-    merging: bool = False
+    strategy: StrategyLike | None  # None for the default strategy, see `chosen`.
+    replica: ReplicaContext | None  # None in a cross-replica context.
+    recorder: Recorder | None = None  # The graph of the tape that records in this frame.
+    merging: bool = False  # Whether replicas wait for this frame, as in a `merge_call`.
 
 
 class _State(threading.local):
@@ -251,10 +245,8 @@ class ReplicaContext:
         )
 
     def __repr__(self) -> str:
-        return (
-            f"ReplicaContext({self.replica_id_in_sync_group} of {self.num_replicas_in_sync}, "
-            f"{self.device})"
-        )
+        where = f"{self.replica_id_in_sync_group} of {self.num_replicas_in_sync}, {self.device}"
+        return f"ReplicaContext({where})"
 
 
 def current_frame() -> Frame:
@@ -276,11 +268,7 @@ def entered(frame: Frame) -> Iterator[Frame]:
 
 
 def frame_stack() -> list[Frame]:
-    """Return this thread's stack of frames, the innermost last.
-
-    The caller that pushes a frame must cut the stack back to its former length, so that no frame
-    remains after an interrupt. `entered` does both, but costs a microsecond.
-    """
+    """Return this thread's stack of frames, for callers for which `entered` is too slow."""
     return _thread.frames
 
 
@@ -295,10 +283,7 @@ def register_default_strategy(strategy: StrategyLike) -> None:
 
 
 def register_strategy_of_several(strategy: StrategyLike) -> None:
-    """Record a strategy of several replicas, by a weak reference.
-
-    During its steps, other threads belong to no replica.
-    """
+    """Record a strategy, during whose steps other threads belong to no replica."""
     _of_several.add(weakref.ref(strategy, _of_several.discard))
 
 
@@ -423,12 +408,13 @@ def current_seed() -> np.random.SeedSequence:
     return _State.seed
 
 
-def join_leaf(column: Sequence[Any]) -> Any:
-    """Return one leaf for the leaves that the replicas passed or returned at one position.
+def restore_seed(entropy: int, children: int) -> None:
+    """Set the seed to one with an entropy, of which a number of seeds were derived."""
+    _State.seed = np.random.SeedSequence(entropy, n_children_spawned=children)
 
-    Returns None if all leaves are None, the variable if all are the same variable, and otherwise a
-    `PerReplica`.
-    """
+
+def join_leaf(column: Sequence[Any]) -> Any:
+    """Return None or a variable if it is the leaf of all replicas, otherwise a `PerReplica`."""
     first = column[0]
     shared = first is None or getattr(first, "is_distributed_variable", False)
     if shared and all(item is first for item in column):

@@ -7,6 +7,7 @@ modules use the arrays' namespace and do not depend on which one it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -110,9 +111,7 @@ def list_devices(kind: str | None = None) -> list[Device]:
 def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices") -> list[Device]:
     """Return the devices of a strategy; for None all visible GPUs, or ``cpu:0`` if there are none.
 
-    Raises:
-        ValueError: the list is empty, a device does not exist, or a CPU is named twice. The message
-            names the argument, `what`.
+    Errors name the argument, `what`.
     """
     if specs is None:
         return list_devices("gpu") or [Device("cpu:0")]
@@ -166,9 +165,7 @@ def as_array(value: Any) -> Array:
     if type(value) is np.ndarray or is_gpu_array(value):
         return value
     raw_array = getattr(value, "raw_array", None)
-    if raw_array is not None:
-        return raw_array()
-    return np.asarray(value)
+    return np.asarray(value) if raw_array is None else raw_array()
 
 
 def to_host(array: Array) -> np.ndarray[Any, Any]:
@@ -215,23 +212,16 @@ def _is_gpu_type(kind: type) -> bool:
 
 @functools.cache
 def _gpu_count() -> int:
-    try:
-        cupy = cupy_module()
-    except MissingDependencyError:
-        return 0
-    try:
-        return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return 0
+    with contextlib.suppress(MissingDependencyError):
+        runtime = cupy_module().cuda.runtime
+        with contextlib.suppress(runtime.CUDARuntimeError):
+            return int(runtime.getDeviceCount())
+    return 0
 
 
 @functools.cache
 def cupy_module() -> ModuleType:
-    """Return the module ``cupy``, imported at the first call.
-
-    Raises:
-        MissingDependencyError: CuPy is not installed.
-    """
+    """Return the module ``cupy``, imported at the first call."""
     try:
         import cupy
     except ImportError as error:
@@ -244,11 +234,7 @@ def cupy_module() -> ModuleType:
 
 @functools.cache
 def nccl_module() -> Any:
-    """Return the module ``cupy.cuda.nccl``, imported at the first call.
-
-    Raises:
-        MissingDependencyError: CuPy or NCCL is not installed.
-    """
+    """Return the module ``cupy.cuda.nccl``, imported at the first call."""
     # By default NCCL connects some GPUs at their first use and waits inside a kernel launch, which
     # nothing can abort. NCCL reads its variables once, so this must precede its first call.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
@@ -275,11 +261,7 @@ def nccl_available() -> bool:
 
 
 def device_identity(device: Device) -> str:
-    """Return ``"cpu"``, or ``"gpu"`` with the GPU's PCI bus id if NCCL is installed.
-
-    >>> device_identity(Device("cpu:1"))
-    'cpu'
-    """
+    """Return ``"cpu"``, or ``"gpu"`` with the GPU's PCI bus id if NCCL is installed."""
     if device.kind == "cpu" or not nccl_available():
         return device.kind
     return f"gpu {cupy_module().cuda.Device(device.index).pci_bus_id.upper()}"

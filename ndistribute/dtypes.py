@@ -25,34 +25,18 @@ def kind_of(dtype: np.dtype[Any]) -> str:
 
 
 def can_cast(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return True if a cast loses digits or range only, but no fraction or imaginary part.
-
-    >>> can_cast(np.dtype(float), np.dtype(np.float16)), can_cast(np.dtype(float), np.dtype(int))
-    (True, False)
-    """
+    """Return True if a cast loses digits or range only, but no fraction or imaginary part."""
     return given == dtype or np.can_cast(standard(given), standard(dtype), "same_kind")
 
 
 @functools.lru_cache(maxsize=64)
 def computing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype for computations and state: float32 for 16-bit floats, else the same.
-
-    >>> computing_dtype(np.dtype(np.float16)), computing_dtype(np.dtype(np.float64))
-    (dtype('float32'), dtype('float64'))
-    """
+    """Return the dtype for computations and state: float32 for 16-bit floats, else the same."""
     return np.dtype(np.float32) if standard(dtype).char == "e" else dtype
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name; for bfloat16, import ml_dtypes.
-
-    Raises:
-        TypeError: no dtype has that name.
-        MissingDependencyError: the name is bfloat16, and ml_dtypes is not installed.
-
-    >>> dtype_named("bfloat16").itemsize
-    2
-    """
+    """Return the dtype of a name; for bfloat16, import ml_dtypes."""
     if name != "bfloat16":
         return np.dtype(name)
     try:
@@ -66,11 +50,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 
 def native(array: Array) -> Array:
-    """Return an array in this machine's byte order, without a copy if it has that order.
-
-    >>> native(np.array([1.0], ">f4"))
-    array([1.], dtype=float32)
-    """
+    """Return an array in this machine's byte order, without a copy if it has that order."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

@@ -17,19 +17,7 @@ __all__ = ["COUNTS_TELL", "ArrayOwner"]
 
 
 class ArrayOwner:
-    """The owner of an array, which can detect other references to the array's memory.
-
-    Args:
-        array: an array that owns its memory; the caller must not keep a reference to it.
-
-    >>> owner = ArrayOwner(np.zeros(4))
-    >>> row = owner.array[:1][...]
-    >>> owner.is_shared()
-    True
-    >>> del row
-    >>> owner.is_shared()
-    False
-    """
+    """The owner of an array that owns its memory, and to which nobody else keeps a reference."""
 
     __slots__ = ("array",)
 
@@ -37,19 +25,12 @@ class ArrayOwner:
         self.array = array
 
     def is_shared(self, own_views: int = 0) -> bool:
-        """Return True if there may be other references to the array, or to a view of it.
-
-        Args:
-            own_views: the number of views of it that the owner itself keeps.
-        """
+        """Return True if others may refer to the array, or to a view but `own_views` of its own."""
         return _UNSHARED is None or sys.getrefcount(self.array) != _UNSHARED + own_views
 
 
 def _unshared_count() -> int | None:
-    """Return the reference count of an array without other references; None if counts differ.
-
-    It is measured, because the interpreter's own references differ between versions.
-    """
+    """Return the count of an array without other references, which depends on the interpreter."""
     owner = ArrayOwner(np.zeros(2))
     alone = sys.getrefcount(owner.array)
     view = owner.array[:1].view()

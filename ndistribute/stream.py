@@ -21,11 +21,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Stream:
-    """The stream of one replica on its device: a CUDA stream on a GPU, nothing on a CPU.
-
-    Args:
-        device: the device on which the replica computes.
-    """
+    """The stream of one replica on its device: a CUDA stream on a GPU, nothing on a CPU."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -56,11 +52,7 @@ class Stream:
 
     @property
     def is_done(self) -> bool:
-        """True if all work in this stream is complete.
-
-        Raises:
-            CUDARuntimeError: earlier work on the GPU has failed.
-        """
+        """True if all work in this stream is complete; raises if earlier work has failed."""
         if not self.on_gpu:
             return True
         runtime = cupy_module().cuda.runtime

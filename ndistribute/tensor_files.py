@@ -30,7 +30,7 @@ import safetensors.numpy
 from ndistribute.dtypes import dtype_named
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 
-__all__ = ["Saved", "claim", "newest", "sync", "write"]
+__all__ = ["Saved", "claim", "newest", "paths", "read", "sync", "write"]
 
 Array = npt.NDArray[Any]
 
@@ -46,19 +46,11 @@ _log = logging.getLogger("ndistribute")
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A generation that was read.
-
-    Args:
-        path: the generation's folder.
-        saved_at: the time when it was written, in seconds since 1970.
-        tensors: the arrays by name, in the order in which they were passed to `write`. They are
-            writable and own their memory.
-        data: the JSON data.
-    """
+    """A generation that was read."""
 
     path: Path
-    saved_at: float
-    tensors: dict[str, Array]
+    saved_at: float  # In seconds since 1970.
+    tensors: dict[str, Array]  # In the order of `write`; they are writable and own their memory.
     data: Any
 
 
@@ -71,27 +63,15 @@ def write(
 ) -> Path:
     """Write a generation, and return its folder once it is safely on the disk.
 
-    Only tensors that are not contiguous, or not in this machine's byte order, are copied.
+    Only tensors that are not contiguous, or not in this machine's byte order, are copied. If this
+    raises, earlier generations are unchanged.
 
     Args:
         directory: the directory of the series; created, for this user alone, if it is missing.
-        name: the name of the series; a directory can contain several. Only one process at a time
-            may write to a series, see `claim`.
-        tensors: arrays that must not change meanwhile, stored in this machine's byte order.
+        name: the name of the series. Only one process at a time may write to it, see `claim`.
+        tensors: arrays that must not change meanwhile.
         data: data that JSON can represent.
         keep: the number of generations to keep, including this one.
-
-    Raises:
-        ValueError: a tensor's dtype cannot be stored, or JSON cannot represent the data.
-        TypeError: JSON cannot represent the data.
-        OSError: the generation could not be written; earlier ones are unchanged.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = write(directory, "ps-0", {"w": np.arange(3)}, {"step": 7})
-    ...     saved = newest(directory, "ps-0")
-    ...     path.name, saved.tensors["w"], saved.data
-    ('ps-0.000001', array([0, 1, 2]), {'step': 7})
     """
     directory = Path(directory)
     stored = {key: _storable(key, tensor) for key, tensor in tensors.items()}
@@ -103,9 +83,9 @@ def write(
     }
     text = json.dumps(described, allow_nan=False).encode()
     _make_directory(directory)
-    for path in _paths(directory, name, ".writing"):
+    for path in paths(directory, name, ".writing"):
         shutil.rmtree(path)
-    numbers = [_number(path) for kind in ("", ".broken") for path in _paths(directory, name, kind)]
+    numbers = [_number(path) for kind in ("", ".broken") for path in paths(directory, name, kind)]
     path = directory / f"{name}.{max(numbers, default=0) + 1:06d}"
     temporary = path.with_name(f"{path.name}.writing")
     try:
@@ -122,7 +102,7 @@ def write(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in _paths(directory, name)[:-keep]:
+    for old in paths(directory, name)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)  # A later call removes the rest.
     return path
 
@@ -132,20 +112,14 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
 
     Newer ones that are damaged are renamed to end in ``.broken``, with a warning.
 
-    Args:
-        directory: the directory that was passed to `write`.
-        name: the name of the series.
-
     Raises:
         CheckpointCorruptError: there are generations, and all are damaged.
         DistributeError: a later version of the package wrote the generation.
-        MissingDependencyError: it contains bfloat16, and ml_dtypes is not installed.
-        OSError: the generation cannot be read.
     """
     broken: list[tuple[Path, CheckpointCorruptError]] = []
-    for path in reversed(_paths(Path(directory), name)):
+    for path in reversed(paths(Path(directory), name)):
         try:
-            saved = _read(path)
+            saved = read(path)
         except CheckpointCorruptError as error:
             broken.append((path, error))
             continue
@@ -164,13 +138,8 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
 def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> IO[bytes]:
     """Return a file that locks a series until it is closed or this process ends.
 
-    Args:
-        directory: the directory of the series; created, for this user alone, if it is missing.
-        name: the name of the series.
-        seconds: how long to wait for another process that has the lock, in seconds.
-
     Raises:
-        OSError: the directory cannot be used, or another process still has the lock.
+        OSError: the directory cannot be used, or another process had the lock for `seconds`.
     """
     directory = Path(directory)
     _make_directory(directory)
@@ -206,24 +175,28 @@ def _storable(name: str, tensor: Array) -> Array:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Array]) -> None:
-    stored = {_key(name): _as_safetensors(tensor) for name, tensor in tensors.items()}
+    stored = {_key(name): tensor for name, tensor in tensors.items()}
+    for name, tensor in stored.items():
+        if tensor.dtype == np.complex128:
+            # The format lacks this dtype: the last axis contains the real and imaginary parts.
+            stored[name] = tensor.reshape(-1).view(np.float64).reshape(*tensor.shape, 2)
     try:
         safetensors.numpy.save_file(stored, path)
     except safetensors.SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def _as_safetensors(tensor: Array) -> Array:
-    if tensor.dtype != np.complex128:
-        return tensor
-    # The format lacks this dtype: the last axis contains the real and imaginary parts.
-    return tensor.reshape(-1).view(np.float64).reshape(*tensor.shape, 2)
+def read(path: Path) -> Saved:
+    """Return the generation in a folder.
 
-
-def _read(path: Path) -> Saved:
+    Raises:
+        CheckpointCorruptError: it is damaged; the message names the file.
+        DistributeError: a later version of the package wrote it.
+        MissingDependencyError: it contains bfloat16, and ml_dtypes is not installed.
+        OSError: it cannot be read.
+    """
     try:
-        if (path / _SUMS).read_bytes() != _checksums(path):
-            raise CheckpointCorruptError("its checksums are wrong")
+        _check(path)
         described = json.loads((path / _DATA).read_bytes())
         if described["format"] > _FORMAT:
             raise DistributeError(
@@ -235,7 +208,7 @@ def _read(path: Path) -> Saved:
     except FileNotFoundError as error:
         raise CheckpointCorruptError(f"{error.filename} is missing") from error
     except (ValueError, TypeError, KeyError, RecursionError, safetensors.SafetensorError) as error:
-        raise CheckpointCorruptError(f"its contents are invalid: {error!r}") from error
+        raise CheckpointCorruptError(f"{path}: its contents are invalid: {error!r}") from error
 
 
 def _read_tensors(path: Path, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Array]]:
@@ -255,6 +228,19 @@ def _key(name: str) -> str:
     return name if plain else "%" + name.encode("utf-8", "surrogatepass").hex()
 
 
+def _check(folder: Path) -> None:
+    """Raise a `CheckpointCorruptError` that names the first file with a wrong checksum."""
+    written, actual = (folder / _SUMS).read_bytes(), _checksums(folder)
+    if written != actual:
+        lines = zip((_TENSORS, _DATA), actual.splitlines(), strict=True)
+        known = written.splitlines()
+        bad = next((name for name, line in lines if line not in known), _SUMS)
+        raise CheckpointCorruptError(
+            f"{folder / bad} does not have the checksum that was written with it: it was changed, "
+            "or the disk is damaged"
+        )
+
+
 def _checksums(folder: Path) -> bytes:
     lines = []
     for name in (_TENSORS, _DATA):
@@ -263,7 +249,7 @@ def _checksums(folder: Path) -> bytes:
     return "".join(lines).encode()
 
 
-def _paths(directory: Path, name: str, kind: str = "") -> list[Path]:
+def paths(directory: Path, name: str, kind: str = "") -> list[Path]:
     """Return a series' folders whose names end in `kind`, the newest last."""
     wanted = re.compile(rf"{re.escape(name)}\.\d{{6,}}{re.escape(kind)}", re.ASCII)
     try:

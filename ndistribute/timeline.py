@@ -16,9 +16,8 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 __all__ = ["Recorder", "enabled", "flush", "identify", "recorded", "span"]
@@ -45,20 +44,37 @@ class Recorder:
         max_bytes: the size limit of the file in bytes.
     """
 
+    _file: BinaryIO | None = None
+
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int = _MAX_FILE_BYTES) -> None:
         self._directory = Path(directory)
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Drop the events and the file, which belong to the parent in a forked child."""
+        self._lock = threading.RLock()
+        if self._file is not None:
+            self._file.close()  # It is unbuffered, so nothing is written twice.
+            self._file = None
         self._name = ""
         self._names: tuple[str, ...] = ()
-        self._file: BinaryIO | None = None
-        self._start_over()
+        self._jobs = 0  # The number of earlier jobs, for example before a recovery.
+        self._events: list[_Event] = []
+        self._threads: dict[int, tuple[int, str]] = {}  # Number and name by identifier.
+        self._named = 0  # The number of threads whose names are in the file.
+        self._flushed = time.monotonic_ns()
+        self._failed = False
+        self._end = 0
+        self._dropped = 0
 
     def add(self, name: str, title: str, start: int, end: int) -> None:
         """Record an event of the calling thread, with times of ``time.monotonic_ns``."""
         thread = threading.get_ident()
         if thread not in self._threads:
-            self._introduce(thread)
+            with self._lock:
+                known = len(self._threads) + 1, threading.current_thread().name
+                self._threads.setdefault(thread, known)
         self._events.append((name, title, start, end, thread))
         if len(self._events) >= _FLUSH_EVENTS or end - self._flushed > _FLUSH_NANOSECONDS:
             self.flush()
@@ -67,9 +83,7 @@ class Recorder:
         """Set the name of this process and those of all; events from before stay in their file."""
         with self._lock:
             if self._file is not None and (name, tuple(names)) != (self._name, self._names):
-                self._write()
-                self._file.close()
-                self._file = None
+                self.close()
                 self._jobs += bool(self._names)
             self._name, self._names = name, tuple(names)
 
@@ -85,30 +99,6 @@ class Recorder:
             if self._file is not None:
                 self._file.close()
                 self._file = None
-
-    def forget(self) -> None:
-        """Reset the recorder in a forked child: the events and the file belong to the parent."""
-        self._lock = threading.Lock()
-        self._name, self._names = "", ()
-        if self._file is not None:
-            self._file.close()  # It is unbuffered, so nothing is written twice.
-            self._file = None
-        self._start_over()
-
-    def _start_over(self) -> None:
-        self._events: list[_Event] = []
-        self._threads: dict[int, tuple[int, str]] = {}  # Number and name by identifier.
-        self._flushed = time.monotonic_ns()
-        self._failed = False
-        self._end = 0
-        self._dropped = 0
-        self._named = 0
-        self._jobs = 0  # The number of earlier jobs, for example before a recovery.
-
-    def _introduce(self, thread: int) -> None:
-        with self._lock:
-            name = threading.current_thread().name
-            self._threads.setdefault(thread, (len(self._threads) + 1, name))
 
     def _write(self) -> None:
         # Other threads append meanwhile: take the present events only.
@@ -130,21 +120,27 @@ class Recorder:
             self._dropped += len(events)
             lines: Iterable[str] = [_metadata(0, "dropped_events", self._dropped)]
         else:
-            lines = [*self._new_thread_names(), *map(self._line, events)]
+            new = list(self._threads.values())[self._named :]
+            self._named += len(new)
+            names = [_metadata(number, "thread_name", name) for number, name in new]
+            lines = [*names, *map(self._line, events)]
         text = "".join(f"{line},\n" for line in lines).encode()
         self._file.seek(self._end)
         # The tail completes the JSON; the next flush overwrites it.
-        self._file.write(text + f"{self._process_name()}\n]}}\n".encode())
+        tail = _metadata(0, "process_name", f"{self._title} on {platform.node()}")
+        self._file.write(text + f"{tail}\n]}}\n".encode())
         if self._end <= self._max_bytes:
             self._end += len(text)
 
     def _open(self) -> BinaryIO:
         self._directory.mkdir(parents=True, exist_ok=True)
+        boot = Path("/proc/sys/kernel/random/boot_id")
         about = {
             "name": self._title,
             "names": self._names,
             "host": platform.node(),
-            "clock": _clock(),
+            # Processes of one boot of a machine read the same monotonic clock.
+            "clock": boot.read_text().strip() if boot.exists() else platform.node(),
             "wall_minus_clock_us": (time.time_ns() - time.monotonic_ns()) / 1000,
         }
         head = f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n'
@@ -158,14 +154,6 @@ class Recorder:
     @property
     def _title(self) -> str:
         return self._name or f"process {os.getpid()}"
-
-    def _process_name(self) -> str:
-        return _metadata(0, "process_name", f"{self._title} on {platform.node()}")
-
-    def _new_thread_names(self) -> list[str]:
-        threads = list(self._threads.values())[self._named :]
-        self._named += len(threads)
-        return [_metadata(number, "thread_name", name) for number, name in threads]
 
     def _line(self, event: _Event) -> str:
         name, title, start, end, thread = event
@@ -186,23 +174,8 @@ class _Span:
     def __enter__(self) -> None:
         self._start = time.monotonic_ns()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._recorder.add(self._name, self._title, self._start, time.monotonic_ns())
-
-
-class _Nothing:
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
     def __exit__(self, *error: object) -> None:
-        pass
+        self._recorder.add(self._name, self._title, self._start, time.monotonic_ns())
 
 
 def span(name: str, title: str = "") -> AbstractContextManager[None]:
@@ -268,21 +241,15 @@ def _metadata(tid: int, name: str, value: Any) -> str:
     return json.dumps({"ph": "M", "pid": os.getpid(), "tid": tid, "name": name, "args": args})
 
 
-def _clock() -> str:
-    # Processes of one boot of a machine read the same monotonic clock.
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else platform.node()
-
-
 def _from_environment() -> Recorder | None:
     directory = os.environ.get("NDISTRIBUTE_TRACE")
     if not directory:
         return None
     recorder = Recorder(directory)
     atexit.register(recorder.flush)
-    os.register_at_fork(after_in_child=recorder.forget)
+    os.register_at_fork(after_in_child=recorder.start_over)
     return recorder
 
 
-_NOTHING = _Nothing()
+_NOTHING = nullcontext()
 _recorder = _from_environment()

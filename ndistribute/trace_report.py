@@ -1,22 +1,27 @@
-"""A report on the traces of a job: the use of its time, late processes, and possible remedies.
+"""The traces of a job on one clock, and a report on the use of its time and on late processes.
 
-Each moment of a thread counts for the innermost span around it. The collectives common to all
-processes show which process makes the others wait; response times show which server does.
+`ndistribute.timeline` writes one trace per process, with one event per line. All processes leave a
+collective at about the same time, after the last one has entered it. So the median difference of
+the times at which two processes left their common calls is the offset between their clocks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
-
-from ndistribute.traces import Event, Trace, calls, merge, offsets, read
+from typing import Any, NamedTuple
 
 __all__ = ["Event", "Lateness", "Trace", "explain", "lateness", "merge", "read", "report"]
+
+# The times of entering and leaving each collective, by its title and the number of its step.
+Calls = dict[tuple[str, int], tuple[float, float]]
 
 UNTRACED = "untraced"
 _COLUMNS = ("input", "compute", "pull", "push", "pack", "wait", "reduce", "update", "serve")
@@ -44,6 +49,34 @@ _SERVER = re.compile(r"ps:\d+")
 _REPLICA = re.compile(r":(\d+)$")
 
 
+class Event(NamedTuple):
+    """A span; its times are in microseconds of the process's clock."""
+
+    name: str  # The kind of work, such as "compute".
+    title: str  # The call that it belongs to, or the server of a request; may be empty.
+    start: float
+    end: float
+    thread: int  # The thread's number in the process.
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The events of one process, or of one of its replicas."""
+
+    name: str  # For example "rank 0" or "ps:1".
+    names: tuple[str, ...] = ()  # The processes of the job; empty if it never joined one.
+    clock: str = ""  # Processes with the same name here share a clock.
+    wall: float = 0.0  # Added to a time, gives the microseconds since 1970.
+    host: str = ""
+    events: tuple[Event, ...] = ()  # In the order in which they ended.
+    threads: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """The time between the first and the last event."""
+        return (max(e.end for e in self.events) - min(e.start for e in self.events)) / 1e6
+
+
 class Lateness(NamedTuple):
     """The lateness of a process, or of a replica, at the calls common to all."""
 
@@ -53,6 +86,141 @@ class Lateness(NamedTuple):
     last: int  # The number of calls that it entered last.
     behind: float  # Median delay after the previous one in those calls, in microseconds.
     cost: float  # Time for which all others waited for it alone, in microseconds, in all calls.
+
+
+def read(directory: str | os.PathLike[str]) -> list[Trace]:
+    """Return the traces of the newest job in a directory, in the order of its processes.
+
+    Raises:
+        FileNotFoundError: the directory has no trace with events.
+    """
+    found = map(_read_file, sorted(Path(directory).glob("trace-*.json")))
+    traces = [trace for trace in found if trace is not None and trace.events]
+    if not traces:
+        raise FileNotFoundError(
+            f"{os.fspath(directory)} contains no trace with events. Set NDISTRIBUTE_TRACE to this "
+            "directory and run the program again; it records the calls of strategy.run."
+        )
+    traces.sort(key=_ended)
+    # A process that never joined a job may only start others, so its trace is used last, unless it
+    # computed after all jobs had ended.
+    jobs = [trace for trace in traces if trace.names]
+    last = _ended(jobs[-1]) if jobs else 0.0
+    alone = [trace for trace in traces if not trace.names and _computed(trace) > last]
+    *_, newest = alone or jobs or traces
+    if not newest.names:
+        return [newest]
+    # The newest trace of each process, because a recovery starts another file.
+    same_job = {trace.name: trace for trace in jobs if trace.names == newest.names}
+    return [same_job[name] for name in newest.names if name in same_job]
+
+
+def _ended(trace: Trace) -> float:
+    return trace.wall + trace.events[-1].end
+
+
+def _computed(trace: Trace) -> float:
+    """Return the start time of the last step of a process."""
+    return trace.wall + max((e.start for e in trace.events if e.name == "compute"), default=-inf)
+
+
+def _read_file(path: Path) -> Trace | None:
+    """Return the trace in a file; None if its first line is incomplete."""
+    first, *lines = path.read_text(errors="replace").splitlines() or [""]
+    try:
+        about = json.loads(first + "]}")["otherData"]
+    except (ValueError, KeyError):
+        return None
+    events: list[Event] = []
+    threads: dict[int, str] = {}
+    for line in lines:
+        try:
+            entry = json.loads(line.rstrip(","))
+        except ValueError:  # The file's tail, or the last line of a killed process.
+            continue
+        if entry["ph"] == "X":
+            start, title = entry["ts"], entry.get("args", {}).get("title", "")
+            events.append(Event(entry["name"], title, start, start + entry["dur"], entry["tid"]))
+        elif entry["name"] == "thread_name":
+            threads[entry["tid"]] = entry["args"]["name"]
+    who = about["name"], tuple(about["names"])
+    when = about["clock"], about["wall_minus_clock_us"]
+    return Trace(*who, *when, about["host"], tuple(events), threads)
+
+
+def calls(events: Sequence[Event], shift: float = 0.0) -> Calls:
+    """Return the collectives of one process: the events whose title has a number.
+
+    The numbers restart with each step, which is a span named ``compute``. A process with several
+    replicas enters a collective when its last replica does. `shift` is added to the times.
+    """
+    computing = {event.thread for event in events if event.name == "compute"}
+    steps = dict.fromkeys(computing, (0, -inf))  # Number and end of the last step, by thread.
+    came: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)  # Times by thread.
+    left: dict[tuple[str, int], float] = {}
+    for event in sorted(events, key=lambda e: (e.start, e.name != "compute", -e.end)):
+        # A thread without steps works for those of the first thread that has some.
+        worker = event.thread if event.thread in computing else min(computing, default=0)
+        number, end = steps.get(worker, (0, -inf))
+        if event.name == "compute" and event.start >= end:
+            number, end = steps[worker] = number + 1, event.end
+        if "#" in event.title and event.start < end:
+            key = event.title, number
+            came[key].setdefault(event.thread, event.start + shift)
+            left[key] = max(left.get(key, -inf), event.end + shift)
+    found = {}
+    for key, threads in came.items():
+        replicas = [moment for thread, moment in threads.items() if thread in computing]
+        found[key] = (max(replicas) if replicas else min(threads.values()), left[key])
+    return found
+
+
+def offsets(traces: Sequence[Trace]) -> list[float]:
+    """Return the offsets that convert each trace's times to the clock of the first trace."""
+    reference = calls(traces[0].events)
+    clocks = [trace.clock or f"of trace {number}" for number, trace in enumerate(traces)]
+    differences: dict[str, list[float]] = defaultdict(list)
+    for clock, trace in zip(clocks, traces, strict=True):
+        own = calls(trace.events)
+        differences[clock] += [reference[k][1] - own[k][1] for k in reference.keys() & own.keys()]
+    # Without a common call, the offset follows from the times on the wall clock.
+    return [
+        0.0 if clock == clocks[0] else median(differences[clock] or [trace.wall - traces[0].wall])
+        for clock, trace in zip(clocks, traces, strict=True)
+    ]
+
+
+def merge(directory: str | os.PathLike[str]) -> Path:
+    """Merge the traces of a job into ``merged.json`` beside them, and return its path.
+
+    Raises:
+        FileNotFoundError: the directory has no trace.
+    """
+    path = Path(directory) / "merged.json"
+    unfinished = path.with_suffix(".json.part")
+    unfinished.write_text(json.dumps(merged(read(directory))))
+    unfinished.replace(path)
+    return path
+
+
+def merged(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Return one trace of all processes, for Chrome and Perfetto; its times start at 0."""
+    moved = list(zip(traces, offsets(traces), strict=True))
+    zero = min(event.start + shift for trace, shift in moved for event in trace.events)
+    entries: list[dict[str, Any]] = []
+    for pid, (trace, shift) in enumerate(moved):
+        names = [(0, "process_name", f"{trace.name} on {trace.host}".removesuffix(" on "))]
+        names += [(number, "thread_name", name) for number, name in trace.threads.items()]
+        for thread, kind, name in names:
+            place = {"ph": "M", "pid": pid, "tid": thread, "name": kind}
+            entries.append({**place, "args": {"name": name}})
+        for event in trace.events:
+            place = {"ph": "X", "pid": pid, "tid": event.thread, "name": event.name}
+            times = {"ts": event.start + shift - zero, "dur": event.end - event.start}
+            rounded = {key: round(time, 3) for key, time in times.items()}
+            entries.append({**place, **rounded, "args": {"title": event.title}})
+    about = {"clock_offsets_us": {trace.name: shift for trace, shift in moved}}
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": entries}
 
 
 def exclusive(events: Iterable[Event]) -> dict[str, float]:
@@ -66,8 +234,8 @@ def exclusive(events: Iterable[Event]) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
     for own in threads.values():
         now = own[0].start
-        around = [Event(UNTRACED, "", now, float("inf"), 0)]
-        for event in [*own, Event("", "", float("inf"), float("inf"), 0)]:
+        around = [Event(UNTRACED, "", now, inf, 0)]
+        for event in [*own, Event("", "", inf, inf, 0)]:
             while around[-1].end <= event.start and len(around) > 1:
                 inner = around.pop()
                 total[inner.name] += max(0.0, inner.end - now)
@@ -82,14 +250,12 @@ def exclusive(events: Iterable[Event]) -> dict[str, float]:
 def shares(events: Iterable[Event]) -> dict[str, float]:
     """Return the result of `exclusive` as fractions that add up to 1."""
     times = exclusive(events)
-    whole = sum(times.values())
-    return {name: time / whole for name, time in times.items()}
+    return {name: time / sum(times.values()) for name, time in times.items()}
 
 
 def lateness(traces: Sequence[Trace]) -> list[Lateness]:
     """Return the lateness of each process with collective calls."""
-    shifts = offsets(traces)
-    made = [calls(trace.events, shift) for trace, shift in zip(traces, shifts, strict=True)]
+    made = [calls(*pair) for pair in zip([t.events for t in traces], offsets(traces), strict=True)]
     callers = [(trace.name, own) for trace, own in zip(traces, made, strict=True) if own]
     keys = set.intersection(*(set(own) for _, own in callers)) if len(callers) > 1 else set()
     gaps: list[list[float]] = [[] for _ in callers]
@@ -133,10 +299,11 @@ def explain(traces: Sequence[Trace]) -> str:
     lines = [f"{len(traces)} process{'es' * (len(traces) > 1)}, {seconds:.1f} s."]
     absent = [name for name in traces[0].names if name not in {trace.name for trace in traces}]
     lines += [f"No trace of {', '.join(absent)}."] if absent else []
-    lines += ["", *_table(members), ""]
-    lines += list(_servers(members, seconds)) or _who_is_late(members, late, worst, seconds)
-    every = [shares(trace.events) for trace in members]
-    mean = _mean([own for own in every if "compute" in own] or every)  # No servers, nor a chief.
+    every = {trace.name: shares(trace.events) for trace in members}
+    lines += ["", *_table(every), ""]
+    lines += list(_servers(members, every, seconds)) or _who_is_late(members, late, worst, seconds)
+    # No servers, nor a chief.
+    mean = _mean([own for own in every.values() if "compute" in own] or list(every.values()))
     for kind, (large, advice) in _ADVICE.items():
         if mean.get(kind, 0.0) > large and not (kind == "wait" and worst):
             lines.append(advice.format(mean[kind]))
@@ -145,26 +312,23 @@ def explain(traces: Sequence[Trace]) -> str:
 
 def _replicas(trace: Trace) -> list[Trace]:
     """Return a trace of each replica of a process, or the given trace if it has only one."""
-    numbers = {}
-    for thread in {event.thread for event in trace.events if event.name == "compute"}:
-        found = _REPLICA.search(trace.threads.get(thread, ""))
-        numbers[thread] = int(found[1]) if found else 0
     own: dict[int, list[Event]] = defaultdict(list)
+    computing = {event.thread for event in trace.events if event.name == "compute"}
     for event in trace.events:
-        if event.thread in numbers:
-            own[numbers[event.thread]].append(event)
+        if event.thread in computing:
+            found = _REPLICA.search(trace.threads.get(event.thread, ""))
+            own[int(found[1]) if found else 0].append(event)
     replicas = [replace(trace, name=f"replica {k}", events=tuple(own[k])) for k in sorted(own)]
     return replicas if len(replicas) > 1 else [trace]
 
 
-def _table(traces: Sequence[Trace]) -> Iterator[str]:
-    parts = [shares(trace.events) for trace in traces]
-    kinds = [kind for kind in _COLUMNS if any(kind in own for own in parts)]
+def _table(every: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    kinds = [kind for kind in _COLUMNS if any(kind in own for own in every.values())]
     rows = [["", *kinds, "other"]]
-    for trace, own in zip(traces, parts, strict=True):
+    for name, own in every.items():
         rest = abs(1 - sum(own.get(kind, 0.0) for kind in kinds))
         known = [f"{own[kind]:.0%}" if kind in own else "-" for kind in kinds]
-        rows.append([trace.name, *known, f"{rest:.0%}"])
+        rows.append([name, *known, f"{rest:.0%}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
@@ -214,7 +378,9 @@ def _who_is_late(
         yield known.get(kind, f"It spends {per_step} than the others in `{kind}`.")
 
 
-def _servers(members: Sequence[Trace], seconds: float) -> Iterator[str]:
+def _servers(
+    members: Sequence[Trace], every: Mapping[str, Mapping[str, float]], seconds: float
+) -> Iterator[str]:
     """Yield sentences on the response times of the servers, and on a late server."""
     waits: dict[str, list[float]] = defaultdict(list)
     for event in (event for trace in members for event in trace.events):
@@ -224,17 +390,16 @@ def _servers(members: Sequence[Trace], seconds: float) -> Iterator[str]:
     if cost:
         each = [f"{name} {_time(cost[name] / len(waits[name]))}" for name in cost]
         yield f"Mean time that a client waits for an answer: {', '.join(each)}."
-    clients = sum("pull" in shares(trace.events) for trace in members)
-    worst = _latest(cost, seconds * clients)
+    worst = _latest(cost, seconds * sum("pull" in own for own in every.values()))
     if worst:
         part = cost[worst] / sum(cost.values())
         yield f"Server {worst} is late: {part:.0%} of the waiting time for servers is for it."
-        for trace in (trace for trace in members if trace.name == worst):
-            yield (
-                f"It works for {shares(trace.events).get('serve', 0.0):.0%} of the time: if "
-                "that is much, give it fewer variables (`nd.partitioners`) or a faster host; "
-                "otherwise look at its network."
-            )
+    if worst in every:
+        yield (
+            f"It works for {every[worst].get('serve', 0.0):.0%} of the time: if that is much, give "
+            "it fewer variables (`nd.partitioners`) or a faster host; otherwise look at its "
+            "network."
+        )
 
 
 def _mean(of_many: Sequence[Mapping[str, float]]) -> dict[str, float]:

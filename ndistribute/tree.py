@@ -20,22 +20,14 @@ Tree = Any
 
 
 def flatten(tree: Tree) -> list[Leaf]:
-    """Return the leaves of a structure in a fixed order.
-
-    >>> flatten({"b": [1, 2], "a": (3, None)})
-    [3, None, 1, 2]
-    """
+    """Return the leaves of a structure in a fixed order."""
     if _nesting(type(tree)) is None:
         return [tree]
     return [leaf for child in _children(tree)[1] for leaf in flatten(child)]
 
 
 def unflatten(like: Tree, leaves: Iterable[Leaf]) -> Tree:
-    """Return a structure like `like`, with other leaves in the order of `flatten`.
-
-    >>> unflatten({"b": [0, 0], "a": 0}, [3, 1, 2])
-    {'b': [1, 2], 'a': 3}
-    """
+    """Return a structure like `like`, with other leaves in the order of `flatten`."""
     rest = iter(leaves)
     if _nesting(type(like)) is None:
         return next(rest)
@@ -43,14 +35,7 @@ def unflatten(like: Tree, leaves: Iterable[Leaf]) -> Tree:
 
 
 def map_leaves(fn: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
-    """Return a structure with the results of `fn` for the leaves of one or several structures.
-
-    Raises:
-        ValueError: the structures differ.
-
-    >>> map_leaves(lambda a, b: a + b, [1, {"x": 2}], [10, {"x": 20}])
-    [11, {'x': 22}]
-    """
+    """Return a structure with the results of `fn` for the leaves of one or several structures."""
     if not others:
         return fn(tree) if _nesting(type(tree)) is None else _rebuilt(tree, fn)
     for other in others:
@@ -61,13 +46,7 @@ def map_leaves(fn: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
 
 
 def same_structure(left: Tree, right: Tree) -> bool:
-    """Return True if two structures differ in their leaves at most.
-
-    >>> same_structure([1, (2, 3)], ["a", ("b", None)])
-    True
-    >>> same_structure([1], (1,))
-    False
-    """
+    """Return True if two structures differ in their leaves at most."""
     nesting = _nesting(type(left))
     if nesting is None or type(left) is not type(right):
         return nesting is _nesting(type(right)) is None
@@ -76,16 +55,7 @@ def same_structure(left: Tree, right: Tree) -> bool:
 
 
 def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
-    """Return a structure in which one replica's component replaces each `PerReplica` leaf.
-
-    A structure without `PerReplica` leaves is returned itself, not a copy.
-
-    Raises:
-        ValueError: a `PerReplica` does not have `num_replicas` components.
-
-    >>> select([PerReplica([1, 2]), "same"], 1, 2)
-    [2, 'same']
-    """
+    """Return a structure with one replica's components; itself if it has no `PerReplica` leaf."""
 
     def component(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, PerReplica):
@@ -102,18 +72,7 @@ def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
 
 
 def regroup(trees: Sequence[Tree], make_leaf: Callable[[Sequence[Leaf]], Leaf]) -> Tree:
-    """Return one structure, each of whose leaves combines the replicas' leaves at its position.
-
-    Args:
-        trees: one structure per replica, in replica order.
-        make_leaf: called with the sequence of leaves at one position; returns the combined leaf.
-
-    Raises:
-        ValueError: the structures differ between replicas.
-
-    >>> regroup([{"loss": 1}, {"loss": 2}], tuple)
-    {'loss': (1, 2)}
-    """
+    """Return one structure; `make_leaf` combines the replicas' leaves at each position."""
     first = trees[0]
     if not any(map(_nesting, map(type, trees))):
         return make_leaf(trees)

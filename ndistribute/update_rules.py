@@ -69,8 +69,8 @@ class Rule:
         """Return the initial value of a slot."""
         return 0.0
 
-    def rate(self, step: int, learning_rate: float) -> float:
-        """Return the rate for `update`, computed once per step.
+    def rate(self, step: int, learning_rate: float) -> Any:
+        """Return the rate for `update`, or several in a tuple; computed once per step.
 
         Args:
             step: the number of this step, from 1.
@@ -78,7 +78,7 @@ class Rule:
         """
         return learning_rate
 
-    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: Any) -> None:
         """Update a range of a variable and of its slots in place; may overwrite `gradient`.
 
         Args:
@@ -90,7 +90,7 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} defines no update.")
 
 
-def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: float) -> None:
+def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any) -> None:
     """Update a variable and its slots, all contiguous, in blocks; `gradient` does not change."""
     flat, flats = gradient.reshape(-1), [array.reshape(-1) for array in arrays]
     dtype = computing_dtype(arrays[0].dtype)
@@ -101,7 +101,7 @@ def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: flo
 
 
 def update_rows(
-    rule: Rule, arrays: Sequence[Array], values: Array, indices: Array, rate: float
+    rule: Rule, arrays: Sequence[Array], values: Array, indices: Array, rate: Any
 ) -> None:
     """Update some rows of a variable and its slots; `indices` must be unique."""
     taken = [array[indices] for array in arrays]
@@ -110,12 +110,10 @@ def update_rows(
         array[indices] = part
 
 
-def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: float) -> None:
-    """Update contiguous parts of a variable and its slots; may overwrite `gradient`.
-
-    16-bit floats are updated in float32, which is also their slots' dtype, because the square of a
-    gradient may exceed the range of float16. A complex number is updated as two real numbers.
-    """
+def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any) -> None:
+    """Update contiguous parts of a variable and its slots; may overwrite `gradient`."""
+    # 16-bit floats are updated in float32, which is also their slots' dtype, because the square of
+    # a gradient may exceed the range of float16. A complex number is updated as two real numbers.
     variable, *slots = arrays
     if variable.dtype.char in "fd" and gradient.dtype == variable.dtype:
         rule.update(variable, gradient, slots, rate)
@@ -131,26 +129,13 @@ def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: flo
 
 @functools.lru_cache(maxsize=64)
 def can_train(gradient: np.dtype[Any], variable: np.dtype[Any]) -> bool:
-    """Return True if gradients of a dtype can train variables of another: both are inexact.
-
-    >>> single, double, pair = map(np.dtype, ("f4", "f8", "c16"))
-    >>> can_train(double, single), can_train(pair, double)
-    (True, False)
-    """
+    """Return True if gradients of a dtype can train variables of another: both are inexact."""
     inexact = kind_of(gradient) in "fc" and kind_of(variable) in "fc"
     return inexact and can_cast(gradient, variable)
 
 
 def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
-    """Return the rule of a name; hyperparameters that are not given have their defaults.
-
-    Raises:
-        ValueError: the rule or a hyperparameter does not exist, or a value is out of range.
-
-    >>> from ndistribute import optimizers
-    >>> rule_named("sgd", {"momentum": 0.9, "nesterov": 1.0})
-    SGDRule(momentum=0.9, nesterov=True)
-    """
+    """Return the rule of a name; hyperparameters that are not given have their defaults."""
     kind: Any = _rules.get(name)
     if kind is None:
         raise ValueError(f"there is no update rule {name!r} here; known are {', '.join(_rules)}.")
@@ -168,15 +153,7 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
 
 
 def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:
-    """Return a rule's name and hyperparameters, from which `rule_named` makes an equal rule.
-
-    Raises:
-        ValueError: the rule is not a dataclass of numbers, or its class was replaced.
-
-    >>> from ndistribute.optimizers import SGD
-    >>> hyperparameters_of(SGD(momentum=0.9).rule)
-    ('sgd', {'momentum': 0.9, 'nesterov': 0.0})
-    """
+    """Return a rule's name and hyperparameters, from which `rule_named` makes an equal rule."""
     if _rules[rule.name] is not type(rule) or not dataclasses.is_dataclass(rule):
         raise ValueError(f"{rule!r} must be a dataclass, and the last rule with its name.")
     try:

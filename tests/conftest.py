@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 
 from tests.leaks import Snapshot, leaks_since
-from tests.zygote import close_zygote
+from tests.processes import close_zygote
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -55,7 +55,12 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none, but not when they alone were asked for."""
+    """Put files with slow tests first; skip tests that need a GPU unless they alone were asked for.
+
+    Else one of several processes would run a slow file when the others have nothing left to do.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if not wanting or _sees_gpu():
         return

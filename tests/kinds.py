@@ -6,23 +6,29 @@ replicas which can disagree takes `several`.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute.cluster import resolve
 from ndistribute.collective.threads import SMALL_BYTES
 from tests.contract_rows import STRATEGIES, central, cpus, mirrored, served
-from tests.worker_kinds import inside_worker, worker_kinds
 
 __all__ = ["central", "cpus", "mirrored", "served"]  # Which tests take from here.
+
+# How the workers meet, and how many devices each of them has, where this process is one that runs
+# contract tests: ``auto 1,1 2,1`` are two kinds, the second with two devices on the first worker.
+VARIABLE = "CONTRACT_KINDS"
 
 # No wait of a test may take longer, in seconds.
 DEADLINE = 40.0
@@ -31,7 +37,28 @@ DEADLINE = 40.0
 LARGE = SMALL_BYTES // 8 + 100
 
 
-# Inside a worker the same tests run over strategies of all workers: see `tests/lockstep.py`.
+def inside_worker() -> bool:
+    """Say whether this process is a worker that runs the contract tests."""
+    return VARIABLE in os.environ
+
+
+def worker_kinds() -> dict[str, Callable[[], nd.Strategy]]:
+    """Return makers of the strategies that this worker's environment names."""
+    how, *layouts = os.environ[VARIABLE].split()
+    counts = {layout.replace(",", "-"): tuple(map(int, layout.split(","))) for layout in layouts}
+    return {f"{how}-{name}": partial(join, how, count) for name, count in counts.items()}
+
+
+def join(how: str, counts: tuple[int, ...]) -> nd.MultiWorkerMirroredStrategy:
+    """Meet the other workers, each with so many devices."""
+    resolver = resolve()
+    # A worker that fails must not keep the others waiting.
+    options = nd.CommunicationOptions(timeout_seconds=DEADLINE, implementation=how)
+    devices = cpus(counts[resolver.worker_index])
+    return nd.MultiWorkerMirroredStrategy(resolver, options, devices=devices)
+
+
+# Inside a worker the same tests run over strategies of all workers: `tests/test_over_processes.py`.
 SEVERAL = worker_kinds() if inside_worker() else STRATEGIES
 ALL = SEVERAL if inside_worker() else {"default": nd.get_strategy, **STRATEGIES}
 

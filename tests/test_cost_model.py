@@ -1,10 +1,6 @@
 """The cost model returns what it was given, behaves as networks do, and says where it is wrong."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,9 +16,14 @@ CURVE = [(float(size), 20e-6 + size * 4e-10) for size in SIZES]
 sizes = st.floats(1, 1 << 30)
 
 
-@given(sizes, st.floats(0, 1 << 20))
-def test_more_bytes_never_take_less_time(size, more):
+@given(sizes, st.floats(0, 1 << 20), st.integers(0, 11), st.sampled_from(sorted(NETWORKS)))
+def test_more_bytes_or_hosts_never_take_less_time(size, more, power, network):
     assert time_of(CURVE, size) <= time_of(CURVE, size + more) * (1 + 1e-9)
+    one, few, many = (
+        between_hosts(CURVE, network, hosts, size) for hosts in (1, 2**power, 2 ** (power + 1))
+    )
+    assert one == 0
+    assert few <= many * (1 + 1e-9)
 
 
 def test_what_was_measured_is_returned_and_what_lies_between_is_between():
@@ -33,22 +34,10 @@ def test_what_was_measured_is_returned_and_what_lies_between_is_between():
         time_of(CURVE[:1], 1.0)
 
 
-@given(st.integers(0, 11), sizes, st.sampled_from(sorted(NETWORKS)))
-def test_more_hosts_never_take_less_time_and_one_takes_none(power, size, network):
-    assert between_hosts(CURVE, network, 1, size) == 0
-    few, more = (
-        between_hosts(CURVE, network, hosts, size) for hosts in (2**power, 2 ** (power + 1))
-    )
-    assert few <= more * (1 + 1e-9)
-
-
-def test_a_faster_network_is_never_slower():
+def test_a_faster_network_is_never_slower_and_curves_scale_as_they_must():
     times = [between_hosts(CURVE, name, 64, 1e8) for name in NETWORKS]
     assert times == sorted(times, reverse=True)
     assert between_hosts(CURVE, "2e-6,8e-11", 64, 1e8) == times[2]
-
-
-def test_curves_go_to_4096_workers_and_scale_as_they_must():
     rows = curves(1e8, 0.1, CURVE, CURVE, "100Gb-IB", 8)
     assert [row["workers"] for row in rows] == [2**power for power in range(13)]
     assert rows[0]["weak_efficiency"] == rows[0]["strong_speedup"] == 1
@@ -56,20 +45,15 @@ def test_curves_go_to_4096_workers_and_scale_as_they_must():
     assert all(row["strong_speedup"] <= row["workers"] for row in rows)
 
 
-def trained(workers: int, batch: int, seconds: float) -> dict[str, Any]:
+def trained(workers, batch, seconds):
     what = {"side": "ours", "group": f"batch {batch}", "threads": 1, "workers": workers}
     return {**what, "batch": batch, "figure": {"median": batch / seconds}}
 
 
-def written(directory: Path, third: float) -> None:
+def written(directory, third):
+    pair = {"side": "ours", "group": "2 processes"}
     results = [
-        {
-            "side": "ours",
-            "group": "2 processes",
-            "name": name,
-            "bytes": size,
-            "figure": {"median": seconds * 1e6},
-        }
+        {**pair, "name": name, "bytes": size, "figure": {"median": seconds * 1e6}}
         for name in (INSIDE, WIRE)
         for size, seconds in CURVE
     ]
@@ -80,7 +64,7 @@ def written(directory: Path, third: float) -> None:
     (directory / "training.json").write_text(json.dumps({"results": steps}))
 
 
-def test_steps_of_two_workers_are_predicted_and_what_is_not_is_said(tmp_path: Path, capsys):
+def test_steps_of_two_workers_are_predicted_and_what_is_not_is_said(tmp_path, capsys):
     written(tmp_path, third=1.0)
     rows = checks(json.loads((tmp_path / "training.json").read_text()), CURVE)
     assert rows[0][1] == pytest.approx(rows[0][2])
@@ -94,7 +78,7 @@ def test_steps_of_two_workers_are_predicted_and_what_is_not_is_said(tmp_path: Pa
     assert len(json.loads((tmp_path / "cost_model.json").read_text())["curves"]) == 13
 
 
-def test_the_command_says_what_it_needs(tmp_path: Path, capsys):
+def test_the_command_says_what_it_needs(tmp_path, capsys):
     (tmp_path / "all_reduce.json").write_text('{"results": []}')
     with pytest.raises(SystemExit):
         cost_model.main(["--results", str(tmp_path)])

@@ -1,7 +1,5 @@
 """Devices: how they are spelled, which exist, and which lists of them a strategy takes."""
 
-from __future__ import annotations
-
 import pytest
 
 import ndistribute as nd
@@ -24,11 +22,8 @@ def test_every_spelling_parses_and_so_does_the_name_that_a_device_then_has():
         device = nd.Device(spelling)
         assert (device.kind, device.index) == expected
         assert nd.Device(str(device)) == nd.Device(device) == device
-    assert (nd.Device("/job:worker/task:1/device:GPU:0")).job == "worker"
-    assert (nd.Device("/job:worker/task:1/device:GPU:0")).task == 1
-
-
-def test_spellings_of_one_device_are_equal():
+    distant = nd.Device("/job:worker/task:1/device:GPU:0")
+    assert (distant.job, distant.task) == ("worker", 1)
     devices = {nd.Device(name) for name in ("/cpu:1", "CPU:1", "/device:CPU:1", "device:cpu:1")}
     assert devices == {nd.Device("cpu:1")}
     assert nd.Device("cpu:1") != nd.Device("cpu:0")
@@ -41,13 +36,10 @@ def test_what_names_no_device_is_refused():
             nd.Device(spelling)
 
 
-def test_listing_shows_a_cpu():
+def test_listing_shows_a_cpu_and_refuses_an_unknown_kind():
     assert nd.Device("cpu:0") in nd.list_devices()
     assert nd.list_devices("cpu") == [nd.Device("cpu:0")]
     assert nd.list_devices("CPU") == nd.list_devices("cpu")
-
-
-def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="tpu"):
         nd.list_devices("tpu")
 
@@ -71,26 +63,19 @@ def test_a_cpu_named_twice_or_no_device_at_all_is_refused(kind):
         kind([])
 
 
-def test_any_cpu_exists():
+def test_any_cpu_exists_and_without_a_gpu_the_default_is_one(monkeypatch):
     with nd.MirroredStrategy(["cpu:100", nd.Device("cpu:7")]) as strategy:
         assert list(strategy.devices) == [nd.Device("cpu:100"), nd.Device("cpu:7")]
-
-
-def test_without_a_gpu_the_default_is_one_cpu(monkeypatch):
     monkeypatch.setattr(devices, "_gpu_count", lambda: 0)
     for kind in (nd.MirroredStrategy, nd.CentralStorageStrategy):
         with kind() as strategy:
             assert list(strategy.devices) == [nd.Device("cpu:0")]
 
 
-def test_the_default_is_all_visible_gpus(monkeypatch):
+def test_the_default_is_all_visible_gpus_and_one_may_be_named_twice(monkeypatch):
     monkeypatch.setattr(devices, "_gpu_count", lambda: 2)
     assert devices.resolve_devices(None) == [nd.Device("gpu:0"), nd.Device("gpu:1")]
     assert nd.list_devices("gpu") == [nd.Device("gpu:0"), nd.Device("gpu:1")]
-
-
-def test_a_gpu_may_be_named_twice(monkeypatch):
-    monkeypatch.setattr(devices, "_gpu_count", lambda: 1)
     assert len(devices.resolve_devices(["gpu:0", "gpu:0"])) == 2
 
 

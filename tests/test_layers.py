@@ -33,7 +33,6 @@ LAYERS = (
         "tensor_files",
         "timeline",
         "trace_report",
-        "traces",
         "update_rules",
         "version",
     },
@@ -61,6 +60,7 @@ OPTIONAL: dict[str, set[str]] = {
     "ray": set(),
     "sklearn": set(),
     "tensorflow": set(),
+    "tqdm": set(),
 }
 
 
@@ -73,6 +73,7 @@ class Import:
     lazy: bool
 
 
+@functools.cache
 @functools.cache
 def imports_of(source: str) -> list[Import]:
     """Return what a module imports, in any of its functions and for type checkers too."""
@@ -217,7 +218,7 @@ def test_a_forbidden_import_is_caught():
     for path, line in (
         ("context.py", "from ndistribute import strategies"),
         ("collective/threads.py", "import ndistribute.variables.variable"),
-        ("collective/threads.py", "from ndistribute.launcher.hosts import Host"),
+        ("collective/threads.py", "from ndistribute.launcher.commands import Host"),
         ("data/dataset.py", "def late():\n    from ndistribute.variables import variable"),
         ("data/dataset.py", "import importlib\nimportlib.import_module('ndistribute.autodiff')"),
         ("models/model.py", "from ndistribute.strategies.base import Strategy"),

@@ -1,7 +1,5 @@
 """The leak check that guards every other test: it finds what is left, and waits for the tidy."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -9,6 +7,8 @@ import sys
 import threading
 from multiprocessing import shared_memory
 from pathlib import Path
+
+import pytest
 
 from tests.leaks import Snapshot, leaks_since
 
@@ -49,18 +49,13 @@ def test_a_child_process_is_found():
     assert any(leak.startswith(f"process {child.pid}: ") for leak in leaks)
 
 
-def test_a_listening_port_is_found_by_number():
+def test_a_listening_port_is_found_by_number_and_a_file_by_name(tmp_path):
     before = Snapshot()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        (leak,) = leaks_since(before, 0.0)
-        assert leak.endswith(f"listening on port {server.getsockname()[1]}")
-
-
-def test_an_open_file_is_found_by_name(tmp_path):
-    before = Snapshot()
-    with (tmp_path / "log").open("w"):
-        (leak,) = leaks_since(before, 0.0)
-    assert leak.endswith(str(tmp_path / "log"))
+    with socket.create_server(("127.0.0.1", 0)) as server, (tmp_path / "log").open("w"):
+        leaks = leaks_since(before, 0.0)
+        ends = [f"listening on port {server.getsockname()[1]}", str(tmp_path / "log")]
+        assert all(any(leak.endswith(end) for leak in leaks) for end in ends)
+    assert len(leaks) == 2
 
 
 def test_a_file_that_only_a_cycle_holds_is_no_leak(tmp_path):
@@ -71,37 +66,26 @@ def test_a_file_that_only_a_cycle_holds_is_no_leak(tmp_path):
     assert leaks_since(before) == []
 
 
-def test_a_shared_segment_is_found():
-    before = Snapshot()
-    segment = shared_memory.SharedMemory(create=True, size=64)
-    leaks = leaks_since(before, 0.0)
-    segment.close()
-    segment.unlink()
-    assert f"shared memory /dev/shm/{segment.name.lstrip('/')}" in leaks
-
-
-def test_a_childs_shared_segment_is_found():
+@pytest.mark.parametrize("whose", ["ours", "a child's", "a stranger's"])
+def test_a_shared_segment_is_found_unless_a_stranger_holds_it(whose):
     path = f"/dev/shm/test-of-leaks-{os.getpid()}"
-    before = Snapshot()
     command = [sys.executable, "-c", _HOLD_SEGMENT, path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
-        leaks = leaks_since(before, 0.0)
-        child.communicate(b"\n", timeout=30)
-    assert f"shared memory {path}" in leaks
-
-
-def test_a_segment_that_a_stranger_holds_is_none_of_ours():
-    path = f"/dev/shm/test-of-leaks-{os.getpid()}"
-    # The shell goes away at once, so the program that holds the segment is no child of ours.
-    command = ["sh", "-c", 'exec 3<&0; "$@" <&3 &', "sh", sys.executable, "-c", _HOLD_SEGMENT, path]
+    if whose == "a stranger's":  # The shell goes away at once, so its child is none of ours.
+        command = ["sh", "-c", 'exec 3<&0; "$@" <&3 &', "sh", *command]
     before = Snapshot()
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
-        shell.stdout.readline()
-        shell.wait(30)
+    if whose == "ours":
+        segment = shared_memory.SharedMemory(path.removeprefix("/dev/shm/"), create=True, size=64)
         leaks = leaks_since(before, 0.0)
-        shell.communicate(b"\n", timeout=30)
-    assert not any(path in leak for leak in leaks)
+        segment.close()
+        segment.unlink()
+    else:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            child.stdout.readline()
+            if whose == "a stranger's":
+                child.wait(30)
+            leaks = leaks_since(before, 0.0)
+            child.communicate(b"\n", timeout=30)
+    assert (f"shared memory {path}" in leaks) == (whose != "a stranger's")
 
 
 def test_a_leaking_test_fails_and_the_report_says_why(tmp_path):
@@ -113,10 +97,8 @@ def test_a_leaking_test_fails_and_the_report_says_why(tmp_path):
     )
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", str(tmp_path)]
     changed = {"PYTHONPATH": str(Path(__file__).parents[1]), "LEAK_DEADLINE_SECONDS": "0.2"}
-    environment = {**os.environ, **changed}
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    options = {"env": {**os.environ, **changed}, "capture_output": True, "text": True}
+    ran = subprocess.run(command, cwd=tmp_path, check=False, **options)
     assert "2 passed, 1 error" in ran.stdout
     assert "the test left behind:\nopen file" in ran.stdout
     assert "listening on port" in ran.stdout
@@ -125,9 +107,9 @@ def test_a_leaking_test_fails_and_the_report_says_why(tmp_path):
 class _Holder:
     """Holds a file, and itself, so that only the collector of cycles frees it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.fd = os.open(path, os.O_CREAT)
         self.cycle = self
 
-    def __del__(self) -> None:
+    def __del__(self):
         os.close(self.fd)

@@ -1,13 +1,11 @@
 """Memory is written in place only where a count of references shows that nobody else sees it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 import ndistribute as nd
 from ndistribute import ownership
-from ndistribute.collective.outputs import SMALL_BYTES, Outputs
+from ndistribute.collective.communicator import SMALL_BYTES, Outputs
 from ndistribute.ownership import ArrayOwner
 from ndistribute.parameter_server.variables import Cell
 

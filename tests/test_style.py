@@ -6,6 +6,7 @@ docs: CONTRIBUTING.md, "How the code reads". A rule that is broken names the fil
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import io
 import tokenize
@@ -19,6 +20,7 @@ import ndistribute as nd
 PACKAGE = Path(__file__).parents[1] / "ndistribute"
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
+parsed = functools.cache(ast.parse)
 UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 
 
@@ -31,7 +33,7 @@ def long_file(source: str) -> Iterator[str]:
 
 def long_function(source: str) -> Iterator[str]:
     """A function is read on one screen; its docstring is not counted."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = _lines(node) - (_lines(node.body[0]) if ast.get_docstring(node) else 0)
             if lines > MAX_FUNCTION_LINES:
@@ -40,14 +42,14 @@ def long_function(source: str) -> Iterator[str]:
 
 def asserting(source: str) -> Iterator[str]:
     """What a user can get wrong is an exception that says so, under ``python -O`` as well."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Assert):
             yield f"{node.lineno}: an assert statement"
 
 
 def printing(source: str) -> Iterator[str]:
     """A library logs, and leaves the terminal to the program."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print":
             yield f"{node.lineno}: a call of print"
 
@@ -61,7 +63,7 @@ def unfinished(source: str) -> Iterator[str]:
 
 def unintroduced(source: str) -> Iterator[str]:
     """A file opens with why it exists."""
-    if not ast.get_docstring(ast.parse(source)):
+    if not ast.get_docstring(parsed(source)):
         yield "1: no docstring"
 
 

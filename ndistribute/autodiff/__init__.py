@@ -1,7 +1,6 @@
 """Gradients of NumPy code: the gradient tape, tracked arrays, and custom gradients."""
 
-from ndistribute.autodiff.custom import custom_gradient
-from ndistribute.autodiff.functions import log_softmax, logsumexp, softmax
+from ndistribute.autodiff.custom import custom_gradient, log_softmax, logsumexp, softmax
 from ndistribute.autodiff.tape import GradientTape
 from ndistribute.autodiff.tracked import Tracked, stop_gradient, untrack
 

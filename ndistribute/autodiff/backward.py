@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.indexing import SliceGradient, SparseGradient
+from ndistribute.autodiff.rules.shape import SparseGradient
 from ndistribute.autodiff.rules.unbroadcast import identity
 from ndistribute.collective.indexed_slices import IndexedSlices
-
-__all__ = ["Component", "Entry", "backpropagate"]
 
 Entry = tuple[tuple[int, ...], Any]
 Spans = Sequence[tuple[int, int]]
@@ -25,13 +23,7 @@ Memory = Callable[[np.dtype[Any], tuple[int, ...]], Any]
 
 
 class Component:
-    """The gradient of one result of an operation with several results.
-
-    Args:
-        position: the position of the result.
-        total: the number of results.
-        gradient: the gradient of the result.
-    """
+    """The gradient of one of several results of an operation, and its position among them."""
 
     __slots__ = ("gradient", "position", "total")
 
@@ -50,7 +42,7 @@ def backpropagate(
     free: bool,
     memory: Memory | None = None,
 ) -> dict[int, Any]:
-    """Return the gradients of some entries.
+    """Return the gradients of some entries, in new arrays; None for one that is not connected.
 
     Args:
         entries: the entries of a graph.
@@ -61,9 +53,6 @@ def backpropagate(
         memory: called with a dtype and a shape; returns an array for the gradient of a weight, or
             None. An all-reduce need not copy such an array. It is passed to the method `into` of
             rules that have one, such as `RightFactor`.
-
-    Returns:
-        The gradient of each source, in a new array; None if it is not connected.
     """
     top = max(seeds, default=-1)
     reached = {source for source in sources if source <= top}
@@ -141,22 +130,20 @@ class _Found:
         self.owned = bytearray(top + 1)
 
     def is_new_leaf(self, index: int) -> bool:
-        """Return True for a leaf that has no gradient yet."""
         return self.entries[index] is None and self.gradients[index] is None
 
     def add(self, index: int, change: Any, owned: bool) -> None:
-        """Add a contribution to the gradient of an entry.
-
-        Args:
-            index: the entry.
-            change: the contribution, None for nothing.
-            owned: whether nothing else refers to `change`.
-        """
+        """Add a contribution to the gradient of an entry; `owned` if nothing else refers to it."""
         if change is None:
             return
         old = self.gradients[index]
-        if type(change) in (SliceGradient, SparseGradient, IndexedSlices):
+        if type(change) is SparseGradient:
             self._add_sparse(index, change)
+        elif type(change) is IndexedSlices:
+            indices, values = change.indices, change.values
+            self._add_sparse(
+                index, SparseGradient(change.dense_shape, indices, values, is_rows=True)
+            )
         elif type(change) is Component:
             parts = [None] * change.total if old is None else old
             parts[change.position] = change.gradient
@@ -188,27 +175,24 @@ class _Found:
         self.gradients[source] = None
         return gradient
 
-    def _add_sparse(
-        self, index: int, change: SliceGradient | SparseGradient | IndexedSlices
-    ) -> None:
-        if isinstance(change, IndexedSlices):
-            change = SparseGradient(change.dense_shape, change.indices, change.values)
+    def _add_sparse(self, index: int, change: SparseGradient) -> None:
         old = self.gradients[index]
-        if type(old) is SparseGradient and type(change) is SparseGradient:
-            old.merge(change)
-        elif old is None:
+        if old is None:
             # A leaf keeps rows sparse; rules accept dense gradients only.
-            keep = self.entries[index] is None and type(change) is SparseGradient
+            keep = change.is_rows and self.entries[index] is None
             self._own(index, change if keep else change.to_dense())
-        else:
-            if type(old) is SparseGradient:
-                old = old.to_dense()
-            elif isinstance(old, np.generic):
-                old = np.array(old)
-            elif not self.owned[index]:
-                old = old.copy()
-            change.add_to(old)
-            self._own(index, old)
+            return
+        if type(old) is SparseGradient:
+            if change.is_rows:
+                old.parts.extend(change.parts)
+                return
+            old = old.to_dense()
+        elif isinstance(old, np.generic):
+            old = np.array(old)
+        elif not self.owned[index]:
+            old = old.copy()
+        change.add_to(old)
+        self._own(index, old)
 
     def _own(self, index: int, gradient: Any) -> None:
         self.gradients[index] = gradient

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff.dispatch import operand
-from ndistribute.autodiff.rules.reductions import exclusive_product
+from ndistribute.autodiff.rules import RULES
+from ndistribute.autodiff.tracked import operand
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.context import CommunicatorLike
 from ndistribute.device import Array
 
-__all__ = ["all_gather", "all_reduce"]
-
 Arrays = list[Array]
-Reduce = Callable[[ReduceOp, Arrays], Arrays]
 Backward = Callable[[Arrays], Arrays]
+
+# The functions of all replicas' arrays whose rules are those of the other ops.
+_FUNCTIONS = {ReduceOp.MIN: np.min, ReduceOp.MAX: np.max, ReduceOp.PROD: np.prod}
 
 
 def all_reduce(
@@ -32,15 +32,18 @@ def all_reduce(
     """Return a nest reduced over the replicas; leaves are tracked like those of the argument."""
     op = ReduceOp.parse(op)
 
-    def reduce(op: ReduceOp, arrays: Arrays) -> Arrays:
-        return list(communicator.all_reduce(op, arrays, options))
-
     def backward_of(inputs: Arrays, results: Arrays) -> Backward:
-        if op is ReduceOp.SUM or op is ReduceOp.MEAN:
-            return lambda gradients: reduce(op, gradients)
-        if op is ReduceOp.PROD:
-            return lambda gradients: _product_gradients(inputs, gradients, reduce)
-        return lambda gradients: _extreme_gradients(inputs, results, gradients, reduce)
+        if op not in _FUNCTIONS:
+            return lambda gradients: list(communicator.all_reduce(op, gradients, options))
+        (maker,) = RULES[_FUNCTIONS[op]]
+
+        def backward(gradients: Arrays) -> Arrays:
+            totals = communicator.all_reduce(ReduceOp.SUM, gradients, options)
+            everyone = communicator.all_gather([x[None] for x in inputs], 0, options)
+            triples = zip(totals, results, everyone, strict=True)
+            return [maker(y, xs, 0)(total)[communicator.rank] for total, y, xs in triples]
+
+        return backward
 
     return _recorded(
         graph, value, lambda raw: communicator.all_reduce(op, raw, options), backward_of
@@ -101,34 +104,3 @@ def _recorded(
     for k, one in zip(tracked, graph.record_many(outputs, parents, joint), strict=True):
         leaves[k] = one
     return tree.unflatten(value, leaves)
-
-
-def _extreme_gradients(
-    inputs: Arrays, results: Arrays, gradients: Arrays, reduce: Reduce
-) -> Arrays:
-    """Return the gradients of MIN or MAX: replicas with the extreme value share the gradient."""
-    holds = [
-        np.equal(array, result).astype(g.dtype)
-        for array, result, g in zip(inputs, results, gradients, strict=True)
-    ]
-    summed = reduce(ReduceOp.SUM, [*gradients, *holds])
-    totals, counts = summed[: len(holds)], summed[len(holds) :]
-    return [total * hold / count for total, hold, count in zip(totals, holds, counts, strict=True)]
-
-
-def _product_gradients(inputs: Arrays, gradients: Arrays, reduce: Reduce) -> Arrays:
-    """Return the gradients of PROD: the gradient times the product of the other values."""
-    zeros = [np.equal(array, 0) for array in inputs]
-    factors = [
-        np.where(zero, np.ones_like(array), array)
-        for zero, array in zip(zeros, inputs, strict=True)
-    ]
-    flags = [zero.astype(g.dtype) for zero, g in zip(zeros, gradients, strict=True)]
-    summed = reduce(ReduceOp.SUM, [*gradients, *flags])
-    products = reduce(ReduceOp.PROD, factors)
-    return [
-        total * exclusive_product(product, factor, count, zero)
-        for total, product, factor, count, zero in zip(
-            summed[: len(zeros)], products, factors, summed[len(zeros) :], zeros, strict=True
-        )
-    ]

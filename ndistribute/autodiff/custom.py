@@ -1,7 +1,9 @@
-"""Custom gradients: operations whose derivative the user writes.
+"""Operations that bring their own derivative: `custom_gradient`, and softmax and its relatives.
 
 They serve fused operations, which save passes over memory, and functions without a rule. The tape
 records a call as one entry, like a NumPy function, with gradients for tracked arguments only.
+SciPy's functions of the names below convert their argument to a plain NumPy array, which has no
+gradient; these accept plain, tracked and GPU arrays.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.autodiff.diagnostics import user_line
-from ndistribute.autodiff.dispatch import Recorded, is_differentiable, operand, refuse_detached
+from ndistribute.autodiff.rules.unbroadcast import kept_shape, wide
+from ndistribute.autodiff.tracked import Tracked, is_differentiable, operand, refuse_detached
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
-from ndistribute.device import as_array
+from ndistribute.device import Array, as_array
 
-__all__ = ["custom_gradient"]
+Axis = int | tuple[int, ...] | None
 
 
 def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
@@ -86,7 +89,7 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
 
 def _plain(result: Any) -> Any:
     """Return a result, Python floats as arrays; raise a TypeError if it is tracked."""
-    if isinstance(result, Recorded):
+    if isinstance(result, Tracked):
         raise TypeError(
             f"a custom_gradient function, called at {user_line()}, computed with a tracked array "
             "or a variable that is not a positional argument, so its gradient would be lost: pass "
@@ -148,3 +151,105 @@ def _check_count(function: Callable[..., Any], given: Any, count: int, what: str
             f"{name} was called with {count} positional argument(s), and its derivative returned "
             f"{len(given)} {what}: it must return {rule}."
         )
+
+
+def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Return ``log(sum(exp(x)))``, computed without overflow.
+
+    Args:
+        x: a plain or tracked array or a variable, of any shape and a real dtype.
+        axis: the axes to sum over; None means all axes, as in SciPy.
+        keepdims: whether the result keeps the summed axes, with length 1.
+
+    Returns:
+        An array of the dtype of `x`, without the summed axes unless `keepdims` is True.
+
+    >>> float(logsumexp(np.array([1000.0, 1000.0])).round(4))
+    1000.6931
+    """
+    return _logsumexp(x, axis=axis, keepdims=keepdims)
+
+
+def softmax(x: Any, axis: Axis = None) -> Any:
+    """Return ``exp(x) / sum(exp(x))``, computed without overflow.
+
+    Args:
+        x: a plain or tracked array or a variable, of any shape and a real dtype.
+        axis: the axes over which the result sums to 1; None means all axes, as in SciPy. For
+            probabilities of classes it is usually -1.
+
+    Returns:
+        An array of the shape and dtype of `x`.
+
+    >>> softmax(np.array([[0.0, 0.0], [1000.0, 0.0]]), axis=-1)
+    array([[0.5, 0.5],
+           [1. , 0. ]])
+    """
+    return _softmax(x, axis=axis)
+
+
+def log_softmax(x: Any, axis: Axis = None) -> Any:
+    """Return the logarithm of `softmax`, precise also if a value of `softmax` is close to 0.
+
+    Args:
+        x: a plain or tracked array or a variable, of any shape and a real dtype.
+        axis: the axes over which the exponentials of the result sum to 1; None means all axes, as
+            in SciPy.
+
+    Returns:
+        An array of the shape and dtype of `x`.
+
+    >>> log_softmax(np.array([1000.0, 0.0]))
+    array([    0., -1000.])
+    """
+    return _log_softmax(x, axis=axis)
+
+
+@custom_gradient
+def _logsumexp(x: Any, *, axis: Axis, keepdims: bool) -> Any:
+    x = as_array(x)
+    top = x.max(axis=axis, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0).astype(top.dtype)
+    shares = np.exp(x - top)
+    total = shares.sum(axis=axis, keepdims=True, dtype=wide(shares.dtype))
+    with np.errstate(divide="ignore"):
+        whole = (np.log(total) + top).astype(shares.dtype)
+    kept = kept_shape(x.shape, axis)
+
+    def vjp(g: Array) -> Array:
+        return shares * (g.reshape(kept) / total).astype(shares.dtype)
+
+    return whole if keepdims else whole.squeeze(axis), [vjp]
+
+
+@custom_gradient
+def _softmax(x: Any, *, axis: Axis) -> Any:
+    x = as_array(x)
+    result = np.exp(x - x.max(axis=axis, keepdims=True))
+    total = result.sum(axis=axis, keepdims=True, dtype=wide(result.dtype))
+    if total.dtype == result.dtype:
+        result /= total
+    else:  # The sum may be infinite in float16.
+        result = (result / total).astype(result.dtype)
+
+    def vjp(g: Array) -> Array:
+        change = g * result
+        change -= result * change.sum(axis=axis, keepdims=True)
+        return change
+
+    return result, [vjp]
+
+
+@custom_gradient
+def _log_softmax(x: Any, *, axis: Axis) -> Any:
+    x = as_array(x)
+    result = x - x.max(axis=axis, keepdims=True)
+    exponentials = np.exp(result)
+    total = exponentials.sum(axis=axis, keepdims=True, dtype=wide(exponentials.dtype))
+    result = result - np.log(total).astype(exponentials.dtype)
+    del exponentials, total
+
+    def vjp(g: Array) -> Array:
+        return g - np.exp(result) * g.sum(axis=axis, keepdims=True)
+
+    return result, [vjp]

@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-__all__ = ["missing", "name_of", "no_rule", "refuse_conversion", "refuse_elsewhere", "user_line"]
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD = os.path.dirname(os.__file__)
 # Packages may be outside site-packages: `pip install --target` installs them anywhere.
@@ -37,9 +35,19 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def called(function: Any, arguments: str = "") -> str:
+    """Return a function's name, what it is called with, and the user's line that calls it."""
+    return f"{name_of(function)}{arguments} at {user_line()}"
+
+
 def missing(function: Any, why: str = "") -> Callable[[Any], NoReturn]:
-    """Return a rule that raises a `TypeError` that names the function."""
-    error = no_rule(function, why, user_line())
+    """Return a rule that raises a `TypeError` that names the function, and why it has none."""
+    arguments = f" with these arguments ({why})" if why else ""
+    error = (
+        f"{name_of(function)}{arguments}, called at {user_line()}, has no derivative rule. Write "
+        "it in terms of functions that have one, define one with nd.custom_gradient, or compute it "
+        "from nd.stop_gradient(x)."
+    )
 
     def vjp(g: Any) -> NoReturn:
         raise TypeError(error)
@@ -47,30 +55,10 @@ def missing(function: Any, why: str = "") -> Callable[[Any], NoReturn]:
     return vjp
 
 
-def no_rule(function: Any, why: str, line: str) -> str:
-    """Return the message for a call that has no derivative rule.
-
-    Args:
-        function: a NumPy function.
-        why: the property of the arguments that its rule does not support, if it has a rule.
-        line: the user's line that called it.
-    """
-    arguments = f" with these arguments ({why})" if why else ""
-    return (
-        f"{name_of(function)}{arguments}, called at {line}, has no derivative rule. Write it in "
-        "terms of functions that have one, define one with nd.custom_gradient, or compute it from "
-        "nd.stop_gradient(x)."
-    )
-
-
 def refuse_conversion(conversion: str) -> None:
-    """Raise an error for a conversion of a tracked array to a plain value, except in formatting.
+    """Raise a `TypeError` for a conversion of a tracked array to a plain value.
 
-    Args:
-        conversion: the name of the conversion, for example ``"float()"``.
-
-    Raises:
-        TypeError: always, unless the caller is the ``%`` operator of a string.
+    The ``%`` operator of a string may convert.
     """
     caller, user = next(_frames()), _user_frame()
     # "%.3f" % loss only displays the value, but calls __float__ too.
@@ -91,20 +79,34 @@ def refuse_conversion(conversion: str) -> None:
 
 
 def refuse_elsewhere(function: Any) -> NoReturn:
-    """Raise an error for a call outside the frame of the tape that tracks its argument.
-
-    Args:
-        function: the called function, or a name for the message.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raise a `TypeError` for a call outside the frame of the tape that tracks its argument."""
     raise TypeError(
         f"{function if isinstance(function, str) else name_of(function)} at {user_line()} computes "
         "with a tracked array in another thread, or in a step of strategy.run, while the "
         "GradientTape that tracks it records elsewhere, and the gradient would be lost. Open the "
         "tape in the function that computes, or pass nd.stop_gradient(x)."
     )
+
+
+def refuse_read(variable: Any) -> NoReturn:
+    """Raise a `TypeError` for a variable that a step reads, but a tape outside of it watches."""
+    raise TypeError(
+        f"{getattr(variable, 'name', 'a variable')} is read at {user_line()} in a step of "
+        "strategy.run, while a GradientTape that was opened outside of the step watches it, and "
+        "the gradient would be lost. Open the tape in the step, or use nd.stop_gradient(variable)."
+    )
+
+
+def refuse_polyval() -> None:
+    """Raise a `TypeError` in a `polyval` with coefficients that NumPy reshapes for arrays only."""
+    frame = next(_frames())
+    given = frame.f_locals
+    if frame.f_code.co_name == "polyval" and given.get("tensor") and np.ndim(given["c"]) > 1:
+        raise TypeError(
+            f"np.polynomial.polynomial.polyval of a tracked array, called at {user_line()} with "
+            "coefficients of several dimensions, would not broadcast as it does for an array: call "
+            "it for each column of the coefficients, and join the results with np.stack."
+        )
 
 
 def name_of(function: Any) -> str:
@@ -152,8 +154,8 @@ def _user_frame() -> FrameType:
 def _expression(frame: FrameType) -> str:
     """Return the source of the expression that a frame executes; "" if unknown or multi-line."""
     code = frame.f_code
-    place = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-    first, last, start, stop = place
+    places = itertools.islice(code.co_positions(), frame.f_lasti // 2, None)
+    first, last, start, stop = next(places, (None,) * 4)
     if first is None or first != last:
         return ""
     line = linecache.getline(code.co_filename, first, frame.f_globals)

@@ -9,6 +9,7 @@ determines when to record, which variables to watch, and for which sources to co
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +20,11 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.autodiff import collectives
 from ndistribute.autodiff.backward import Component, Entry, backpropagate
-from ndistribute.autodiff.dispatch import is_differentiable
-from ndistribute.autodiff.rules.indexing import index_rule
-from ndistribute.autodiff.tracked import Tracked, untrack
-from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.autodiff.diagnostics import refuse_read
+from ndistribute.autodiff.rules.shape import index_rule
+from ndistribute.autodiff.tracked import Tracked, is_differentiable, untrack
 from ndistribute.context import Frame, current_frame, frame_stack
 from ndistribute.device import as_array
-
-__all__ = ["GradientTape", "Graph"]
 
 Gradients = Any  # a nest of arrays, IndexedSlices and None
 
@@ -34,28 +32,21 @@ _new: Any = object.__new__
 
 
 class Graph:
-    """A recorder of operations; implements `ndistribute.context.Recorder`.
+    """The recorder of a frame while a tape records; implements `ndistribute.context.Recorder`."""
 
-    Args:
-        frame: the frame of the thread; the graph is its recorder while a tape records.
-
-    Attributes:
-        entries: the recorded entries.
-        leaves: the variables that were read and their entries, by id; this keeps them alive.
-        askers: the number of tapes whose `gradient` may still be called.
-        shared: whether several tapes were open at the same time.
-    """
-
-    __slots__ = ("_frame", "_open", "_recording", "askers", "entries", "leaves", "shared")
+    __slots__ = ("_frame", "_open", "_outer", "_recording", "askers", "entries", "leaves", "shared")
 
     def __init__(self, frame: Frame) -> None:
         self.entries: list[Entry | None] = []
+        # The variables that were read and their entries, by id; this keeps them alive.
         self.leaves: dict[int, tuple[Any, int]] = {}
-        self.askers = 0
-        self.shared = False
+        self.askers = 0  # The number of tapes whose `gradient` may still be called.
+        self.shared = False  # Whether several tapes were open at the same time.
         self._frame = frame
         self._open = 0
         self._recording: list[GradientTape] = []
+        # What the frame gets back when no tape records.
+        self._outer = frame.recorder if isinstance(frame.recorder, _AroundStep) else None
 
     @property
     def is_recording(self) -> bool:
@@ -63,13 +54,10 @@ class Graph:
         return bool(self._recording)
 
     def record(self, value: Any, parents: tuple[int, ...], rules: Any) -> Tracked:
-        """Append an operation, and return its tracked result.
+        """Append an operation on the entries `parents`, and return its tracked result.
 
-        Args:
-            value: the raw result.
-            parents: the entries of its arguments.
-            rules: one function for each parent, from the result's gradient to the parent's; or one
-                function that returns the gradients of all parents.
+        `rules` are one function for each parent, from the result's gradient to the parent's; or one
+        function that returns the gradients of all parents.
         """
         # Every operation runs this code, and a call of `Tracked.__init__` takes a third longer.
         tracked: Tracked = _new(Tracked)
@@ -80,13 +68,10 @@ class Graph:
         return tracked
 
     def record_many(self, values: Any, parents: tuple[int, ...], joint: Callable[..., Any]) -> Any:
-        """Append an operation with several results, and return them tracked.
+        """Append an operation with a nest of results, and return them tracked, but for integers.
 
-        Args:
-            values: a nest of raw results; those of a dtype without gradients are not tracked.
-            parents: the entries of its arguments.
-            joint: takes one gradient for each result, None for an unused one, and returns one for
-                each parent.
+        `joint` takes one gradient for each result, None for an unused one, and returns one for each
+        parent.
         """
         results = tree.flatten(values)
         base = self.leaf(None).index
@@ -113,6 +98,10 @@ class Graph:
                 self.leaves[id(variable)] = variable, len(self.entries)
                 return self.leaf(value)
         return value
+
+    def around_step(self) -> Graph:
+        """Return the recorder of a step of `strategy.run`, in which these tapes do not record."""
+        return _AroundStep(self)
 
     def read_part(self, variable: Any, index: Any, value: Any) -> Any:
         """Return ``variable[index]``, given as `value`, tracked if `read` would track the whole."""
@@ -148,7 +137,7 @@ class Graph:
         # The frame of the first tape, and those of scopes entered afterwards.
         for frame in (self._frame, *frame_stack()):
             if not self._recording and frame.recorder is self:
-                frame.recorder = None
+                frame.recorder = self._outer
 
     def close(self, tape: GradientTape) -> None:
         """Remove a tape; after the last one, only the tapes refer to the entries."""
@@ -157,6 +146,22 @@ class Graph:
         self._open -= 1
         if not self._open:
             self.entries, self.leaves = [], {}
+
+
+class _AroundStep(Graph):
+    """The recorder of a step inside an open tape: it records nothing, and refuses lost reads."""
+
+    __slots__ = ("_around",)
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(Frame(None, None))
+        self._around = graph
+
+    def read(self, variable: Any, value: Any) -> Any:
+        watched = any(tape.watches(variable) for tape in self._around._recording)
+        if watched and is_differentiable(value):
+            refuse_read(variable)
+        return value
 
 
 class GradientTape:
@@ -323,7 +328,7 @@ class GradientTape:
         return self._graph, self._entries
 
     def _watch_one(self, value: Any) -> Any:
-        if getattr(value, "is_distributed_variable", False):
+        if _is_variable(value):
             self._watched[id(value)] = value
             return value
         graph, _ = self._recorded()
@@ -359,11 +364,12 @@ class GradientTape:
                 raise ValueError("output_gradients must have the same structure as the target.")
             given = tree.flatten(output_gradients)
         seeds: dict[int, Any] = {}
+        place: int | None
         for target, gradient in zip(flat, given, strict=True):
-            if getattr(target, "is_distributed_variable", False):
-                place, value = self._place(target), untrack(target.tracked_value())
-            elif isinstance(target, Tracked) and target.graph is self._graph:
+            if isinstance(target, Tracked) and target.graph is self._graph:
                 place, value = target.index, target.value
+            elif _is_variable(target):
+                place, value = self._place(target), _raw(target)
             else:
                 continue
             if place is not None:
@@ -391,10 +397,10 @@ def _results(
     for k, (source, place) in enumerate(zip(sources, places, strict=True)):
         gradient = found.get(place)
         if gradient is None:
-            results.append(_zeros(source) if zero else None)
+            results.append(np.zeros_like(_raw(source)) if zero else None)
             continue
         if place in places[:k]:
-            gradient = _copy(gradient)
+            gradient = copy.deepcopy(gradient)
         if gradient.dtype.kind == "c":
             # The rules compute the derivative of the analytic function; the result is the
             # direction of steepest ascent, as in TensorFlow.
@@ -403,9 +409,12 @@ def _results(
     return results
 
 
-def _zeros(source: Any) -> Any:
-    is_variable = getattr(source, "is_distributed_variable", False)
-    return np.zeros_like(untrack(source.tracked_value() if is_variable else source))
+def _raw(source: Any) -> Any:
+    return untrack(source.tracked_value() if _is_variable(source) else source)
+
+
+def _is_variable(value: Any) -> bool:
+    return getattr(value, "is_distributed_variable", False)
 
 
 def _seed(value: Any, gradient: Any) -> Any:
@@ -420,12 +429,6 @@ def _seed(value: Any, gradient: Any) -> Any:
         )
     gradient = gradient.astype(value.dtype, copy=False)
     return np.conj(gradient) if value.dtype.kind == "c" else gradient
-
-
-def _copy(gradient: Any) -> Any:
-    if isinstance(gradient, IndexedSlices):
-        return IndexedSlices(gradient.values.copy(), gradient.indices.copy(), gradient.dense_shape)
-    return gradient.copy()
 
 
 def _is_source(kind: type) -> bool:

@@ -1,40 +1,70 @@
-"""Arrays whose computation a gradient tape records.
+"""Arrays whose computation a gradient tape records, and the calls of NumPy's functions with them.
 
-A `Tracked` replaces a raw array inside a tape, and has the methods of ``numpy.ndarray``, so that
-model code works with both. NumPy calls its ``__array_function__`` and ``__array_ufunc__``, which
-record the operation. A tracked array is read-only. While its tape records, it cannot be converted
-to a plain array, because the gradient would be lost.
+A `Tracked` replaces a raw array inside a tape, and has the methods of ``numpy.ndarray``. Operators
+and functions compute with raw values and record their rules in the recorder of the thread's frame:
+`unary` and `binary` for operators and plain ufunc calls, `apply` for all others. A tracked array of
+a graph that no longer records is a constant; one of a graph that records in another frame is an
+error, and so is a conversion to a plain array while its tape records, because the gradient would be
+lost. A call without a rule raises only if its gradient is needed.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff.diagnostics import refuse_conversion
-from ndistribute.autodiff.dispatch import (
-    Recorded,
-    apply,
-    binary,
-    read_only,
-    refuse_detached,
-    ufunc_method,
-    unary,
-)
-from ndistribute.autodiff.rules.elementwise import cast
-from ndistribute.autodiff.rules.indexing import index_rule
+from ndistribute.autodiff.diagnostics import called, missing, refuse_conversion, refuse_elsewhere
+from ndistribute.autodiff.rules import COMPOSED, JOINT_RULES, RULES, bound, decomposed, rules_of
+from ndistribute.autodiff.rules.elementwise import cast, special_rules
+from ndistribute.autodiff.rules.shape import index_rule
 from ndistribute.context import current_frame
 from ndistribute.device import as_array, is_gpu_array, to_host
 
-__all__ = ["Tracked", "refuse_tracked", "stop_gradient", "untrack"]
+# The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
+Path = tuple[Any, ...]
+
+# Types without tracked arrays inside, so that one look-up decides the common case.
+_PLAIN = frozenset({np.ndarray, float, int, bool, np.float32, np.float64, type(None), str, slice})
+
+# The types that NumPy functions take without a conversion.
+_OPERANDS = (np.ndarray, np.generic, int, float, complex)
+
+# Functions whose first argument has a rule, except ufuncs, whose rules do not accept the keywords
+# of a call, and functions that may have several results.
+_FIRST_ARGUMENT = frozenset(
+    function for function in RULES.keys() - JOINT_RULES.keys() if not isinstance(function, np.ufunc)
+)
+
+# Functions that write to an argument, and keywords that may make a function do so.
+_IN_PLACE = frozenset(
+    {np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask}
+)
+_WRITING = frozenset({"copy", "out", "overwrite_input"})
+
+# Functions whose result has no gradient although it may be a float.
+_CONSTANT = frozenset(
+    getattr(np, name)
+    for name in (
+        "ceil empty_like fix floor floor_divide full_like heaviside histogram "
+        "histogram_bin_edges ones_like rint around round spacing trunc zeros_like"
+    ).split()
+)
+_REDUCTIONS = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
+
+# The methods of arrays, which are a microsecond faster than these functions.
+_METHODS = {np.sum: "sum", np.mean: "mean", np.max: "max", np.min: "min", np.prod: "prod"}
+
+# Programs may create ufuncs, so the caches are bounded.
+_UFUNCS = 512
 
 
-class Tracked(Recorded):
+class Tracked:
     """An array whose operations a gradient tape records.
 
     `GradientTape.watch`, reading a variable inside a tape, and operations on tracked arrays return
@@ -48,8 +78,13 @@ class Tracked(Recorded):
     array([2., 4.])
     """
 
-    __slots__ = ()
+    __slots__ = ("graph", "index", "value")
     __array_priority__ = 1000.0
+
+    def __init__(self, value: Any, graph: Any, index: int) -> None:
+        self.value = value
+        self.graph = graph
+        self.index = index  # of the entry in the graph
 
     shape = property(attrgetter("value.shape"), doc="The lengths of the axes.")
     dtype = property(attrgetter("value.dtype"), doc="The dtype of the elements.")
@@ -127,8 +162,6 @@ class Tracked(Recorded):
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value
-        if type(index) is tuple and any(isinstance(one, Tracked) for one in index):
-            index = tuple(map(untrack, index))
         result = value[index]
         graph: Any = current_frame().recorder
         if graph is not self.graph:
@@ -147,15 +180,6 @@ class Tracked(Recorded):
             return unary(_QUICK_POWERS[other])(self)
         return binary(np.power)(self, other)
 
-    def __neg__(self) -> Any:
-        return unary(np.negative)(self)
-
-    def __pos__(self) -> Any:
-        return unary(np.positive)(self)
-
-    def __abs__(self) -> Any:
-        return unary(np.absolute)(self)
-
     def __len__(self) -> int:
         return len(self.value)
 
@@ -166,9 +190,6 @@ class Tracked(Recorded):
 
     def __round__(self, digits: int | None = None) -> Any:
         return round(float(self), digits)
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.value
 
     def __bool__(self) -> bool:
         return bool(self.value)
@@ -254,8 +275,268 @@ def stop_gradient(value: Any) -> Any:
 
 def _constant(leaf: Any) -> Any:
     if getattr(leaf, "is_distributed_variable", False):
-        leaf = leaf.read_value()
+        return read_only(leaf.raw_array())
     return read_only(leaf.value) if isinstance(leaf, Tracked) else leaf
+
+
+@functools.lru_cache(_UFUNCS)
+def unary(ufunc: Any) -> Callable[[Any], Any]:
+    """Return the function that calls a ufunc of one tracked argument."""
+    makers = RULES.get(ufunc) or special_rules(ufunc)
+    if makers is None:
+        return lambda x: apply(ufunc, (x,), {})
+
+    def call(x: Any) -> Any:
+        value = x.value
+        result = ufunc(value)
+        graph: Any = current_frame().recorder
+        if graph is not x.graph:
+            refuse_detached(ufunc, x)
+            return result
+        return graph.record(result, (x.index,), (makers[0](result, value),))
+
+    return call
+
+
+@functools.lru_cache(_UFUNCS)
+def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
+    """Return the function that calls a ufunc of two arguments, at least one of them tracked."""
+    makers = RULES.get(ufunc)
+    if makers is None:
+        return lambda x, y: apply(ufunc, (x, y), {})
+    of_x, of_y = makers[0], makers[-1]
+
+    def call(x: Any, y: Any) -> Any:
+        graph: Any = current_frame().recorder
+        left = right = None
+        if isinstance(x, Tracked):
+            if x.graph is graph:
+                left = x.index
+            else:
+                refuse_detached(ufunc, x)
+            x = x.value
+        elif type(x) not in _PLAIN:
+            x, left = _converted(ufunc, x, graph)
+        if isinstance(y, Tracked):
+            if y.graph is graph:
+                right = y.index
+            else:
+                refuse_detached(ufunc, y)
+            y = y.value
+        elif type(y) not in _PLAIN:
+            y, right = _converted(ufunc, y, graph)
+        result = ufunc(x, y)
+        if left is None:
+            if right is None:
+                return result
+            return graph.record(result, (right,), (of_y(result, x, y),))
+        if right is None:
+            return graph.record(result, (left,), (of_x(result, x, y),))
+        return graph.record(result, (left, right), (of_x(result, x, y), of_y(result, x, y)))
+
+    return call
+
+
+def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of a NumPy function with tracked arrays among its arguments.
+
+    Results with a gradient are tracked; others, such as integers, stay plain.
+    """
+    result: Any = NotImplemented
+    if function in _FIRST_ARGUMENT and args and isinstance(args[0], Tracked):
+        result = _apply_to_first(function, args[0], args[1:], kwargs)
+    elif function in COMPOSED:
+        result = decomposed(function, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    if kwargs and any(_hides_array(value) for name, value in kwargs.items() if name != "out"):
+        arguments = bound(function, args, kwargs)
+        if arguments is not None:
+            args, kwargs = arguments.args, arguments.kwargs
+    graph: Any = current_frame().recorder
+    found: dict[Path, int | None] = {}
+    raw_args = [strip(arg, graph, found, (k,)) for k, arg in enumerate(args)]
+    raw_kwargs = {name: strip(kwargs[name], graph, found, (name,)) for name in kwargs}
+    _refuse_writes(function, args, kwargs, bool(found))
+    if function in RULES and max(map(len, found), default=1) > 1:
+        joined = [_without_list(arg) for arg in args]
+        if any(new is not old for new, old in zip(joined, args, strict=True)):
+            return apply(function, joined, kwargs)
+    result = function(*raw_args, **raw_kwargs)
+    if not found or function in _CONSTANT:
+        return result
+    several = isinstance(result, list | tuple)
+    if any(map(is_differentiable, result)) if several else is_differentiable(result):
+        if None in found.values():
+            refuse_elsewhere(function)
+        rules = rules_of(function, result, raw_args, raw_kwargs, list(found))
+        record = graph.record_many if several else graph.record
+        return record(result, tuple(found.values()), rules)
+    if isinstance(result, np.ndarray) and result.dtype.kind == "O":
+        raise TypeError(
+            f"{called(function, ' of a tracked array')} returned an array of objects, which has no "
+            "gradient: use NumPy functions, or define a derivative with nd.custom_gradient."
+        )
+    return result
+
+
+def ufunc_method(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a ufunc method, or of a ufunc call with keywords."""
+    if method == "__call__":
+        return apply(ufunc, inputs, kwargs)
+    if method == "reduce" and ufunc in _REDUCTIONS:
+        return apply(_REDUCTIONS[ufunc], inputs, {"axis": 0, **kwargs})
+    if method == "accumulate" and ufunc is np.add:
+        return apply(np.cumsum, inputs, {"axis": 0, **kwargs})
+    if method == "outer" and not kwargs:
+        first, second = (x if hasattr(x, "dtype") else np.asarray(x) for x in inputs)
+        return ufunc(np.reshape(first, first.shape + (1,) * second.ndim), second)
+    return apply(getattr(ufunc, method), inputs, kwargs)
+
+
+def refuse_detached(function: Any, x: Any) -> None:
+    """Raise a `TypeError` if the tape of an argument records, but not in this frame."""
+    if _is_detached(x):
+        refuse_elsewhere(function)
+
+
+def _is_detached(x: Any) -> bool:
+    frame = current_frame()
+    detached = isinstance(x, Tracked) and x.graph is not frame.recorder and x.graph.is_recording
+    # The function of a `merge_call` computes for the waiting replicas, without a tape.
+    return detached and not frame.merging
+
+
+def read_only(value: Any) -> Any:
+    """Return a read-only view, or a copy of a GPU array, so that the value cannot change."""
+    if is_gpu_array(value):
+        return value.copy()
+    view = np.asarray(value).view()
+    view.flags.writeable = False
+    return view
+
+
+def is_differentiable(value: Any) -> bool:
+    """Return True for arrays and NumPy scalars of a floating or complex dtype."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and (dtype.kind in "fc" or dtype.name == "bfloat16")
+
+
+def operand(x: Any, graph: Any) -> tuple[Any, int | None]:
+    """Return an argument's raw value and its entry in the graph; None if it has none there."""
+    if not isinstance(x, Tracked):
+        if getattr(x, "is_distributed_variable", False):
+            x = x.tracked_value()
+        if not isinstance(x, Tracked):
+            return x, None
+    return x.value, x.index if x.graph is graph else None
+
+
+def strip(value: Any, graph: Any, found: dict[Path, int | None], path: Path = ()) -> Any:
+    """Return an argument with raw values instead of tracked arrays and variables.
+
+    `found` receives the entry in the recording graph of each tracked array, also in lists, by its
+    path; None for an array whose tape records in another frame. Other arrays are constants.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list | tuple):
+        items = [strip(item, graph, found, (*path, k)) for k, item in enumerate(value)]
+        same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if same else items if isinstance(value, list) else tuple(items)
+    raw, index = operand(value, graph)
+    if index is not None or _is_detached(value):
+        found[path] = index
+    elif type(raw) not in _PLAIN and _is_foreign(raw):
+        raw = np.asarray(raw)
+    return raw
+
+
+def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of a function with only its first argument tracked, such as a reduction.
+
+    It is `NotImplemented` if the call needs the general code of `apply`.
+    """
+    for value in (*rest, *kwargs.values()):
+        if type(value) not in _PLAIN and (_hides_array(value) or _is_foreign(value)):
+            return NotImplemented
+    if kwargs and not _WRITING.isdisjoint(kwargs):
+        return NotImplemented
+    value = x.value
+    if function in _METHODS:
+        result = getattr(value, _METHODS[function])(*rest, **kwargs)
+    else:
+        result = function(value, *rest, **kwargs)
+    graph: Any = current_frame().recorder
+    if not is_differentiable(result):
+        return result
+    if graph is not x.graph:
+        refuse_detached(function, x)
+        return result if getattr(result, "base", None) is None else read_only(result)
+    try:
+        rules: Any = (RULES[function][0](result, value, *rest, **kwargs),)
+    except (TypeError, NotImplementedError) as error:
+        rules = missing(function, str(error))
+    return graph.record(result, (x.index,), rules)
+
+
+def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:
+    """Return the result of `operand`, with lists and arrays of other libraries converted.
+
+    What NumPy would convert to an array of objects is refused.
+    """
+    if isinstance(value, list | tuple):
+        value = _without_list(value)
+    value, place = operand(value, graph)
+    if place is not None or isinstance(value, _OPERANDS) or is_gpu_array(value):
+        return value, place
+    array = np.asarray(value)
+    if array.dtype == object:
+        other = f" of a tracked array and a {type(value).__module__}.{type(value).__qualname__}"
+        raise TypeError(
+            f"{called(ufunc, other)}: convert it to a NumPy array first, or wrap the operation in "
+            "nd.custom_gradient."
+        )
+    return array, None
+
+
+def _without_list(value: Any) -> Any:
+    """Return a tracked array for a list with tracked arrays, and other values unchanged."""
+    if not isinstance(value, list | tuple) or not _hides_array(value):
+        return value
+    return np.stack([_without_list(item) for item in value])
+
+
+def _is_foreign(value: Any) -> bool:
+    """Return True for arrays of other libraries, such as pandas, which are constants."""
+    known = isinstance(value, _OPERANDS) or not hasattr(type(value), "__array__")
+    return not known and not is_gpu_array(value)
+
+
+def _hides_array(value: Any) -> bool:
+    if type(value) in _PLAIN:
+        return False
+    if isinstance(value, list | tuple):
+        return any(_hides_array(item) for item in value)
+    return isinstance(value, Tracked) or getattr(value, "is_distributed_variable", False)
+
+
+def _refuse_writes(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool
+) -> None:
+    """Raise a TypeError if a call with tracked arguments would write to an array."""
+    out = kwargs.get("out")
+    targets = list(out) if isinstance(out, tuple) else [] if out is None else [out]
+    name = getattr(function, "__name__", "")
+    in_place = kwargs.get("overwrite_input") or (name == "nan_to_num" and not kwargs.get("copy", 1))
+    if function in _IN_PLACE or name == "at" or in_place:
+        targets.append(args[0])
+    if targets and (recorded or any(isinstance(target, Tracked) for target in targets)):
+        raise TypeError(
+            f"{called(function)} would write to an array, and one of its "
+            "arguments is tracked: tapes do not record writes. Use the result instead, as "
+            "in x = np.add(x, y) or x = x + y."
+        )
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -264,8 +545,7 @@ def _method(name: str) -> Callable[..., Any]:
     def method(self: Tracked, *args: Any, **kwargs: Any) -> Any:
         return apply(function, (self, *args), kwargs)
 
-    method.__name__ = name
-    method.__doc__ = f"Return ``np.{name}(self, ...)``."
+    method.__name__, method.__doc__ = name, f"Return ``np.{name}(self, ...)``."
     return method
 
 
@@ -294,6 +574,8 @@ _ARITHMETIC: dict[str, Any] = {
 # Calls through NumPy's protocol would take 0.6 us longer.
 for _name, _ufunc in _ARITHMETIC.items():
     setattr(Tracked, f"__{_name}__", binary(_ufunc))
+for _name, _ufunc in {"neg": np.negative, "pos": np.positive, "abs": np.absolute}.items():
+    setattr(Tracked, f"__{_name}__", unary(_ufunc))
 for _name, _ufunc in (_ARITHMETIC | {"pow": np.power}).items():
     setattr(Tracked, f"__r{_name}__", _reflected(binary(_ufunc)))
 for _name in (
@@ -302,6 +584,6 @@ for _name in (
     "var"
 ).split():
     setattr(Tracked, _name, _method(_name))
-for _name in "lt le eq ne gt ge".split():
+for _name in "lt le eq ne gt ge contains".split():
     setattr(Tracked, f"__{_name}__", _comparison(getattr(operator, _name)))
 del _name, _ufunc

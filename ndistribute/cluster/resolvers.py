@@ -54,6 +54,8 @@ class ClusterResolver:
         self.task_id = task_id
         self.environment = environment
         _check(cluster, task_type, task_id)
+        jobs = [job for job in _COMPUTING if job in cluster.jobs]
+        self._workers = [(job, index) for job in jobs for index in cluster.task_indices(job)]
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the whole cluster."""
@@ -65,7 +67,7 @@ class ClusterResolver:
 
         If only the address of rank 0 is known, the others are empty strings.
         """
-        workers = self._workers() if self.bootstrap == "tcp" else []
+        workers = self._workers if self.bootstrap == "tcp" else []
         return tuple(self._cluster.task_address(*task) for task in workers)
 
     @property
@@ -73,14 +75,13 @@ class ClusterResolver:
         """The rank of this process among chief and workers; None for a ps or evaluator."""
         if not self._cluster:
             return 0
-        me = (self.task_type, self.task_id)
-        workers: list[tuple[str | None, int | None]] = [*self._workers()]
-        return workers.index(me) if me in workers else None
+        ranks = {task: rank for rank, task in enumerate(self._workers)}
+        return ranks.get((self.task_type or "", self.task_id or 0))
 
     @property
     def num_workers(self) -> int:
         """The number of workers, the chief included; 1 in an empty cluster."""
-        return len(self._workers()) if self._cluster else 1
+        return len(self._workers) if self._cluster else 1
 
     @property
     def is_chief(self) -> bool:
@@ -108,10 +109,6 @@ class ClusterResolver:
         from ndistribute.device import list_devices
 
         return {"GPU": len(list_devices("gpu"))}
-
-    def _workers(self) -> list[tuple[str, int]]:
-        jobs = [job for job in _COMPUTING if job in self._cluster.jobs]
-        return [(job, index) for job in jobs for index in self._cluster.task_indices(job)]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._cluster!r}, {self.task_type!r}, {self.task_id!r})"
@@ -224,26 +221,27 @@ def seconds_of(environ: Mapping[str, str], name: str, usual: float) -> float:
 
 
 def _check(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
-    jobs = cluster.jobs
-    for job in jobs:
+    for job in cluster.jobs:
         if job not in _KNOWN:
             raise ValueError(
                 f"The cluster has an unknown job {job!r}; the known jobs are {_listed(_KNOWN)}."
             )
         if job in _ALONE and cluster.num_tasks(job) > 1:
             raise ValueError(f"A cluster has at most one {job!r}, got {cluster.num_tasks(job)}.")
+    jobs = _listed(cluster.jobs)
     # As in TensorFlow, an evaluator need not be listed in the cluster.
-    if not jobs or (task_type == "evaluator" and task_type not in jobs and task_id is not None):
+    is_listed = task_type in cluster.jobs
+    if not cluster or (task_type == "evaluator" and not is_listed and task_id is not None):
         return
     if task_type is None or task_id is None:
         raise ValueError(
-            f"The cluster has the jobs {_listed(jobs)}, but the task of this process is unknown: "
-            "pass its task_type and task_id."
+            f"The cluster has the jobs {jobs}, but the task of this process is unknown: pass its "
+            "task_type and task_id."
         )
-    if task_type not in jobs:
+    if not is_listed:
         raise ValueError(
-            f"The task type {task_type!r} is none of {_listed(jobs)}: the cluster must list the "
-            "address of every task, a chief's too."
+            f"The task type {task_type!r} is none of {jobs}: the cluster must list the address of "
+            "every task, a chief's too."
         )
     if task_id not in cluster.task_indices(task_type):
         raise ValueError(

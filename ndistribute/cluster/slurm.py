@@ -146,9 +146,8 @@ def _check_node(nodes: list[int], rank: int, environ: Mapping[str, str]) -> None
 def _port_base(environ: Mapping[str, str]) -> int:
     name = "SLURM_STEP_RESV_PORTS"
     if environ.get(name):
-        return number_in({name: re.split("[-,]", environ[name])[0]}, name)
-    job = environ.get("SLURM_JOB_ID", "0")
-    number = int(job) if job.isascii() and job.isdigit() else 0
+        return number_of(re.split("[-,]", environ[name])[0], name)
+    number = number_of(environ.get("SLURM_JOB_ID", 0), "SLURM_JOB_ID")
     return _FIRST_PORT + number % _DISTINCT_JOBS * _PORTS_PER_JOB
 
 

@@ -18,7 +18,8 @@ class ClusterSpec:
 
     Raises:
         TypeError: `cluster` has another form.
-        ValueError: a task index is negative, or two tasks have the same address.
+        ValueError: a task index is negative, or two tasks have the same address. The methods raise
+            it for a job or a task that does not exist.
 
     >>> cluster = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": {1: "c:2222"}})
     >>> cluster.jobs, cluster.num_tasks("worker"), cluster.task_address("ps", 1)
@@ -31,15 +32,14 @@ class ClusterSpec:
         self, cluster: Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterSpec
     ) -> None:
         self._jobs: dict[str, dict[int, str]]
-        if isinstance(cluster, ClusterSpec):
-            self._jobs = {job: dict(tasks) for job, tasks in cluster._jobs.items()}
-        elif isinstance(cluster, Mapping):
-            self._jobs = {_text(job, "job names"): _tasks(job, t) for job, t in cluster.items()}
-        else:
+        jobs = cluster._jobs if isinstance(cluster, ClusterSpec) else cluster
+        if not isinstance(jobs, Mapping):
             raise TypeError(
                 "`cluster` must be a dictionary mapping one or more job names to lists of network "
                 f"addresses, or a `ClusterSpec`; got {cluster!r}."
             )
+        # The tasks of a job are in the order of their indices.
+        self._jobs = {_text(job, "job names"): _tasks(job, tasks) for job, tasks in jobs.items()}
         _check_distinct(self._jobs)
 
     @property
@@ -49,54 +49,34 @@ class ClusterSpec:
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Return a list of addresses for each job; a dictionary by index if indices are missing."""
-        described: dict[str, list[str] | dict[int, str]] = {}
-        for job, tasks in self._jobs.items():
-            indices = sorted(tasks)
-            is_dense = bool(tasks) and indices[-1] + 1 == len(indices)
-            ordered = {index: tasks[index] for index in indices}
-            described[job] = list(ordered.values()) if is_dense else ordered
-        return described
+        return {
+            job: list(tasks.values()) if 0 < len(tasks) == max(tasks) + 1 else dict(tasks)
+            for job, tasks in self._jobs.items()
+        }
 
     def num_tasks(self, job_name: str) -> int:
-        """Return the number of known tasks of a job.
-
-        Raises:
-            ValueError: there is no such job.
-        """
+        """Return the number of known tasks of a job."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the indices of the known tasks of a job, in ascending order.
-
-        Raises:
-            ValueError: there is no such job.
-        """
-        return sorted(self._job(job_name))
+        """Return the indices of the known tasks of a job, in ascending order."""
+        return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Return the address of one task.
-
-        Raises:
-            ValueError: there is no such job, or no such task.
-        """
+        """Return the address of one task."""
         address = self._job(job_name).get(task_index)
         if address is None:
             raise ValueError(f"No task with index {task_index!r} in job {job_name!r}")
         return address
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of a job by task index, with None for unknown tasks.
-
-        Raises:
-            ValueError: there is no such job.
-        """
+        """Return the addresses of a job by task index, with None for unknown tasks."""
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def addresses(self) -> list[str]:
         """Return the addresses of all known tasks, by job name and task index."""
-        jobs = [self._jobs[job] for job in sorted(self._jobs)]
-        return [tasks[index] for tasks in jobs for index in sorted(tasks)]
+        return [address for job in sorted(self._jobs) for address in self._jobs[job].values()]
 
     def _job(self, name: str) -> dict[int, str]:
         if name not in self._jobs:
@@ -148,7 +128,7 @@ def _tasks(job: Any, tasks: Any) -> dict[int, str]:
             raise TypeError(f"All task keys must be integers; job {job!r} has {index!r}.")
         if index < 0:
             raise ValueError(f"All task keys must be 0 or more; job {job!r} has {index}.")
-    return {index: _text(address, "task addresses") for index, address in pairs.items()}
+    return {index: _text(pairs[index], "task addresses") for index in sorted(pairs)}
 
 
 def _check_distinct(jobs: Mapping[str, Mapping[int, str]]) -> None:

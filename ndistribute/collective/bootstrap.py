@@ -113,10 +113,7 @@ def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
 
 
 def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> ProcessInfo:
-    """Return the description of a process that can exchange small messages, as over MPI.
-
-    `exchange` returns what each process passed, in rank order.
-    """
+    """Return the description of a process that can exchange small messages, as over MPI."""
     tls, _ = tls_files(os.environ), silence_seconds()
     names = [name.decode() for name in exchange(socket.gethostname().encode())]
     alone = len(set(names)) == 1
@@ -129,10 +126,7 @@ def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) 
 
 
 def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
-    """Return the description of a process if only rank 0's address is known, as under torchrun.
-
-    Rank 0 listens there until all processes have joined.
-    """
+    """Return the description of a process if only rank 0's address is known, as under torchrun."""
     credentials, _ = credentials_of([first]), silence_seconds()
     with contextlib.ExitStack() as on_error:
         entrance = None if rank else on_error.enter_context(listen(first, os.environ))
@@ -199,12 +193,7 @@ class DataConnections:
         not_for_forks.add(self)
 
     def open(self, addresses: Sequence[str], started: str) -> None:
-        """Start to accept connections.
-
-        Args:
-            addresses: the addresses of all processes for data, in rank order.
-            started: the id of this start of the group, equal on all processes.
-        """
+        """Start to accept connections; `started` is the id of this start of the whole group."""
         self._addresses, self._started = addresses, started
         info, own = self.info, Hello(name=f"worker {self.info.rank}")
         self._listener = Listener(
@@ -212,25 +201,18 @@ class DataConnections:
         )
 
     def get(self, rank: int, check: Callable[[], None]) -> socket.socket:
-        """Return the connection to a process; create it if there is none.
-
-        Args:
-            rank: the rank of the other process, which must request this connection too.
-            check: called repeatedly; it raises to end the wait.
-
-        Raises:
-            AuthenticationError: a process of another job has the address.
-        """
+        """Return the connection to a process, which must request it too; `check` ends the wait."""
         while (sock := self._sockets.get(rank)) is None:
             check()
-            try:
-                if rank < self.info.rank:
+            pause = _CHECK_SECONDS
+            if rank < self.info.rank:
+                pause = _RETRY_SECONDS
+                try:
                     self._keep(rank, self._connect(rank))
-            except AuthenticationError:
-                raise
-            except OSError:
-                pass  # The other process is not ready: try again.
-            pause = _RETRY_SECONDS if rank < self.info.rank else _CHECK_SECONDS
+                except AuthenticationError:
+                    raise
+                except OSError:
+                    pass  # The other process is not ready: try again.
             with self._changed:
                 self._changed.wait_for(lambda: rank in self._sockets, pause)
         return sock

@@ -1,4 +1,4 @@
-"""`Communicator`: the collectives as a replica calls them.
+"""`Communicator`: the collectives as a replica calls them, and `CommunicationOptions`.
 
 It takes nests of arrays and numbers, checks them, numbers the calls, and passes flat contiguous
 buffers to its backend. No other code calls a backend. A group of one replica is handled here.
@@ -6,28 +6,105 @@ buffers to its backend. No other code calls a backend. A group of one replica is
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.collective.backend import Backend, Call, Signature, Update
+from ndistribute.collective.backend import (
+    Arrays,
+    Backend,
+    Call,
+    Combine,
+    LeafKey,
+    Prepare,
+    Signature,
+    T,
+    Update,
+)
+from ndistribute.collective.control import StepTracker
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.collective.options import CommunicationOptions
-from ndistribute.collective.outputs import Outputs
 from ndistribute.collective.reduce_op import ReduceOp, result_dtype
-from ndistribute.collective.step_tracker import StepTracker
 from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import native
 from ndistribute.errors import DistributeError
-
-T = TypeVar("T")
+from ndistribute.ownership import ArrayOwner
 
 GradientMemory = Callable[[np.dtype[Any], tuple[int, ...]], Array | None]
+
+# The allocator reuses the memory of smaller results.
+SMALL_BYTES = 128 * 1024
+# The most sizes of results, and the most arrays per size, that are kept.
+MOST_KEPT = 8
+
+
+class CommunicationImplementation(enum.Enum):
+    """The transport between workers.
+
+    >>> CommunicationImplementation("ring").name
+    'RING'
+    """
+
+    AUTO = "auto"
+    RING = "ring"
+    MPI = "mpi"
+    NCCL = "nccl"
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationOptions:
+    """The settings of the collectives of a call or of a strategy.
+
+    Args:
+        bytes_per_pack: the most bytes of a bucket of gradients and of a message; 0: the default of
+            the transport. Collectives in shared memory and through NCCL ignore it.
+        timeout_seconds: how many seconds a replica waits for the others; None: 600.
+        implementation: the transport between workers, a `CommunicationImplementation` or its value.
+            Strategies of one process ignore it.
+        wire_dtype: ``"float16"`` or ``"bfloat16"`` sends float32 between hosts in half the bytes,
+            and adds in float32; None: unchanged. All replicas still get the same bits.
+
+    Raises:
+        ValueError: `bytes_per_pack` is negative, `timeout_seconds` is not above 0, or
+            another value is unknown.
+
+    >>> CommunicationOptions(timeout_seconds=5).timeout
+    5.0
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    wire_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise ValueError(f"bytes_per_pack must be 0 or more, got {self.bytes_per_pack}.")
+        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds must be above 0, got {self.timeout_seconds}.")
+        if self.wire_dtype not in (None, "float16", "bfloat16"):
+            raise ValueError(
+                f"wire_dtype must be 'float16', 'bfloat16' or None, got {self.wire_dtype!r}."
+            )
+        if not isinstance(self.implementation, CommunicationImplementation):
+            name = str(self.implementation).lower()
+            known = [member.value for member in CommunicationImplementation]
+            if name not in known:
+                raise ValueError(f"implementation must be one of {known}, got {name!r}.")
+            object.__setattr__(self, "implementation", CommunicationImplementation(name))
+
+    @property
+    def timeout(self) -> float:
+        """The timeout in seconds, with the default applied."""
+        # A replica may load data or compile for minutes before a call. The failure detector reports
+        # lost processes at once, so the deadline serves only for calls that would never end.
+        return 600.0 if self.timeout_seconds is None else float(self.timeout_seconds)
 
 
 class Communicator:
@@ -138,9 +215,7 @@ class Communicator:
                 self._backend.broadcast(call, buffers, root, self._timeout)
         return self._returned(value, arrays, buffers)
 
-    def merge(
-        self, kind: str, value: Any, combine: Callable[[Sequence[Any]], T], *, writes: bool = False
-    ) -> T:
+    def merge(self, kind: str, value: Any, combine: Combine[T], *, writes: bool = False) -> T:
         """Run a function once on the values of all replicas of this process.
 
         Args:
@@ -160,8 +235,8 @@ class Communicator:
     def reduce_update(
         self,
         op: Any,
-        arrays: Sequence[Array],
-        prepare: Callable[[], Any],
+        arrays: Arrays,
+        prepare: Prepare,
         update: Update,
         *,
         everywhere: bool = True,
@@ -224,7 +299,7 @@ class Communicator:
             inputs.append(placed.ravel())
         return arrays, inputs, tuple(signature)
 
-    def _returned(self, value: Any, arrays: Sequence[Array], flat: Sequence[Array]) -> Any:
+    def _returned(self, value: Any, arrays: Arrays, flat: Arrays) -> Any:
         """Return a nest of results, each on the device of its input, which may be the host."""
         results = []
         for array, result in zip(arrays, flat, strict=True):
@@ -237,12 +312,8 @@ class Communicator:
     ) -> _Guard:
         """Return a context that yields the next call.
 
-        Args:
-            kind: the method's name.
-            op: the reduction's name, or another argument that must be the same on all replicas.
-            signature: dtype and shape of each array.
-            counts: whether recovery compares its completion: True if every replica receives from
-                all others in it, or if it writes variables.
+        Recovery compares its completion if `counts`: if every replica receives from all others in
+        it, or if it writes variables.
         """
         if self.part_of is None:
             self.calls_made += 1
@@ -289,3 +360,36 @@ def _rows_first(array: Array, axis: int) -> Array:
         )
     xp = array_namespace(array)
     return xp.ascontiguousarray(xp.moveaxis(array, axis, 0))
+
+
+class Outputs:
+    """Provides arrays for results, and reuses them when nobody holds them or a view of them.
+
+    New memory costs a page fault per 4 KiB, which for large arrays takes longer than the reduction.
+    """
+
+    def __init__(self) -> None:
+        make: Callable[[LeafKey], list[ArrayOwner]] = lambda key: []  # noqa: E731
+        self._kept = functools.lru_cache(maxsize=MOST_KEPT)(make)
+
+    def like(self, inputs: Arrays) -> list[Array]:
+        """Return uninitialised arrays of the same sizes and dtypes."""
+        made = []
+        for array in inputs:
+            if type(array) is not np.ndarray:
+                made.append(array_namespace(array).empty(array.size, array.dtype))
+            elif array.nbytes < SMALL_BYTES:
+                made.append(np.empty(array.size, array.dtype))
+            else:
+                made.append(self._large(array.dtype, array.size))
+        return made
+
+    def _large(self, dtype: np.dtype[Any], size: int) -> Array:
+        owners = self._kept((dtype, size))
+        for owner in owners:
+            if not owner.is_shared():
+                return owner.array
+        made = np.empty(size, dtype)
+        if len(owners) < MOST_KEPT:
+            owners.append(ArrayOwner(made))
+        return made

@@ -3,7 +3,8 @@
 Whatever transport carries the data, all processes learn at once that one has died, stopped
 responding, failed or left, and their waits in collectives raise. An abort names the last call that
 its sender has completed. The others complete that call and all earlier ones, so all processes
-change their variables equally.
+change their variables equally. Control messages may overtake data, so a process that has left a
+step, or the job, counts as missing only in calls that it did not make before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any, NoReturn
 from ndistribute.collective import star
 from ndistribute.collective.backend import Call
 from ndistribute.collective.bootstrap import DataConnections, ProcessInfo
-from ndistribute.collective.step_tracker import BEFORE_ALL, END, Place, StepTracker
 from ndistribute.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -36,18 +36,105 @@ _ASKING_AT_ONCE = 64
 _REPEAT_SECONDS = (0.05, 1.0)  # The least and the most time between two such questions.
 _GRACE_SECONDS = 1.0  # For an answer of rank 0, and for data after rank 0 has left.
 _REASON_CHARACTERS = 2000
+
+Place = tuple[int, int]
+"""A call: the position of its step, as in `StepTracker.position`, and its number in the step."""
 _Key = tuple[str, int, Place]  # An exchange: its kind, the generation, and its number.
+
+BEFORE_ALL: Place = (0, 0)
+END = 1 << 30  # Above the calls of any step: every process that leaves a step has skipped it.
+
+
+class StepTracker:
+    """The progress of this process through steps and calls, and the reports of the others.
+
+    Attributes:
+        position: the number of step starts and step ends so far, so it is odd inside a step.
+        finished: the last completed call of the current step, otherwise of the last one.
+        before: the last completed call of the step before that.
+        exchanged: as `finished`, of calls in which all processes communicate, or write variables.
+        total: the sum of `exchanged` over earlier steps; equal totals mean equal calls.
+        made: the last call that this process is known to have made.
+        departed: the reason of each process that has left, by rank.
+    """
+
+    def __init__(self) -> None:
+        self.departed: dict[int, str] = {}
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Reset all counts, as all processes do after a failure."""
+        self.position = self.finished = self.before = self.exchanged = self.total = 0
+        self.made = BEFORE_ALL
+        self._reached: dict[int, Place] = {}
+        self._skipped: set[tuple[int, Place]] = set()
+
+    @property
+    def anyone_gone(self) -> bool:
+        """Whether any process has left the job, or has skipped a call of the current step."""
+        return bool(self.departed or self._skipped)
+
+    @property
+    def inside(self) -> bool:
+        """Whether this process is inside a step."""
+        return self.position % 2 == 1
+
+    @property
+    def last(self) -> Place:
+        """The place of the last completed call; call 0 is the start of the step."""
+        return self.position if self.inside else self.position - 1, self.finished
+
+    def begin_step(self) -> None:
+        """Start the next step, and forget which processes skipped calls of the last one."""
+        self._skipped.clear()
+        self.position += 1
+        self.before = self.finished
+        self.finished = self.exchanged = 0
+
+    def end_step(self) -> None:
+        """End a step: this process makes no more calls in it."""
+        self.total += self.exchanged
+        self.position += 1
+
+    def has_made(self, place: Place) -> bool | None:
+        """Return whether this process made a call, or None while that is unknown."""
+        # In this order: a call is recorded in `made` before its step ends.
+        left = self.position > place[0]
+        if self.made >= place and place[1] != END:
+            return True
+        return False if left else None
+
+    def note(self, rank: int, place: Place, made: bool) -> None:
+        """Record that a process has made a call, or has left the step without it."""
+        if made:
+            self._reached[rank] = max(place, self._last(rank))
+        else:
+            self._skipped.add((rank, place))
+
+    def note_departed(self, rank: int, reason: str, made: Place) -> None:
+        self.note(rank, made, True)
+        self.departed[rank] = reason
+
+    def gone(self, place: Place) -> set[int]:
+        """Return the ranks that will not make a call, unless their data has already arrived."""
+        left = {rank for rank, skipped in list(self._skipped) if skipped == place}
+        return left.union(rank for rank in list(self.departed) if self._last(rank) < place)
+
+    def late(self, place: Place, absent: Sequence[int], others: Sequence[int]) -> list[int]:
+        """Return the ranks that delay a call: those of `absent` that have not made it."""
+        silent = [rank for rank in others if self._last(rank) < place]
+        return [rank for rank in absent if rank in silent] or silent or list(absent)
+
+    def _last(self, rank: int) -> Place:
+        return self._reached.get(rank, BEFORE_ALL)
 
 
 class WaitMonitor:
-    """The monitor of one wait in a collective: its deadline, failures, and missing processes.
-
-    The code that waits polls its transport and calls `check` regularly.
-    """
+    """The monitor of one wait in a collective, whose `check` the waiting code calls regularly."""
 
     def __init__(self, plane: ControlPlane, call: Call, timeout: float) -> None:
         self._plane, self._call, self._timeout = plane, call, timeout
-        self._place = plane.where.made = plane.where.place_of(call)
+        self._place = plane.where.made = plane.where.position, call.sequence
         start = time.monotonic()
         self._deadline, self._ask_at = start + timeout, start + _ASK_SECONDS
 
@@ -70,39 +157,31 @@ class WaitMonitor:
                 raise error
         if now >= self._deadline:
             late = plane.where.late(self._place, absent, sorted(plane.others))
-            raise CollectiveTimeoutError(
-                f"{self._call.title}: worker {plane.rank} waited {self._timeout:g} s for worker(s) "
+            text = (
+                f"worker {plane.rank} waited {self._timeout:g} s for worker(s) "
                 f"{', '.join(map(str, late))}. If they need more time, raise "
-                "CommunicationOptions(timeout_seconds=...).",
-                rank=late[0] if late else None,
-                op=self._call.kind,
-                sequence=self._call.sequence,
+                "CommunicationOptions(timeout_seconds=...)."
             )
+            raise self._call.error(CollectiveTimeoutError, text, late[0] if late else None)
         if now >= self._ask_at:
             self._ask_at = now + _ASK_SECONDS * max(1.0, plane.size / _ASKING_AT_ONCE)
             plane.tell(self._place, made=True)
 
 
 class ControlPlane:
-    """The control plane of one process; all processes must start within `timeout` seconds.
+    """The control plane of one process; all processes must start within `timeout` seconds."""
 
-    Attributes:
-        data_socket: returns the data connection to another process.
-        generation: the number of recoveries.
-        cause: the failure that broke the current generation, or None.
-        raised: whether the user's code in this process has raised since `enter`.
-        cut_off_at: the monotonic time at which rank 0 left and control messages ended, or inf.
-    """
-
-    raised: bool
-    _failed_at: Place
-    _origin: BaseException | None
+    generation: int  # The number of recoveries.
+    cause: star.Failed | None  # The failure that broke the current generation.
+    raised: bool  # Whether the user's code in this process has raised since `enter`.
+    _origin: BaseException | None  # The exception, if the cause is in this process.
+    _failed_at: Place  # The last call before the user's code raised.
 
     def __init__(self, info: ProcessInfo, timeout: float = 300.0) -> None:
         self.rank, self.size = info.rank, info.size
         self.others = frozenset(range(info.size)) - {info.rank}
         self.where = StepTracker()
-        self.cut_off_at = float("inf")
+        self.cut_off_at = float("inf")  # When rank 0 left and control messages ended.
         self._info = info
         self._broken: dict[int, star.Failed] = {}  # By generation; others may be ahead.
         self._failures: dict[int, star.Failed] = {}  # By rank, in steps not over here.
@@ -130,10 +209,7 @@ class ControlPlane:
 
     @property
     def is_broken_here(self) -> bool:
-        """Whether the group broke in the current or the last step of this process.
-
-        Another process may have failed in a step that this one has not begun.
-        """
+        """Whether the group broke in the current or the last step of this process, not later."""
         return self.cause is not None and self.cause.place[0] <= max(0, self.where.last[0])
 
     @property
@@ -155,7 +231,7 @@ class ControlPlane:
             self._refuse_closed()
 
     def patience(self, call: Call, timeout: float) -> WaitMonitor:
-        """Return the monitor of a call, with a timeout in seconds.
+        """Return the monitor of a call.
 
         A backend whose data may arrive after its sender has left the step must request a monitor in
         every call, which records on the sender that it has made the call.
@@ -169,12 +245,7 @@ class ControlPlane:
         return f"worker {rank} ({self._members[rank]['name']}, pid {self._members[rank]['pid']})"
 
     def enter(self, reset: Callable[[], None], timeout: float) -> None:
-        """Start a step, in which this process may call collectives; after a failure, `recover`.
-
-        Raises:
-            WorkerLostError: another process failed since the last step, or was lost.
-            RuntimeError: this process is a fork of the one that joined the group.
-        """
+        """Start a step, in which this process may call collectives; after a failure, `recover`."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this process was forked from worker {self.rank} and is not a worker itself: run "
@@ -193,7 +264,6 @@ class ControlPlane:
         self.where.begin_step()
 
     def leave(self) -> None:
-        """End a step."""
         self.where.end_step()
         self._origin = None  # Its traceback holds the step.
         if self._asked or self._failures:
@@ -214,15 +284,10 @@ class ControlPlane:
         self.raised = True  # Even if another process failed first.
 
     def abort(self, cause: BaseException, *, after: Place | None = None) -> None:
-        """Break the group on all processes from the call after `after` on.
+        """Break the group on all processes after a call: by default the last completed one.
 
-        A call that one process has completed is completed by the others too, because all data that
-        they need has been sent. So all processes change their variables equally. The first cause
-        counts, unless a later one allows fewer calls.
-
-        Args:
-            cause: the exception that this process raises.
-            after: the last call to be completed; None: the last one that this process completed.
+        The others have got all data of that call. The first cause counts, unless a later one allows
+        fewer calls.
         """
         place = self.where.last if after is None else after
         self._break(self._failure(cause, place), tell=True, origin=cause)
@@ -230,7 +295,7 @@ class ControlPlane:
     def tell(self, place: Place, *, made: bool) -> None:
         """Report whether this process made or skipped a call; ask the processes that have not."""
         blob = star.MADE if made else star.SKIPPED
-        self._pass((star.CALL, self.generation, place), blob)
+        self._star.post(star.Exchange(star.CALL, self.generation, place, {self.rank: blob}))
 
     def error_for(self, call: Call, rank: int) -> DistributeError:
         """Return the error of a wait for a process that cannot make the call."""
@@ -246,8 +311,7 @@ class ControlPlane:
             "number of steps."
         )
         kind = CollectiveMismatchError if departed is None else WorkerLostError
-        about = f"{call.title}: {self.name_of(rank)} {reason}"
-        return kind(about, rank=rank, op=call.kind, sequence=call.sequence)
+        return call.error(kind, f"{self.name_of(rank)} {reason}", rank)
 
     def exchange(self, kind: str, blob: bytes, timeout: float) -> list[bytes]:
         """Return what each process passed, in rank order; exchanges of one kind match in order."""
@@ -298,10 +362,10 @@ class ControlPlane:
         self.generation = generation
         self._broken = {at: failed for at, failed in self._broken.items() if at >= generation}
         self.cause = self._broken.get(generation)
-        self._origin = None  # The exception, if the cause is in this process.
+        self._origin = None
         self._told: star.Failed | None = None  # The cause that this process has raised.
         self.raised = False
-        self._failed_at = BEFORE_ALL  # The last call before the user's code raised.
+        self._failed_at = BEFORE_ALL
         self._asked: set[Place] = set()  # Calls that others ask about.
         self._exchanges = Counter[str]()  # Started exchanges by kind.
         self._passed: dict[_Key, dict[int, bytes]] = {}  # Pending exchanges.
@@ -347,11 +411,10 @@ class ControlPlane:
                     # Rank 0 tells for all who have reached it.
                     report.tell(self._described(late) if self.rank == 0 or late == [0] else "")
                     continue
-                missing = self._described(late)
                 raise CollectiveTimeoutError(
-                    f"worker {self.rank} waited {timeout:g} s for {missing}.{self._star.refusal} "
-                    f"Check that all {self.size} processes were started with the same secret, and "
-                    f"that they can reach worker 0 at {info.first}.",
+                    f"worker {self.rank} waited {timeout:g} s for {self._described(late)}."
+                    f"{self._star.refusal} Check that all {self.size} processes were started with "
+                    f"the same secret, and that they can reach worker 0 at {info.first}.",
                     rank=error.rank,
                     op="start",
                 ) from error
@@ -375,9 +438,8 @@ class ControlPlane:
         # In an interactive session the last error did not end the process.
         failed = isinstance(failure, BaseException) and not hasattr(sys, "ps1")
         reason = f"ended with {type(failure).__name__}: {failure}" if failed else "has finished"
-        reason = star.sendable(reason[:_REASON_CHARACTERS])
+        farewell = star.GoodBye(star.sendable(reason[:_REASON_CHARACTERS]), failed, self.where.made)
         try:
-            farewell = star.GoodBye(reason, failed, self.where.made)
             self._star.close(farewell, broken=self.cause is not None)
         finally:
             self._data.close()
@@ -385,7 +447,6 @@ class ControlPlane:
     def _meet(
         self, kind: str, blob: bytes, timeout: float, *, number: int = 0, while_broken: bool = False
     ) -> list[bytes]:
-        """Exchange under a key; with `while_broken`, also in a broken group."""
         key = kind, self.generation, (number, 0)
         deadline, ask_at = time.monotonic() + timeout, 0.0
         shortest, longest = _REPEAT_SECONDS
@@ -409,14 +470,11 @@ class ControlPlane:
                         op=kind,
                     )
                 if now >= ask_at or not missing:
-                    self._pass(key, blob)
+                    self._star.post(star.Exchange(*key, {self.rank: blob}))
                     ask_at = now + pause
                 self._changed.wait(timeout=ask_at - now)
             passed = self._passed.pop(key)
         return [passed[rank] for rank in range(self.size)]
-
-    def _pass(self, key: _Key, blob: bytes) -> None:
-        self._star.post(star.Exchange(*key, {self.rank: blob}))
 
     def _missing(self, key: _Key) -> list[int]:
         """Return the ranks missing in an exchange; none if rank 0 has not answered yet."""
@@ -433,7 +491,6 @@ class ControlPlane:
         raise WorkerLostError(f"worker {self.rank} has left its group.", rank=self.rank)
 
     def _raise(self, cause: star.Failed) -> NoReturn:
-        """Raise the error of a cause, as a new exception."""
         self._told = cause
         raise star.restore_error(cause.error) from self._origin
 
@@ -500,14 +557,13 @@ class ControlPlane:
 
     def _lose(self, rank: int, why: str) -> None:
         """Handle the end of a connection at rank 0, or of the connection to rank 0."""
-        by = 0
         if rank == 0:
-            by, self.cut_off_at = self.rank, time.monotonic()
+            self.cut_off_at = time.monotonic()
             if 0 in self.where.departed or self._closed:
                 return
             why = f"{why}; or it counted this process as lost, which may have been stopped"
         self._lost.add(rank)
-        reason = f"was lost: its connection to worker {by} ended: {why}."
+        reason = f"was lost: its connection to worker {0 if rank else self.rank} ended: {why}."
         lost = WorkerLostError(f"{self.name_of(rank)} {reason}", rank=rank)
         self._break(self._failure(lost, BEFORE_ALL))
 

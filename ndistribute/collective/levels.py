@@ -12,16 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.backend import Backend, Call, Update
-from ndistribute.collective.buckets import LeafKey
+from ndistribute.collective.backend import Arrays, Backend, Call, LeafKey, Prepare, Update
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
 from ndistribute.collective.threads import ThreadBackend, owned_blocks
 from ndistribute.collective.workers import ProcessBackend, Workers
 from ndistribute.device import Array, copy_to, to_host
 from ndistribute.stream import write_to
 from ndistribute.timeline import span
-
-__all__ = ["TwoLevelBackend", "host_groups", "join_replicas"]
 
 _Sums = Callable[[tuple[LeafKey, ...]], list[Array]]
 
@@ -33,12 +30,7 @@ MOST_KEPT = 4
 
 
 def join_replicas(local: Sequence[ThreadBackend], workers: Workers) -> list[Backend]:
-    """Return the backends of this process's replicas in the group of all processes' replicas.
-
-    Args:
-        local: the backends among the replicas of this process.
-        workers: the processes.
-    """
+    """Return the backends of this process's replicas in the group of all processes' replicas."""
     if workers.single_cpus:  # The same in all processes, because they must make the same calls.
         return [_Single(local[0], workers.backend)]
     ends = np.cumsum(workers.replica_counts).tolist()
@@ -66,10 +58,7 @@ def host_groups(hosts: Sequence[str]) -> list[list[int]]:
 
 
 class _Single:
-    """The backend if each process has one CPU replica: the methods of the processes' backend.
-
-    The methods are bound directly, so a call passes through no other function.
-    """
+    """The backend if each process has one CPU replica: the bound methods of other backends."""
 
     def __init__(self, threads: ThreadBackend, processes: ProcessBackend) -> None:
         self.rank, self.size = processes.rank, processes.size
@@ -84,10 +73,7 @@ class _Single:
 
 
 def _sums(allocate: Callable[..., Array | None] | None = None) -> Any:
-    """Return a function that returns arrays for sums, cached by their sizes and dtypes.
-
-    Large arrays are in shared memory of the host if `allocate` has room.
-    """
+    """Return a function that returns arrays for sums; large ones by `allocate` if it has room."""
 
     @functools.lru_cache(maxsize=MOST_KEPT)  # Those of a step.
     def sums(leaves: tuple[LeafKey, ...]) -> list[Array]:
@@ -104,13 +90,9 @@ def _sums(allocate: Callable[..., Array | None] | None = None) -> Any:
 class TwoLevelBackend:
     """The backend of one member of a group, over the members of all groups.
 
-    Args:
-        inside: the backend among the members of this group: threads, or processes.
-        outside: the backend among the groups; None on a process that does not communicate for its
-            group.
-        groups: the ranks of each group's members.
-        rank: the rank of this member.
-        sums: returns arrays for sums, the same ones to all threads.
+    `inside` is the backend among the members of this group, threads or processes; `outside` the one
+    among the groups, or None on a process that does not communicate for its group. `sums` returns
+    arrays for sums, the same ones to all threads.
     """
 
     def __init__(
@@ -130,15 +112,11 @@ class TwoLevelBackend:
         self._order = [member for group in groups for member in group]
         self._one_memory = isinstance(inside, ThreadBackend)
         self._sums = sums or _sums()
+        # Reset and closed if the members are processes.
         self._levels: list[Any] = [level for level in (inside, outside) if level is not None]
 
     def all_reduce(
-        self,
-        call: Call,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array],
-        op: ReduceOp,
-        timeout: float,
+        self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
     ) -> None:
         """Reduce in each group, then over the groups, and copy the result."""
         totals, _ = self._reduce(call, inputs, op, lambda: None, timeout)
@@ -149,9 +127,9 @@ class TwoLevelBackend:
     def reduce_update(
         self,
         call: Call,
-        inputs: Sequence[Array],
+        inputs: Arrays,
         op: ReduceOp,
-        prepare: Callable[[], Any],
+        prepare: Prepare,
         update: Update,
         timeout: float,
     ) -> Any:
@@ -172,7 +150,7 @@ class TwoLevelBackend:
                 self._outside.abort(error)
             raise
 
-    def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
         """Concatenate the rows of each group, then those of all groups, in rank order."""
         own = [to_host(rows) for rows in inputs]
         if not self._one_memory:
@@ -186,7 +164,7 @@ class TwoLevelBackend:
         alone = self._inside.size == 1
         return [copy_to(rows if alone else rows.copy(), self.device) for rows in joined]
 
-    def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
         """Broadcast as a sum of the root's bytes and zeros, in which all members take part."""
         own = [np.array(to_host(buffer)).view(np.uint8) for buffer in buffers]
         for flat in own if self.rank != root else ():
@@ -196,21 +174,19 @@ class TwoLevelBackend:
             write_to(buffer, copy_to(total.view(buffer.dtype), self.device))
 
     def reset(self) -> None:
-        """Reset all levels after a failure; only if the members are processes."""
         for level in self._levels:
             level.reset()
 
     def close(self) -> None:
-        """Close all levels; only if the members are processes."""
         for level in self._levels:
             level.close()
 
     def _reduce(
         self,
         call: Call,
-        inputs: Sequence[Array],
+        inputs: Arrays,
         op: ReduceOp,
-        prepare: Callable[[], Any],
+        prepare: Prepare,
         timeout: float,
     ) -> tuple[list[Array], Any]:
         """Return the totals, valid until the next call, and the result of `prepare`."""
@@ -243,7 +219,7 @@ class TwoLevelBackend:
             prepared = prepare()  # Last, so that an earlier failure changes nothing.
         return sums, prepared
 
-    def _gather_apart(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
+    def _gather_apart(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
         """Gather rows if only one process of each group communicates with other groups."""
         lengths = np.array([[len(rows) for rows in inputs]], np.int64)
         joined = self._inside.all_gather(call, [*inputs, lengths], timeout)

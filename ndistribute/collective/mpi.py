@@ -22,12 +22,9 @@ from typing import Any
 import numpy as np
 
 from ndistribute.collective.control import ControlPlane
-from ndistribute.collective.polling import PollingTransport
-from ndistribute.collective.ring import Handle
+from ndistribute.collective.tcp import Handle, Transport
 from ndistribute.device import Array
 from ndistribute.errors import CollectiveTimeoutError, DistributeError, MissingDependencyError
-
-__all__ = ["MpiTransport", "exchange_over_mpi"]
 
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 1e-3
 # A message that was never received stays in MPI. After this many failures its tag is used again;
@@ -39,16 +36,8 @@ _PATIENT_SECONDS = 24 * 3600.0  # Others may still work, and end the job if one 
 _FINALIZE_SECONDS = 30.0  # when all processes have reached it
 
 
-class MpiTransport(PollingTransport):
-    """Moves messages over MPI.
-
-    Args:
-        peers: the control plane of the group, whose ranks are those of `COMM_WORLD`.
-
-    Raises:
-        MissingDependencyError: mpi4py or an MPI library is not installed.
-        DistributeError: the group is not the one that MPI started.
-    """
+class MpiTransport(Transport):
+    """Moves messages over MPI."""
 
     # Measured with 2 processes on 2 cores and MPICH, 16 and 64 MiB: 2.4 and 7.4 ms in blocks of
     # 512 KiB, 1.8 and 6.9 ms of 1 MiB; its own Allreduce: 2.7 and 29 ms.
@@ -72,7 +61,6 @@ class MpiTransport(PollingTransport):
     # A transfer is recorded before MPI gets its memory: an interrupt then loses only a request.
 
     def isend(self, peer: int, *arrays: Array) -> Handle:
-        """Start to send arrays, which must not change until the handle is done."""
         for array in arrays:
             data = array.view(np.uint8)
             transfer = _Transfer(peer, data)
@@ -81,7 +69,6 @@ class MpiTransport(PollingTransport):
         return transfer
 
     def irecv(self, peer: int, array: Array, then: Callable[[], None] | None = None) -> Handle:
-        """Start to receive into an array."""
         data = array.view(np.uint8)
         transfer = _Transfer(peer, data, True, then)
         self._pending.append(transfer)
@@ -152,12 +139,7 @@ class _Transfer:
 
 
 def exchange_over_mpi(blob: bytes) -> list[bytes]:
-    """Return the values of all processes in rank order; every process must call this.
-
-    Raises:
-        MissingDependencyError: mpi4py or an MPI library is not installed.
-        CollectiveTimeoutError: not all processes called it in time.
-    """
+    """Return the values of all processes in rank order; every process must call this."""
     here = _world()
     here.exchanges += 1
     lengths = np.empty(here.size, np.int64)

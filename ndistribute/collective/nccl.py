@@ -20,24 +20,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.collective.backend import Call, Update
-from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.backend import Arrays, Call, Combine, Prepare, T, Update
+from ndistribute.collective.control import BEFORE_ALL, ControlPlane
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
-from ndistribute.collective.rendezvous import Rendezvous
-from ndistribute.collective.step_tracker import BEFORE_ALL
+from ndistribute.collective.threads import Rendezvous
 from ndistribute.collective.workers import Workers
 from ndistribute.device import Array, array_namespace, nccl_module
 from ndistribute.errors import CollectiveTimeoutError, MissingDependencyError, WorkerLostError
 from ndistribute.stream import Stream, settle
 from ndistribute.timeline import span
-
-__all__ = ["NcclBackend", "gather_launches", "make_nccl_backends", "reduction_wire"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger("ndistribute")
 
@@ -51,10 +46,7 @@ def make_nccl_backends(
 ) -> list[NcclBackend]:
     """Return the backends of this process's replicas in one NCCL group with all other replicas.
 
-    Args:
-        rendezvous: the rendezvous of this process's replicas.
-        streams: the device and stream of each replica; the GPUs of all processes are distinct.
-        workers: the processes, whose GPUs connect at the first collective; None: one process.
+    The GPUs of several processes connect at the first collective.
 
     Raises:
         MissingDependencyError: CuPy or NCCL is not installed.
@@ -114,8 +106,7 @@ def reduction_wire(op: ReduceOp, dtype: Any) -> Wire | None:
 def gather_launches(nbytes: Sequence[int], rank: int, source: int, target: int) -> list[Launch]:
     """Return one rank's launches of an all-gather; with unequal sizes, a broadcast per rank.
 
-    `nbytes` are the contributions of all ranks; this rank's data is at `source`, the result at
-    `target`.
+    `nbytes` are the contributions of all ranks; `source` and `target` are addresses.
 
     >>> gather_launches([8, 0, 4], rank=2, source=500, target=100)
     [('broadcast', 100, 100, 8, 'NCCL_UINT8', 0), ('broadcast', 500, 108, 4, 'NCCL_UINT8', 2)]
@@ -172,16 +163,16 @@ class NcclBackend:
         self.rank = group.first + index
         self.size = group.size
         self.owner, self.owners = 0, 1  # Each GPU has its own memory.
-        self._group = group
-        self._index = index
+        self._group, self._index = group, index
         self._stream = group.streams[index]
         self.device = self._stream.device
         self._exchange = functools.partial(group.rendezvous.exchange, index)
-        self.abort, self.close = group.abort, group.close
+        self.abort = group.abort
 
-    def merge(
-        self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
-    ) -> T:
+    def close(self) -> None:
+        self._group.close()
+
+    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
         """Run `combine` once, after the GPUs have finished the work of all replicas."""
 
         def settled(values: Sequence[Any]) -> T:
@@ -195,11 +186,11 @@ class NcclBackend:
     def all_reduce(
         self,
         call: Call,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array],
+        inputs: Arrays,
+        outputs: Arrays,
         op: ReduceOp,
         timeout: float,
-        prepare: Callable[[], Any] | None = None,
+        prepare: Prepare | None = None,
     ) -> Any:
         """Reduce all leaves in one launch; then run `prepare` once, and return its result."""
         launch = functools.partial(self._group.launch, call, timeout=timeout, prepare=prepare)
@@ -216,9 +207,9 @@ class NcclBackend:
     def reduce_update(
         self,
         call: Call,
-        inputs: Sequence[Array],
+        inputs: Arrays,
         op: ReduceOp,
-        prepare: Callable[[], Any],
+        prepare: Prepare,
         update: Update,
         timeout: float,
     ) -> Any:
@@ -232,12 +223,12 @@ class NcclBackend:
         self.merge(call, None, lambda _: None, timeout)
         return prepared
 
-    def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
         """Concatenate the rows of all replicas; the last to arrive allocates memory for all."""
         gather = functools.partial(self._group.gather, call, timeout=timeout)
         return self._exchange(call, inputs, gather, timeout)[self._index]
 
-    def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
         """Copy from the root's GPU."""
         launches = [
             ("broadcast", _address(buffer), _address(buffer), buffer.nbytes, "NCCL_UINT8", root)
@@ -268,14 +259,14 @@ class _Group:
         self.size = sum(counts)
         self._generation = 0
         self._comms = _Communicators(b"", (), 0, 0)  # Nothing is connected.
-        self._end: Callable[[], Any] = lambda: None
+        self.close: Callable[[], Any] = lambda: None  # Ends the communicators, with a deadline.
 
     def launch(
         self,
         call: Call,
         everyone: Sequence[Sequence[Launch]],
         timeout: float,
-        prepare: Callable[[], Any] | None = None,
+        prepare: Prepare | None = None,
         compared: bool = False,
     ) -> Any:
         """Enqueue each replica's launches in its stream, all of them or none.
@@ -347,14 +338,10 @@ class _Group:
         if self._peers is not None:  # Otherwise the kernels end by themselves.
             self._disconnect(cause)
 
-    def close(self) -> None:
-        """End the communicators of this process, with a deadline."""
-        self._end()
-
     def connect(self, call: Call, deadline: float) -> None:
         """Connect the GPUs of all processes; all processes call this together."""
         self._comms.end("abort")  # Communicators of an earlier generation.
-        self._end()
+        self.close()
         peers, check = self._peers, self._watch(call, deadline)
         unique_id = b"" if peers is not None and peers.rank else _make_unique_id()
         if peers is not None:
@@ -364,7 +351,7 @@ class _Group:
             unique_id = peers.exchange(key, unique_id, _left(deadline))[0]
         comms = _Communicators(unique_id, self.streams, self.first, self.size)
         # Also at exit, while CUDA still works.
-        self._end = weakref.finalize(self, _end_orderly, comms, peers)
+        self.close = weakref.finalize(self, _end_orderly, comms, peers)
         self._comms = comms
         comms.connect(check)
 
@@ -389,11 +376,10 @@ class _Group:
 
         def check() -> None:
             if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(
-                    f"{call.title}: the GPUs were not done within {left:g} s. Work that takes "
-                    "longer needs CommunicationOptions(timeout_seconds=...).",
-                    op=call.kind,
-                    sequence=call.sequence,
+                raise call.error(
+                    CollectiveTimeoutError,
+                    f"the GPUs were not done within {left:g} s. Work that takes longer needs "
+                    "CommunicationOptions(timeout_seconds=...).",
                 )
 
         return check

@@ -46,16 +46,10 @@ class ArraySpec(Record, frozen=True):
 
 
 class NestSpec(Record, frozen=True):
-    """A container.
+    """A container."""
 
-    Args:
-        kind: ``"tuple"``, ``"list"``, ``"dict"``, or the module and name of a class.
-        keys: the keys of a dict, or the field names of the class.
-        items: the contents.
-    """
-
-    kind: str
-    keys: tuple[str | int | float | bool | None, ...]
+    kind: str  # "tuple", "list", "dict", or the module and name of a class.
+    keys: tuple[str | int | float | bool | None, ...]  # Of a dict, or the fields of the class.
     items: tuple[PlainSpec | ArraySpec | NestSpec, ...]
 
 
@@ -73,10 +67,8 @@ _decoder: Decoder[Spec] = Decoder(Spec)
 def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
     """Return the values of all processes in rank order; all processes must call this.
 
-    Args:
-        group: the processes.
-        value: plain values and arrays in tuples, lists, dicts, named tuples and dataclasses; or a
-            ValueError or TypeError that all processes should raise.
+    A value consists of plain values and arrays in tuples, lists, dicts, named tuples and
+    dataclasses; or it is a ValueError or TypeError that all processes should raise.
 
     Raises:
         ValueError: on all processes, if one passed a value that others cannot create, or an error.
@@ -97,10 +89,6 @@ def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
 def pack(value: Any) -> bytes:
     """Return a value as bytes.
 
-    Raises:
-        ValueError: another process could not create the value.
-        TypeError: an array contains objects.
-
     >>> unpack(pack({"x": np.ones(2, np.float32), "y": (1, None)}))
     {'x': array([1., 1.], dtype=float32), 'y': (1, None)}
     """
@@ -111,10 +99,8 @@ def unpack(data: bytes, teller: str = "") -> Any:
     """Return the value of bytes from `pack`; its arrays are read-only.
 
     Raises:
-        MalformedError: the bytes are invalid, or name a class that is unknown here. The message
-            starts with `teller`.
-        ValueError: the value is an error of this type, which all processes should raise.
-        TypeError: the same.
+        MalformedError: the bytes are invalid, or name a class that is unknown here.
+        ValueError, TypeError: the value is such an error.
     """
     try:
         spec = _decoder.decode(data)

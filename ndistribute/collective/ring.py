@@ -3,29 +3,37 @@
 Small arrays are packed into buckets, large ones are sent without a copy. Large buffers use a ring,
 which sends the fewest bytes; small ones use the fewest steps. While one block is combined, the next
 ones are in flight. A header precedes the first message to each rank, so ranks compare their calls.
+Float32 may be sent in 16 bits; it is still added in float32.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.collective.backend import Call, Update, update_in_blocks
-from ndistribute.collective.buckets import LeafKey, pack
-from ndistribute.collective.compression import compress, compressed_dtype, decompress
-from ndistribute.collective.control import ControlPlane, WaitMonitor
-from ndistribute.collective.header import HEADER_BYTES, compare, encode
+from ndistribute.collective.backend import (
+    HEADER_BYTES,
+    Arrays,
+    Call,
+    Combine,
+    LeafKey,
+    Prepare,
+    T,
+    Update,
+    compare_headers,
+    encode_header,
+    update_in_blocks,
+)
+from ndistribute.collective.communicator import CommunicationOptions
+from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish
-from ndistribute.collective.schedule import Action, Message, Move, plan_gather, plan_reduce
+from ndistribute.collective.schedule import Action, Message, Move, pack, plan_gather, plan_reduce
+from ndistribute.collective.tcp import Handle, Transport
 from ndistribute.device import Array, Device
 from ndistribute.timeline import span
-
-__all__ = ["Handle", "RingBackend", "Transport"]
-
-T = TypeVar("T")
 
 # The most unfinished messages in each direction: one that is combined, one that arrives, and two
 # that keep the transport busy.
@@ -41,66 +49,26 @@ SMALL_BYTES_OF_TWO = 256 * 1024
 SMALL_BYTES = 64 * 1024
 
 _PACKINGS = 16  # The most cached packings.
+# NumPy has no bfloat16: its bits are sent as integers.
+_ON_THE_WIRE = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 _Space = dict[tuple[np.dtype[Any], int], Array]  # Receive buffers.
-
-
-class Handle(Protocol):
-    """A pending message."""
-
-    @property
-    def done(self) -> bool:
-        """Return True if the message has been received or sent."""
-
-
-class Transport(Protocol):
-    """Moves flat arrays between processes; messages between two processes stay in order."""
-
-    block_bytes: int
-    """The best size of messages: smaller ones cost more, larger ones exceed the cache."""
-
-    def begin(self, patience: WaitMonitor) -> None:
-        """Start a call, whose waits `patience` ends."""
-
-    def isend(self, peer: int, *arrays: Array) -> Handle:
-        """Start to send each array as a message; return the handle of the last one.
-
-        The arrays must not change until the handle is done.
-        """
-
-    def irecv(self, peer: int, array: Array, then: Callable[[], None] | None = None) -> Handle:
-        """Start to receive into an array; call `then` when the message has arrived."""
-
-    def wait(self, handle: Handle) -> None:
-        """Wait until a message is done; keep moving all other messages."""
-
-    def end(self) -> None:
-        """Wait until all messages of the call are done."""
-
-    def close(self) -> None:
-        """Drop all messages, and free the transport's resources."""
 
 
 class RingBackend:
     """The backend of one process in a group of processes.
 
-    Args:
-        peers: the control plane.
-        connect: returns a transport; called again after a failure, when the old one is closed.
-        ranks: the participating ranks in order, including this one; None: all.
-        bytes_per_pack: the most bytes of a bucket and of a message; 0: the transport's choice.
-        wire_dtype: ``"float16"`` or ``"bfloat16"`` sends float32 sums in half the bytes, and rounds
-            each partial sum; None sends them unchanged.
+    `connect` returns a transport; it is called again after a failure, when the old one is closed.
+    `ranks` are the participating ranks in order, including this one; None: all.
     """
 
     def __init__(
         self,
         peers: ControlPlane,
         connect: Callable[[], Transport],
-        *,
         ranks: Sequence[int] | None = None,
-        bytes_per_pack: int = 0,
-        wire_dtype: str | None = None,
+        options: CommunicationOptions | None = None,
     ) -> None:
+        most = 0 if options is None else options.bytes_per_pack
         self._ranks = tuple(range(peers.size) if ranks is None else ranks)
         self.rank = self._ranks.index(peers.rank)
         self.size = len(self._ranks)
@@ -108,28 +76,20 @@ class RingBackend:
         self.owner, self.owners = 0, 1
         self._peers = peers
         self._connect = connect
-        self._bucket_bytes = bytes_per_pack or BUCKET_BYTES
-        self._wire_dtype = wire_dtype
+        self._bucket_bytes = most or BUCKET_BYTES
+        self._wire_dtype = None if options is None else options.wire_dtype
         self._start()
         self._block_bytes = self._transport.block_bytes
-        if bytes_per_pack:
-            self._block_bytes = min(self._block_bytes, max(bytes_per_pack, LEAST_BYTES))
+        if most:
+            self._block_bytes = min(self._block_bytes, max(most, LEAST_BYTES))
         small = SMALL_BYTES_OF_TWO if self.size == 2 else SMALL_BYTES
         self._small_bytes = min(small, self._block_bytes)
 
-    def merge(
-        self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
-    ) -> T:
-        """Run `combine` over the one value of this process; nothing is sent."""
+    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
         return combine([value])
 
     def all_reduce(
-        self,
-        call: Call,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array],
-        op: ReduceOp,
-        timeout: float,
+        self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
     ) -> None:
         """Reduce bucket by bucket; pack one while the one before is in flight."""
         with self._begin(call, timeout) as runner:
@@ -138,9 +98,9 @@ class RingBackend:
     def reduce_update(
         self,
         call: Call,
-        inputs: Sequence[Array],
+        inputs: Arrays,
         op: ReduceOp,
-        prepare: Callable[[], Any],
+        prepare: Prepare,
         update: Update,
         timeout: float,
     ) -> Any:
@@ -153,7 +113,7 @@ class RingBackend:
                     totals[leaf] = bucket.target[place]
             return update_in_blocks(call, inputs, totals, prepare, update)
 
-    def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
         """Exchange the numbers of rows, then send the rows around the ring."""
         with self._begin(call, timeout) as runner:
             counts = np.zeros((self.size, len(inputs)), np.int64)
@@ -170,7 +130,7 @@ class RingBackend:
             self._gather(runner, [whole.reshape(-1) for whole in joined], lengths)
         return joined
 
-    def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
         """Send the root's bytes around the ring; add small buffers to zeros of the other ranks."""
         with self._begin(call, timeout) as runner:
             flats = [array.view(np.uint8) for array in buffers]
@@ -184,7 +144,6 @@ class RingBackend:
                 self._gather(runner, large, [[flat.size * n for n in of_root] for flat in large])
 
     def abort(self, cause: BaseException) -> None:
-        """Make all waits of all processes raise, now and later."""
         self._peers.abort(cause)
 
     def reset(self) -> None:
@@ -193,12 +152,10 @@ class RingBackend:
         self._start()
 
     def close(self) -> None:
-        """Free the buffers and close the transport."""
         self._packing.cache_clear()
         self._transport.close()
 
     def _start(self) -> None:
-        """Create the state that must be new after a failure."""
         self.count = 0
         self._transport = self._connect()
         self._space: _Space = {}
@@ -209,13 +166,13 @@ class RingBackend:
         peers.check()
         self.count += 1
         self._transport.begin(peers.patience(call, timeout))
-        header = encode(call, self.count, peers.where.position, peers.generation)
+        header = encode_header(call, self.count, peers.where.position, peers.generation)
         return Runner(peers, self._transport, self._space, self._ranks, header, call.title)
 
     def _reduce(
         self,
         runner: Runner,
-        inputs: Sequence[Array],
+        inputs: Arrays,
         outputs: Sequence[Array | None],
         op: ReduceOp,
     ) -> tuple[list[Packed], list[Bucket]]:
@@ -277,12 +234,10 @@ class Bucket(NamedTuple):
     parts: Sequence[tuple[slice, Array, Array | None]] = ()
 
     def fill(self) -> None:
-        """Copy the inputs into the source."""
         for place, array, _ in self.parts:
             self.source[place] = array
 
     def drain(self) -> None:
-        """Copy the totals from the target into the outputs."""
         for place, _, output in self.parts:
             if output is not None:
                 output[...] = self.target[place]
@@ -396,7 +351,7 @@ class Runner:
             here, there = self._ranks[self._rank], self._ranks[peer]
             # It does not refer to `self`: a reference cycle would keep the arrays of the call.
             handle = self._expected[peer] = self._transport.irecv(
-                there, theirs, lambda: compare(mine, theirs.tobytes(), here, there)
+                there, theirs, lambda: compare_headers(mine, theirs.tobytes(), here, there)
             )
         return handle
 
@@ -480,7 +435,6 @@ class Runner:
                     self._transport.wait(handle)
 
     def _end(self) -> None:
-        """Wait until all messages of the call are done."""
         with span("wait", self._title):
             self._transport.end()
 
@@ -490,3 +444,46 @@ class Runner:
         if space is None or space.size < length:
             space = self._space[dtype, number] = np.empty(length, dtype)
         return space[:length]
+
+
+def compressed_dtype(wire_dtype: str | None, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """Return the dtype in which arrays of `dtype` are sent, or None if they are sent unchanged.
+
+    Only float32 is compressed.
+
+    >>> wire = np.empty(3, compressed_dtype("bfloat16", np.dtype("f4")))
+    >>> decompress(compress(np.float32([1.0, 1.01, np.inf]), wire), np.empty(3, "f4")).tolist()
+    [1.0, 1.0078125, inf]
+    """
+    return _ON_THE_WIRE[wire_dtype] if wire_dtype and dtype == np.float32 else None
+
+
+def compress(values: Array, out: Array) -> Array:
+    """Round float32 values into `out`, an array of a `compressed_dtype`, and return it."""
+    if out.dtype == np.float16:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            out[...] = values
+        return out
+    bits = values.view(np.uint32)
+    # Add just under half a unit of the last kept bit, plus that bit: the sum carries into the upper
+    # half exactly if rounding to nearest, ties to even, rounds up.
+    rounded = (bits >> 16) & 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    out[...] = rounded
+    unordered = np.isnan(values)
+    if unordered.any():
+        out[unordered] = 0x7FC0  # The carry may have turned a NaN into an infinity.
+    return out
+
+
+def decompress(wire: Array, out: Array) -> Array:
+    """Convert a compressed array to float32 in `out`, and return it."""
+    if wire.dtype == np.float16:
+        out[...] = wire
+        return out
+    bits = out.view(np.uint32)
+    bits[...] = wire
+    bits <<= 16
+    return out

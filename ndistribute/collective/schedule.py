@@ -15,31 +15,22 @@ recursive_doubling_all_reduce  floor(log2 n) (+2)  length in each step that send
 The steps of all buffers become moves, which record their dependencies, so that several messages are
 in flight: a send waits for the data that it forwards, a receive for the send that still reads its
 place. Ranges in a schedule are equal or disjoint: blocks are reduced and forwarded as received.
+A message per array (leaf) would cost a latency each, so small leaves of one dtype share a buffer.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ndistribute.collective.buckets import blocks
+import numpy as np
+
+from ndistribute.collective.backend import LeafKey, blocks
 from ndistribute.device import Array
-
-__all__ = [
-    "Action",
-    "Message",
-    "Move",
-    "Step",
-    "chunk_cuts",
-    "plan_gather",
-    "plan_reduce",
-    "recursive_doubling_all_reduce",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "segmented",
-]
+from ndistribute.transport.shared_memory import ALIGNMENT
 
 
 class Action(enum.Enum):
@@ -87,6 +78,43 @@ class Move(NamedTuple):
     total: bool  # Whether the result is the total of all ranks.
 
 
+def pack(
+    leaves: Sequence[LeafKey], bucket_bytes: int
+) -> list[tuple[np.dtype[Any], dict[int, slice]]]:
+    """Return the place of every non-empty leaf in a bucket of its dtype.
+
+    The last leaf comes first, in the order of a backward pass: Li et al., "PyTorch Distributed:
+    Experiences on Accelerating Data Parallel Training", 2020, section 3.2.3. A leaf is never split;
+    one that is larger than `bucket_bytes` has a bucket of its own.
+
+    Per bucket, in the order in which they fill, the result has its dtype and the places of its
+    leaves by their indices, in ascending order. Places start at multiples of 64 bytes. Reductions
+    also process the gaps between them, so a buffer must start as zeros to avoid floating-point
+    warnings.
+
+    >>> f4 = np.dtype(np.float32)
+    >>> for _, places in pack([(f4, 100), (f4, 20), (f4, 0), (f4, 3)], bucket_bytes=256):
+    ...     print(places)
+    {3: slice(0, 3, None), 1: slice(16, 36, None)}
+    {0: slice(0, 100, None)}
+    """
+    buckets: list[tuple[np.dtype[Any], dict[int, slice]]] = []
+    filling: dict[np.dtype[Any], tuple[dict[int, slice], int]] = {}  # With its length.
+    for leaf in reversed(range(len(leaves))):
+        dtype, size = leaves[leaf]
+        if size == 0:
+            continue
+        places, end = filling.get(dtype, ({}, 0))
+        step = ALIGNMENT // math.gcd(ALIGNMENT, dtype.itemsize)
+        start = -(-end // step) * step
+        if not end or (start + size) * dtype.itemsize > bucket_bytes:
+            places, start = {}, 0
+            buckets.append((dtype, places))
+        places[leaf] = slice(start, start + size)
+        filling[dtype] = places, start + size
+    return buckets
+
+
 def plan_reduce(
     size: int,
     rank: int,
@@ -94,7 +122,7 @@ def plan_reduce(
     small_bytes: int,
     block_bytes: int,
 ) -> list[Move]:
-    """Return the moves of an all-reduce of several buffers.
+    """Return the moves of a rank in an all-reduce of several buffers.
 
     Args:
         size: the number of ranks.

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndistribute.collective.backend import Call
-from ndistribute.collective.header import HEADER_BYTES, compare, encode
+from ndistribute.collective.backend import HEADER_BYTES, Call, compare_headers, encode_header
 from ndistribute.device import Array
 from ndistribute.errors import DistributeError
 from ndistribute.ownership import COUNTS_TELL, ArrayOwner
@@ -35,7 +34,6 @@ from ndistribute.transport.shared_memory import ALIGNMENT, make_file, padded
 if TYPE_CHECKING:
     from ndistribute.collective.control import ControlPlane
 
-__all__ = ["Segment"]
 
 # The page of each process: its counter, and the headers of its last two calls.
 _PAGE = 64 * 1024  # A multiple of all page sizes.
@@ -58,15 +56,9 @@ class Segment:
     """The shared memory and the barrier of the processes of this host.
 
     All processes make the same calls, and in each call `begin`, `arrive` and `wait` equally often.
-    After `wait`, a process sees all data that the others wrote before they called `arrive`.
-
-    Args:
-        peers: the control plane; all processes of all hosts create their segment together.
-        ranks: the ranks on this host, including this one.
-        head: the bytes at the start of a bucket that `allocate` does not use.
-
-    Attributes:
-        rank: the index of this process in `ranks`.
+    After `wait`, a process sees all data that the others wrote before they called `arrive`. This
+    process is number `rank` of the `ranks` of this host. `allocate` does not use the first `head`
+    bytes of a bucket.
 
     Raises:
         DistributeError: the memory cannot be created or mapped.
@@ -101,7 +93,7 @@ class Segment:
         """Start a call, or raise if the group is broken; the next `wait` compares the calls."""
         self._peers.check()
         self._calls += 1
-        self._header = encode(call, self._calls, self._peers.where.position)
+        self._header = encode_header(call, self._calls, self._peers.where.position)
         self._headers[self._calls & 1][self.rank][:] = self._header
 
     def arrive(self) -> None:
@@ -130,7 +122,7 @@ class Segment:
             for rank, header in enumerate(self._headers[self._calls & 1]):
                 theirs = header.tobytes()  # Comparing views is slower.
                 if theirs != self._header:
-                    compare(self._header, theirs, self._ranks[self.rank], self._ranks[rank])
+                    compare_headers(self._header, theirs, self._ranks[self.rank], self._ranks[rank])
             self._header = None
 
     def _wait_long(self, arrived: int, call: Call, timeout: float) -> None:
@@ -216,11 +208,7 @@ class Segment:
 
 
 def _shared_memory(peers: ControlPlane, ranks: Sequence[int], head: int) -> mmap.mmap:
-    """Map the file of this host, which its first process creates.
-
-    Raises:
-        DistributeError: the file cannot be created or mapped.
-    """
+    """Map the file of this host, which its first process creates."""
     room, made = _room(), -1
     card: dict[str, Any] = {"room": room}
     try:

@@ -7,6 +7,7 @@ order; NCCL chooses the order of a floating-point sum itself.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -16,17 +17,19 @@ from ndistribute.collective.bootstrap import (
     info_from_exchange,
     info_from_rank_0,
 )
-from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.communicator import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    Communicator,
+)
 from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.levels import TwoLevelBackend, host_groups, join_replicas
 from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.nccl import make_nccl_backends
-from ndistribute.collective.options import CommunicationImplementation, CommunicationOptions
-from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.collective.ring import RingBackend
 from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.tcp import TcpTransport
-from ndistribute.collective.threads import ThreadBackend
+from ndistribute.collective.threads import Rendezvous, ThreadBackend
 from ndistribute.collective.workers import ProcessBackend, ReplicaGroup, Workers
 from ndistribute.device import Device, nccl_available
 from ndistribute.stream import Stream
@@ -88,28 +91,17 @@ def make_group(
 ) -> ReplicaGroup:
     """Return the communicators of the replicas of this process.
 
-    Args:
-        devices: the device of each replica; a GPU may occur several times.
-        cross_device_ops: how to reduce in one process; None: NCCL for distinct GPUs.
-        central: whether all replicas update one copy of a variable.
-        workers: the other processes of the job; None if there are none.
+    A GPU may occur several times. With `central`, all replicas update one copy of a variable.
 
     >>> [c.rank for c in make_group([Device("cpu:0"), Device("cpu:1")]).communicators]
     [0, 1]
     """
     rendezvous = Rendezvous(len(devices))
     streams = [Stream(device) for device in devices]
-    spaces = ["central" if central else device.memory_space for device in devices]
+    homes = ["central" if central else device.memory_space for device in devices]
+    alone = isinstance(cross_device_ops, ReductionToOneDevice)
     threads = [
-        ThreadBackend(
-            rendezvous,
-            streams,
-            rank,
-            owner=spaces[:rank].count(space),
-            owners=spaces.count(space),
-            one_device=isinstance(cross_device_ops, ReductionToOneDevice),
-        )
-        for rank, space in enumerate(spaces)
+        ThreadBackend(rendezvous, streams, homes, rank, alone) for rank in range(len(devices))
     ]
     if workers is None:
         nccl = not central and _wants_nccl(devices, cross_device_ops)
@@ -140,12 +132,7 @@ def join_workers(
 ) -> Workers:
     """Return the group of all processes of the job, once all have joined.
 
-    Args:
-        addresses: the addresses of all processes in rank order; empty under MPI. If only the
-            address of rank 0 is known, the others are empty strings.
-        rank: the rank of this process.
-        devices: the devices of the replicas of this process.
-        options: the transport between processes, and the time in which all processes must start.
+    Under MPI, `addresses` is empty. If only that of rank 0 is known, the others are empty strings.
 
     Raises:
         CollectiveTimeoutError: not all processes started in time.
@@ -186,13 +173,8 @@ def _process_backend(
     peers: ControlPlane, options: CommunicationOptions, over_mpi: bool
 ) -> ProcessBackend:
     def ring(ranks: Sequence[int]) -> RingBackend:
-        return RingBackend(
-            peers,
-            lambda: MpiTransport(peers) if over_mpi else TcpTransport(peers),
-            ranks=ranks,
-            bytes_per_pack=options.bytes_per_pack,
-            wire_dtype=options.wire_dtype,
-        )
+        transport = MpiTransport if over_mpi else TcpTransport
+        return RingBackend(peers, functools.partial(transport, peers), ranks, options)
 
     wish = options.implementation
     if wish is CommunicationImplementation.MPI and not over_mpi:
@@ -215,11 +197,7 @@ def _process_backend(
 
 
 def nccl_obstacle(identities: Sequence[Sequence[str]], hosts: Sequence[str]) -> str | None:
-    """Return why NCCL cannot connect the devices of all workers; None if it can.
-
-    Args:
-        identities: the `device_identity` of each device of each worker.
-        hosts: the host identity of each worker.
+    """Return why NCCL cannot connect the devices of all workers, given by `device_identity`.
 
     >>> nccl_obstacle([["gpu 0000:3B:00.0"], ["cpu"]], ["a", "b"])
     'worker 1 has a replica on a CPU, and NCCL connects only GPUs'

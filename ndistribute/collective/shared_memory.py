@@ -11,13 +11,23 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndistribute.collective.backend import Call, Update, update_in_blocks
-from ndistribute.collective.buckets import LeafKey, blocks, cut, owned_ranges
+from ndistribute.collective.backend import (
+    Arrays,
+    Call,
+    Combine,
+    LeafKey,
+    Prepare,
+    T,
+    Update,
+    blocks,
+    owned_ranges,
+    update_in_blocks,
+)
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.segment import Segment
 from ndistribute.device import Array, Device
@@ -27,9 +37,6 @@ from ndistribute.transport.shared_memory import padded
 if TYPE_CHECKING:
     from ndistribute.collective.control import ControlPlane
 
-__all__ = ["SharedMemoryBackend"]
-
-T = TypeVar("T")
 
 # Other arrays of the caller are streamed through two alternating windows of the bucket, which fit
 # into a core's second-level cache: 3.7 ms for 16 MiB, where a whole copy took 5.1. A process that
@@ -53,13 +60,10 @@ _key = operator.attrgetter("dtype", "size")  # Of a leaf.
 
 
 class SharedMemoryBackend:
-    """The backend of a process among the processes of its host.
+    """The backend of a process among the processes of its host, which `rank` and `size` count.
 
-    `rank` and `size` count the processes of this host.
-
-    Args:
-        peers: the control plane; all processes create their backends together.
-        ranks: the ranks on this host, including this one; None: all.
+    `ranks` are those of this host, including this one; None: all. All processes of all hosts create
+    their backends together.
 
     Raises:
         DistributeError: the memory cannot be created or mapped.
@@ -82,19 +86,11 @@ class SharedMemoryBackend:
         self._window = 0
         self._failed = False  # The others may still read arrays of `allocate`.
 
-    def merge(
-        self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
-    ) -> T:
-        """Run `combine` over this process's value; nothing is sent."""
+    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
         return combine([value])
 
     def all_reduce(
-        self,
-        call: Call,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array],
-        op: ReduceOp,
-        timeout: float,
+        self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
     ) -> None:
         """Reduce chunk by chunk; reduce arrays of `allocate` in place."""
         try:
@@ -130,9 +126,9 @@ class SharedMemoryBackend:
     def reduce_update(
         self,
         call: Call,
-        inputs: Sequence[Array],
+        inputs: Arrays,
         op: ReduceOp,
-        prepare: Callable[[], Any],
+        prepare: Prepare,
         update: Update,
         timeout: float,
     ) -> Any:
@@ -174,7 +170,7 @@ class SharedMemoryBackend:
             self.abort(error)
             raise
 
-    def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
         """Exchange the numbers of rows, then concatenate the rows of all processes."""
         try:
             self._segment.begin(call)
@@ -205,7 +201,7 @@ class SharedMemoryBackend:
             self.abort(error)
             raise
 
-    def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
         """Copy from the root's bucket."""
         try:
             self._segment.begin(call)
@@ -227,7 +223,6 @@ class SharedMemoryBackend:
         return self.allocate(dtype, shape)
 
     def abort(self, cause: BaseException) -> None:
-        """Make all waits of all processes raise."""
         self._failed = True
         self._peers.abort(cause)
 
@@ -250,15 +245,15 @@ class SharedMemoryBackend:
         for chunk in cut(leaves, WHOLE_BYTES if whole else WINDOW_BYTES):
             window = 2 if whole else 1 - window  # Whole chunks are behind the windows.
             pieces = []
-            for leaf, dtype, start, stop, offset in chunk:
-                place = window * WINDOW_BYTES + offset, dtype, stop - start
+            for leaf, start, stop, offset in chunk:
+                place = window * WINDOW_BYTES + offset, leaves[leaf][0], stop - start
                 everyone = [self._segment.view(rank, *place) for rank in range(self.size)]
                 pieces.append((leaf, slice(start, stop), everyone))
             chunks.append(pieces)
         return chunks
 
     def _show(
-        self, call: Call, title: str, chunk: list[_Piece], leaves: Sequence[Array], timeout: float
+        self, call: Call, title: str, chunk: list[_Piece], leaves: Arrays, timeout: float
     ) -> None:
         """Write a chunk of leaves, or nothing, into the bucket; wait until all have done so."""
         self._window = 1 - self._window  # Nobody reads that window any more.
@@ -271,15 +266,13 @@ class SharedMemoryBackend:
         self._segment.wait(call, timeout)
 
     def _show_whole(
-        self, call: Call, arrays: Sequence[Array], timeout: float, *, copy: bool = True
+        self, call: Call, arrays: Arrays, timeout: float, *, copy: bool = True
     ) -> tuple[list[list[Array]], bool]:
         """Make flat arrays readable to the others until this process arrives again.
 
-        Arrays outside the bucket are copied into it if `copy` is True and there is room.
-
-        Returns:
-            Per array, the arrays of all processes, or none unless all have it in their buckets; and
-            whether the others read arrays to which the caller may write.
+        Arrays outside the bucket are copied into it if `copy` is True and there is room. Return per
+        array the arrays of all processes, or none unless all have it in their buckets; and whether
+        the others read arrays to which the caller may write.
         """
         segment, free, end = self._segment, _WHOLE, _WHOLE + WHOLE_BYTES
         segment.wait(call, timeout)  # Until nobody reads the earlier data.
@@ -302,9 +295,7 @@ class SharedMemoryBackend:
             everyone.append(shown)
         return everyone, max(own, default=0) >= end
 
-    def _sum(
-        self, call: Call, inputs: Sequence[Array], op: ReduceOp, timeout: float
-    ) -> list[Array]:
+    def _sum(self, call: Call, inputs: Arrays, op: ReduceOp, timeout: float) -> list[Array]:
         """Return the reduced inputs, in arrays that the next call overwrites."""
         totals = self._totals(tuple(map(_key, inputs)))
         self.all_reduce(call, inputs, totals, op, timeout)
@@ -339,7 +330,35 @@ class SharedMemoryBackend:
         self._segment.wait(call, timeout)
 
 
-def _nbytes(arrays: Sequence[Array]) -> int:
+def cut(leaves: Sequence[LeafKey], limit: int) -> list[list[tuple[int, int, int, int]]]:
+    """Concatenate leaves and cut them into chunks of at most `limit` bytes, a multiple of 64.
+
+    A chunk has tuples of a leaf, the start and stop of its range, and the offset in bytes of the
+    range in the chunk. If all leaves are empty, there is one empty chunk.
+
+    >>> f4 = np.dtype(np.float32)
+    >>> cut(((f4, 20), (f4, 40)), limit=128)
+    [[(0, 0, 20, 0)], [(1, 0, 32, 0)], [(1, 32, 40, 0)]]
+    """
+    chunks: list[list[tuple[int, int, int, int]]] = [[]]
+    used = 0
+    for leaf, (dtype, size) in enumerate(leaves):
+        start = 0
+        while start < size:
+            room = (limit - used) // dtype.itemsize
+            # Do not split small leaves.
+            if room < min(size - start, limit // 2 // dtype.itemsize):
+                chunks.append([])
+                used = 0
+                continue
+            stop = min(size, start + room)
+            chunks[-1].append((leaf, start, stop, used))
+            used += padded((stop - start) * dtype.itemsize)
+            start = stop
+    return chunks
+
+
+def _nbytes(arrays: Arrays) -> int:
     return sum([array.nbytes for array in arrays])
 
 

@@ -26,12 +26,7 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 from ndistribute.transport.codec import Decoder, Record
-from ndistribute.transport.connection import (
-    Connection,
-    ConnectionLostError,
-    connect,
-    unix_wanted,
-)
+from ndistribute.transport.connection import Connection, ConnectionLostError, connect, unix_wanted
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen_unix
 from ndistribute.transport.waiting import WaitReport
@@ -172,10 +167,6 @@ class Star:
 
     It calls `on_message` with the sender's rank and the message. If the connection to rank 0 ends,
     `on_message` gets `Lost` from rank 0.
-
-    Raises:
-        CollectiveTimeoutError: rank 0 was not reached within `timeout` seconds.
-        AuthenticationError: rank 0 does not know the job's secret, or refuses this process.
     """
 
     def __init__(

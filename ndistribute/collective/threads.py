@@ -1,27 +1,37 @@
-"""The backend for replicas that are threads of one process.
+"""Replicas that are threads of one process: how they meet, and the backend among them.
 
-Replicas can read each other's arrays, so nothing is packed or sent. Each replica owns a slice: it
-adds that slice of all arrays in replica order, and writes the sum to its destinations. The last
-replica to arrive reduces small arrays alone, which saves the second meeting.
+All collectives among them are built on `Rendezvous`. Replicas can read each other's arrays, so
+nothing is packed or sent. Each replica owns a slice: it adds that slice of all arrays in replica
+order, and writes the sum to its destinations. The last replica to arrive reduces small arrays
+alone, which saves the second meeting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+import copy
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ndistribute.collective.backend import Call, Update
-from ndistribute.collective.buckets import blocks, owned_ranges
+from ndistribute.collective.backend import (
+    Arrays,
+    Call,
+    Combine,
+    Prepare,
+    T,
+    Update,
+    blocks,
+    check_calls,
+    owned_ranges,
+)
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.collective.rendezvous import Rendezvous
 from ndistribute.device import Array, array_namespace, copy_to, device_of, is_gpu_array
+from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError
 from ndistribute.stream import Stream, settle, write_to
 from ndistribute.timeline import recorded
 
-__all__ = ["ThreadBackend", "owned_blocks"]
-
-T = TypeVar("T")
-
+SLICE_SECONDS = 1.0  # Of a wait.
 # Up to this size, the last replica to arrive reduces alone. Measured on 2 cores with 2 replicas:
 # the second meeting costs 100 to 150 us, in which one core reduces about as many bytes.
 SMALL_BYTES = 1024 * 1024
@@ -32,39 +42,195 @@ SMALL_BYTES = 1024 * 1024
 BLOCK_BYTES = 512 * 1024
 
 
+class Meeting:
+    """One rendezvous: a context that the last replica to arrive enters while the others wait."""
+
+    __slots__ = ("_rendezvous", "arrived", "calls", "done", "error", "last", "result", "values")
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self.calls: list[Any] = [None] * rendezvous.size
+        self.values: list[Any] = [None] * rendezvous.size  # In replica order.
+        self.arrived = 0
+        self.last: int | None = None  # The replica that enters the context.
+        self.result: Any = None  # Set in the context.
+        self.error: BaseException | None = None
+        self.done = threading.Lock()  # Free at the end; each waiter releases it again.
+        self.done.acquire()
+
+    def __enter__(self) -> None:
+        try:
+            if self.calls.count(self.calls[0]) < len(self.calls):
+                check_calls(self.calls)
+        except BaseException as error:
+            self._rendezvous.end(self, error)
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._rendezvous.end(self, error)
+        if error is None and self.error is not None:  # A waiter gave up during the context.
+            raise _for_waiter(self.error)
+
+
+class Rendezvous:
+    """A reusable rendezvous of `size` threads, one per replica.
+
+    If a replica returns, raises or is too late, the waits of the others raise at once.
+
+    >>> alone = Rendezvous(1)
+    >>> alone.exchange(0, Call(1, "merge_call"), 20, lambda values: values[0] + 1, timeout=1.0)
+    21
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._mutex = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Clear the state of the last step; no thread may be in a call."""
+        self._returned: tuple[int, int] | None = None
+        self._cause: BaseException | None = None
+        self._meeting: Meeting | None = None
+
+    def refuse_in_fork(self, cause: BaseException) -> None:
+        """Let nobody meet in a forked child, which has one thread; another may hold the lock."""
+        self._mutex = threading.Lock()
+        self.reset()
+        self._cause = cause
+
+    def exchange(self, rank: int, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
+        """Wait for all replicas, and return the combination of their values.
+
+        The last replica to arrive calls `combine` once, with the values in replica order.
+
+        Raises:
+            CollectiveMismatchError: the calls differ, or another replica has returned.
+            CollectiveTimeoutError: not all replicas arrived in time.
+            WorkerLostError: another replica failed; its exception is the ``__cause__``.
+        """
+        meeting = self.join(rank, call, value, timeout)
+        if meeting.last == rank:
+            with meeting:
+                meeting.result = combine(meeting.values)
+        return meeting.result  # type: ignore[no-any-return]
+
+    @recorded(lambda meeting, self, rank, call, *_: ("wait", call.title))
+    def join(self, rank: int, call: Call, value: Any, timeout: float) -> Meeting:
+        """Return the meeting at its end, but at once to the last to arrive, which must enter it."""
+        with self._mutex:
+            if self._cause is not None:
+                raise _for_waiter(self._cause)
+            if self._returned is not None:
+                raise self._skipped(call, rank)
+            if self._meeting is None:
+                self._meeting = Meeting(self)
+            meeting = self._meeting
+            meeting.calls[rank] = call
+            meeting.values[rank] = value
+            meeting.arrived += 1
+            if meeting.arrived == self.size:
+                meeting.last = rank
+                return meeting
+        self._wait(meeting, rank, call, timeout)
+        if meeting.error is not None:
+            raise _for_waiter(meeting.error)
+        return meeting
+
+    def leave(self, rank: int, calls_made: int) -> None:
+        """Record that a replica has returned from its step; make the waits of the others raise."""
+        with self._mutex:
+            self._returned = self._returned or (rank, calls_made)
+            meeting = self._meeting
+            calls = [] if meeting is None else list(filter(None, meeting.calls))
+        if meeting is not None and calls:
+            self.end(meeting, self._skipped(calls[0], meeting.calls.index(calls[0])))
+
+    def abort(self, cause: BaseException) -> None:
+        """Make all waits raise because of the first `cause` passed, now and later."""
+        with self._mutex:  # Or a replica that now starts a meeting would wait forever.
+            if self._cause is None:
+                self._cause = cause
+            meeting = self._meeting
+        self.end(meeting, self._cause)
+
+    def end(self, meeting: Meeting | None, error: BaseException | None) -> None:
+        """End a meeting, unless it has ended."""
+        with self._mutex:
+            if meeting is not None and meeting is self._meeting:
+                meeting.error = error
+                self._meeting = None
+                meeting.done.release()
+
+    def _wait(self, meeting: Meeting, rank: int, call: Call, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            # In slices: an interrupt just before a sleep is handled only after it, and may prevent
+            # another replica from releasing the lock.
+            if meeting.done.acquire(timeout=min(left, SLICE_SECONDS)):
+                meeting.done.release()
+                return
+            if meeting is not self._meeting:
+                return
+        absent = [other for other, held in enumerate(meeting.calls) if held is None]
+        text = (
+            f"replica {rank} waited {timeout:g} s for replica(s) "
+            f"{', '.join(map(str, absent)) or 'in the reduction'}. If they need more time, "
+            "raise CommunicationOptions(timeout_seconds=...)."
+        )
+        error = call.error(CollectiveTimeoutError, text, absent[0] if absent else None)
+        with self._mutex:
+            if meeting is self._meeting:
+                self._cause = self._cause or error
+        self.end(meeting, error)
+
+    def _skipped(self, call: Call, waiting: int) -> CollectiveMismatchError:
+        rank, made = self._returned or (0, 0)
+        text = (
+            f"replica {rank} returned after {made} collective call(s) while replica {waiting} "
+            f"called {call}. Every replica must make the same calls in the same order."
+        )
+        return call.error(CollectiveMismatchError, text, rank)
+
+
+def _for_waiter(error: BaseException) -> BaseException:
+    """Return a waiter's own exception, because an exception has the traceback of one thread."""
+    if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError):
+        own = copy.copy(error)
+        own.__notes__ = []  # A shallow copy shares the list, and each replica adds its own note.
+        return own
+    lost = WorkerLostError(
+        f"another replica failed with {type(error).__name__}: {error}. This replica was waiting "
+        "for it in a collective."
+    )
+    lost.__cause__ = error
+    return lost
+
+
 class ThreadBackend:
     """The backend of one replica among the threads of its process.
 
-    Args:
-        rendezvous: the rendezvous of all replicas.
-        streams: the device and stream of each replica.
-        rank: the index of this replica.
-        owner: its index among the replicas that update the same memory.
-        owners: the number of replicas that update that memory.
-        one_device: whether one replica reduces alone, whatever the size.
+    `streams` are those of all replicas, `homes` the names of the memories that they update. With
+    `one_device`, one replica reduces alone, whatever the size.
     """
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         streams: Sequence[Stream],
+        homes: Sequence[str],
         rank: int,
-        *,
-        owner: int,
-        owners: int,
         one_device: bool = False,
     ) -> None:
         self.rank, self.size = rank, rendezvous.size
-        self.owner, self.owners = owner, owners
+        self.owner, self.owners = homes[:rank].count(homes[rank]), homes.count(homes[rank])
         self.device = streams[rank].device
         self._rendezvous = rendezvous
         self._stream = streams[rank]
         self._gpus = [stream for stream in streams if stream.on_gpu]
         self._one_device = one_device
 
-    def merge(
-        self, call: Call, value: Any, combine: Callable[[Sequence[Any]], T], timeout: float
-    ) -> T:
+    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
         """Run `combine` once, on the thread of the last replica to arrive."""
         if self._gpus:  # Other streams read what this one has computed.
             self._stream.synchronize()
@@ -77,12 +243,7 @@ class ThreadBackend:
         return meeting.result  # type: ignore[no-any-return]
 
     def all_reduce(
-        self,
-        call: Call,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array],
-        op: ReduceOp,
-        timeout: float,
+        self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
     ) -> None:
         """Reduce by slice owners, or by the last replica to arrive if that is faster."""
         if self._gpus:
@@ -126,9 +287,9 @@ class ThreadBackend:
     def reduce_update(
         self,
         call: Call,
-        inputs: Sequence[Array],
+        inputs: Arrays,
         op: ReduceOp,
-        prepare: Callable[[], Any],
+        prepare: Prepare,
         update: Update,
         timeout: float,
     ) -> Any:
@@ -149,7 +310,7 @@ class ThreadBackend:
         self._meet_again(call, timeout)
         return prepared
 
-    def all_gather(self, call: Call, inputs: Sequence[Array], timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
         """Concatenate the rows of all replicas; each replica makes its own copy."""
         everyone = self.merge(call, inputs, list, timeout)
         joined = [
@@ -159,7 +320,7 @@ class ThreadBackend:
         self._meet_again(call, timeout)
         return joined
 
-    def broadcast(self, call: Call, buffers: Sequence[Array], root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
         """Copy from the root's buffers."""
         everyone = self.merge(call, buffers, list, timeout)
         if self.rank != root:
@@ -168,7 +329,6 @@ class ThreadBackend:
         self._meet_again(call, timeout)
 
     def abort(self, cause: BaseException) -> None:
-        """Make all waits of this process's replicas raise."""
         self._rendezvous.abort(cause)
 
     def _meet_again(self, call: Call, timeout: float) -> None:
@@ -181,7 +341,7 @@ class ThreadBackend:
 
 
 def owned_blocks(
-    arrays: Sequence[Array], owners: int, owner: int, block_bytes: int = BLOCK_BYTES
+    arrays: Arrays, owners: int, owner: int, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, slice]]:
     """Yield an owner's part of flat arrays in blocks that fit the cache; on GPUs in one block.
 

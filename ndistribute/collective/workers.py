@@ -16,11 +16,10 @@ from typing import Any, Protocol
 from ndistribute import timeline
 from ndistribute.blas import core_numbers, cores_of_one, limited_blas, set_by_user
 from ndistribute.collective.backend import Backend
-from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.communicator import CommunicationOptions, Communicator
 from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.objects import all_gather_object
-from ndistribute.collective.options import CommunicationOptions
-from ndistribute.collective.rendezvous import Rendezvous
+from ndistribute.collective.threads import Rendezvous
 from ndistribute.device import Array, Device, device_identity
 from ndistribute.errors import CollectiveMismatchError
 from ndistribute.stream import Stream
@@ -28,21 +27,13 @@ from ndistribute.stream import Stream
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """The communicators of the replicas of one process.
-
-    Args:
-        communicators: the communicator of each replica, in replica order.
-        rendezvous: their rendezvous.
-        streams: the device and stream of each replica.
-        workers: the other processes; None if there are none.
-        end_devices: frees the communicators' resources on devices; None if there are none.
-    """
+    """The communicators of the replicas of one process, in replica order."""
 
     communicators: Sequence[Communicator]
     rendezvous: Rendezvous
-    streams: Sequence[Stream]
-    workers: Workers | None = None
-    end_devices: Callable[[], None] | None = None
+    streams: Sequence[Stream]  # With the device of each replica.
+    workers: Workers | None = None  # The other processes, if any.
+    end_devices: Callable[[], None] | None = None  # Frees resources on devices.
 
     def begin(self) -> None:
         """Start a step; all replicas must have left the last one."""
@@ -90,16 +81,9 @@ class ProcessBackend(Backend, Protocol):
 
 
 class Workers:
-    """The group of all processes of the job.
-
-    Args:
-        peers: the control plane.
-        backend: the backend between the processes.
-        devices: the devices of the replicas of this process.
-        options: the options of collectives without options of their own.
+    """The group of all processes of the job, with the control plane and the backend between them.
 
     Attributes:
-        rank: the index of this process among `size` processes.
         identities: the `device_identity` of each device of each process.
         cores: the number of this host's cores for this process.
     """
@@ -143,20 +127,14 @@ class Workers:
         return all(devices == ["cpu"] for devices in self.identities)
 
     def enter(self) -> None:
-        """Start a step; after a failure, wait until all processes do so.
-
-        Raises:
-            WorkerLostError: a process failed since the last step, or was lost.
-            RuntimeError: this process is a fork of the one that joined the group.
-        """
+        """Start a step; after a failure, wait until all processes do so."""
         self.peers.enter(self.backend.reset, self.options.timeout)
 
     @contextlib.contextmanager
     def meeting(self, purpose: str = "") -> Iterator[Communicator]:
         """Yield the communicator of processes, in a step of its own unless a step is running.
 
-        Args:
-            purpose: what its calls are for, equal on all processes.
+        `purpose` is what its calls are for, equal on all processes.
         """
         communicator = self.communicator
         communicator.purpose = purpose
@@ -185,15 +163,7 @@ class Workers:
             return communicator.all_gather(value, axis)
 
     def agree(self, value: Array, what: str) -> Any:
-        """Return the array that process 0 passed, if all processes passed an array of its kind.
-
-        Args:
-            value: an array of the same shape and dtype on all processes.
-            what: its description, equal on all processes.
-
-        Raises:
-            CollectiveMismatchError: descriptions, shapes or dtypes differ; on all processes.
-        """
+        """Return the array of process 0; raise if descriptions, shapes or dtypes differ."""
         with self.meeting("the creation of a variable") as communicator:
             own = f"{what} of shape {value.shape} and dtype {value.dtype}"
             first, *others = all_gather_object(communicator, own)

@@ -24,9 +24,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from ndistribute import tree
 from ndistribute.cluster.resolvers import ClusterResolver
+from ndistribute.coordinator.closures import (
+    Closure,
+    ClosureQueue,
+    PerWorkerDataset,
+    RemoteValue,
+    dump_for,
+)
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
-from ndistribute.coordinator.queue import ClosureQueue
-from ndistribute.coordinator.remote_value import Closure, PerWorkerDataset, RemoteValue, dump_for
 from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, WorkerService
 from ndistribute.timeline import recorded
 from ndistribute.transport.codec import Decoder, MalformedError
@@ -79,11 +84,11 @@ class ClusterCoordinator:
         self.strategy = strategy
         """The strategy whose variables the functions use."""
         self._pickled: WeakKeyDictionary[Any, tuple[str, Pickled]] = WeakKeyDictionary()
-        patience = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
+        timeout = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
         connectors = _connectors(strategy.cluster_resolver)
-        self._queue = ClosureQueue(tuple(connectors), patience)
-        self._series = f"closures#{secrets.token_hex(8)}"
-        self._longest_pause = patience / 4
+        self._queue = ClosureQueue(tuple(connectors), timeout)
+        self._client_id = f"closures#{secrets.token_hex(8)}"
+        self._longest_pause = timeout / 4
         self._links = [_Link(self, index, *one) for index, one in enumerate(connectors.items())]
         for link in self._links:
             link.start()
@@ -198,7 +203,6 @@ class ClusterCoordinator:
         self.close()
 
     def _wake(self) -> None:
-        """Send closures to idle workers."""
         while (worker := self._queue.idle_worker()) is not None:
             self._links[worker].fill()
 
@@ -313,7 +317,7 @@ class _Link:
                 connection.send(Forget(tuple(self.forgotten.popleft() for _ in range(count))))
             for closure in closures:
                 order = Run(
-                    self._owner._series,
+                    self._owner._client_id,
                     closure.number,
                     self._queue.low_water,
                     {k: None if k in self._known else v for k, v in closure.functions.items()},
@@ -365,7 +369,6 @@ def _payloads(closure: Closure) -> list[Pickled]:
 
 
 def _is_long(closure: Closure) -> bool:
-    """Return True if sending the closure might block."""
     parts = (closure.arguments, *closure.functions.values(), *_payloads(closure))
     return sum(part.nbytes for part in parts) > _LONG_BYTES
 
@@ -408,7 +411,7 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
         hello = Hello(name=name, purpose="coordinator", audience=f"worker:{index}")
         deadline = time.monotonic() + _CONNECT_SECONDS
         try:
-            return connect(address, credentials, hello, _outcomes, deadline=deadline, sealed=True)
+            return connect(address, credentials, hello, _outcomes, deadline=deadline, macs=True)
         except ConnectionLostError as error:
             raise ConnectionLostError(f"{address}: {error}") from error
 

@@ -1,6 +1,6 @@
 """Pickling of functions, arguments and results; only this file imports cloudpickle.
 
-Pickles are read only from sealed connections: the peer has proved that it knows the secret, and
+Pickles are read only from connections with MACs: the peer has proved that it knows the secret, and
 control records carry a MAC. The pickle is part of the control record. The data of large arrays is
 sent beside it, and is never executed.
 """
@@ -66,7 +66,7 @@ def dump(value: Any) -> Pickled:
 
 def load(pickled: Pickled) -> Any:
     """Return the object; its arrays are writable copies."""
-    # The sender was authenticated, and the connection is sealed.
+    # The sender was authenticated, and its frames carry MACs.
     return pickle.loads(pickled.body, buffers=map(bytearray, pickled.buffers))  # noqa: S301
 
 

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -37,7 +37,7 @@ CUT_SECONDS = 3.0
 A living chief that counted this process as lost while it was stopped reconnects at once."""
 _RETURN_SECONDS = 60.0  # The time for a restart of a task that died.
 _START_SECONDS = 600.0  # The time for the first client to connect.
-_FAREWELL_SECONDS = 1.0
+_SHUTDOWN_SECONDS = 1.0
 # The C library reuses up to twice the largest freed block. Without this, the arrays of each step
 # are new pages, which took a sixth of a step of an MLP.
 _FREED_BYTES = 24 << 20
@@ -118,11 +118,7 @@ class ExitPolicy:
 
 
 class _Membership:
-    """Wraps a service: tells an exit policy about its clients, and waits for its decision."""
-
-    requests: Any
-    sealed: bool
-    handle: Callable[..., Any]
+    """Tells an exit policy about the clients of a server, and waits for its decision."""
 
     def __init__(self, name: str, policy: ExitPolicy) -> None:
         self.policy = policy
@@ -131,21 +127,13 @@ class _Membership:
         self._changed = threading.Condition()
         self._peers: dict[str, Peer] = {}
 
-    def serve(self, service: Service) -> Self:
-        """Wrap a service, and return this object."""
-        self._service, self.handle = service, service.handle
-        self.requests, self.sealed = service.requests, service.sealed
-        return self
-
     def connected(self, peer: Peer) -> None:
         with self._changed:
             self._peers[peer.name] = peer
             self.policy.came(peer.name)
             self._changed.notify_all()
-        self._service.connected(peer)
 
     def disconnected(self, peer: Peer, died: bool) -> None:
-        self._service.disconnected(peer, died)
         with self._changed:
             if self._peers.get(peer.name) is peer:  # Otherwise the client has a newer connection.
                 del self._peers[peer.name]
@@ -153,7 +141,6 @@ class _Membership:
                 self._changed.notify_all()
 
     def release(self) -> None:
-        """End all waits, now and later."""
         with self._changed:
             self.released = True
             self._changed.notify_all()
@@ -270,7 +257,13 @@ class Server:
             identify(self.name, task_names(self.cluster_spec))
             try:
                 self._rpc = RpcServer(
-                    self._address, credentials, self.name, services, environ=self._environ
+                    self._address,
+                    credentials,
+                    self.name,
+                    services,
+                    environ=self._environ,
+                    connected=self._membership.connected,
+                    disconnected=self._membership.disconnected,
                 )
             except BaseException:
                 self._close_service()
@@ -305,7 +298,7 @@ class Server:
             finally:  # Also after SIGTERM or Ctrl-C.
                 if over:
                     disarm()
-                    self.stop(_FAREWELL_SECONDS)
+                    self.stop(_SHUTDOWN_SECONDS)
         if outlook is None:
             return self._membership.released
         if outlook.lost:
@@ -347,7 +340,7 @@ class Server:
             enter_task(ClusterResolver(self.cluster_spec, self._job, self._index))
             np.empty(_FREED_BYTES, np.uint8)  # Freed at once, without touching its pages.
             self._service = worker = WorkerService(self.name)
-            return {"coordinator": self._membership.serve(worker)}
+            return {"coordinator": worker}
         if self._job not in ("ps", "local"):
             return {}
         self._service = store = StoreService(
@@ -358,7 +351,7 @@ class Server:
             return_seconds=silence_seconds(self._environ),
         )
         self._membership.policy.resumed = store.resumed
-        return {"ps": self._membership.serve(store)}
+        return {"ps": store}
 
     def _close_service(self) -> None:
         service, self._service = self._service, None  # Release the store's memory.

@@ -27,7 +27,7 @@ MAX_FUNCTIONS = 256
 """The most functions that a worker caches per coordinator; both drop the oldest first."""
 RESULT_BYTES = 256 << 20
 _TRACE_CHARACTERS = 8192
-_END_SECONDS = 2.0
+_SHUTDOWN_SECONDS = 2.0
 _log = logging.getLogger("ndistribute")
 Loader = Callable[[], Any]
 
@@ -35,7 +35,7 @@ Loader = Callable[[], Any]
 class Run(Record, frozen=True):
     """Run a function; the reply is an `Outcome`."""
 
-    series: str  # The client id of the coordinator's closures.
+    client_id: str  # The client id of the coordinator's closures.
     number: int  # The closure, the same in every attempt.
     low_water: int  # The lowest number of an unfinished closure.
     # By key: the function, and those that create datasets; None if it was sent before.
@@ -69,14 +69,14 @@ class _Session:
         self.functions: dict[str, Loader] = {}
         self.over = False
         # Only the thread that runs closures uses these: objects, and functions that drop them.
-        self.kept: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}
+        self.objects: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}
         self.inputs: tuple[Pickled, ...] = ()  # Of the running closure, as below.
         self.running: dict[str, Loader] = {}
 
     def forget(self, keys: Iterable[str] | None = None) -> None:
         """Drop the objects under these keys; None: all objects."""
-        for key in list(self.kept) if keys is None else keys:
-            thing, drop = self.kept.pop(key, (None, None))
+        for key in list(self.objects) if keys is None else keys:
+            thing, drop = self.objects.pop(key, (None, None))
             try:
                 if drop is not None:
                     drop(thing)
@@ -86,10 +86,10 @@ class _Session:
 
 def keep(key: str, make: Loader, drop: Callable[[Any], object] | None = None) -> Any:
     """Return the object that the worker keeps under a key; create it at the first call."""
-    kept = _session().kept
-    if key not in kept:
-        kept[key] = make(), drop
-    return kept[key][0]
+    objects = _session().objects
+    if key not in objects:
+        objects[key] = make(), drop
+    return objects[key][0]
 
 
 def kept_dataset(function_key: str, key: str) -> Any:
@@ -115,7 +115,7 @@ class WorkerService:
     """Run the closures of all coordinators, one at a time; a `Service` of "coordinator"."""
 
     requests: Any = Run | Forget
-    sealed = True
+    macs = True
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -156,7 +156,7 @@ class WorkerService:
         for peer in list(self._sessions):
             self.disconnected(peer, died=False)
         self._jobs.put(None)
-        self._thread.join(timeout=_END_SECONDS)
+        self._thread.join(timeout=_SHUTDOWN_SECONDS)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -171,7 +171,7 @@ class WorkerService:
             return
         begun, trace = time.perf_counter(), ""
         reports: tuple[Report, ...] = ()
-        with _alone:
+        with _one_at_a_time:
             _Session.current, session.inputs, session.running = session, order.inputs, functions
             try:
                 value, reports = self._call(order, next(iter(functions.values())))
@@ -186,7 +186,7 @@ class WorkerService:
     def _call(self, order: Run, function: Loader) -> tuple[Pickled, tuple[Report, ...]]:
         called = function()
         args, kwargs = load(order.arguments)
-        with closure(order.series, order.number, order.low_water) as running:
+        with closure(order.client_id, order.number, order.low_water) as running:
             value = self._dump(called(*args, **kwargs))
         return value, tuple(running.reports.values())
 
@@ -206,7 +206,6 @@ class WorkerService:
         return pickled
 
     def _dump_error(self, error: BaseException) -> Pickled:
-        """Return a pickled exception, or its text if it cannot be pickled."""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 return self._dump(error)
@@ -214,4 +213,4 @@ class WorkerService:
         return dump(text[:_TRACE_CHARACTERS])
 
 
-_alone = threading.Lock()  # Two workers in one process take turns; see `closure`.
+_one_at_a_time = threading.Lock()  # Two workers in one process take turns; see `closure`.

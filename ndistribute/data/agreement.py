@@ -9,23 +9,26 @@ the same on all workers and does not depend on prefetching.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ndistribute import tree
 from ndistribute.collective.objects import ProcessGroup, all_gather_object
 from ndistribute.data.elements import Element
 from ndistribute.data.options import AutoShardPolicy, Sharding, Topology
 from ndistribute.data.pipeline import Epoch, Node, upstream
-from ndistribute.data.steps import COMPLETE_IT, Position, Progress
+from ndistribute.data.steps import COMPLETE_IT, Position, Progress, Step
+from ndistribute.device import Device, copy_to
 from ndistribute.errors import DistributeError
+from ndistribute.values import PerReplica
 
 # Instead of a shard's number: marks the row with the status of a worker.
 _WORKER = -1
 
 # The status of a worker: it has a step; it has none left; it never had one; its input raised.
-STEP, OVER, EMPTY, FAILED = range(4)
+_STEP, _OVER, _EMPTY, _RAISED = range(4)
 
 _SEPARATELY = (
     "Build the same dataset on every worker; to give each its own, use "
@@ -48,11 +51,7 @@ _FAILED = "failed"
 def choose_sharding(
     node: Node, policy: AutoShardPolicy, num_workers: int, can_agree: bool
 ) -> Sharding:
-    """Return how the workers divide a pipeline; by files only if they `can_agree` on their end.
-
-    Raises:
-        ValueError: the policy is FILE, and the pipeline cannot be divided by files.
-    """
+    """Return how the workers divide a pipeline; by files only if they `can_agree` on their end."""
     if policy is AutoShardPolicy.OFF:
         return Sharding.OFF
     if policy is AutoShardPolicy.DATA or num_workers == 1:
@@ -96,11 +95,7 @@ def _hindrance(node: Node, num_workers: int, can_agree: bool) -> str | None:
 
 
 def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Progress]:
-    """Return the next epoch of a pipeline and its progress; collective if there is a process group.
-
-    Raises:
-        ValueError: the workers are to share one pipeline, but their pipelines differ.
-    """
+    """Return the next epoch of a pipeline and its progress; collective with a process group."""
     epoch = Epoch.begin(node)
     seeds = list(epoch.seeds.values())
     steps = upstream(node)
@@ -127,23 +122,64 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
     return epoch, Progress(sharding, files, of_workers[:shards], [Position()] * shards)
 
 
-def compare(workers: ProcessGroup, note: dict[str, Any]) -> None:
-    """Check that with DATA all workers have the same first batch, or the same number of rows.
+def compared(steps: Iterator[Step], workers: ProcessGroup) -> Iterator[Step]:
+    """Yield steps, after checking that with DATA all workers have the same first batch.
 
-    Raises:
-        DistributeError: the input of another worker failed.
-        ValueError: the workers get different batches.
+    At the end the workers compare the number of rows. A worker whose input fails before its first
+    row tells the others, so that they do not wait for it.
     """
-    told = _tell(workers, _COMPARISON, note)
-    failed = [rank for rank, theirs in enumerate(told) if _FAILED in theirs]
-    if failed:
-        raise _failed_on(failed[0], workers)
-    _check_alike(told, _SAME_BATCHES)
+    rows = 0
+    while True:
+        try:
+            step = next(steps, None)
+        except Exception:
+            if not rows:
+                all_gather_object(workers, {"at": _COMPARISON, _FAILED: True})
+            raise
+        note = {"number of rows of the epoch": rows} if step is None else step.first
+        if note is not None:
+            told = _tell(workers, _COMPARISON, note)
+            failed = [rank for rank, theirs in enumerate(told) if _FAILED in theirs]
+            if failed:
+                raise _failed_on(failed[0], workers)
+            _check_alike(told, _SAME_BATCHES)
+        if step is None:
+            return
+        rows += step.rows
+        yield step
 
 
-def tell_failure(workers: ProcessGroup) -> None:
-    """Report to the other workers, in their `compare`, that the input of this worker failed."""
-    all_gather_object(workers, {"at": _COMPARISON, _FAILED: True})
+def joint(
+    steps: Iterator[Step], workers: ProcessGroup, devices: Sequence[Device]
+) -> Iterator[Step]:
+    """Yield steps until all workers have finished: empty ones after the last of this worker.
+
+    At each step the workers agree whether there is one. A worker whose input failed takes part
+    too, so that the others do not wait for it.
+    """
+    template: Element | None = None  # A batch without rows, on the host.
+    while True:
+        step, failure = None, None
+        try:
+            step = next(steps, None)
+        except Exception as error:
+            failure = error
+        if step is not None and template is None:
+            template = _without_rows(step.value)
+        none_left = _EMPTY if template is None else _OVER
+        status = _RAISED if failure is not None else none_left if step is None else _STEP
+        statuses, reached = _agree(workers, status, {} if step is None else step.reached)
+        if failure is not None:
+            raise failure
+        if _STEP not in statuses:
+            return
+        if _EMPTY in statuses:
+            template = share_template(workers, template)
+        if step is None:
+            value = tree.map_leaves(
+                lambda leaf: PerReplica([copy_to(leaf, device) for device in devices]), template
+            )
+        yield Step(value if step is None else step.value, reached)
 
 
 def _tell(workers: ProcessGroup, at: str, note: dict[str, Any]) -> list[dict[str, Any]]:
@@ -178,38 +214,36 @@ def _check_alike(notes: Sequence[dict[str, Any]], remedy: str) -> None:
                 )
 
 
-def agree(
-    workers: ProcessGroup, fares: int, reached: Mapping[int, Position]
+def _agree(
+    workers: ProcessGroup, status: int, reached: Mapping[int, Position]
 ) -> tuple[set[int], Mapping[int, Position]]:
-    """Exchange the status of each worker and the positions after its step.
+    """Return the statuses of all workers, and the positions of all shards after their steps.
 
     This is one collective of 40 bytes for each worker and for each shard of its step.
-
-    Returns:
-        The statuses of the workers, and the positions of all shards of this step.
-
-    Raises:
-        DistributeError: the input of another worker failed.
     """
-    rows = [(_WORKER, fares, workers.rank, 0, 0)]
+    rows = [(_WORKER, status, workers.rank, 0, 0)]
     rows += [(shard, *position) for shard, position in reached.items()]
     told = workers.all_gather(np.array(rows, np.int64), axis=0).tolist()
-    by_worker = [row[1:3] for row in told if row[0] == _WORKER]
-    failed = [rank for fared, rank in by_worker if fared == FAILED]
-    if failed and fares != FAILED:
+    statuses = {rank: status for shard, status, rank, *_ in told if shard == _WORKER}
+    failed = [rank for rank, theirs in statuses.items() if theirs == _RAISED]
+    if failed and status != _RAISED:
         raise _failed_on(failed[0], workers)
     joint = {shard: Position(*position) for shard, *position in told if shard != _WORKER}
-    return {fared for fared, _ in by_worker}, joint
+    return set(statuses.values()), joint
 
 
 def share_template(workers: ProcessGroup, template: Element | None) -> Element:
-    """Return a batch without rows; without one of its own, a worker gets the first other one.
-
-    Raises:
-        ValueError: no worker has one, as elements are not batches, or one cannot be sent.
-    """
+    """Return a batch without rows; without one of its own, a worker gets the first other one."""
     told = all_gather_object(workers, template)
     known = next((other for other in told if other is not None), None)
     if known is None:
         raise ValueError(f"a worker has no input left, but others have. {COMPLETE_IT}")
     return known if template is None else template
+
+
+def _without_rows(step: Any) -> Element | None:
+    """Return a batch without rows, on the host, like those of a step; None for scalar leaves."""
+    leaves = [leaf.values[0] for leaf in tree.flatten(step)]
+    if not all(leaf.ndim for leaf in leaves):
+        return None
+    return tree.unflatten(step, [np.empty((0, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])

@@ -269,11 +269,6 @@ class Dataset:
         """
         return self._node.spec.cardinality
 
-    @property
-    def node(self) -> Node:
-        """The last node of the pipeline; internal."""
-        return self._node
-
     def __repr__(self) -> str:
         """Return the calls that created the dataset, and the known properties of its elements.
 
@@ -281,9 +276,6 @@ class Dataset:
         <Dataset range(0, 9).shuffle(9, seed=1).batch(4): 3 batches of 4, int64[None]>
         """
         return f"<Dataset {describe(self._node)}: {self._node.spec}>"
-
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name != "node"]
 
     def __iter__(self) -> Iterator[Element]:
         return run(self._node, Epoch.begin(self._node))

@@ -12,35 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ndistribute.collective.objects import ProcessGroup
 from ndistribute.context import current_frame
-from ndistribute.data.agreement import (
-    EMPTY,
-    FAILED,
-    OVER,
-    STEP,
-    agree,
-    begin,
-    choose_sharding,
-    compare,
-    share_template,
-    tell_failure,
-)
+from ndistribute.data.agreement import begin, choose_sharding, compared, joint
 from ndistribute.data.dataset import as_dataset
-from ndistribute.data.elements import Element
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
-from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, Epoch, Node, upstream
+from ndistribute.data.pipeline import Epoch, Node, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.sources import has_state
-from ndistribute.data.steps import (
-    BATCH_IT,
-    Progress,
-    Step,
-    count_steps,
-    empty_step,
-    steps_of,
-    template_of,
-)
+from ndistribute.data.steps import BATCH_IT, Progress, Step, steps_of
 from ndistribute.device import Device
 from ndistribute.timeline import recorded
 
@@ -69,7 +48,7 @@ def distribute(
     if isinstance(dataset, DistributedDataset):
         raise ValueError("distribute_dataset got a dataset that is already distributed.")
     _check_options(options, "distribute_dataset")
-    node = as_dataset(dataset).node
+    node = as_dataset(dataset)._node
     if node.spec.batched is False:
         raise ValueError(f"distribute_dataset got an unbatched dataset. {BATCH_IT}")
     chosen = options or _options_of(node)
@@ -105,7 +84,7 @@ def distribute_from_function(
             "an InputContext and returns a dataset, or call distribute_dataset."
         )
     context = InputContext(topology.num_workers, topology.worker_index, topology.num_replicas)
-    node = as_dataset(fn(context)).node
+    node = as_dataset(fn(context))._node
     return DistributedDataset(node, topology, Sharding.FUNCTION, options or _options_of(node))
 
 
@@ -135,9 +114,10 @@ class DistributedDataset:
         also takes part in further steps of other workers, with empty batches.
         """
         known = self._node.spec.cardinality
-        if self._sharding is Sharding.FILE:
-            return UNKNOWN_CARDINALITY
-        return known if known < 0 else count_steps(self._topology, self._sharding, known)
+        if known < 0 or self._sharding is Sharding.DATA:
+            return known
+        pieces = 1 if self._sharding is Sharding.FUNCTION else self._topology.num_replicas
+        return -(-known * pieces // len(self._topology.devices))
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._node, self._topology, self._sharding, self._depth)
@@ -166,16 +146,10 @@ class DistributedIterator(Iterator[Any]):
         self._epoch, self._progress = begin(node, topology, sharding)
         self._own = self._progress
         self._loader = loader_of(node)
-        self._template: Element | None = None
         self._over = False
-        self._used_up = False
+        self._used_up = False  # Over, because the input has ended.
         # Created at the first step, so that loading a state before it costs nothing.
         self._source: Iterator[Step] | None = None
-        # With DATA, the workers compare the input that user code produces.
-        waits = any(step.runs_user_code or step.loader is not None for step in upstream(node))
-        compares = waits and sharding is Sharding.DATA and topology.num_workers > 1
-        self._compared_with = topology.workers if compares else None
-        self._rows = 0
 
     @recorded(lambda *_: ("input", ""))
     def __next__(self) -> Any:
@@ -190,12 +164,16 @@ class DistributedIterator(Iterator[Any]):
         try:
             if self._source is None:
                 self._source = self._open()
-            if self._progress.sharding is Sharding.DATA or self._topology.workers is None:
-                return self._step(self._source)
-            return self._joint_step(self._source, self._topology.workers)
+            step = next(self._source, None)
+            if step is None:
+                self._used_up = True
+                raise StopIteration
         except BaseException:
             self.close()
             raise
+        for shard, position in step.reached.items():
+            self._progress.positions[shard] = position
+        return step.value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the consumer, as plain values.
@@ -243,7 +221,6 @@ class DistributedIterator(Iterator[Any]):
         self._epoch = Epoch.resume(self._node, seeds)
         self._source = None
         self._over = False
-        self._rows = 0
         if own is not None:
             self._loader.load_state_dict(own["state"])
             batches = progress.positions[self._first_shard].batches
@@ -259,70 +236,32 @@ class DistributedIterator(Iterator[Any]):
     def _first_shard(self) -> int:
         return next(iter(self._progress.shards_of(self._topology)), 0)
 
-    def _step(self, source: Iterator[Step]) -> Any:
-        try:
-            step = next(source, None)
-        except Exception:
-            if self._compared_with is not None and not self._rows:
-                tell_failure(self._compared_with)
-            raise
-        if self._compared_with is not None:
-            self._compare(step, self._compared_with)
-        if step is None:
-            self._used_up = True
-            raise StopIteration
-        self._progress.advance(step.reached)
-        if self._progress.sharding in (Sharding.OFF, Sharding.FUNCTION):
-            # The positions of the other workers are unknown: assume that they are equal.
-            position = step.reached[self._topology.worker_index]
-            self._progress.positions[:] = [position] * self._topology.num_workers
-        return step.value
-
-    def _compare(self, step: Step | None, workers: ProcessGroup) -> None:
-        """Compare the first batch, or at the end the number of rows, with the other workers."""
-        if step is None:
-            compare(workers, {"number of rows of the epoch": self._rows})
-            return
-        self._rows += step.rows
-        if step.first is not None:
-            compare(workers, step.first)
-
-    def _joint_step(self, source: Iterator[Step], workers: ProcessGroup) -> Any:
-        """Return the next step, after an agreement of all workers whether there is one.
-
-        A worker whose input failed takes part too, so that the others do not wait for it.
-        """
-        step, failure = None, None
-        try:
-            step = next(source, None)
-        except Exception as error:
-            failure = error
-        if step is not None and self._template is None:
-            self._template = template_of(step.value)
-        none_left = EMPTY if self._template is None else OVER
-        fares = FAILED if failure is not None else none_left if step is None else STEP
-        all_fare, reached = agree(workers, fares, {} if step is None else step.reached)
-        if failure is not None:
-            raise failure
-        if STEP not in all_fare:
-            self._used_up = True
-            raise StopIteration
-        if EMPTY in all_fare:
-            self._template = share_template(workers, self._template)
-        self._progress.advance(reached)
-        return empty_step(self._template, self._topology.devices) if step is None else step.value
-
     def _open(self) -> Iterator[Step]:
         progress, topology = self._progress, self._topology
-        shards = progress.shards_of(topology)
-        epochs = {shard: (self._part(shard), progress.positions[shard]) for shard in shards}
-        source = steps_of(self._node, topology, progress.sharding, epochs)
-        return Ahead(source, self._depth, self._epoch.threads) if self._depth else source
-
-    def _part(self, shard: int) -> Epoch:
-        if self._progress.sharding is not Sharding.FILE:
-            return self._epoch
-        return replace(self._epoch, shard=(shard, len(self._progress.positions)))
+        sharding, workers = progress.sharding, topology.workers
+        nodes = upstream(self._node)
+        epochs = {}
+        for shard in progress.shards_of(topology):
+            part = (shard, len(progress.positions)) if sharding is Sharding.FILE else (0, 1)
+            epochs[shard] = (replace(self._epoch, shard=part), progress.positions[shard])
+        source = steps_of(self._node, topology, sharding, epochs)
+        if self._depth:
+            source = Ahead(source, self._depth, self._epoch.threads)
+        if sharding is Sharding.DATA:
+            # The workers compare the input that user code produces.
+            waits = any(node.runs_user_code or node.loader is not None for node in nodes)
+            if workers is None or topology.num_workers == 1 or not waits:
+                return source
+            return compared(source, workers)
+        if workers is not None:
+            return joint(source, workers, topology.devices)
+        if sharding is Sharding.FILE or topology.num_workers == 1:
+            return source
+        # The positions of the other workers are unknown: assume that they are equal.
+        every = range(topology.num_workers)
+        return (
+            step._replace(reached=dict.fromkeys(every, *step.reached.values())) for step in source
+        )
 
     def _check_shared_alike(self, progress: Progress, loader: Mapping[str, Any] | None) -> None:
         """Raise an error if this worker cannot continue its part of a saved state."""

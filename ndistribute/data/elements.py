@@ -35,28 +35,44 @@ _ROWS_PER_GATHER = 64
 COLUMNS_OF_FRAME = "{name: frame[name].to_numpy() for name in frame.columns}"
 
 
-def as_element(value: Any) -> Element:
+def as_element(value: Any, lists_nest: bool = False) -> Element:
     """Return the element for a value from a user's function.
 
-    Raises:
-        ValueError: a leaf is None, a table or a list of rows of different lengths.
+    Loaders of other libraries yield lists of arrays instead of tuples, so a list that contains
+    arrays nests if `lists_nest`.
 
     >>> as_element(([1, 2], 3.0))
     (array([1, 2]), np.float64(3.0))
     """
-    return _convert(value, lambda items: False)
-
-
-def as_batch(value: Any) -> Element:
-    """Return the batch for a value from a user's iterable.
-
-    Loaders of other libraries yield lists of arrays instead of tuples, so here a list that
-    contains arrays nests.
-
-    >>> as_batch([np.zeros((4, 3)), [0, 1, 2, 3]])[1]
-    array([0, 1, 2, 3])
-    """
-    return _convert(value, _holds_arrays)
+    if isinstance(value, np.generic):
+        return value
+    if isinstance(value, np.ndarray):
+        return _leaf(value)
+    if isinstance(value, tuple):
+        items = [as_element(item, lists_nest) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, dict):
+        return {key: as_element(item, lists_nest) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        changed = {name: as_element(getattr(value, name), lists_nest) for name in fields}
+        return dataclasses.replace(value, **changed)
+    if lists_nest and isinstance(value, list) and any(map(_is_array, value)):
+        return [as_element(item, lists_nest) for item in value]
+    if value is None:
+        raise ValueError(
+            "an element of a dataset has a leaf None, which must be an array or a number. "
+            "Check that the function given to map or from_generator returns its result."
+        )
+    if is_frame(value):
+        raise ValueError(
+            f"a {type(value).__name__} is a table, not an array. Pass {COLUMNS_OF_FRAME} for one "
+            "array per column, or frame.to_numpy() for one array of all columns."
+        )
+    try:
+        return _leaf(as_array(value))
+    except ValueError as error:
+        raise _not_rectangular() from error
 
 
 def read_only(element: Element) -> Element:
@@ -74,9 +90,6 @@ def read_only(element: Element) -> Element:
 
 def stack(elements: Sequence[Element]) -> Element:
     """Return a batch of elements, stacked along a new first axis.
-
-    Raises:
-        ValueError: the elements differ in structure or shape.
 
     >>> stack([(1, np.array([2, 3])), (4, np.array([5, 6]))])
     (array([1, 4]), array([[2, 3],
@@ -125,11 +138,7 @@ def columns_of(frame: Any) -> dict[Any, Any]:
 
 
 def leading_length(leaves: Sequence[Leaf], what: str, remedy: str) -> int:
-    """Return the number of rows of a batch; errors name the call (`what`) and a remedy.
-
-    Raises:
-        ValueError: a leaf is a scalar, or the lengths of the first axes differ.
-    """
+    """Return the number of rows of a batch; errors name the call (`what`) and a remedy."""
     lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
     if len(lengths) == 1 and -1 not in lengths:
         return int(lengths.pop())
@@ -226,8 +235,8 @@ def pick(chunk: Chunk, indices: IntArray) -> Chunk:
     return [chunk[index] for index in indices.tolist()]
 
 
-def batch_of(chunks: Sequence[Chunk]) -> Element:
-    """Return the elements of chunks as one batch."""
+def batch_of(chunks: Sequence[Rows]) -> Element:
+    """Return rows as one batch."""
     joined = join(chunks)
     return joined.gather() if isinstance(joined, Rows) else stack(joined)
 
@@ -270,36 +279,6 @@ def _indices(positions: Positions) -> IntArray:
     return positions
 
 
-def _convert(value: Any, nests: Callable[[list[Any]], bool]) -> Element:
-    if isinstance(value, np.ndarray | np.generic):
-        return _leaf(value)
-    if isinstance(value, tuple):
-        items = [_convert(item, nests) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, dict):
-        return {key: _convert(item, nests) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        changed = {name: _convert(getattr(value, name), nests) for name in fields}
-        return dataclasses.replace(value, **changed)
-    if isinstance(value, list) and nests(value):
-        return [_convert(item, nests) for item in value]
-    if value is None:
-        raise ValueError(
-            "an element of a dataset has a leaf None, which must be an array or a number. "
-            "Check that the function given to map or from_generator returns its result."
-        )
-    if is_frame(value):
-        raise ValueError(
-            f"a {type(value).__name__} is a table, not an array. Pass {COLUMNS_OF_FRAME} for one "
-            "array per column, or frame.to_numpy() for one array of all columns."
-        )
-    try:
-        return _leaf(as_array(value))
-    except ValueError as error:
-        raise _not_rectangular() from error
-
-
 def _leaf(array: Any) -> Leaf:
     if array.dtype == object and any(isinstance(v, list | tuple | np.ndarray) for v in array.flat):
         raise _not_rectangular()
@@ -313,8 +292,8 @@ def _not_rectangular() -> ValueError:
     )
 
 
-def _holds_arrays(items: list[Any]) -> bool:
-    return any(isinstance(item, tuple | dict) or getattr(item, "ndim", 0) > 0 for item in items)
+def _is_array(item: Any) -> bool:
+    return isinstance(item, tuple | dict) or getattr(item, "ndim", 0) > 0
 
 
 def _alike(first: Any, element: Any) -> bool:

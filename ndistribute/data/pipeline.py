@@ -29,12 +29,7 @@ class ShuffleSeed(NamedTuple):
 
 
 class SeedCounter:
-    """A generator of the seeds of a shuffle, one for each epoch.
-
-    Args:
-        entropy: determines the whole sequence of orders.
-        iteration: the number of the next epoch.
-    """
+    """A generator of the seeds of a shuffle, one for each epoch; `entropy` determines them all."""
 
     def __init__(self, entropy: int, iteration: int = 0) -> None:
         self._next = ShuffleSeed(entropy, iteration)
@@ -59,21 +54,13 @@ class SeedCounter:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One iteration over a pipeline.
+    """One iteration over a pipeline."""
 
-    Args:
-        seeds: the seed of each shuffle of the pipeline.
-        path: the numbers of the current repetitions, of the outermost `repeat` first.
-        shard: the index of the shard of files that this epoch reads, and the number of shards.
-        threads: the threads to stop when the epoch ends.
-        loaded: the number of batches before the state that a loader has loaded.
-    """
-
-    seeds: Mapping[SeedCounter, ShuffleSeed]
-    path: tuple[int, ...] = ()
-    shard: tuple[int, int] = (0, 1)
-    threads: Threads = field(default_factory=Threads)
-    loaded: int = 0
+    seeds: Mapping[SeedCounter, ShuffleSeed]  # Of each shuffle of the pipeline.
+    path: tuple[int, ...] = ()  # The current repetitions, of the outermost `repeat` first.
+    shard: tuple[int, int] = (0, 1)  # Which shard of the files is read, of how many.
+    threads: Threads = field(default_factory=Threads)  # Those to stop at the end.
+    loaded: int = 0  # The number of batches before the state that a loader has loaded.
 
     @classmethod
     def begin(cls, node: Node) -> Epoch:
@@ -119,19 +106,12 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class ElementSpec:
-    """The properties of a node's elements that are known in advance.
-
-    Args:
-        cardinality: the number of elements, or one of the two constants.
-        batched: whether the elements are batches; None if unknown.
-        batch_size: the number of elements of each batch except short ones; None if unknown.
-        like: a nest of `ArraySpec`; None if unknown.
-    """
+    """The properties of a node's elements that are known in advance; None where unknown."""
 
     cardinality: int = UNKNOWN_CARDINALITY
-    batched: bool | None = None
-    batch_size: int | None = None
-    like: Any = None
+    batched: bool | None = None  # Whether the elements are batches.
+    batch_size: int | None = None  # The number of elements of each batch except short ones.
+    like: Any = None  # A nest of `ArraySpec`.
 
     def __str__(self) -> str:
         words = {INFINITE_CARDINALITY: "endless ", UNKNOWN_CARDINALITY: ""}
@@ -143,31 +123,18 @@ class ElementSpec:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Node:
-    """A node of a pipeline, and its inputs.
+    """A node of a pipeline, and its inputs."""
 
-    Args:
-        name: the call that created it.
-        chunks: called with an epoch and an element number; yields the elements from there on.
-        inputs: the nodes whose elements it uses.
-        spec: the known properties of its elements.
-        seeds: the generator of the seeds of a shuffle.
-        options: the options of `with_options`.
-        files: the paths of a source that reads files.
-        loader: the object of the user that a source iterates over.
-        runs_user_code: whether producing an element runs user code or reads files.
-        positional: whether the node selects elements by their number, so that the parts of its
-            input cannot be read independently.
-    """
-
-    name: str
-    chunks: Callable[[Epoch, int], Iterator[Chunk]]
+    name: str  # The call that created it.
+    chunks: Callable[[Epoch, int], Iterator[Chunk]]  # Yields the elements from a number on.
     inputs: tuple[Node, ...] = ()
     spec: ElementSpec = ElementSpec()
-    seeds: SeedCounter | None = None
-    options: InputOptions | None = None
-    files: tuple[str, ...] | None = None
-    loader: Any = None
-    runs_user_code: bool = False
+    seeds: SeedCounter | None = None  # Of a shuffle.
+    options: InputOptions | None = None  # Of `with_options`.
+    files: tuple[str, ...] | None = None  # The paths of a source that reads files.
+    loader: Any = None  # The object of the user that a source iterates over.
+    runs_user_code: bool = False  # Or reads files, to produce an element.
+    # Selects elements by their number, so the parts of its input cannot be read independently.
     positional: bool = False
 
     def then(self, name: str, chunks: Callable[[Epoch, int], Iterator[Chunk]], **own: Any) -> Node:

@@ -33,10 +33,10 @@ class Threads:
     def __init__(self) -> None:
         # There is no lock, because a garbage collection may close an epoch on a thread that holds
         # the lock of a buffer. `add` and `close` each write before they read the other's value.
-        self._buffers: list[weakref.ref[Buffer]] = []
+        self._buffers: list[weakref.ref[_Buffer]] = []
         self._closed = False
 
-    def add(self, buffer: Buffer) -> None:
+    def add(self, buffer: _Buffer) -> None:
         """Register a buffer to be closed with the others; close it now if they are closed."""
         self._buffers.append(weakref.ref(buffer, self._buffers.remove))
         if self._closed:
@@ -60,8 +60,6 @@ class Ahead(Iterator[T], Generic[T]):
         fn: applied to each element, by several threads at once; None leaves elements unchanged.
         threads: the number of threads.
 
-    >>> list(Ahead(iter("abc"), depth=2))
-    ['a', 'b', 'c']
     >>> list(Ahead(iter([-1, -2, -3]), depth=2, fn=abs, threads=2))
     [1, 2, 3]
     """
@@ -74,16 +72,13 @@ class Ahead(Iterator[T], Generic[T]):
         fn: Callable[[Any], T] | None = None,
         threads: int = 1,
     ) -> None:
-        self._buffer = Buffer(depth, epoch or Threads())
-        shared = Source(source)
+        self._buffer = _Buffer(source, depth, fn)
+        if epoch is not None:
+            epoch.add(self._buffer)
+        name = "ndistribute-prefetch" if fn is None else "ndistribute-map"
         # Daemons, because the interpreter joins other threads before it runs our finalizer.
         self._threads = [
-            threading.Thread(
-                target=_work,
-                args=(shared, fn, self._buffer),
-                name="ndistribute-prefetch" if fn is None else "ndistribute-map",
-                daemon=True,
-            )
+            threading.Thread(target=self._buffer.fill, name=name, daemon=True)
             for _ in range(threads)
         ]
         for thread in self._threads:
@@ -105,16 +100,16 @@ class Ahead(Iterator[T], Generic[T]):
         self._buffer.close()
 
 
-class Buffer:
-    """A bounded buffer of numbered outcomes: `put` accepts them in any order, `get` is in order.
+class _Buffer:
+    """What an iterator and its threads share: the source, and the numbered outcomes of elements."""
 
-    Args:
-        depth: the maximum number of outcomes in it.
-        epoch: its `close` closes this buffer.
-    """
-
-    def __init__(self, depth: int, epoch: Threads) -> None:
+    def __init__(self, source: Iterator[Any], depth: int, fn: Callable[[Any], Any] | None) -> None:
+        self._source: Iterator[Any] | None = source
         self._depth = depth
+        self._fn = fn
+        self._turn = threading.Lock()  # Of the thread that takes an element from the source.
+        self._taken = 0
+        self._exhausted = False
         # Two conditions on one lock, so that a put wakes only the consumer. The lock is re-entrant,
         # because a garbage collection may close a buffer on the thread that holds its lock.
         lock = threading.RLock()
@@ -123,19 +118,22 @@ class Buffer:
         self._made: dict[int, tuple[Any, BaseException | None]] = {}
         self._given = 0
         self._over = False
-        epoch.add(self)
 
-    def put(self, number: int, value: Any, error: BaseException | None = None) -> bool:
-        """Add an outcome once there is room; return False if the buffer is closed."""
-        with self._room:
-            while not self._over:
-                if number < self._given + self._depth:
-                    self._made[number] = (value, error)
-                    if number == self._given:
-                        self._ready.notify()
-                    return True
-                self._room.wait(_CHECK_SECONDS)
-            return False
+    def fill(self) -> None:
+        """Take elements, map them and put them in, until the source ends or the consumer closes."""
+        while (taken := self._take()) is not None:
+            number, value, error = taken
+            if error is None and self._fn is not None:
+                try:
+                    value = self._fn(value)
+                except BaseException as raised:  # The consumer raises it.
+                    error = raised
+            if not self._put(number, value, error):
+                break
+            del taken, value, error  # An idle thread keeps no data alive.
+        with self._turn:
+            source, self._source = self._source, None
+        getattr(source, "close", bool)()
 
     def get(self, threads: list[threading.Thread]) -> tuple[Any, BaseException | None]:
         """Return the next outcome: a value, or the error that ends the iteration."""
@@ -161,50 +159,32 @@ class Buffer:
             self._room.notify_all()
             self._ready.notify_all()
 
-
-class Source:
-    """A source from which several threads take elements, one at a time."""
-
-    def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
-        self._turn = threading.Lock()
-        self._number = -1
-        self._over = False
-
-    def take(self) -> tuple[int, Any, BaseException | None] | None:
-        """Return the number and the next element or final exception; None after the end."""
+    def _take(self) -> tuple[int, Any, BaseException | None] | None:
+        """Return the number and the next element or the final exception; None after the end."""
         with self._turn:
-            if self._over:
+            if self._source is None or self._exhausted:
                 return None
-            self._number += 1
+            number, self._taken = self._taken, self._taken + 1
             try:
-                return self._number, next(self._source), None
+                return number, next(self._source), None
             except BaseException as error:  # The consumer raises it.
-                self._over = True
-                return self._number, None, error
+                self._exhausted = True
+                return number, None, error
 
-    def close(self) -> None:
-        """Close the source."""
-        with self._turn:
-            self._over = True
-            getattr(self._source, "close", bool)()
-
-
-def _work(source: Source, fn: Callable[[Any], Any] | None, buffer: Buffer) -> None:
-    while (taken := source.take()) is not None:
-        number, value, error = taken
-        if error is None and fn is not None:
-            try:
-                value = fn(value)
-            except BaseException as raised:  # The consumer raises it.
-                error = raised
-        if not buffer.put(number, value, error):
-            break
-        del taken, value, error  # An idle thread keeps no data alive.
-    source.close()
+    def _put(self, number: int, value: Any, error: BaseException | None) -> bool:
+        """Add an outcome once there is room; return False if the buffer is closed."""
+        with self._room:
+            while not self._over:
+                if number < self._given + self._depth:
+                    self._made[number] = (value, error)
+                    if number == self._given:
+                        self._ready.notify()
+                    return True
+                self._room.wait(_CHECK_SECONDS)
+            return False
 
 
-def _end(buffer: Buffer, threads: list[threading.Thread]) -> None:
+def _end(buffer: _Buffer, threads: list[threading.Thread]) -> None:
     """Stop threads when their iterator is garbage-collected, or at the interpreter's exit."""
     buffer.close()
     if not threading.main_thread().is_alive():

@@ -25,7 +25,6 @@ from ndistribute.data.elements import (
     Chunk,
     Element,
     Rows,
-    as_batch,
     as_element,
     columns_of,
     drop,
@@ -45,6 +44,7 @@ from ndistribute.data.pipeline import (
 Reader = Callable[[str], Any]
 
 _WILDCARDS = frozenset("*?[")
+_CORRECT_CSV = "Correct it, or pass reader=fn to from_files to read such files."
 _MISSING_VALUES = frozenset(["", "na", "n/a", "nan", "null", "none", "-", "?"])
 
 
@@ -76,10 +76,10 @@ def numbers(values: range) -> Node:
 
 
 def _of_rows(name: str, rows: Rows, like: Any) -> Node:
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return iter((rows[start:],))
-
-    return Node(name=name, chunks=chunks, spec=ElementSpec(len(rows), batched=False, like=like))
+    spec = ElementSpec(len(rows), batched=False, like=like)
+    return Node(
+        name=name, chunks=lambda epoch, start: iter((rows[start:] if start else rows,)), spec=spec
+    )
 
 
 def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
@@ -104,11 +104,7 @@ def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
 
 
 def iterable(batches: Any) -> Node:
-    """Return a node of the batches of a re-iterable, such as a list or a library's loader.
-
-    Raises:
-        ValueError: the object can be iterated only once, or is not a collection of batches.
-    """
+    """Return a node of the batches of a re-iterable, such as a list or a library's loader."""
     write = "Dataset.from_tensor_slices({}).batch(global_batch_size)"
     together = f"For arrays whose rows belong together write {write.format('(x, y)')}"
     refused = (
@@ -128,7 +124,8 @@ def iterable(batches: Any) -> Node:
             raise ValueError(f"a dataset is expected, got {kind}. {remedy}")
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return zip(map(as_batch, islice(batches, start - epoch.loaded, None)))
+        left = islice(batches, start - epoch.loaded, None)
+        return zip(as_element(batch, lists_nest=True) for batch in left)
 
     return Node(
         name=kind,
@@ -145,15 +142,7 @@ def has_state(loader: Any) -> bool:
 
 
 def files(paths: Any, reader: Reader | None = None) -> Node:
-    """Return a node of the elements in files, one file after another.
-
-    Args:
-        paths: a path or pattern, or several; ``**`` in a pattern matches any directories.
-        reader: reads a file by its path; None chooses a reader by the extension of each file.
-
-    Raises:
-        ValueError: no file matches a pattern, or no reader exists for an extension.
-    """
+    """Return a node of the elements in files, one file after another."""
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     try:
         found = tuple(path for item in several for path in _matches(os.fspath(item)))
@@ -240,7 +229,7 @@ def _reader_for(path: str) -> Reader:
 
 
 def _read(path: str, read: Reader) -> Iterator[Chunk]:
-    """Yield the contents of a file: the rows of arrays at once, elements of an iterable singly."""
+    """Yield the rows of a file's arrays at once, and the elements of an iterable singly."""
     content: Any = None
     try:
         content = read(path)
@@ -278,9 +267,9 @@ def _read_csv(path: str) -> npt.NDArray[np.float64]:
     with open(path, encoding="utf-8-sig") as lines:
         first = next(lines, "")
         header = not any(map(_is_number, first.split(",")))
-        if header:
-            _check_header(path, first.partition("#")[0].strip())
         rows = [line for line in ([] if header else [first]) + list(lines) if line.strip()]
+    if header:
+        _check_header(path, first.partition("#")[0].strip())
     if not rows:
         return np.empty((0, 0))
     try:
@@ -295,27 +284,22 @@ def _check_header(path: str, line: str) -> None:
     other = "," not in line and any(separator in line for separator in ";\t")
     if other or (line and _MISSING_VALUES.issuperset(cells)):
         what = "is not separated by commas" if other else "contains no value"
-        raise ValueError(
-            f"{path}, line 1: {line!r} {what}, so it is not a header. Correct it, or pass "
-            "reader=fn to from_files to read such files."
-        )
+        raise ValueError(f"{path}, line 1: {line!r} {what}, so it is not a header. {_CORRECT_CSV}")
 
 
 def _fault_of_csv(path: str, header: bool) -> str | None:
     """Return a message about the first line that is not a row of numbers; None without one."""
+    width = 0
     with open(path, encoding="utf-8-sig") as lines:
-        width = 0
-        for number, line in enumerate(lines, 1):
+        for number, line in islice(enumerate(lines, 1), int(header), None):
             cells = line.partition("#")[0].split(",")
-            if (header and number == 1) or not "".join(cells).strip():
+            if not "".join(cells).strip():
                 continue
             where = f"{path}, line {number}:"
             for column, cell in enumerate(cells, 1):
                 if not _is_number(cell):
-                    return (
-                        f"{where} column {column} is {cell.strip()!r}, which is not a number. "
-                        "Correct it, or pass reader=fn to from_files to read such files."
-                    )
+                    what = f"column {column} is {cell.strip()!r}, which is not a number."
+                    return f"{where} {what} {_CORRECT_CSV}"
             width = width or len(cells)
             if len(cells) != width:
                 return f"{where} {len(cells)} column(s), but the lines before it have {width}."

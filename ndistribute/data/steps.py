@@ -10,12 +10,10 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from numbers import Number
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ndistribute import tree
 from ndistribute.data.elements import Element, leading_length
@@ -68,13 +66,7 @@ class Progress:
             return (0,)
         return range(topology.worker_index, len(self.positions), topology.num_workers)
 
-    def advance(self, reached: Mapping[int, Position]) -> None:
-        """Set the shards to the positions after a step."""
-        for shard, position in reached.items():
-            self.positions[shard] = position
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress as plain values."""
         return {
             "sharding": self.sharding.value,
             "files": self.files,
@@ -86,11 +78,7 @@ class Progress:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Progress:
-        """Return the progress in a state of `state_dict`.
-
-        Raises:
-            ValueError: an entry of the state is missing.
-        """
+        """Return the progress in a state of `state_dict`."""
         if not {"sharding", "files", "shards"} <= state.keys():
             raise ValueError(
                 "load_state_dict needs what state_dict returned, with 'sharding', 'files' and "
@@ -105,14 +93,13 @@ class Progress:
         )
 
     def fit(self, own: Progress) -> Progress:
-        """Return this progress for an iterator at the start of its `own` progress.
-
-        Raises:
-            ValueError: it belongs to another pipeline, or this iterator cannot continue it.
-        """
-        by_worker = {Sharding.OFF, Sharding.FUNCTION}
-        saved, now = len(self.positions), len(own.positions)
-        fitted = self._for_workers(now) if self.sharding is Sharding.OFF else self
+        """Return this progress for an iterator that began with its `own`, or raise a ValueError."""
+        fitted, saved, now = self, len(self.positions), len(own.positions)
+        if self.sharding is Sharding.OFF:  # Each worker reads everything, also a new one.
+            chosen = [worker % saved for worker in range(now)]
+            seeds = [self.seeds[number] for number in chosen]
+            positions = [self.positions[number] for number in chosen]
+            fitted = replace(self, seeds=seeds, positions=positions)
         have, want = ([len(seeds) for seeds in each.seeds] for each in (fitted, own))
         refused = (
             (
@@ -121,7 +108,8 @@ class Progress:
                 "files in the same order.",
             ),
             (
-                self.sharding is not own.sharding and by_worker & {self.sharding, own.sharding},
+                self.sharding is not own.sharding
+                and {Sharding.OFF, Sharding.FUNCTION} & {self.sharding, own.sharding},
                 f"input that workers share by {self.sharding.name}, this one by "
                 f"{own.sharding.name}. Distribute the dataset as it was when the state was saved.",
             ),
@@ -142,24 +130,6 @@ class Progress:
                 raise ValueError(f"load_state_dict: the state is of {what}")
         return fitted
 
-    def _for_workers(self, count: int) -> Progress:
-        """Return the progress for `count` workers that each read the whole dataset."""
-        chosen = [worker % len(self.positions) for worker in range(count)]
-        return Progress(
-            self.sharding,
-            self.files,
-            [self.seeds[number] for number in chosen],
-            [self.positions[number] for number in chosen],
-        )
-
-
-def count_steps(topology: Topology, sharding: Sharding, batches: int) -> int:
-    """Return the number of steps of a worker that reads `batches` batches."""
-    if sharding is Sharding.DATA:
-        return batches
-    pieces = 1 if sharding is Sharding.FUNCTION else topology.num_replicas
-    return -(-batches * pieces // len(topology.devices))
-
 
 def steps_of(
     node: Node,
@@ -170,7 +140,9 @@ def steps_of(
     """Yield the steps of this worker; `epochs` has the epoch and start position of each shard."""
     if sharding is Sharding.DATA:
         return _cut(node, topology, epochs)
-    return _deal(topology.devices, _dealt(node, topology, sharding, epochs))
+    pieces = 1 if sharding is Sharding.FUNCTION else topology.num_replicas
+    full = node.spec.batch_size if sharding is Sharding.FILE else None
+    return _deal(topology.devices, _dealt(node, pieces, full, epochs))
 
 
 def _cut(
@@ -185,7 +157,12 @@ def _cut(
             leaves = tree.flatten(batch)
             length = leading_length(leaves, "distribute_dataset", BATCH_IT)
             pieces = replica_slices(length, topology.replica_counts, topology.worker_index)
-            value = tree.unflatten(batch, _spread(leaves, pieces, topology.devices))
+            placed = list(zip(pieces, topology.devices, strict=True))
+            # On the CPU these are views.
+            parts = [
+                PerReplica([copy_to(leaf[piece], at) for piece, at in placed]) for leaf in leaves
+            ]
+            value = tree.unflatten(batch, parts)
             begins = compares and number == position.batches + 1
             first = _note_of(leaves, digest=loads) if begins else None
             yield Step(value, {shard: Position(number)}, length, first)
@@ -225,8 +202,11 @@ def _deal(
     while dealt := list(islice(source, len(devices))):
         reached = {shard: position for shard, position, _ in dealt}
         pieces = [piece for *_, piece in dealt]
-        missing = len(devices) - len(pieces)
-        pieces += [_no_rows(pieces[0])] * missing if missing else []
+        if missing := len(devices) - len(pieces):
+            leading_length(
+                tree.flatten(pieces[0]), "distribute_datasets_from_function", COMPLETE_IT
+            )
+            pieces += [tree.map_leaves(lambda leaf: leaf[:0], pieces[0])] * missing
         placed = [
             tree.map_leaves(lambda leaf, device=device: copy_to(leaf, device), piece)
             for piece, device in zip(pieces, devices, strict=True)
@@ -235,18 +215,13 @@ def _deal(
 
 
 def _dealt(
-    node: Node,
-    topology: Topology,
-    sharding: Sharding,
-    epochs: Mapping[int, tuple[Epoch, Position]],
+    node: Node, count: int, full: int | None, epochs: Mapping[int, tuple[Epoch, Position]]
 ) -> Iterator[tuple[int, Position, Element]]:
     """Yield the shard, the position afterwards and the rows of each piece of this worker's batches.
 
-    A global batch is cut into one piece for each replica of all workers. With FILE, a short batch
-    is cut into fewer pieces of the usual size, so that it takes fewer steps.
+    A batch is cut into `count` pieces: one for each replica of all workers. If `full` is given, a
+    shorter batch is cut into fewer pieces of the usual size, so that it takes fewer steps.
     """
-    count = 1 if sharding is Sharding.FUNCTION else topology.num_replicas
-    full = node.spec.batch_size if sharding is Sharding.FILE else None
     for shard, (epoch, position) in epochs.items():
         done = position
         for batch in node.iterate(epoch, position.batches):
@@ -260,8 +235,8 @@ def _pieces(
 ) -> Iterator[tuple[Position, Element]]:
     """Yield the remaining pieces of a batch, each after the position that follows it.
 
-    The last pieces of a balanced cut are a balanced cut of their rows. If the number of replicas
-    has changed since the first piece, the rest is cut into pieces of about the same size.
+    If the number of replicas has changed since the first piece, the rest is cut into pieces of
+    about the same size.
     """
     if count == 1 and not done.rows:
         yield Position(done.batches + 1), batch
@@ -275,36 +250,6 @@ def _pieces(
         within = Position(done.batches, part.stop, left - number, count)
         after = within if number < len(used) else Position(done.batches + 1)
         yield after, tree.map_leaves(lambda leaf, part=part: leaf[part], batch)
-
-
-def empty_step(like: Element, devices: Sequence[Device]) -> Any:
-    """Return a step without rows, for a worker that has no input left."""
-    return tree.map_leaves(
-        lambda leaf: PerReplica([copy_to(leaf, device) for device in devices]), like
-    )
-
-
-def template_of(step: Any) -> Element | None:
-    """Return a batch without rows, on the host, like those of a step; None for scalar leaves."""
-    leaves = [leaf.values[0] for leaf in tree.flatten(step)]
-    if not all(leaf.ndim for leaf in leaves):
-        return None
-    return tree.unflatten(step, [np.empty((0, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
-
-
-def _spread(
-    leaves: Sequence[Any], pieces: Sequence[slice], devices: Sequence[Device]
-) -> list[PerReplica]:
-    """Return the rows of each device, copied to its memory; on the CPU they are views."""
-    placed = list(zip(pieces, devices, strict=True))
-    return [
-        PerReplica([copy_to(leaf[piece], device) for piece, device in placed]) for leaf in leaves
-    ]
-
-
-def _no_rows(batch: Element) -> Element:
-    leading_length(tree.flatten(batch), "distribute_datasets_from_function", COMPLETE_IT)
-    return tree.map_leaves(lambda leaf: leaf[:0], batch)
 
 
 @functools.lru_cache(maxsize=256)
@@ -326,11 +271,6 @@ def replica_slices(
 
     The cut depends on the replicas of all workers together, so the result of a step does not
     depend on the division of the replicas among processes.
-
-    Args:
-        length: the number of rows of the global batch.
-        replica_counts: the number of replicas of each worker.
-        worker_index: the index of this worker.
 
     >>> replica_slices(5, replica_counts=(1, 3), worker_index=1)
     (slice(2, 3, None), slice(3, 4, None), slice(4, 5, None))

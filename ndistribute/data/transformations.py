@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +28,7 @@ from ndistribute.data.elements import (
     leading_length,
     pick,
     read_only,
+    stack,
 )
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import (
@@ -39,6 +40,7 @@ from ndistribute.data.pipeline import (
     Node,
     SeedCounter,
     name_of,
+    seeds_of,
     upstream,
 )
 from ndistribute.data.prefetch import Ahead
@@ -94,9 +96,17 @@ def batched(child: Node, size: int, drop_remainder: bool) -> Node:
     """Return a node of batches of `size` successive elements; the last may be shorter."""
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        pieces: list[Chunk] = []
+        pieces: list[Rows] = []
         missing = size
-        for chunk in child.chunks(epoch, start * size):
+        source = child.chunks(epoch, start * size)
+        for chunk in source:
+            if not isinstance(chunk, Rows):
+                elements = chain.from_iterable(chain(pieces, (chunk,), source))
+                while len(batch := list(islice(elements, size))) == size:
+                    yield (stack(batch),)
+                if batch and not drop_remainder:
+                    yield (stack(batch),)
+                return
             at, length = 0, len(chunk)
             while length - at >= missing:
                 pieces.append(chunk[at : at + missing])
@@ -181,11 +191,12 @@ def _every(chunks: Iterator[Chunk], stop: int | None, step: int) -> Iterator[Chu
 def repeated(child: Node, times: int | None) -> Node:
     """Return a node of the elements repeated `times` times; forever if it is None."""
     known = child.spec.cardinality
+    differ = bool(seeds_of(child))
 
     def repetitions(epoch: Epoch, first: int, start: int) -> Iterator[Chunk]:
         for number in count(first) if times is None else range(first, times):
             empty = True
-            for chunk in child.chunks(epoch.branch(number), start):
+            for chunk in child.chunks(epoch.branch(number) if differ else epoch, start):
                 empty = empty and not len(chunk)
                 yield chunk
             if empty and start == 0:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Unpack
 
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.placed import JobOptions, PlacedTask, Work, run_job, tasks_of
+from ndistribute.launcher.placed import JobOptions, PlacedTask, Work, run_job
 
 __all__ = ["run"]
 
@@ -30,22 +30,17 @@ def run(
         fn_or_script: a function that each task calls, or the path of a script that it runs.
         num_workers: the number of workers; some Dask workers run several of them if there are
             fewer Dask workers.
-        num_ps: the number of parameter servers, which run the same function or script.
+        num_ps: the number of parameter servers.
         client: a ``distributed.Client``; None: the current one.
         resources: the resources that each worker and the chief need of a Dask worker, for example
             ``{"GPU": 1}``. Default: none.
         placement_timeout: seconds to wait for Dask workers with the resources.
-        options: ``args``, ``chief``, ``max_restarts``, ``environ`` and ``timeout``; see
-            `JobOptions`.
-
-    Returns:
-        The results of the function in the chief and the workers, in rank order; None for scripts.
+        options: the same as for Ray.
 
     Raises:
         MissingDependencyError: Dask's distributed is not installed.
         ValueError: there is no client.
         TimeoutError: the job took too long, or no Dask worker has the resources.
-        Exception: as from `ndistribute.launcher.ray.run`.
     """
     try:
         import distributed
@@ -55,14 +50,18 @@ def run(
             "Jobs on Dask need its distributed: pip install 'ndistribute[dask]'."
         ) from error
 
-    tasks = tasks_of(num_workers, num_ps, options)
-    dask = distributed.get_client() if client is None else client
-    needs = [{} if kind == "ps" else dict(resources or {}) for kind, _ in tasks]
+    def host() -> str:
+        """Return the host of the Dask worker in which this runs."""
+        address = distributed.get_worker().address
+        found: str = distributed.comm.get_address_host(address)
+        return "127.0.0.1" if address.startswith("inproc://") else found
 
     @contextlib.contextmanager
-    def place() -> Iterator[list[Any]]:
+    def place(types: list[str]) -> Iterator[list[Any]]:
+        dask = distributed.get_client() if client is None else client
+        needs = [{} if kind == "ps" else dict(resources or {}) for kind in types]
         futures = [
-            dask.submit(PlacedTask, _host, actor=True, pure=False, resources=need) for need in needs
+            dask.submit(PlacedTask, host, actor=True, pure=False, resources=need) for need in needs
         ]
         try:
             distributed.wait(futures, placement_timeout)
@@ -78,13 +77,4 @@ def run(
     def call(actor: Any, method: str, *args: Any) -> Any:
         return getattr(actor, method)(*args).result()
 
-    return run_job(fn_or_script, tasks, options, place, call, dumps)
-
-
-def _host() -> str:
-    """Return the host of the Dask worker in which this runs."""
-    import distributed
-
-    address = distributed.get_worker().address
-    host: str = distributed.comm.get_address_host(address)
-    return "127.0.0.1" if address.startswith("inproc://") else host
+    return run_job(fn_or_script, num_workers, num_ps, options, place, call, dumps)

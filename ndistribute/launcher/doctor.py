@@ -22,7 +22,7 @@ from typing import Any, Literal
 from ndistribute.blas import THREAD_VARIABLES, cores
 from ndistribute.device import list_devices
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.mpiexec import find_mpiexec
+from ndistribute.launcher.commands import find_mpiexec
 
 State = Literal["ok", "slow", "missing", "absent"]
 
@@ -61,20 +61,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Return the results of all checks."""
-    python = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
-    widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in _cpu_flags()]
-    blas = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
-    return [
-        Finding("Python", "ok", python),
-        Finding("processor", "ok", f"{cores()} cores, {[*widest, 'no AVX'][0]}"),
-        _either(
-            "BLAS", "".join(blas[:1]), "slow", "none known", "pip install --force-reinstall numpy"
-        ),
-        _kernel(),
-        *_packages(),
-        *_machine(),
-        *_network(),
-    ]
+    return [*_processor(), *_packages(), *_machine(), *_network()]
 
 
 def better_kernel(flags: Collection[str], architecture: str | None) -> str | None:
@@ -95,15 +82,22 @@ def blas_settings(environ: Mapping[str, str], parts: int) -> dict[str, str]:
     return settings
 
 
-def _kernel() -> Finding:
+def _processor() -> Iterator[Finding]:
+    python = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
+    yield Finding("Python", "ok", python)
+    widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in _cpu_flags()]
+    yield Finding("processor", "ok", f"{cores()} cores, {[*widest, 'no AVX'][0]}")
+    blas = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
+    remedy = "pip install --force-reinstall numpy"
+    yield _either("BLAS", "".join(blas[:1]), "slow", "none known", remedy)
     chosen = _architecture()
     better = better_kernel(_cpu_flags(), chosen)
-    if better is None:
-        return Finding("BLAS kernels", "ok", chosen or "not OpenBLAS's")
+    found = "" if better else chosen or "not OpenBLAS's"
     text = f"{chosen}, on a processor with AVX-512"
-    mine = os.environ.get(_KERNEL_VARIABLE)
-    remedy = f"unset {_KERNEL_VARIABLE}" if mine else f"export {_KERNEL_VARIABLE}={better}"
-    return Finding("BLAS kernels", "slow", text, f"{remedy} (`ndistribute run` then sets it)")
+    remedy = f"export {_KERNEL_VARIABLE}={better}"
+    remedy = f"unset {_KERNEL_VARIABLE}" if os.environ.get(_KERNEL_VARIABLE) else remedy
+    remedy += " (`ndistribute run` then sets it)"
+    yield _either("BLAS kernels", found, "slow", text, remedy)
 
 
 def _packages() -> Iterator[Finding]:

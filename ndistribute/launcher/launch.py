@@ -23,9 +23,9 @@ from pathlib import Path
 
 from ndistribute.blas import cores
 from ndistribute.cluster.resolvers import seconds_of
-from ndistribute.launcher import mpiexec
+from ndistribute.launcher import commands
+from ndistribute.launcher.commands import MPIEXEC, Host, is_this_machine, ssh_command
 from ndistribute.launcher.doctor import blas_settings
-from ndistribute.launcher.hosts import Host, is_this_machine, ssh_command
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import (
     Outcome,
@@ -111,7 +111,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     """Run a job to its end; return the exit code of the first failure, 124 at a timeout, or 0."""
     _open_standard_streams()
     _check_limits(options.processes)
-    mpi = mpiexec.find_mpiexec() if options.mpi else None
+    mpi = commands.find_mpiexec() if options.mpi else None
     # Processes under MPI need no secret, and mpiexec would send it unencrypted.
     dropped = (*_OURS, _SECRET) if mpi else _OURS
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
@@ -132,7 +132,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
             if host is None
         }
         ranks = options.processes if mpi and options.is_local else 0
-        pipes = mpiexec.rank_pipes(ranks, opened) if ranks else ([], "")
+        pipes = commands.rank_pipes(ranks, opened) if ranks else ([], "")
         signals = opened.enter_context(signals_as_bytes())
         for attempt in range(again + 1):
             if attempt:
@@ -146,7 +146,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
             supervisor = Supervisor(begin, console, deadline, restarts, signals)
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
             if mpi and outcome.reason == "failed":
-                code = mpiexec.exit_code(outcome.code, console.kept(mpiexec.MPIEXEC))
+                code = commands.exit_code(outcome.code, console.kept(MPIEXEC))
                 outcome = replace(outcome, code=code)
             _report(options, outcome, console, attempt)
             if outcome.reason != "failed":
@@ -157,7 +157,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
 def dry_run(options: JobOptions) -> Iterator[str]:
     """Yield a line for each process that a job would start, with the secret hidden."""
     if options.mpi:
-        starts = [_mpi_start(mpiexec.find_mpiexec(), options, os.environ)]
+        starts = [_mpi_start(commands.find_mpiexec(), options, os.environ)]
     else:
         starts = _tasks(options, os.environ, {})
     for start in starts:
@@ -229,7 +229,7 @@ def _refuse_waiting(ports: Sequence[socket.socket]) -> None:
 
 
 def _mpi_start(
-    mpi: mpiexec.Mpiexec,
+    mpi: commands.Mpiexec,
     options: JobOptions,
     environ: Mapping[str, str],
     outputs: Sequence[tuple[int, str, str]] = (),
@@ -241,20 +241,20 @@ def _mpi_start(
         settings["PYTHONUNBUFFERED"] = "1"
     ours = [name for name in environ if name.startswith(("NDISTRIBUTE_", "OMP_", "OPENBLAS_"))]
     names = sorted({*ours, *settings, JOB_ID} - {_SECRET})
-    command = mpiexec.mpiexec_command(
+    command = commands.mpiexec_command(
         mpi, options.hosts, options.command, names, local=options.is_local, redirect=redirect
     )
-    return Start(mpiexec.MPIEXEC, command, settings, outputs=outputs)
+    return Start(MPIEXEC, command, settings, outputs=outputs)
 
 
 def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: int) -> None:
     """Print how an attempt ended, unless it succeeded."""
     label = outcome.label
+    if outcome.reason == "timeout":
+        console.say(f"stopped after --timeout {options.timeout} s.")
+    if outcome.reason == "signal":
+        console.say(f"stopped by signal {outcome.code - 128}.")
     if label is None:
-        if outcome.reason == "timeout":
-            console.say(f"stopped after --timeout {options.timeout} s.")
-        if outcome.reason == "signal":
-            console.say(f"stopped by signal {outcome.code - 128}.")
         return
     report = [b"[%b] %b" % (label.encode(), line) for line in last_report(console.kept(label))]
     who = f"rank {label}" if label.isdigit() else label

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from ndistribute.launcher.mpiexec import MPIEXEC, parse_tagged
+from ndistribute.launcher.commands import MPIEXEC, parse_tagged
 
 _BREAK = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _LONGEST_LINE = 1 << 16
@@ -51,15 +51,15 @@ class Writer:
                 self._bytes -= len(self._waiting.popleft())
             self._changed.notify_all()
 
-    def close(self, patience: float = 10.0) -> int:
+    def close(self, timeout: float = 10.0) -> int:
         """Write the rest while the reader reads; return the number of bytes that were not read."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
             while self._bytes and self.error is None:
-                if not self._changed.wait(patience):
+                if not self._changed.wait(timeout):
                     return self._bytes + self._lost
-        self._thread.join(patience)
+        self._thread.join(timeout)
         return self._bytes + self._lost
 
     def _run(self) -> None:
@@ -187,7 +187,7 @@ def last_report(lines: list[bytes], most: int = 200) -> list[bytes]:
     return report if len(report) <= most else [*report[: most // 2], b"...", *report[-most // 2 :]]
 
 
-def tells_of_another(lines: list[bytes]) -> bool:
+def is_loss_report(lines: list[bytes]) -> bool:
     """Return True if a process ended because it lost another one."""
     return any(_LOST_ANOTHER.match(line) for line in last_report(lines))
 

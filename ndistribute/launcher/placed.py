@@ -72,7 +72,7 @@ class PlacedTask:
 
     def start(self, work: bytes | list[str], environ: Mapping[str, str], grace: float) -> None:
         """Start a script with arguments, or a pickled call for `main`; may be called again."""
-        self._told = False
+        self._asked_to_end = False
         # Contains the call, and later the result.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
         command = work
@@ -91,8 +91,8 @@ class PlacedTask:
     def follow(self, end: bool) -> tuple[bytes, int | None, bytes]:
         """Return new output of the task, its exit code or None, and the pickled result."""
         process, output = self._process, self._process.outputs[0][0]
-        if end and not self._told:
-            self._told = True  # A second request would skip the grace period.
+        if end and not self._asked_to_end:
+            self._asked_to_end = True  # A second request would skip the grace period.
             process.ask_to_end()
         ready = select.select([output, process.done], [], [], _FOLLOW_SECONDS)[0]
         chunk = os.read(output, _CHUNK_BYTES) if output in ready else b""
@@ -106,23 +106,22 @@ class PlacedTask:
             return b"", code, file.read()
 
 
-def tasks_of(num_workers: int, num_ps: int, options: JobOptions) -> list[tuple[str, int]]:
-    """Return the type and index of each task, servers first, because the others need them."""
-    if num_workers < 1 or num_ps < 0:
-        raise ValueError(f"A job has at least one worker; got {num_workers=} and {num_ps=}.")
-    counts = {"ps": num_ps, "chief": int(options.get("chief", False)), "worker": num_workers}
-    return [(kind, index) for kind, count in counts.items() for index in range(count)]
-
-
 def run_job(
     fn_or_script: Work,
-    tasks: Sequence[tuple[str, int]],
+    num_workers: int,
+    num_ps: int,
     options: JobOptions,
-    place: Callable[[], contextlib.AbstractContextManager[Sequence[Any]]],  # Of `PlacedTask`s.
+    # Yields a handle to a `PlacedTask` for each task, given its type.
+    place: Callable[[list[str]], contextlib.AbstractContextManager[Sequence[Any]]],
     call: Callable[..., Any],  # Calls a method of a handle by name, from any thread.
     dumps: Callable[[Any], bytes],
 ) -> list[Any]:
     """Run a job to its end, and return the results of the chief and the workers."""
+    if num_workers < 1 or num_ps < 0:
+        raise ValueError(f"A job has at least one worker; got {num_workers=} and {num_ps=}.")
+    # Servers first, because the others need them.
+    counts = {"ps": num_ps, "chief": int(options.get("chief", False)), "worker": num_workers}
+    tasks = [(kind, index) for kind, count in counts.items() for index in range(count)]
     work: bytes | list[str]
     if callable(fn_or_script):
         work = dumps((fn_or_script, tuple(options.get("args", ())), dumps))
@@ -134,13 +133,13 @@ def run_job(
     environ |= options.get("environ", {})
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
     most = options.get("max_restarts", 0)
-    again, alone = (0, most) if tasks[0][0] == "ps" else (most, 0)
+    again, alone = (0, most) if num_ps else (most, 0)
     console = Console(_InProgram(), _InProgram())
     attempt = 0
     while True:
         console.begin(attempt)
         placed: dict[str, _Placed] = {}
-        with place() as handles:
+        with place([kind for kind, _ in tasks]) as handles:
             addresses = [call(handle, "address") for handle in handles]
             starts = task_starts(tasks, addresses, environ, {})
             calls = {s.label: partial(call, h) for s, h in zip(starts, handles, strict=True)}

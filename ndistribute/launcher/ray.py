@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Unpack
 
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.placed import JobOptions, PlacedTask, Work, run_job, tasks_of
+from ndistribute.launcher.placed import JobOptions, PlacedTask, Work, run_job
 
 __all__ = ["run"]
 
@@ -56,15 +56,13 @@ def run(
             "Jobs on Ray need Ray: pip install 'ndistribute[ray]'."
         ) from error
 
-    tasks = tasks_of(num_workers, num_ps, options)
-    worker = dict(resources or {"CPU": 1})
-    server = {"CPU": worker.get("CPU", 1)}
-    bundles = [server if kind == "ps" else worker for kind, _ in tasks]
-    if not ray.is_initialized():
-        ray.init()
-
     @contextlib.contextmanager
-    def place() -> Iterator[list[Any]]:
+    def place(types: list[str]) -> Iterator[list[Any]]:
+        worker = dict(resources or {"CPU": 1})
+        server = {"CPU": worker.get("CPU", 1)}
+        bundles = [server if kind == "ps" else worker for kind in types]
+        if not ray.is_initialized():
+            ray.init()
         group = ray.util.placement_group(bundles, strategy=placement)
         actors = []
         try:
@@ -90,4 +88,5 @@ def run(
     def call(actor: Any, method: str, *args: Any) -> Any:
         return ray.get(getattr(actor, method).remote(*args))
 
-    return run_job(fn_or_script, tasks, options, place, call, ray.cloudpickle.dumps)
+    dumps = ray.cloudpickle.dumps
+    return run_job(fn_or_script, num_workers, num_ps, options, place, call, dumps)

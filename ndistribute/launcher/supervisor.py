@@ -21,13 +21,12 @@ from subprocess import PIPE, Popen
 from typing import IO, cast
 
 from ndistribute.launcher import reaper
-from ndistribute.launcher.hosts import Host, remote_script, ssh_command
-from ndistribute.launcher.mpiexec import MPIEXEC
-from ndistribute.launcher.output import Console, exit_text, tells_of_another
+from ndistribute.launcher.commands import MPIEXEC, Host, remote_script, ssh_command
+from ndistribute.launcher.output import Console, exit_text, is_loss_report
 from ndistribute.transport.listener import LISTEN_FD
 
 # After a task that only reports the loss of another: the time for that other one's own report.
-_PATIENCE_SECONDS = 2.0
+_REPORT_SECONDS = 2.0
 # The time in which servers must end by themselves once the work is done.
 _FINISH_SECONDS = 10.0
 # The time of a reaper beyond the grace of its process.
@@ -78,18 +77,20 @@ class Verdict(enum.Enum):
 
 
 @dataclass(eq=False)
-class TaskState:
-    """The type of a task, its exit code, and whether it reported the loss of another task."""
+class Task:
+    """The state of a task."""
 
-    task_type: str
-    code: int | None = None
-    tells_of_another: bool = False
+    start: Start
+    code: int | None = None  # None: it has not ended.
+    reports_loss: bool = False  # It only reported the loss of another task.
+    running: Process | None = None  # None: not started yet.
+    restarts: int = 0
 
 
-def verdict(ended: TaskState, tasks: Collection[TaskState], restarts_left: int) -> Verdict:
+def verdict(ended: Task, tasks: Collection[Task], restarts_left: int) -> Verdict:
     """Return what the end of the task `ended`, one of `tasks`, means for the job."""
-    chiefs = [task.code for task in tasks if task.task_type == "chief"]
-    codes = chiefs or [task.code for task in tasks if task.task_type == "worker"]
+    chiefs = [task.code for task in tasks if task.start.task_type == "chief"]
+    codes = chiefs or [task.code for task in tasks if task.start.task_type == "worker"]
     if all(code == 0 for code in codes):
         return Verdict.FINISH
     if ended.code == 0:
@@ -97,19 +98,12 @@ def verdict(ended: TaskState, tasks: Collection[TaskState], restarts_left: int) 
     # Without the chief, which alone has the result, the work of the others is lost.
     if restarts_left > 0 and not any(chiefs):
         return Verdict.AGAIN
-    return Verdict.WAIT if ended.tells_of_another else Verdict.FAIL
+    return Verdict.WAIT if ended.reports_loss else Verdict.FAIL
 
 
 def restart_delay(restarts: int) -> float:
     """Return the seconds to wait before the next restart, after `restarts` restarts."""
     return min(_LONGEST_DELAY_SECONDS, 0.25 * 2**restarts) if restarts > 0 else 0.0
-
-
-@dataclass(eq=False, kw_only=True)
-class _Task(TaskState):
-    start: Start
-    running: Process | None = None  # None: not started yet.
-    restarts: int = 0
 
 
 @dataclass
@@ -126,8 +120,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         if self.signals is not None:
             self._selector.register(self.signals, selectors.EVENT_READ, self._signalled)
-        self._tasks: list[_Task] = []
-        self._failed: list[_Task] = []
+        self._tasks: list[Task] = []
+        self._failed: list[Task] = []
         self._outcome: Outcome | None = None
         self._hurried = False
         self._finish = partial(self._stop, Outcome("done", 0))
@@ -137,7 +131,7 @@ class Supervisor:
 
     def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
         """Start all tasks after a delay in seconds; return or raise when all have ended."""
-        self._tasks = [_Task(start.task_type, start=start) for start in starts]
+        self._tasks = [Task(start) for start in starts]
         for task in self._tasks:
             self._due[partial(self._start, task)] = time.monotonic() + delay
         try:
@@ -174,7 +168,7 @@ class Supervisor:
             if self.console.nobody_reads:
                 self._stop(Outcome("unread", 128 + signal.SIGPIPE))
 
-    def _start(self, task: _Task) -> None:
+    def _start(self, task: Task) -> None:
         task.running = self.begin(task.start)
         ended = partial(self._ended, task, task.running)
         self._selector.register(task.running.done, selectors.EVENT_READ, ended)
@@ -196,7 +190,7 @@ class Supervisor:
                 self._selector.unregister(fd)
             most -= 1
 
-    def _ended(self, task: _Task, running: Process) -> None:
+    def _ended(self, task: Task, running: Process) -> None:
         self._selector.unregister(running.done)
         task.code = running.code()
         for output in running.outputs:
@@ -206,7 +200,7 @@ class Supervisor:
                 self.console.feed(*output[1:], b"")
         running.close()
         said = self.console.kept(task.start.label)
-        task.tells_of_another = bool(task.code) and tells_of_another(said)
+        task.reports_loss = bool(task.code) and is_loss_report(said)
         if self._outcome is not None:
             return
         can_restart = running.lost is None and self._give_up not in self._due
@@ -215,7 +209,7 @@ class Supervisor:
                 self._start_again(task)
             case Verdict.WAIT:
                 self._failed.append(task)
-                self._due.setdefault(self._give_up, time.monotonic() + _PATIENCE_SECONDS)
+                self._due.setdefault(self._give_up, time.monotonic() + _REPORT_SECONDS)
             case Verdict.FAIL:
                 self._failed.append(task)
                 self._give_up()
@@ -224,26 +218,28 @@ class Supervisor:
                 self._drop_waiting()
                 self._due = {self._finish: time.monotonic() + _FINISH_SECONDS}
 
-    def _start_again(self, task: _Task) -> None:
+    def _start_again(self, task: Task) -> None:
         """Restart one task; the others go on."""
         label, delay = task.start.label, restart_delay(task.restarts)
         task.restarts += 1
         self.restarts -= 1
-        when = f"starting it again in {delay:g} s ({self.restarts} left)"
-        self.console.say(f"{label} ended ({exit_text(task.code or 0)}); {when}.")
+        self.console.say(
+            f"{label} ended ({exit_text(task.code or 0)}); starting it again in {delay:g} s "
+            f"({self.restarts} left)."
+        )
         self.console.forget(label)
         task.running = task.code = None
         self._due[partial(self._start, task)] = time.monotonic() + delay
 
     def _failure(self) -> Outcome:
         """Return the outcome for the first task that failed by itself, or else the first failed."""
-        first = [task for task in self._failed if not task.tells_of_another]
+        first = [task for task in self._failed if not task.reports_loss]
         task = [*first, *self._failed][0]
         label, host = task.start.label, task.start.host
         if label == MPIEXEC:
             # The first rank whose error is not the loss of another.
             kept, reported = self.console.kept, self.console.reported
-            label = next((r for r in reported if not tells_of_another(kept(r))), label)
+            label = next((r for r in reported if not is_loss_report(kept(r))), label)
         return Outcome("failed", task.code or 1, label, "" if host is None else host.name)
 
     def _give_up(self) -> None:
@@ -280,9 +276,8 @@ class Supervisor:
     def _tell_of_savers(self) -> None:
         savers = [task.start for task in self._tasks if task.start.saving and task.code is None]
         if savers:
-            labels = ", ".join(start.label for start in savers)
-            wait = f"waiting {savers[0].saving:g} s at most"
-            self.console.say(f"{wait} until {labels} wrote a last snapshot.")
+            labels, most = ", ".join(start.label for start in savers), f"{savers[0].saving:g}"
+            self.console.say(f"waiting {most} s at most until {labels} wrote a last snapshot.")
 
 
 class Process:
@@ -319,8 +314,8 @@ class Process:
         self.done = os.pidfd_open(self._popen.pid)
         pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
         self._input, *self._pipes = (cast("IO[bytes]", pipe) for pipe in pipes)
-        streams = zip(self._pipes, ("stdout", "stderr"), strict=True)
-        mine = [(pipe.fileno(), start.label, stream) for pipe, stream in streams]
+        out, err = (pipe.fileno() for pipe in self._pipes)
+        mine = (out, start.label, "stdout"), (err, start.label, "stderr")
         self.outputs = (*mine, *start.outputs)
         self._write(script.encode())
 

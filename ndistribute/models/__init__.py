@@ -10,15 +10,20 @@ from ndistribute.models import (
     optimizers,
     regularizers,
 )
+from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from ndistribute.models.export import load
 from ndistribute.models.model import Model, Sequential
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointManager",
     "Model",
     "Sequential",
     "activations",
     "callbacks",
     "initializers",
     "layers",
+    "load",
     "losses",
     "metrics",
     "optimizers",

@@ -30,9 +30,6 @@ __all__ = [
     "get",
 ]
 
-# The first key of the seeds of initializers; replicas have keys of one number.
-_KEY = 1
-
 Shape = Sequence[int]
 
 
@@ -81,10 +78,8 @@ class _Random(Initializer):
     def _generator(self) -> np.random.Generator:
         if self.seed is not None:
             return np.random.default_rng(self.seed)
-        seed = current_seed()
-        (child,) = seed.spawn(1)
-        key = (_KEY, child.spawn_key[-1])
-        return np.random.default_rng(np.random.SeedSequence(seed.entropy, spawn_key=key))
+        # Replicas have keys of one number, and shuffles of two.
+        return np.random.default_rng(current_seed().spawn(1)[0].spawn(1)[0].spawn(1)[0])
 
 
 @dataclass(frozen=True)
@@ -112,30 +107,36 @@ class RandomUniform(_Random):
 
 
 @dataclass(frozen=True)
-class _Scaled(_Random):
-    """The base class of initializers whose variance depends on the numbers of units."""
+class _Uniform(_Random):
+    """The base class of uniform initializers with a variance by the shape."""
 
-    def _variance(self, shape: Shape) -> float:
-        raise NotImplementedError
-
-    def _uniform(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-        bound = math.sqrt(3.0 * self._variance(shape))
+    def __call__(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+        """Return a new array of independent uniform values."""
+        bound = math.sqrt(3.0 * self._variance(*fans(shape)))
         return self._generator().uniform(-bound, bound, shape).astype(dtype)
 
-    def _normal(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-        deviation = math.sqrt(self._variance(shape))
+    def _variance(self, inputs: float, outputs: float) -> float:
+        raise NotImplementedError(f"{type(self).__name__} defines no variance.")
+
+
+@dataclass(frozen=True)
+class _Normal(_Uniform):
+    """The base class of normal initializers with a variance by the shape."""
+
+    def __call__(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+        """Return a new array of independent normal values."""
+        deviation = math.sqrt(self._variance(*fans(shape)))
         return self._generator().normal(0.0, deviation, shape).astype(dtype)
 
 
-class _Glorot(_Scaled):
-    def _variance(self, shape: Shape) -> float:
-        inputs, outputs = fans(shape)
+class _Glorot(_Uniform):
+    def _variance(self, inputs: float, outputs: float) -> float:
         return 2.0 / max(1.0, inputs + outputs)
 
 
-class _He(_Scaled):
-    def _variance(self, shape: Shape) -> float:
-        return 2.0 / max(1.0, fans(shape)[0])
+class _He(_Uniform):
+    def _variance(self, inputs: float, outputs: float) -> float:
+        return 2.0 / max(1.0, inputs)
 
 
 class GlorotUniform(_Glorot):
@@ -148,13 +149,9 @@ class GlorotUniform(_Glorot):
     True
     """
 
-    __call__ = _Scaled._uniform
 
-
-class GlorotNormal(_Glorot):
+class GlorotNormal(_Glorot, _Normal):
     """A normal initializer with the variance ``2 / (inputs + outputs)``."""
-
-    __call__ = _Scaled._normal
 
 
 class HeUniform(_He):
@@ -163,13 +160,9 @@ class HeUniform(_He):
     Source: He et al., "Delving Deep into Rectifiers", 2015.
     """
 
-    __call__ = _Scaled._uniform
 
-
-class HeNormal(_He):
+class HeNormal(_He, _Normal):
     """A normal initializer with the variance ``2 / inputs``, for layers with a ReLU."""
-
-    __call__ = _Scaled._normal
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,9 @@ class MeanMetric(Mean):
         super().__init__(name or function.__name__)
         self._function = function
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(  # type: ignore[override]
+        self, y_true: Any, y_pred: Any, sample_weight: Any = None
+    ) -> None:
         """Add the examples of a batch."""
         super().update_state(self._function(*losses.aligned(y_true, y_pred)), sample_weight)
 
@@ -276,7 +278,7 @@ def get(metric: Any, loss: losses.Loss) -> Metric:
             if isinstance(loss, kind):
                 if kind is losses.BinaryCrossentropy and loss.from_logits:  # type: ignore[attr-defined]
                     return BinaryAccuracy(0.0, name=metric)
-                return accuracy(name=metric)  # type: ignore[call-arg]
+                return accuracy(name=metric)
         raise ValueError(
             f"{metric!r} is undefined for the loss {loss.name!r}: pass a metric, such as "
             "metrics.MeanAbsoluteError()."
@@ -284,7 +286,7 @@ def get(metric: Any, loss: losses.Loss) -> Metric:
     if callable(metric):
         return MeanMetric(metric)
     try:
-        return NAMED[metric](name=metric)  # type: ignore[call-arg]
+        return NAMED[metric](name=metric)
     except KeyError:
         names = ", ".join(["accuracy", *NAMED])
         raise ValueError(f"unknown metric {metric!r}: use one of {names}.") from None

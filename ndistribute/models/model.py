@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ndistribute.models.export import export
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.training import Trainer
 
@@ -34,6 +39,20 @@ class Model(Trainer):
     >>> model(np.zeros((3, 4), np.float32)).shape, model.count_params()
     ((3, 2), 58)
     """
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the architecture and the weights, and return the folder; see `models.load`.
+
+        Every worker must call this; the chief writes. No code is written: `load` needs the classes
+        of layers that are not this package's.
+
+        Args:
+            path: the folder's path, to which a number is appended.
+
+        Raises:
+            ValueError: the model is not built, or an argument of a layer cannot be written.
+        """
+        return export(self, path)
 
     def summary(self) -> str:
         """Return a table of the layers with the shapes and numbers of their variables."""
@@ -76,7 +95,8 @@ class Sequential(Model):
         super().__init__(name=name)
         self.layers: list[Layer] = []
         for layer in layers:
-            self.add(layer)
+            self._append(layer)
+        self._build_early()
 
     def add(self, layer: Layer) -> None:
         """Append a layer.
@@ -84,15 +104,29 @@ class Sequential(Model):
         Raises:
             TypeError: it is not a `Layer`.
         """
+        self._append(layer)
+        self._build_early()
+
+    def _append(self, layer: Layer) -> None:
         if not isinstance(layer, Layer):
             raise TypeError(f"Sequential needs Layer objects, got {layer!r}.")
         self.layers.append(layer)
+
+    def _build_early(self) -> None:
+        """Create the variables, if the first layer knows the shape of its input."""
+        first = self.layers[0] if self.layers else None
+        if first is not None and first.input_shape is not None:
+            self.build_for(np.zeros((0, *first.input_shape), first.compute_dtype))
 
     def call(self, inputs: Any) -> Any:
         """Return the output of the last layer."""
         for layer in self.layers:
             inputs = layer(inputs)
         return inputs
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the layers."""
+        return {"layers": list(self.layers)}
 
     def _parts(self) -> list[Layer]:
         return self.layers

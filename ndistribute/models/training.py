@@ -7,9 +7,13 @@ collectives of the step.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,22 +21,88 @@ import numpy as np
 from ndistribute import optimizers as _optimizers
 from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
+from ndistribute.collective.objects import all_gather_object
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.data import Dataset, as_dataset
 from ndistribute.device import copy_to, to_host
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.callbacks import Callback, Callbacks, History
+from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.progress import Progress
-from ndistribute.values import PerReplica
 from ndistribute.variables import Variable
 
 __all__ = ["Trainer"]
 
 _BATCH = 32
+RunEpoch = Callable[[Callbacks], None]
 _EMPTY: Mapping[str, float] = {}
+
+
+class Position:
+    """Where a training is; a part of the state from which it can be continued.
+
+    Args:
+        epoch: the epoch, from 0.
+        callbacks: the callbacks of the training.
+
+    Attributes:
+        step: the number of steps made in the epoch.
+        steps_made: the number of steps made in all epochs.
+        iterator: the iterator over the distributed dataset.
+        finished: whether the training ended as planned.
+        trained: the variables to train.
+        penalized: the layers whose regularizers add to the loss.
+    """
+
+    def __init__(self, epoch: int, callbacks: Sequence[Callback]) -> None:
+        self.epoch = epoch
+        self.callbacks = callbacks
+        self.step = self.steps_made = 0
+        self.iterator: Any = None
+        self.finished = False
+        self.trained: list[Variable] = []
+        self.penalized: list[Layer] = []
+        self._restored: Any = None
+
+    def begin_epoch(self, dataset: Any, steps: int | None) -> None:
+        """Set the iterator for an epoch, to the restored position if there is one.
+
+        Args:
+            dataset: the distributed dataset.
+            steps: the steps of an epoch, if epochs go on in the dataset; otherwise None.
+        """
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self.iterator = iter(dataset)
+            self.iterator.load_state_dict(restored)  # Later iterations continue after it.
+        if self.iterator is None or (steps is None and not self.step):
+            self.iterator = iter(dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain values."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "steps_made": self.steps_made,
+            "input": None if self.iterator is None else self.iterator.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position of `state_dict`."""
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.steps_made, self._restored = state["steps_made"], state["input"]
+
+    def check_used(self, steps: int | None) -> None:
+        """Raise a `ValueError` if the dataset ended before the steps of an epoch."""
+        if steps is not None:
+            raise ValueError(
+                f"epoch {self.epoch + 1}: the dataset ended after {self.step} of steps_per_epoch="
+                f"{steps} steps: append .repeat() to the dataset, or pass fewer steps."
+            )
 
 
 class Trainer(Layer):
@@ -48,7 +118,7 @@ class Trainer(Layer):
         self._loss_mean: Any = None
         # Each metric, and whether it counts sample weights.
         self._metrics: list[tuple[_metrics.Metric, bool]] = []
-        self._trained: list[Variable] = []
+        self.position = Position(0, ())
 
     def compile(
         self,
@@ -58,6 +128,8 @@ class Trainer(Layer):
         weighted_metrics: Sequence[Any] | None = None,
     ) -> None:
         """Set the optimizer, the loss and the metrics.
+
+        If layers compute in float16, the optimizer is wrapped in a `LossScale`.
 
         Args:
             optimizer: an optimizer, or its name.
@@ -71,6 +143,9 @@ class Trainer(Layer):
         """
         with self.strategy.scope():
             self.optimizer = _optimizers.get(optimizer)
+            halves = any(layer.compute_dtype == np.float16 for layer in self.walk())
+            if halves and not isinstance(self.optimizer, _optimizers.LossScale):
+                self.optimizer = _optimizers.LossScale(self.optimizer)
             self.loss = None if loss is None else _losses.get(loss)
             self._loss_mean = _metrics.Mean("loss")
             self._metrics = [
@@ -143,25 +218,30 @@ class Trainer(Layer):
             params = {"epochs": epochs, "steps": steps if steps >= 0 else None, "verbose": verbose}
             called = Callbacks([progress, *callbacks, history], self, params)
             self.stop_training = False
-            self._trained = self.trainable_variables
-            called.on_train_begin()
-            try:
-                source: Iterator[Any] | None = None
-                for epoch in range(initial_epoch, epochs):
-                    if source is None or steps_per_epoch is None:
-                        source = iter(distributed)
-                    called.on_epoch_begin(epoch)
-                    self._fit_epoch(source, steps_per_epoch, called)
-                    logs = self._results()
-                    if validation_data is not None and (epoch + 1) % validation_freq == 0:
-                        known = validation_batch_size or batch_size
-                        found = self._validate(validation_data, known, validation_steps)
-                        logs |= {f"val_{name}": value for name, value in found.items()}
-                    called.on_epoch_end(epoch, logs)
-                    if self.stop_training:
-                        break
-            finally:
-                called.on_train_end()
+            self.position = position = Position(initial_epoch, called.members)
+            position.trained = self.trainable_variables
+            position.penalized = [layer for layer in self.walk() if layer.penalties()]
+
+            def validate(epoch: int) -> dict[str, float]:
+                if validation_data is None or (epoch + 1) % validation_freq:
+                    return {}
+                size = validation_batch_size or batch_size
+                found = self._validate(validation_data, size, validation_steps)
+                return {f"val_{name}": value for name, value in found.items()}
+
+            with contextlib.ExitStack() as on_exit:
+                run_epoch: RunEpoch = functools.partial(
+                    self._fit_epoch, distributed, steps_per_epoch
+                )
+                if schedules_steps(self.strategy):
+                    chief = Chief(self, data, steps_per_epoch)
+                    on_exit.callback(chief.close)
+                    run_epoch = chief.run_epoch
+                on_exit.callback(called.on_train_end)
+                called.on_train_begin()
+                while position.epoch < epochs and not self.stop_training:
+                    self._fit_and_validate(run_epoch, validate, called)
+                position.finished = True
         return history
 
     def evaluate(
@@ -230,22 +310,24 @@ class Trainer(Layer):
         """
         x, y, weight = _unpacked(data)
         with GradientTape() as tape:
-            predicted = self(x, training=True)
+            predicted = _widened(self(x, training=True))
             each = self.loss.weighted(y, predicted, weight)
             count = _losses.global_count(_rows_of(x)) if rows is None else rows
             loss = np.sum(each) / max(1.0, count * math.prod(each.shape[1:]))
-            penalties = self.losses
+            penalties = [each for layer in self.position.penalized for each in layer.penalties()]
             if penalties:  # Each replica computes them, and the gradients are added up.
                 replica = get_replica_context()
                 loss = loss + sum(penalties) / (replica.num_replicas_in_sync if replica else 1)
-        gradients = tape.gradient(loss, self._trained)
-        self.optimizer.apply_gradients(zip(gradients, self._trained, strict=True))
+            loss = self.optimizer.scale_loss(loss)
+        trained = self.position.trained
+        gradients = tape.gradient(loss, trained)
+        self.optimizer.apply_gradients(zip(gradients, trained, strict=True))
         self._count(each, penalties, y, predicted, weight)
 
     def _test_step(self, data: Any) -> None:
         """Add this replica's part of a batch to the metrics."""
         x, y, weight = _unpacked(data)
-        predicted = self(x, training=False)
+        predicted = _widened(self(x, training=False))
         self._count(self.loss.weighted(y, predicted, weight), self.losses, y, predicted, weight)
 
     def _count(self, each: Any, penalties: Any, y: Any, predicted: Any, weight: Any) -> None:
@@ -256,28 +338,59 @@ class Trainer(Layer):
         for metric, weighted in self._metrics:
             metric.update_state(y, predicted, weight if weighted else None)
 
-    def _fit_epoch(self, source: Iterator[Any], steps: int | None, called: Callbacks) -> None:
-        """Make the steps of an epoch."""
-        for metric in self.metrics:
-            metric.reset_state()
+    def _fit_and_validate(
+        self,
+        run_epoch: RunEpoch,
+        validate: Callable[[int], dict[str, float]],
+        called: Callbacks,
+    ) -> None:
+        """Make the steps of an epoch from the position on, and validate the model."""
+        position = self.position
+        if not position.step:
+            for metric in self.metrics:
+                metric.reset_state()
+        called.on_epoch_begin(position.epoch)
+        run_epoch(called)
+        epoch, logs = position.epoch, self._results()
+        logs |= validate(epoch)
+        position.epoch, position.step = epoch + 1, 0
+        called.on_epoch_end(epoch, logs)
+
+    def _fit_epoch(self, dataset: Any, steps: int | None, called: Callbacks) -> None:
+        """Make the remaining steps of an epoch."""
         begin = called.overriding("on_train_batch_begin")
         end = called.overriding("on_train_batch_end")
-        for number, batch in enumerate(itertools.islice(source, steps)):
+        self.position.begin_epoch(dataset, steps)
+        position = self.position
+        while position.step != steps and not self.stop_training:
+            batch = next(position.iterator, None)
+            if batch is None:
+                position.check_used(steps)
+                return
+            number = position.step
             for call in begin:
                 call(number)
-            self.strategy.run(self._train_step, args=(batch, self._rows_of_step(batch)))
+            self.run_step(batch)
+            position.step, position.steps_made = number + 1, position.steps_made + 1
             if end:
                 logs = {metric.name: metric.local_result() for metric in self.metrics}
                 for call in end:
                     call(number, logs)
-            if self.stop_training:
-                return
+
+    def run_step(self, batch: Any) -> None:
+        """Make a step on all replicas with a distributed batch; see `fit`."""
+        self.strategy.run(self._train_step, args=(batch, self._rows_of_step(batch)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a worker, without the callbacks and the iterator."""
+        position = Position(self.position.epoch, ())
+        position.trained = self.position.trained
+        position.penalized = self.position.penalized
+        return {**vars(self), "position": position}
 
     def _validate(self, data: Any, batch_size: int | None, steps: int | None) -> dict[str, float]:
         """Return the metrics over validation data."""
-        x, y, weight = data if isinstance(data, tuple) and len(data) == 3 else (
-            *data, None
-        ) if isinstance(data, tuple) else (data, None, None)
+        x, y, weight = _unpacked(data)
         batches = _batches(x, y, weight, batch_size, False, None)
         self._build_from(batches)
         for metric in self.metrics:
@@ -302,14 +415,31 @@ class Trainer(Layer):
         if self.built and all(layer.built for layer in self.walk()):
             return
         x, _, _ = _unpacked(next(iter(data)))
-        example = tree.map_leaves(lambda a: np.zeros((1, *a.shape[1:]), a.dtype), x)
+        self.build_for(x)
+
+    def build_for(self, batch: Any) -> None:
+        """Create the variables of all layers for inputs of the shapes and dtypes of a batch."""
+        example = tree.map_leaves(lambda one: np.zeros((1, *one.shape[1:]), one.dtype), batch)
 
         def call() -> None:
-            device = self.strategy.devices[0] if replica() is None else replica().device
-            self(tree.map_leaves(lambda array: copy_to(array, device), example), training=False)
+            replica = get_replica_context()
+            device = self.strategy.devices[0] if replica is None else replica.device
+            self(tree.map_leaves(lambda one: copy_to(one, device), example), training=False)
 
-        replica = get_replica_context
         self.strategy.run(call)
+
+    def on_any_worker(self, flag: bool) -> bool:
+        """Return True if a flag is set on any worker; all must call this after the same step."""
+        group = self.strategy.input_topology.workers
+        return flag if group is None else any(all_gather_object(group, bool(flag)))
+
+    def save_weights(self, path: str | os.PathLike[str]) -> Path:
+        """Write the variables of all layers, and return the folder; see `Checkpoint.save`."""
+        return Checkpoint(**self.named_variables()).save(path)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Set the variables of all layers to what was saved; see `Checkpoint.restore`."""
+        Checkpoint(**self.named_variables()).restore(path)
 
     def _check_compiled(self, what: str) -> None:
         if self.loss is None:
@@ -370,8 +500,10 @@ def _split(x: Any, y: Any, weight: Any, share: float) -> tuple[Any, Any]:
         raise ValueError(f"validation_split={share} of {rows} examples leaves one part empty.")
 
     def cut(part: slice) -> Any:
-        taken = (None if one is None else one for one in (x, y, weight))
-        return tuple(tree.map_leaves(lambda array: array[part], one) for one in taken)
+        def take(array: Any) -> Any:
+            return None if array is None else array[part]
+
+        return tree.map_leaves(take, (x, y, weight))
 
     return cut(slice(at)), cut(slice(at, None))
 
@@ -386,6 +518,11 @@ def _unpacked(data: Any) -> tuple[Any, Any, Any]:
         )
     x, y, weight = (*data, None, None)[:3]
     return x, y, weight
+
+
+def _widened(predicted: Any) -> Any:
+    """Return predictions of 16 bits in float32, in which losses are computed."""
+    return predicted.astype(np.float32) if predicted.dtype.itemsize == 2 else predicted
 
 
 def _rows_of(value: Any) -> int:

@@ -1,17 +1,29 @@
-"""The optimizers `SGD`, `Adagrad` and `Adam`, and the update rule of each."""
+"""The optimizers, and the update rule of each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 from ndistribute.device import Array, array_namespace
 from ndistribute.optimizers.optimizer import LearningRate, Optimizer, Options
 from ndistribute.update_rules import Rule
 
-__all__ = ["SGD", "Adagrad", "AdagradRule", "Adam", "AdamRule", "SGDRule"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "AdagradRule",
+    "Adam",
+    "AdamRule",
+    "AdamW",
+    "AdamWRule",
+    "RMSprop",
+    "RMSpropRule",
+    "SGDRule",
+    "get",
+]
 
 
 @dataclass(frozen=True)
@@ -30,16 +42,13 @@ class SGDRule(Rule):
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        """The name of the velocity; none without momentum."""
         return ("momentum",) if self.momentum else ()
 
     @property
     def rows_alone(self) -> bool:
-        """True without momentum; with it, the velocity moves every row in every step."""
-        return not self.momentum
+        return not self.momentum  # The velocity moves every row in every step.
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        """Subtract the scaled gradient, or add the new velocity, in place."""
         gradient *= rate
         if not slots:
             variable -= gradient
@@ -105,11 +114,9 @@ class AdagradRule(Rule):
             )
 
     def initial_slot(self, name: str) -> float:
-        """Return the initial value of the sum of squares."""
         return self.initial_accumulator_value
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        """Add to the sum of squares and subtract the scaled gradient, in place."""
         (accumulator,) = slots
         xp = array_namespace(gradient)
         scratch = xp.square(gradient)
@@ -165,12 +172,11 @@ class AdamRule(Rule):
             if not 0 <= beta < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {beta}.")
 
-    def rate(self, step: int, learning_rate: float) -> float:
-        """Return the learning rate with the bias correction for means that start at zero."""
+    def rate(self, step: int, learning_rate: float) -> Any:
+        # The factor corrects the bias of means that start at zero.
         return learning_rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        """Update both means and subtract the scaled ratio, in place."""
         mean, square = slots
         xp = array_namespace(gradient)
         scratch = gradient - mean
@@ -221,7 +227,151 @@ class Adam(Optimizer):
         super().__init__(AdamRule(beta_1, beta_2, epsilon), learning_rate, **options)
 
 
-NAMED: dict[str, type[Optimizer]] = {"adagrad": Adagrad, "adam": Adam, "sgd": SGD}
+@dataclass(frozen=True)
+class AdamWRule(AdamRule):
+    """The update rule of `AdamW`."""
+
+    name = "adamw"
+    weight_decay: float = 0.004
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must be 0 or more, got {self.weight_decay}.")
+
+    def rate(self, step: int, learning_rate: float) -> tuple[float, float]:
+        """Return the rate of `Adam`, and the share of the variable to subtract."""
+        return super().rate(step, learning_rate), learning_rate * self.weight_decay
+
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: Any) -> None:
+        """Shrink the variable, and update it as `Adam` does, in place."""
+        corrected, decay = rate
+        variable *= 1 - decay
+        super().update(variable, gradient, slots, corrected)
+
+
+class AdamW(Optimizer):
+    """Adam with weight decay that does not pass through the means.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+
+    Args:
+        learning_rate: a number, or a function of the number of steps made that returns a number.
+        weight_decay: the share of a variable that is subtracted in a step, times the rate.
+        beta_1: the decay rate of the mean, in ``[0, 1)``.
+        beta_2: the decay rate of the mean of squares, in ``[0, 1)``.
+        epsilon: a constant that is added to the root.
+        options: `clipnorm`, `global_clipnorm`, `clipvalue` and `name`, see `Optimizer`.
+
+    >>> import ndistribute as nd
+    >>> v = nd.Variable([1.0])
+    >>> AdamW(0.5, weight_decay=0.1).apply_gradients([([0.0], v)])
+    >>> v.numpy()
+    array([0.95])
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        weight_decay: float = 0.004,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **options: Unpack[Options],
+    ) -> None:
+        rule = AdamWRule(beta_1, beta_2, epsilon, weight_decay)
+        super().__init__(rule, learning_rate, **options)
+
+
+@dataclass(frozen=True)
+class RMSpropRule(Rule):
+    """The update rule of `RMSprop`."""
+
+    name = "rmsprop"
+    rho: float = 0.9
+    momentum: float = 0.0
+    epsilon: float = 1e-7
+    centered: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("rho", self.rho), ("momentum", self.momentum)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {value}.")
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """The names of the means, and of the velocity with momentum."""
+        return (
+            "square",
+            *(("mean",) if self.centered else ()),
+            *(("momentum",) if self.momentum else ()),
+        )
+
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
+        """Update the means and subtract the scaled ratio, in place."""
+        square, *others = slots
+        xp = array_namespace(gradient)
+        scratch = xp.square(gradient)
+        scratch -= square
+        scratch *= 1 - self.rho
+        square += scratch
+        xp.add(square, self.epsilon, out=scratch)
+        if self.centered:
+            mean = others[0]
+            mean += (1 - self.rho) * (gradient - mean)
+            scratch -= xp.square(mean)
+        xp.sqrt(scratch, out=scratch)
+        gradient /= scratch
+        gradient *= rate
+        if self.momentum:
+            velocity = others[-1]
+            velocity *= self.momentum
+            velocity += gradient
+            gradient = velocity
+        variable -= gradient
+
+
+class RMSprop(Optimizer):
+    """RMSprop, which divides the gradient by the root of a moving average of its square.
+
+    Source: Tieleman and Hinton, "Lecture 6.5 - rmsprop", 2012; `centered` as in Graves,
+    "Generating Sequences With Recurrent Neural Networks", 2013.
+
+    Args:
+        learning_rate: a number, or a function of the number of steps made that returns a number.
+        rho: the decay rate of the average, in ``[0, 1)``.
+        momentum: the decay rate of a velocity, in ``[0, 1)``; 0 means without one.
+        epsilon: a constant that is added to the average before the root.
+        centered: whether to subtract the squared average of the gradient from the average square.
+        options: `clipnorm`, `global_clipnorm`, `clipvalue` and `name`, see `Optimizer`.
+
+    >>> import ndistribute as nd
+    >>> v = nd.Variable([1.0])
+    >>> RMSprop(0.1, rho=0.0).apply_gradients([([4.0], v)])
+    >>> v.numpy().round(6)
+    array([0.9])
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        rho: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
+        centered: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        rule = RMSpropRule(rho, momentum, epsilon, centered)
+        super().__init__(rule, learning_rate, **options)
+
+
+NAMED: dict[str, type[Optimizer]] = {
+    "adagrad": Adagrad,
+    "adam": Adam,
+    "adamw": AdamW,
+    "rmsprop": RMSprop,
+    "sgd": SGD,
+}
 
 
 def get(optimizer: str | Optimizer) -> Optimizer:
@@ -230,8 +380,8 @@ def get(optimizer: str | Optimizer) -> Optimizer:
     Raises:
         ValueError: the name is unknown.
 
-    >>> get("sgd").name
-    'sgd'
+    >>> get("sgd").rule
+    SGDRule(momentum=0.0, nesterov=False)
     """
     if isinstance(optimizer, Optimizer):
         return optimizer

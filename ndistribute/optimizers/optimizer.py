@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import mul
 from typing import Any, TypedDict
 
 import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame, told_apart
-from ndistribute.device import Array, as_array, copy_to, device_of
+from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
-from ndistribute.optimizers.clipping import Clipping, widened
 from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.stream import working_on, write_to
 from ndistribute.update_rules import (
@@ -33,10 +35,9 @@ from ndistribute.update_rules import (
     update_whole,
 )
 from ndistribute.variables.mirrored import MirroredVariable
-from ndistribute.variables.policy import VariablePolicy
+from ndistribute.variables.policy import VariablePolicy, map_values
 from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_host
 from ndistribute.variables.variable import Variable
-from ndistribute.variables.write import map_values
 
 __all__ = ["LearningRate", "Optimizer", "Options"]
 
@@ -105,7 +106,9 @@ class Optimizer:
         self._served_by: Any = strategy if _has_servers(strategy) else None
         label = type(self).__name__.lower()
         self.name = _unique_name(label, self._served_by) if name is None else name
-        self._clipping = Clipping(clipnorm, global_clipnorm, clipvalue)
+        self._bound = _one_bound(
+            clipnorm=clipnorm, global_clipnorm=global_clipnorm, clipvalue=clipvalue
+        )
         self._slots: dict[Any, tuple[Any, ...]] = {}
         self._reported: set[str] = set()  # Variables that had no gradient.
         self._counter: Any = None
@@ -136,6 +139,15 @@ class Optimizer:
         """
         own = [] if self._counter is None else [self._counter]
         return own + list(itertools.chain(*self._slots.values()))
+
+    @property
+    def slots(self) -> dict[Variable, dict[str, Variable]]:
+        """The slots of each trained variable, by name, once the optimizer is built."""
+        names = self.rule.slot_names
+        return {
+            variable: dict(zip(names, slots, strict=True))
+            for variable, slots in self._slots.items()
+        }
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the optimizer's own variables; otherwise the first `apply_gradients` does.
@@ -189,11 +201,11 @@ class Optimizer:
         on_servers = isinstance(variables[0], ServedVariable)
         if not on_servers:
             gradients = [self._summable(gradient) for gradient in gradients]
-        if replica is not None and not summed and (on_servers or self._clipping):
+        if replica is not None and not summed and (on_servers or self._bound):
             # A norm needs the whole sum.
             gradients, summed = replica.all_reduce("sum", gradients), True
-        if replica is None or summed:
-            gradients = self._clipping.apply(gradients)
+        if self._bound and (replica is None or summed):
+            gradients = _clipped(*self._bound, gradients)
         if on_servers:
             self._push(variables, gradients, replica)
         elif replica is None:
@@ -203,6 +215,10 @@ class Optimizer:
                     self._update_copy(arrays, gradient, rate)
         else:
             self._update_owned(variables, gradients, replica, summed)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss to differentiate: this one; `LossScale` returns a multiple of it."""
+        return loss
 
     def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
         """Compute the gradients of a loss, and update variables by `apply_gradients`.
@@ -237,9 +253,7 @@ class Optimizer:
                 )
             for variable in variables:
                 if variable not in self._slots:
-                    self._slots[variable] = tuple(
-                        self._create_slot(variable, name) for name in self.rule.slot_names
-                    )
+                    self._slots[variable] = self._new_slots(variable)
 
         _check_home(variables)
         replica, *_ = [variable.replica("update") for variable in variables]
@@ -257,17 +271,17 @@ class Optimizer:
             communicator.part_of = None
         return replica
 
-    def _create_slot(self, variable: Variable, name: str) -> Variable:
-        dtype, value = computing_dtype(variable.dtype), self.rule.initial_slot(name)
-        # Both parts of a complex number are updated as real numbers, and start with one value.
-        start = complex(value, value) if dtype.kind == "c" else value
-        return variable.create_slot(f"{self.name}/{name}", start, dtype)
+    def _new_slots(self, variable: Variable) -> tuple[Variable, ...]:
+        dtype, slots = computing_dtype(variable.dtype), []
+        for name in self.rule.slot_names:
+            value = self.rule.initial_slot(name)
+            # Both parts of a complex number are updated as real numbers, and start with one value.
+            start = complex(value, value) if dtype.kind == "c" else value
+            slots.append(variable.create_slot(f"{self.name}/{name}", start, dtype))
+        return tuple(slots)
 
     def _counter_of(self, strategy: Any) -> Any:
-        """Return the variable that counts steps, which is on all servers if there are any.
-
-        Return None if it does not exist and there is no strategy to create it in.
-        """
+        """Return the variable that counts steps, on all servers; None if there is no strategy."""
         if self._counter is None and strategy is not None:
             zero, policy = np.array(0, np.int64), VariablePolicy("iterations")
             if _has_servers(strategy):
@@ -287,7 +301,7 @@ class Optimizer:
         """Return a gradient to sum: `IndexedSlices` widened, and dense if the rule requires it."""
         if not isinstance(gradient, IndexedSlices):
             return gradient
-        wide = map_values(widened, gradient)
+        wide = map_values(_widened, gradient)
         with working_on(device_of(wide.values)):
             return wide if self.rule.rows_alone else wide.to_dense()
 
@@ -374,9 +388,8 @@ class Optimizer:
         self, variables: Sequence[Any], gradients: Sequence[Any]
     ) -> tuple[dict[int, Apply], dict[int, list[CachedShard]]]:
         """Return the request to each server, and the cached shards that it changes there."""
-        counter = self._counter.places[0]
+        counter, rate = self._counter.places[0], self._rate()
         title, numbers = hyperparameters_of(self.rule)
-        rate = self._rate()
         # All servers count the step, including those without a variable.
         parts: dict[int, list[Any]] = {server: [] for server in counter.servers}
         for variable, gradient in zip(variables, gradients, strict=True):
@@ -385,10 +398,9 @@ class Optimizer:
             for shard, piece, *kept in pieces:
                 names = tuple(place.name for place in kept)
                 parts[shard.place.servers[0]].append((shard, Gradient(*on_host(piece)), names))
-        trained = {server: [shard for shard, _, _ in some] for server, some in parts.items()}
         applies = {
             server: Apply(
-                names=tuple(shard.place.name for shard in trained[server]),
+                names=tuple(shard.place.name for shard, _, _ in some),
                 gradients=tuple(gradient for _, gradient, _ in some),
                 slots=tuple(slots for _, _, slots in some),
                 counter=counter.name,
@@ -398,7 +410,7 @@ class Optimizer:
             )
             for server, some in parts.items()
         }
-        return applies, trained
+        return applies, {server: [shard for shard, *_ in some] for server, some in parts.items()}
 
 
 def _checked(
@@ -475,16 +487,65 @@ def _has_servers(strategy: Any) -> bool:
     return hasattr(type(strategy), "servers")
 
 
+def _one_bound(**bounds: float | None) -> tuple[str, float] | None:
+    """Return the kind and the size of the one bound of gradients that is given, if any."""
+    given = [(kind, bound) for kind, bound in bounds.items() if bound is not None]
+    if len(given) > 1:
+        raise ValueError("give at most one of clipnorm, global_clipnorm and clipvalue.")
+    if given and (isinstance(given[0][1], str) or not given[0][1] > 0):
+        raise ValueError(f"a clipping bound must be a number above 0, got {given[0][1]!r}.")
+    return given[0] if given else None
+
+
+def _clipped(kind: str, bound: float, gradients: Sequence[Any]) -> list[Any]:
+    """Return clipped gradients, 16-bit ones as float32; the given ones do not change."""
+    wide = [_summed(map_values(_widened, gradient)) for gradient in gradients]
+    if kind == "clipvalue":
+        return [map_values(partial(_cut, float(bound)), gradient) for gradient in wide]
+    norms = [_norm(gradient) for gradient in wide]
+    if kind == "global_clipnorm":
+        norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
+    return [
+        gradient if norm <= bound else map_values(partial(mul, bound / norm), gradient)
+        for gradient, norm in zip(wide, norms, strict=True)
+    ]
+
+
+def _cut(bound: float, array: Array) -> Array:
+    xp = array_namespace(array)
+    if array.dtype.kind != "c":
+        return xp.clip(array, -bound, bound)
+    parts = xp.ascontiguousarray(array).view(array.real.dtype)
+    return xp.clip(parts, -bound, bound).view(array.dtype).reshape(array.shape)
+
+
+def _widened(array: Array) -> Array:
+    """Return an array in a dtype that is wide enough for sums: 16-bit floats as float32."""
+    return array.astype(computing_dtype(array.dtype), copy=False)
+
+
+def _summed(gradient: Any) -> Any:
+    if not isinstance(gradient, IndexedSlices):
+        return gradient
+    with working_on(device_of(gradient.values)):
+        return gradient.summed()
+
+
+def _norm(gradient: Any) -> float:
+    array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+    with working_on(device_of(array)):
+        return float(array_namespace(array).linalg.norm(array.reshape(-1)))
+
+
 # The names of optimizers, each with the strategy of its scope; None: outside such a scope.
 _given_names: list[tuple[str, weakref.ref[Any] | None]] = []
 _naming = threading.Lock()
 
 
 def _unique_name(label: str, strategy: Any) -> str:
-    """Return the label at the first call, and the label with a number at later calls.
+    """Return the label, with a number if it is taken: the same name in every run of a script.
 
-    The name is the same in every process that runs the same script. Each strategy has its own
-    numbers, so a strategy that restores another's variables finds the slots of its optimizers.
+    Each strategy has its own numbers, so one that restores another's variables finds their slots.
     """
     with _naming:
         taken = {

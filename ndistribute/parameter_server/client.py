@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.parameter_server import messages as m
 from ndistribute.timeline import enabled, recorded
 from ndistribute.transport.codec import Array, Record
+from ndistribute.transport.shared_memory import ReusedMemory
 
 Changes = Mapping[int, Sequence[m.Change]]  # By server: changes, and below their outcomes.
 Outcomes = Mapping[int, tuple[m.Outcome, ...]]
@@ -31,7 +32,6 @@ Then = Callable[[Outcomes], None]
 
 _SHIFT = 16  # Bits for the transactions of a closure.
 _BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # The most that a closure holds back.
-_REUSED_BYTES = 1 << 16  # The allocator reuses smaller arrays.
 _SMALL_BYTES = 1 << 14  # Initial values up to this size are sent without asking.
 _TURN_SECONDS = 0.1  # The wait for one reply before polling the others.
 # The kind of the span that a trace records for a reply, or for none yet.
@@ -47,8 +47,8 @@ class Closure:
 
     current: Closure | None = None  # The closure that this process runs.
 
-    def __init__(self, series: str, number: int, low_water: int) -> None:
-        self.series = series
+    def __init__(self, client_id: str, number: int, low_water: int) -> None:
+        self.client_id = client_id
         self.low_water = low_water << _SHIFT  # The argument is the lowest unfinished closure.
         self.in_main = threading.current_thread() is threading.main_thread()
         self.reports: dict[str, m.Report] = {}  # What the closure learned about each server.
@@ -65,11 +65,11 @@ class Closure:
 
 
 @contextlib.contextmanager
-def closure(series: str, number: int, low_water: int = 1) -> Iterator[Closure]:
+def closure(client_id: str, number: int, low_water: int = 1) -> Iterator[Closure]:
     """Run a ``with`` block as a closure; an error drops the changes that it holds back."""
     if Closure.current is not None:
         raise RuntimeError("a worker runs one function at a time, and one is running.")
-    running = Closure.current = Closure(series, number, low_water)
+    running = Closure.current = Closure(client_id, number, low_water)
     try:
         yield running
         for buffer in list(running.buffers.values()):
@@ -96,14 +96,18 @@ class _WriteBuffer:
         self._servers, self._running = servers, running
         self._reset()
 
+    def _reset(self) -> None:
+        self._changes: list[tuple[Changes, Then | None]] = []
+        self._names: set[str] = set()
+        self._nbytes = 0
+
     def add(self, changes: Changes, then: Then | None) -> None:
         """Hold back copies of changes until the closure ends or the buffer is full."""
         with self._servers._lock:
             owned = {i: [self._owned(change) for change in some] for i, some in changes.items()}
-            self._kept.append((owned, then))
+            self._changes.append((owned, then))
             self._names.update(*(_written(change) for some in owned.values() for change in some))
-            nbytes = sum(copy.nbytes for copy in self._copies)
-            full = nbytes >= _BUFFERED_BYTES or len(self._kept) >= _BUFFERED_CHANGES
+            full = self._nbytes >= _BUFFERED_BYTES or len(self._changes) >= _BUFFERED_CHANGES
         if full:
             self.flush()
 
@@ -112,27 +116,19 @@ class _WriteBuffer:
         if not self._names.isdisjoint(names):
             self.flush()
 
-    def _reset(self) -> None:
-        self._kept: list[tuple[Changes, Then | None]] = []
-        self._names: set[str] = set()
-        self._copies: list[Array] = []
-
     def flush(self) -> None:
-        """Send the changes, as one transaction to each server."""
         with self._servers._lock:
-            kept, copies = self._kept, self._copies
+            buffered = self._changes
             self._reset()
-        if not kept:
+        if not buffered:
             return
         changes: dict[int, list[m.Change]] = {}
-        for some, _ in kept:
+        for some, _ in buffered:
             for i, own in some.items():
                 changes.setdefault(i, []).extend(own)
-        made_by = self._servers._change(changes, self._running)
-        outcomes = {i: iter(made) for i, made in made_by.items()}
-        with self._servers._lock:  # Reused, because new memory costs more than the copy.
-            self._servers._spare = [copy for copy in copies if copy.nbytes >= _REUSED_BYTES]
-        for some, then in kept:
+        replies = self._servers._change(changes, self._running)
+        outcomes = {i: iter(made) for i, made in replies.items()}
+        for some, then in buffered:
             made = {i: tuple(itertools.islice(outcomes[i], len(own))) for i, own in some.items()}
             if then is not None:
                 then(made)
@@ -142,8 +138,12 @@ class _WriteBuffer:
         if isinstance(part, np.ndarray):
             if not _writable(part):
                 return part
-            self._copies.append(self._copy_of(part))
-            return self._copies[-1]
+            self._nbytes += part.nbytes
+            copy: Array = np.ndarray(
+                part.shape, part.dtype, self._servers._memory.take(part.nbytes)
+            )
+            np.copyto(copy, part)
+            return copy
         if isinstance(part, tuple):
             return tuple(self._owned(item) for item in part)
         if isinstance(part, Record):
@@ -151,17 +151,8 @@ class _WriteBuffer:
             return type(part)(**{name: self._owned(getattr(part, name)) for name in names})
         return part
 
-    def _copy_of(self, array: Array) -> Array:
-        for index, spare in enumerate(self._servers._spare):
-            if (spare.shape, spare.dtype) == (array.shape, array.dtype):
-                del self._servers._spare[index]
-                np.copyto(spare, array)
-                return spare
-        return array.copy(order="C")
-
 
 def _written(change: m.Change) -> tuple[str, ...]:
-    """Return the names of the variables that a change writes to."""
     if isinstance(change, m.Aggregate):
         return _written(change.apply)
     if isinstance(change, m.Apply):
@@ -170,7 +161,6 @@ def _written(change: m.Change) -> tuple[str, ...]:
 
 
 def _writable(array: Array) -> bool:
-    """Return True if the array, or an array of which it is a view, is writable."""
     base: Any = array
     while isinstance(base, np.ndarray):
         if base.flags.writeable:
@@ -179,37 +169,30 @@ def _writable(array: Array) -> bool:
     return base is not None
 
 
-class Caller(Protocol):
-    """The interface to one server: `rpc.Client`, or a client of a server in this process."""
-
-    name: str
-    instance: str
-
-    def start(self, request: Record) -> Any: ...
-    def close(self) -> None: ...
-
-
 class ServerClient:
-    """Sends requests to one server from any thread, and detects restarts of the server."""
+    """Sends requests to one server from any thread, and detects restarts of the server.
 
-    def __init__(self, caller: Caller, title: str) -> None:
+    `caller` is an `rpc.Client`, or a client of a server in this process.
+    """
+
+    def __init__(self, caller: Any, title: str) -> None:
         self.name, self.title = caller.name, title
         self.start, self.close = caller.start, caller.close  # `finish` returns the reply.
         self._caller = caller
         self._lock = threading.Lock()
-        self._lives: dict[str, m.Report] = {}
+        self._instances: dict[str, m.Report] = {}
 
     @property
     def lost_updates(self) -> int:
         """Return how many updates earlier instances of the server are known to have lost."""
         # An instance lost the difference between the total of the one before and its own start.
         # They are sorted by age, because another process may report an earlier one late.
-        pairs = itertools.pairwise([life for _, life in sorted(self._lives.items())])
+        pairs = itertools.pairwise([report for _, report in sorted(self._instances.items())])
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
     @property
-    def current_life(self) -> m.Report | None:
-        return self._lives.get(self._caller.instance)
+    def current_report(self) -> m.Report | None:
+        return self._instances.get(self._caller.instance)
 
     @recorded(lambda reply, self, *_: (_SPANS.get(type(reply), "request"), self.title))
     def finish(self, call: Any, until: float = float("inf")) -> Any:
@@ -217,16 +200,16 @@ class ServerClient:
         reply = call.result(until)
         if isinstance(reply, m.Changed):
             with self._lock:
-                known = self._lives.get(call.instance)  # `meet` asks for what it began with.
+                known = self._instances.get(call.instance)  # None before `ask_status`.
                 if known is not None and reply.total > known.total:
-                    self._lives[known.life] = replace(known, total=reply.total)
+                    self._instances[known.instance] = replace(known, total=reply.total)
         if not isinstance(reply, m.Failure):
             return reply
         raise _ERRORS.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}")
 
-    def meet(self) -> None:
+    def ask_status(self) -> None:
         """Ask a new instance of the server for the updates that it contains."""
-        if self._caller.instance and self._caller.instance not in self._lives:
+        if self._caller.instance and self._caller.instance not in self._instances:
             call = self.start(m.Status())
             totals = self.finish(call)
             self.learn(m.Report(self.title, call.instance, totals.began, totals.total))
@@ -234,9 +217,9 @@ class ServerClient:
     def learn(self, report: m.Report) -> None:
         """Record what this or another process knows about an instance of the server."""
         with self._lock:
-            known, before = self._lives.get(report.life, report), self.lost_updates
-            is_news = bool(self._lives) and report.life not in self._lives
-            self._lives[report.life] = replace(report, total=max(known.total, report.total))
+            known, before = self._instances.get(report.instance, report), self.lost_updates
+            is_news = bool(self._instances) and report.instance not in self._instances
+            self._instances[report.instance] = replace(report, total=max(known.total, report.total))
             lost = self.lost_updates - before
         if is_news:
             what = "%s was started again, with its first %d updates; %d are known to be lost."
@@ -252,7 +235,7 @@ class Servers:
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         self._clients = tuple(clients)
-        self._spare: list[Array] = []  # Buffers of changes that a closure held back.
+        self._memory = ReusedMemory()  # For the changes that closures hold back.
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         atexit.register(self.close)  # So that servers see a clean end.
@@ -285,7 +268,7 @@ class Servers:
             for call in calls.values():
                 call.cancel()
         for i in replies:
-            self._clients[i].meet()
+            self._clients[i].ask_status()
         if errors:
             raise errors[0]
         return replies
@@ -302,7 +285,7 @@ class Servers:
                     reply = self._clients[i].finish(call, until)
                     if reply is not None:
                         del calls[i]
-                        self._clients[i].meet()
+                        self._clients[i].ask_status()
                         yield i, reply
         finally:
             for call in calls.values():
@@ -366,7 +349,7 @@ class Servers:
                     self._open[i].add(number)
                     name, low_water = self._clients[i].name, min(self._open[i])
                 else:
-                    name, low_water = running.series, running.low_water
+                    name, low_water = running.client_id, running.low_water
                 orders[i] = m.Transaction(name, number, low_water, tuple(some))
         try:
             return {i: reply.outcomes for i, reply in self.ask(orders).items()}
@@ -374,8 +357,8 @@ class Servers:
             for i in orders:
                 if running is None:
                     self._open[i].discard(number)
-                elif life := self._clients[i].current_life:
-                    running.reports[life.server] = life
+                elif report := self._clients[i].current_report:
+                    running.reports[report.server] = report
 
 
 def _described(name: str, array: Array) -> m.NewVariable:

@@ -217,6 +217,6 @@ class Report(Record, frozen=True):
     """What one process tells another about an instance of a server; see `Totals`."""
 
     server: str  # Such as ``"ps:0"``.
-    life: str  # The random id of the instance.
+    instance: str  # The random id of the instance.
     began: int
     total: int  # A lower bound.

@@ -33,7 +33,7 @@ class StoreService:
     """
 
     requests = m.Request
-    sealed = False
+    macs = False
 
     def __init__(
         self,

@@ -26,16 +26,14 @@ from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server.messages import Failure, Logged, Totals
 from ndistribute.parameter_server.store import Applied, ClockGroup, Store
-from ndistribute.parameter_server.updates import Aggregation
-from ndistribute.parameter_server.variables import Cell, Refused
+from ndistribute.parameter_server.variables import Aggregation, Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 
 _CLAIM_SECONDS = 30.0  # A process that is ending may still write its last snapshot.
-_SYNC_SECONDS = 60.0
 _EPOCH_BITS = 30
-# The checksum of the rest; the length of the control record; the number of buffers. Then follow the
-# lengths of the buffers, the control record and the buffers.
-_HEAD = struct.Struct("<III")
+# The checksum of the rest, and the lengths of the index and of all buffers, which follow. The index
+# is the control record and the length of each buffer.
+_HEAD = struct.Struct("<IQQ")
 _log = logging.getLogger("ndistribute")
 
 
@@ -53,9 +51,9 @@ def take(store: Store) -> tuple[dict[str, Array], Any]:
     """Return the state of a store, without waiting calls: immutable tensors, and JSON."""
     cells = store.variables.cells
     for held in store.aggregates.values():
-        if not held.givers:  # These sums are only buffers for reuse.
+        if not held.contributors:  # These sums are only buffers for reuse.
             held.sums = {}
-    tensors = {f"variables/{name}": cell.lend() for name, cell in cells.items()}
+    tensors = {f"variables/{name}": cell.snapshot() for name, cell in cells.items()}
 
     def save_array(array: Array) -> str:
         name = f"sums/{len(tensors)}"
@@ -89,7 +87,7 @@ class UpdateLog:
         self.written = 0
         self.broken: OSError | None = None  # The reason why the content of the file is unknown.
         self._synced = 0
-        self._turn = threading.Lock()
+        self._syncing = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
         try:
@@ -102,12 +100,12 @@ class UpdateLog:
     def append(self, request: Logged) -> None:
         """Write a request to the file, not yet to the disk; on an error, write nothing."""
         control, buffers = encode(request)
-        count, lengths = len(buffers), list(map(len, buffers))
-        head = struct.pack(f"<II{count}Q", len(control), count, *lengths) + control
-        checksum = 0
-        for part in (head, *buffers):
-            checksum = zlib.crc32(part, checksum)
-        head = struct.pack("<I", checksum) + head
+        lengths = list(map(len, buffers))
+        index = msgspec.msgpack.encode((control, lengths))
+        checksum = zlib.crc32(index)
+        for buffer in buffers:
+            checksum = zlib.crc32(buffer, checksum)
+        head = _HEAD.pack(checksum, len(index), sum(lengths)) + index
         try:
             for part in (head, *buffers):
                 _write(self._file, part)
@@ -121,7 +119,7 @@ class UpdateLog:
 
     def sync(self, position: int) -> None:
         """Wait until the file up to a position is on the disk, or raise an `OSError`."""
-        with self._alone():
+        with self._syncing:
             if self._synced >= position:
                 return
             if self.broken is not None:
@@ -137,20 +135,11 @@ class UpdateLog:
 
     def close(self, *, covered: bool) -> None:
         """Close the file, which a snapshot may cover; a second call does nothing."""
-        with self._alone():
+        with self._syncing:
             self._synced = self.written if covered else self._synced
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._turn.acquire(timeout=_SYNC_SECONDS):
-            raise TimeoutError(f"{self.path} was not synced in time")
-        try:
-            yield
-        finally:
-            self._turn.release()
 
 
 class Disk:
@@ -217,7 +206,6 @@ class Disk:
             raise Refused(why, "full") from error
 
     def _resume(self) -> None:
-        """Restore the newest snapshot and replay the logs after it."""
         saved = tensor_files.newest(self._directory, self._stem)
         paths = self._log_paths()
         if saved is None and not paths:
@@ -278,28 +266,19 @@ def _requests(path: Path) -> Iterator[Logged]:
         size, start = os.fstat(file.fileno()).st_size, 0
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
         while start < size:
-            ends = _ends(data, start)
-            if ends is None:
+            body = start + _HEAD.size
+            head = data[start:body] if body <= size else bytes(_HEAD.size)
+            checksum, length, rest = _HEAD.unpack(head)
+            end = body + length + rest
+            if not length or end > size or zlib.crc32(data[body:end]) != checksum:
                 _log.warning("%s: the last %d bytes are not whole and cut off", path, size - start)
                 file.truncate(start)
                 os.fsync(file.fileno())
                 return
-            start = ends[-1]
-            control, *buffers = (data[begin:end] for begin, end in itertools.pairwise(ends))
-            yield decoder.decode(control, buffers)
-
-
-def _ends(data: memoryview, start: int) -> list[int] | None:
-    """Return the ends of the parts of a record, its head first, or None if it is incomplete."""
-    try:
-        checksum, control, count = _HEAD.unpack_from(data, start)
-        lengths = struct.unpack_from(f"<{count}Q", data, start + _HEAD.size)
-    except struct.error:
-        return None
-    head = start + _HEAD.size + 8 * count
-    ends = list(itertools.accumulate((control, *lengths), initial=head))
-    whole = ends[-1] <= len(data) and zlib.crc32(data[start + 4 : ends[-1]]) == checksum
-    return ends if whole else None
+            control, lengths = msgspec.msgpack.decode(data[body : body + length])
+            ends = itertools.accumulate(lengths, initial=body + length)
+            yield decoder.decode(control, [data[a:b] for a, b in itertools.pairwise(ends)])
+            start = end
 
 
 def _write(file: int, buffer: Buffer) -> None:

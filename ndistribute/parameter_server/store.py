@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.updates import Aggregation, plan
-from ndistribute.parameter_server.variables import Refused, Variables
+from ndistribute.parameter_server.variables import Aggregation, Refused, Variables, plan
 
 MAX_CLIENTS = 1 << 16
 MAX_APPLIED = 1 << 20

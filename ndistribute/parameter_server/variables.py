@@ -1,20 +1,32 @@
-"""The variables of a server: created once, read as snapshots, changed in place if nobody reads.
+"""The variables of a server, and the changes of them: updates, optimizer steps and aggregates.
 
-No value changes while a reader holds it. Wrong names, shapes and dtypes are refused before anything
-changes.
+Variables are read as snapshots, and changed in place if nobody reads. A change is planned first,
+with all checks and allocations; making it then cannot fail. A server plans all changes of a
+transaction before it makes the first one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections import ChainMap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ndistribute.dtypes import dtype_named
+from ndistribute.dtypes import computing_dtype, dtype_named
 from ndistribute.ownership import ArrayOwner
-from ndistribute.parameter_server.messages import Created, Item, NewVariable
+from ndistribute.parameter_server import messages as m
+from ndistribute.parameter_server.messages import Apply, Done, Gradient
 from ndistribute.transport.codec import DTYPES, Array
+from ndistribute.update_rules import Rule, can_train, rule_named, update_rows, update_whole
+
+Planned = Callable[[], m.Outcome]
+
+_MOST_PARTS = 16  # Sparse gradients that are held before repeated rows are added.
+_LAST_STEP = 1 << 62
 
 
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
@@ -37,14 +49,13 @@ class Cell(ArrayOwner):
         super().__init__(array)
         self.version = version
 
-    def lend(self) -> Array:
+    def snapshot(self) -> Array:
         """Return a read-only view of the value, which never changes."""
         view: Array = self.array.view()
         view.flags.writeable = False
         return view
 
     def open(self) -> None:
-        """Copy the array if a reader holds it, so that it may be changed in place."""
         if self.is_shared():
             self.array = self.array.copy()
 
@@ -68,7 +79,7 @@ class Variables:
             )
         return cell
 
-    def plan(self, wanted: Sequence[NewVariable]) -> tuple[dict[str, Cell], Created]:
+    def plan(self, wanted: Sequence[m.NewVariable]) -> tuple[dict[str, Cell], m.Created]:
         """Return the missing variables, and the reply after they are added to `cells`."""
         made: dict[str, Cell] = {}
         states: list[Any] = []
@@ -87,22 +98,21 @@ class Variables:
             if held is None and value is not None:
                 made[new.name] = Cell(value, self.floor + 1)
             states.append("found" if held else "wanted" if value is None else "made")
-        return made, Created(tuple(states))
+        return made, m.Created(tuple(states))
 
     def delete(self, names: Sequence[str]) -> int:
-        """Delete those variables that exist, and return their number."""
         found = [cell for name in names if (cell := self.cells.pop(name, None)) is not None]
         # A variable that is created again must have a higher version than before.
         self.floor = max([self.floor, *(cell.version for cell in found)])
         return len(found)
 
-    def read(self, item: Item) -> tuple[int, Array | None]:
+    def read(self, item: m.Item) -> tuple[int, Array | None]:
         """Return the version, and a copy of the rows, or the whole value if it is newer."""
         cell = self.cell(item.name)
         if item.rows is not None:
             check_indices(item.name, cell.array, item.rows)
             return cell.version, cell.array[item.rows]
-        return cell.version, cell.lend() if cell.version > item.known else None
+        return cell.version, cell.snapshot() if cell.version > item.known else None
 
 
 def check_fits(
@@ -135,7 +145,7 @@ def owned(array: Array) -> Array:
     return np.array(array, array.dtype.newbyteorder("="), order="C", copy=True)
 
 
-def _initial(new: NewVariable, dtype: np.dtype[Any]) -> Array | None:
+def _initial(new: m.NewVariable, dtype: np.dtype[Any]) -> Array | None:
     """Return the initial value of a variable, or None if the client must send it."""
     if dtype.name not in DTYPES:
         raise TypeError(f"{dtype} is no dtype of a variable.")
@@ -143,3 +153,258 @@ def _initial(new: NewVariable, dtype: np.dtype[Any]) -> Array | None:
         return owned(new.initial) if new.initial is not None else None
     with np.errstate(invalid="raise", over="raise"):
         return np.full(new.shape, new.fill, dtype)
+
+
+def plan(
+    variables: Variables, aggregates: ChainMap[str, Aggregation], client: str, change: m.Change
+) -> Planned:
+    """Return a function that makes a client's change, or refuse the change."""
+    match change:
+        case m.Update():
+            return _plan_update(variables, change)
+        case Apply():
+            step = _OptimizerStep(variables, change)
+            step.open()
+            return step.prepare(change.gradients)
+        case m.Aggregate():
+            held = aggregates.setdefault(change.name, Aggregation())
+            return _plan_aggregate(variables, held, client, change)
+
+
+def _plan_update(variables: Variables, change: m.Update) -> Planned:
+    cell, values, indices = variables.cell(change.name), change.values, change.indices
+    check_fits(change.name, cell.array, values.shape, values.dtype, indices)
+    if change.how != "assign" and cell.array.dtype.kind == "b":  # It would fail while it writes.
+        raise Refused(f"variable {change.name!r} of {cell.array.dtype} cannot {change.how}.")
+    fresh: Array | None = None
+    if change.how != "assign" or indices is not None:
+        cell.open()
+    elif variables.adopts and values.flags.writeable:
+        fresh = values
+    elif cell.is_shared():  # Otherwise write in place, which needs no memory.
+        fresh = owned(values)
+    combine = np.add if change.how == "assign_add" else np.subtract
+
+    def make() -> Done:
+        if fresh is not None:
+            cell.array = fresh
+        elif change.how == "assign":
+            cell.array[... if indices is None else indices] = values
+        elif indices is None:
+            combine(cell.array, values, out=cell.array)
+        else:
+            combine.at(cell.array, indices, values)
+        cell.version += 1
+        return Done((cell.version,))
+
+    return make
+
+
+def _plan_aggregate(
+    variables: Variables, aggregate: Aggregation, client: str, change: m.Aggregate
+) -> Planned:
+    if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
+        numbers = f"got {change.count} and {change.at_step}"
+        raise Refused(f"{change.name!r} needs a count from 1 and a step from 0, {numbers}.")
+    step = _OptimizerStep(variables, change.apply)
+    aggregate.check(change.apply, change.at_step)
+    others = len(aggregate.contributors) if change.at_step == aggregate.step else 0
+    if others + 1 >= change.count:
+        step.open()
+
+    def add() -> m.Accumulated:
+        aggregate.join(client)
+        taken = aggregate.add(client, change.apply, change.at_step)
+        if taken and len(aggregate.contributors) >= change.count:
+            step.prepare(aggregate.finish())()
+        return m.Accumulated(taken, aggregate.step)
+
+    return add
+
+
+class _OptimizerStep:
+    """One step of an update rule; the constructor refuses what does not fit."""
+
+    def __init__(self, variables: Variables, change: Apply) -> None:
+        try:
+            self._rule = rule_named(change.rule, change.hyperparameters)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        _check_names(self._rule, change)
+        self._counter = variables.cell(change.counter)
+        check_fits(change.counter, self._counter.array, (), np.dtype(np.int64))
+        self._learning_rate = change.learning_rate
+        self._targets: list[list[Cell]] = []  # Per variable: itself and its slots.
+        for name, gradient, slots in zip(change.names, change.gradients, change.slots, strict=True):
+            array, given = variables.cell(name).array, gradient.values.dtype
+            if not can_train(given, array.dtype):
+                raise Refused(f"a gradient of {given} cannot train {name!r} of {array.dtype}.")
+            check_fits(name, array, gradient.values.shape, array.dtype, gradient.indices)
+            dtype = computing_dtype(array.dtype)
+            for slot in slots:
+                check_fits(slot, variables.cell(slot).array, array.shape, dtype)
+            self._targets.append([variables.cell(each) for each in (name, *slots)])
+        self._written = [self._counter, *itertools.chain(*self._targets)]
+
+    def open(self) -> None:
+        for cell in self._written:
+            cell.open()
+
+    def prepare(self, gradients: Sequence[Gradient]) -> Planned:
+        """Return a function that makes the step with gradients of the checked shapes and dtypes."""
+        pairs = zip(self._targets, gradients, strict=True)
+        fitted = [_fitted(self._rule, target[0].array, gradient) for target, gradient in pairs]
+        return functools.partial(self._make, fitted)
+
+    def _make(self, fitted: Sequence[Gradient]) -> Done:
+        self._counter.array[...] += 1
+        # Any client may have written to the counter.
+        rate = self._rule.rate(max(1, int(self._counter.array)), self._learning_rate)
+        try:
+            for target, gradient in zip(self._targets, fitted, strict=True):
+                arrays, indices = [cell.array for cell in target], gradient.indices
+                if indices is None:
+                    update_whole(self._rule, arrays, gradient.values, rate)
+                else:
+                    update_rows(self._rule, arrays, gradient.values, indices, rate)
+        finally:  # If a user's rule raises, readers see what it has changed.
+            for cell in self._written:
+                cell.version += 1
+        return Done(tuple(target[0].version for target in self._targets))
+
+
+@dataclass
+class Aggregation:
+    """The sum of the gradients of a step, and the clients that take part."""
+
+    step: int = 0
+    contributors: set[str] = field(default_factory=set)  # To this step.
+    # Per variable: gradients whose sum counts. Without contributors, these are the
+    # buffers of the last step, which are reused.
+    sums: dict[str, list[Gradient]] = field(default_factory=dict)
+    members: set[str] = field(default_factory=set)  # Clients that take part.
+    peak: int = 0  # The most members at a time since there were none.
+    last_to_leave: str = ""
+
+    def check(self, given: Apply, at_step: int) -> None:
+        """Refuse gradients of other shapes or dtypes than the first ones of the step."""
+        if at_step != self.step or not self.contributors:
+            return
+        first = {name: _kind_of(parts[0]) for name, parts in self.sums.items()}
+        these = dict(zip(given.names, map(_kind_of, given.gradients), strict=True))
+        if these != first:
+            unlike = sorted(these.items() ^ first.items())
+            raise Refused(f"gradients for step {self.step} are unlike the first ones in {unlike}.")
+
+    def add(self, client: str, given: Apply, at_step: int) -> bool:
+        """Add checked gradients; return False if they are late or the client's second ones."""
+        if at_step < self.step or (at_step == self.step and client in self.contributors):
+            return False
+        if at_step > self.step:
+            self.step, self.contributors = at_step, set()
+        self.sums = {
+            name: _added(self.sums.get(name, []), gradient, first=not self.contributors)
+            for name, gradient in zip(given.names, given.gradients, strict=True)
+        }
+        self.contributors.add(client)
+        return True
+
+    def finish(self) -> list[Gradient]:
+        """Begin the next step, and return the means, which are valid until the next `add`."""
+        means = [_joined(parts) for parts in self.sums.values()]
+        for mean in means if len(self.contributors) > 1 else ():
+            np.divide(mean.values, len(self.contributors), out=mean.values)
+        self.step, self.contributors = self.step + 1, set()
+        return means
+
+    def join(self, client: str) -> None:
+        """Add a member; clients that left before the group was empty do not count."""
+        if not self.members:
+            self.peak = 0
+        self.members.add(client)
+        self.peak = max(self.peak, len(self.members))
+
+    def leave(self, client: str) -> None:
+        if client in self.members:
+            self.members.remove(client)
+            self.last_to_leave = client
+
+    def reply(self, client: str, request: m.AwaitStep) -> m.Number | m.Failure | None:
+        """Return the reply to a wait that is over or cannot succeed, else None."""
+        over = self.step >= request.step or request.step > self.step + 1
+        if over or client not in self.contributors:
+            return m.Number(self.step)
+        if self.peak < request.count or len(self.members) >= request.count:
+            return None
+        return m.Failure(
+            "left",
+            f"aggregate {request.name!r} had {self.peak} member(s), of which "
+            f"{self.last_to_leave!r} left last; {len(self.members)} of {request.count} needed are "
+            "there.",
+        )
+
+
+def _added(parts: list[Gradient], gradient: Gradient, *, first: bool) -> list[Gradient]:
+    """Return the gradients of a sum with one more; 16-bit floats are added in float32."""
+    values, indices = gradient.values, gradient.indices
+    if indices is not None:
+        rows = Gradient(values.astype(computing_dtype(values.dtype)), indices.astype(np.int64))
+        parts = [rows] if first else [*parts, rows]
+        return [_joined(parts)] if len(parts) >= _MOST_PARTS else parts
+    if not parts or _kind_of(parts[0]) != _kind_of(gradient):
+        # A copy, because the sum is changed in place.
+        return [Gradient(values.astype(computing_dtype(values.dtype)))]
+    if first:
+        np.copyto(parts[0].values, values)
+    else:
+        np.add(parts[0].values, values, out=parts[0].values)
+    return parts
+
+
+def _joined(parts: list[Gradient]) -> Gradient:
+    """Return the sum of gradients from `_added`, with unique rows."""
+    if parts[0].indices is None:
+        return parts[0]
+    values = np.concatenate([part.values for part in parts])
+    return _summed(values, np.concatenate([np.asarray(part.indices) for part in parts]))
+
+
+def _summed(values: Array, indices: Array) -> Gradient:
+    """Return unique rows in ascending order; repeated rows are added in a fixed order."""
+    unique, inverse = np.unique(indices, return_inverse=True)
+    if len(unique) == len(indices):
+        return Gradient(values[np.argsort(indices)], unique)
+    totals = np.zeros((len(unique), *values.shape[1:]), values.dtype)
+    np.add.at(totals, inverse, values)
+    return Gradient(totals, unique)
+
+
+def _fitted(rule: Rule, array: Array, gradient: Gradient) -> Gradient:
+    if gradient.indices is None:
+        return gradient
+    values = gradient.values.astype(computing_dtype(gradient.values.dtype), copy=False)
+    if rule.rows_alone:
+        return _summed(values, gradient.indices)
+    # A rule that changes every row needs the dense gradient.
+    dense = np.zeros(array.shape, values.dtype)
+    np.add.at(dense, gradient.indices, values)
+    return Gradient(dense)
+
+
+def _check_names(rule: Rule, change: Apply) -> None:
+    """Refuse a step unless each variable occurs once and has a gradient and its slots."""
+    written = [*change.names, *itertools.chain(*change.slots), change.counter]
+    slots, needed = [len(some) for some in change.slots], len(rule.slot_names)
+    complete = len(change.gradients) == len(change.names) == slots.count(needed) == len(slots)
+    if not complete or len(set(written)) != len(written):
+        raise Refused(
+            f"a step of {change.rule!r} needs for each variable a gradient and {needed} slot(s), "
+            f"and each name once, got {len(change.gradients)} gradient(s) and {written}."
+        )
+
+
+def _kind_of(gradient: Gradient) -> str:
+    """Describe the form, shape and dtype that all gradients of a sum must share."""
+    values = gradient.values
+    form = f"dense {values.shape}" if gradient.indices is None else f"rows {values.shape[1:]}"
+    return f"{form} {computing_dtype(values.dtype)}"

@@ -1,14 +1,14 @@
 """Strategies: which replicas run a step, and where variables are stored."""
 
 from ndistribute.context import register_default_strategy
-from ndistribute.strategies.base import Strategy, ValueContext
+from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.local import (
     CentralStorageStrategy,
     DefaultStrategy,
     MirroredStrategy,
+    MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
 )
-from ndistribute.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from ndistribute.strategies.parameter_server import ParameterServerStrategy
 
 register_default_strategy(DefaultStrategy())
@@ -20,5 +20,4 @@ __all__ = [
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "Strategy",
-    "ValueContext",
 ]

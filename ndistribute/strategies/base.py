@@ -13,7 +13,6 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -39,7 +38,7 @@ from ndistribute.variables.mirrored import MirroredVariable, SyncOnReadVariable
 from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
 from ndistribute.variables.variable import Variable
 
-__all__ = ["Strategy", "ValueContext"]
+__all__ = ["Strategy"]
 
 # How long `run` waits for another thread's `run` of the same strategy.
 TURN_SECONDS = 600.0
@@ -49,17 +48,7 @@ S = TypeVar("S", bound="Strategy")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class ValueContext:
-    """The replica for which a value function makes a value."""
-
-    replica_id_in_sync_group: int
-    num_replicas_in_sync: int
-
-
 def _alias(name: str) -> Callable[..., Any]:
-    """Return a method that calls the method `name`, including a subclass's override of it."""
-
     def call(self: Strategy, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, name)(*args, **kwargs)
 
@@ -136,10 +125,7 @@ class Strategy:
         return value if self._workers is None else components_of_workers(value, self._workers)
 
     def agree_on(self, initial_value: Any, what: str) -> Any:
-        """Return the initial value of a new variable: that of rank 0, on all processes.
-
-        `what` describes the variable, in the same words on all processes.
-        """
+        """Return rank 0's initial value of a new variable, which `what` describes."""
         if self._workers is None:
             return initial_value
         chiefs = self._workers.agree(np.asarray(to_host(initial_value)), what)
@@ -163,7 +149,7 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas of all processes that reduce together."""
-        return self._contexts[0].num_replicas_in_sync
+        return self.replica_contexts[0].num_replicas_in_sync
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -178,11 +164,6 @@ class Strategy:
         """
         me = self._resolver
         return me is None or me.task_type == "evaluator" or me.is_chief
-
-    @property
-    def replica_contexts(self) -> tuple[ReplicaContext, ...]:
-        """The contexts of this process's replicas."""
-        return self._contexts
 
     @contextlib.contextmanager
     def scope(self: S) -> Iterator[S]:
@@ -310,18 +291,17 @@ class Strategy:
         """
         return distribute_from_function(dataset_fn, self.input_topology, options)
 
-    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def distribute_values_from_function(self, value_fn: Callable[[ReplicaContext], Any]) -> Any:
         """Return a value for each replica of this process, made by a function.
 
         Args:
-            value_fn: called with a `ValueContext` for each replica of this process.
+            value_fn: called with the context of each replica of this process, which has
+                `replica_id_in_sync_group` and `num_replicas_in_sync`.
 
         Returns:
             A `PerReplica`, or a nest of them if `value_fn` returns nests.
         """
-        size = self.num_replicas_in_sync
-        made = [value_fn(ValueContext(c.replica_id_in_sync_group, size)) for c in self._contexts]
-        return tree.regroup(made, PerReplica)
+        return tree.regroup(list(map(value_fn, self.replica_contexts)), PerReplica)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return a tuple of this process's components of a value.
@@ -401,11 +381,11 @@ class Strategy:
     def _build(self) -> None:
         """Make the replicas' communicators, contexts and thread pool."""
         group = self.make_group()
-        self._contexts = tuple(
+        self.replica_contexts = tuple(
             ReplicaContext(self, communicator, device, self._generators)
             for communicator, device in zip(group.communicators, self._devices, strict=True)
         )
-        self._pool = ReplicaPool(group, self._contexts, repr(self))
+        self._pool = ReplicaPool(group, self.replica_contexts, repr(self))
 
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
         if self._refusal:
@@ -433,12 +413,7 @@ class Strategy:
         self._pool.refuse_in_fork(RuntimeError(f"{self!r} {self._refusal}"))
 
     def _exclusively(self, use: Callable[[], T]) -> T:
-        """Call a function that needs exclusive use of the replicas, and return its result.
-
-        Raises:
-            RuntimeError: another thread has used them for `TURN_SECONDS`, or this thread is using
-                them and called from a signal handler.
-        """
+        """Call a function that needs exclusive use of the replicas, and return its result."""
         me = threading.get_ident()
         if self.running_on == me:
             raise RuntimeError(
@@ -461,11 +436,7 @@ class Strategy:
                 pass  # It was not acquired.
 
     def _cross_replica_frame(self, method: str, instead: str = "merge_call") -> Frame:
-        """Return this thread's frame, after a check that the method may be called there.
-
-        Raises:
-            RuntimeError: the thread is in a replica, or in the scope of another strategy.
-        """
+        """Return this thread's frame, after a check that the method may be called there."""
         frame = current_frame()
         if frame.replica is not None:
             raise RuntimeError(

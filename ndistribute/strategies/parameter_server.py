@@ -21,8 +21,8 @@ from ndistribute import tree
 from ndistribute.cluster import ClusterResolver, resolver_of_job
 from ndistribute.cluster.resolvers import current_task
 from ndistribute.cluster.spec import task_names
+from ndistribute.coordinator.closures import keep_until_run
 from ndistribute.coordinator.coordinator import forget
-from ndistribute.coordinator.remote_value import keep_until_run
 from ndistribute.coordinator.worker import keep
 from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.device import Array, Device, resolve_devices
@@ -93,18 +93,8 @@ _process = _Process()
 os.register_at_fork(after_in_child=_process.__init__)  # type: ignore[misc]
 
 
-def _own_strategy(
-    token: str,
-    namespace: str,
-    partitioner: Callable[..., Sequence[int]] | None,
-    devices: tuple[str, ...] | None,
-    timeout_seconds: float,
-) -> ParameterServerStrategy:
-    """Return this process's strategy for an unpickled one.
-
-    A worker creates it once, so all variables and functions from a coordinator use the same
-    strategy. The worker drops it when the coordinator drops its own.
-    """
+def _own_strategy(token: str, namespace: str, how: dict[str, Any]) -> ParameterServerStrategy:
+    """Return this process's strategy for an unpickled one; a worker creates it once."""
     with _process.lock:
         found: ParameterServerStrategy | None = _process.made.get(token)
     if found is not None:
@@ -116,14 +106,7 @@ def _own_strategy(
             "worker of its cluster: only functions that a ClusterCoordinator schedules can use "
             "them in other processes."
         )
-    make = functools.partial(
-        ParameterServerStrategy,
-        task,
-        partitioner,
-        devices=devices,
-        timeout_seconds=timeout_seconds,
-        _sent=(token, namespace),
-    )
+    make = functools.partial(ParameterServerStrategy, task, _sent=(token, namespace), **how)
     kept: ParameterServerStrategy = keep(token, make, ParameterServerStrategy.close)
     return kept
 
@@ -226,11 +209,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def servers(self) -> Servers:
-        """The client of the parameter servers.
-
-        Raises:
-            RuntimeError: this process is a fork of the one that made the strategy.
-        """
+        """The client of the parameter servers; raises in a fork of this process."""
         self._check_process()
         return self._servers
 
@@ -245,22 +224,19 @@ class ParameterServerStrategy(Strategy):
         if self._cluster is None:
             caller = LocalServer().connect(self._role.task, self.timeout_seconds)
             return [ServerClient(caller, "the server in this process")]
-        credentials = credentials_of(self._cluster.addresses())
-        return [
-            ServerClient(
-                Client(
-                    self._cluster.task_address("ps", index),
-                    credentials,
-                    name=self._role.task,
-                    purpose="ps",
-                    audience=f"ps:{index}",
-                    replies=Reply,
-                    timeout=self.timeout_seconds,
-                ),
-                f"ps:{index}",
+        credentials, clients = credentials_of(self._cluster.addresses()), []
+        for index in self._cluster.task_indices("ps"):
+            client = Client(
+                self._cluster.task_address("ps", index),
+                credentials,
+                name=self._role.task,
+                purpose="ps",
+                audience=f"ps:{index}",
+                replies=Reply,
+                timeout=self.timeout_seconds,
             )
-            for index in self._cluster.task_indices("ps")
-        ]
+            clients.append(ServerClient(client, f"ps:{index}"))
+        return clients
 
     def _await_servers(self, durability: Literal["snapshot", "log"]) -> None:
         if self._cluster is not None:
@@ -276,11 +252,9 @@ class ParameterServerStrategy(Strategy):
             )
 
     def _new_namespace(self, restore: bool) -> str:
-        """Return the prefix of this strategy's names on the servers of its cluster.
-
-        It is empty for the first strategy of each process, so that workers share their variables
-        and a restarted worker finds them again. Later strategies get new names unless they restore.
-        """
+        """Return the prefix of this strategy's names on the servers of its cluster."""
+        # It is empty for the first strategy of each process, so that workers share their variables
+        # and a restarted worker finds them again. Later ones get new names unless they restore.
         key = "" if self._cluster is None else str(self._cluster.as_dict())
         with _process.lock:
             _process.counts[key] += not restore or not _process.counts[key]
@@ -310,11 +284,7 @@ class ParameterServerStrategy(Strategy):
         return ServedVariable.make(self, array, policy)  # All workers add to one value.
 
     def place(self, name: str) -> tuple[str, int]:
-        """Return the name of a new variable on the servers, and the index of its server.
-
-        Raises:
-            RuntimeError: called by a worker, in a function that a chief sent.
-        """
+        """Return the name of a new variable on the servers, and the index of its server."""
         if current_closure() is not None:
             raise RuntimeError(
                 f"variable {name!r} was created in a function that the chief sent, which may run "
@@ -331,10 +301,7 @@ class ParameterServerStrategy(Strategy):
     def push(
         self, name: str, applies: Mapping[int, Apply], copies: Mapping[int, Sequence[CachedShard]]
     ) -> None:
-        """Send an optimizer's gradients to the servers, in this strategy's update mode.
-
-        `copies` are the cached shards, by server, of the variables that the update changes.
-        """
+        """Send gradients to the servers; `copies` are the cached shards that the update changes."""
         seen = {server: [copy.seen for copy in some] for server, some in copies.items()}
         with span("push", name):
             count = functools.partial(self._count_staleness, seen)
@@ -425,7 +392,7 @@ class ParameterServerStrategy(Strategy):
                 held = itertools.chain(*(variable.cached for variable in self.handles.values()))
                 self._copies.pull(dict.fromkeys(held))
         finally:
-            self._copies.stay()
+            self._copies.is_final = True  # Without its lock, which a waiting thread may hold.
             self._servers.close()
             self._forgotten()
 
@@ -453,27 +420,24 @@ class ParameterServerStrategy(Strategy):
 
     def __reduce__(self) -> Any:
         keep_until_run(self)
-        how = (self._partitioner, self._named_devices, self.timeout_seconds)
-        return _own_strategy, (self._token, self.namespace, *how)
+        how = {
+            "variable_partitioner": self._partitioner,
+            "devices": self._named_devices,
+            "timeout_seconds": self.timeout_seconds,
+        }
+        return _own_strategy, (self._token, self.namespace, how)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} of {self._role.task}"
 
 
 def _share_of(dataset: Any, workers: int, index: int, *, evenly: bool) -> Any:
-    """Return a worker's batches: every `workers`-th one, from the batch with number `index` on.
-
-    If `evenly`, workers with one batch less get an additional batch without examples, so that no
-    worker waits for a step that another one does not make.
-
-    >>> batches = Dataset.range(5).batch(2)
-    >>> [batch.tolist() for batch in _share_of(batches, 2, 1, evenly=True)]
-    [[2, 3], []]
-    """
+    """Return a worker's batches: every `workers`-th one, from the batch with number `index` on."""
     if workers == 1:
         return dataset
     batches = as_dataset(dataset)
     known = batches.cardinality()
+    # No worker may wait for a step that another one does not make.
     if evenly and known > 0 and known % workers:
         # The zip keeps a tuple batch in one argument; alone, map would pass its parts separately.
         empty = Dataset.zip((batches.take(1), Dataset.range(1))).map(_without_examples)

@@ -57,10 +57,7 @@ def local_components(value: Any) -> tuple[Any, ...]:
 
 
 def components_of_workers(value: Any, workers: Workers) -> Any:
-    """Return a nest in which each distributed leaf has the components of all processes.
-
-    All processes must call this with the same structure. An error on one process is raised on all.
-    """
+    """Return a nest in which each distributed leaf has the components of all processes."""
     leaves = [leaf for leaf in tree.flatten(value) if _differs(leaf)]
     if not leaves:
         return value

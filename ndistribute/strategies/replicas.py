@@ -51,10 +51,8 @@ class _Running:
             pass  # Another thread did; the waiter counts both.
 
     def wait(self) -> bool:
-        """Return True once all threads have left, or False `GRACE_SECONDS` after a failure.
-
-        This counts threads, because an interrupt may strike after the lock has been acquired.
-        """
+        """Return True once all threads have left, or False `GRACE_SECONDS` after a failure."""
+        # This counts threads, because an interrupt may strike after the lock has been acquired.
         while len(self._ended) < self.begun:
             # The waits are short, because a replica may fail during one.
             if not self._wake.acquire(timeout=1.0) and self.errors:
@@ -68,7 +66,6 @@ Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 def _serve(jobs: Jobs) -> None:
-    """Run jobs on a replica's thread until the queue yields None."""
     while (job := jobs.get()) is not None:
         job()
         del job
@@ -82,15 +79,7 @@ def _end(queues: list[Jobs]) -> None:
 
 
 class ReplicaPool:
-    """The threads that run steps on all replicas of a group.
-
-    The threads end when the pool is garbage-collected.
-
-    Args:
-        group: the communicators and streams.
-        contexts: the context of each replica.
-        title: the strategy's name for messages.
-    """
+    """The threads that run steps on all replicas of a group; garbage collection ends them."""
 
     def __init__(self, group: ReplicaGroup, contexts: Sequence[ReplicaContext], title: str) -> None:
         self.abandoned = False  # Once threads were abandoned, only `close` works.
@@ -102,11 +91,7 @@ class ReplicaPool:
         weakref.finalize(self, _end, self._queues).atexit = False
 
     def run(self, step: Step) -> list[Any]:
-        """Return the results of a step, called with each replica's number on its thread, in order.
-
-        Raises:
-            BaseException: the first exception of a replica, with a note that names the replica.
-        """
+        """Return the results of a step, called with each replica's number on its thread."""
         running = _Running(len(self._contexts))
         try:
             self._group.begin()
@@ -160,8 +145,10 @@ class ReplicaPool:
         context, stream = self._contexts[rank], self._group.streams[rank]
         frames = frame_stack()
         depth = len(frames)
+        outer = frames[-1].recorder  # Replica 0 runs on the thread whose tape may be open.
         try:
-            frames.append(Frame(chosen(context.strategy), context))
+            inner = None if outer is None else outer.around_step()
+            frames.append(Frame(chosen(context.strategy), context, inner))
             with span("compute"):
                 if stream.on_gpu:
                     with stream.use():

@@ -40,13 +40,7 @@ def update_mode_of(
     coordinated: bool,
     timeout: float,
 ) -> UpdateMode:
-    """Return the update mode of one of `workers` workers; see `ParameterServerStrategy`.
-
-    If `coordinated`, a chief sends functions to the workers, which must not wait for each other.
-
-    Raises:
-        ValueError: the arguments contradict each other, or one is out of range.
-    """
+    """Return the update mode of one of `workers` workers; see `ParameterServerStrategy`."""
     if replicas_to_aggregate is None and total_num_replicas is not None:
         raise ValueError("total_num_replicas needs replicas_to_aggregate: pass both.")
     if replicas_to_aggregate is None and max_staleness is None:

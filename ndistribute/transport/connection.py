@@ -3,7 +3,7 @@
 A frame is a header, a control record and raw buffers:
 
     magic, kind, flags, number of buffers, call, bytes of control, bytes of all buffers
-    the length of each buffer; the control record; a MAC on sealed connections; the buffers, aligned
+    the length of each buffer; the control record; a MAC if asked for; the buffers, aligned
 
 The receiver checks sizes before it allocates memory. On a Unix socket, long buffers go through a
 ring buffer in shared memory, whose descriptor is sent with the first frame that needs it. Any
@@ -56,7 +56,7 @@ _SPINS, _PAUSE_SECONDS = 1000, 50e-6  # Before and between checks.
 _BUFFERS_AT_ONCE = 512  # sendmsg accepts at most 1024.
 _SOCKET_BYTES = 4 << 20
 _IDLE_SECONDS = 10.0
-_FAREWELL_SECONDS = 1.0
+_SHUTDOWN_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 3600.0  # poll accepts this many milliseconds.
 _QUIET = socket.MSG_NOSIGNAL  # The program may have reset SIGPIPE.
 _PADDING = bytes(ALIGNMENT)
@@ -85,7 +85,7 @@ def connect(
     kinds: Decoder[Any],
     *,
     deadline: float,
-    sealed: bool = False,
+    macs: bool = False,
 ) -> Connection:
     """Return an authenticated connection: over a Unix socket if the process is on this host."""
     deadline = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
@@ -96,10 +96,10 @@ def connect(
         # The launcher listens for processes that are still starting.
         instead = by_unix if wanted and sock is None else None
         if sock is None:
-            patience = max(0.001, deadline - time.monotonic())
-            sock = socket.create_connection(split_address(address), timeout=patience)
+            seconds = max(0.001, deadline - time.monotonic())
+            sock = socket.create_connection(split_address(address), timeout=seconds)
         sock, accepted = authenticate(sock, credentials, hello, deadline=deadline, instead=instead)
-        return Connection(sock, accepted, kinds, sealed=sealed)
+        return Connection(sock, accepted, kinds, macs=macs)
     except OSError as error:
         if isinstance(error, AuthenticationError | ConnectionLostError):
             raise
@@ -120,7 +120,7 @@ def _unix_socket(address: str, deadline: float) -> socket.socket | None:
 class Connection:
     """Send and receive records on an authenticated socket, which the connection owns.
 
-    If `sealed` is True, every frame carries a MAC over its header and control record. This is
+    If `macs` is True, every frame carries a MAC over its header and control record. This is
     required if a record contains data that will be unpickled.
     """
 
@@ -130,15 +130,16 @@ class Connection:
         accepted: Accepted,
         kinds: Decoder[Any],
         *,
-        sealed: bool = False,
+        macs: bool = False,
         silence: float | None = None,
     ) -> None:
         self.peer = accepted.hello
         self.is_unix = sock.family == socket.AF_UNIX
         self._sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._kinds = kinds
-        self._sealed = sealed
-        self._seal, self._unseal = _macs(accepted.sending_key), _macs(accepted.receiving_key)
+        self._macs = macs
+        self._sending_mac = _mac_of(accepted.sending_key)
+        self._receiving_mac = _mac_of(accepted.receiving_key)
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._lost: tuple[str, bool] | None = None  # The reason, and whether it was clean.
         self._closed = False
@@ -149,7 +150,7 @@ class Connection:
         self._file = -1  # A received descriptor that is not used yet.
         self._outgoing: Ring | None = None
         self._incoming: Ring | None = None
-        self._heard = self._used = time.monotonic()
+        self._last_input = self._used = time.monotonic()
         try:
             self.silence_seconds = silence or silence_seconds()
             self.beat_within = max(0.01, min(self.silence_seconds, self.peer.silence))
@@ -198,7 +199,12 @@ class Connection:
                 if self.is_unix and body > _SHARED_FROM_BYTES:
                     file = self._make_ring()
                     ring = self._outgoing
-                head = self._head(call, control, lengths, body, shared=ring is not None)
+                flags = 0 if ring is None else _SHARED
+                head = _HEADER.pack(_MAGIC, _DATA, flags, len(lengths), call, len(control), 0, body)
+                head += struct.pack(f"<{len(lengths)}Q", *lengths) + control
+                if self._macs:
+                    head += self._sending_mac(head)
+                self._used = time.monotonic()
                 parts: list[Buffer] = [head]
                 if ring is None:
                     for buffer, length in zip(buffers, lengths, strict=True):
@@ -235,7 +241,7 @@ class Connection:
                     self._raise_broken(error)  # A part of the frame may have been read.
                 if found is not None:
                     return found
-                self._give_back(self._heard)
+                self._give_back(self._last_input)
 
     def abort(self, reason: str, *, clean: bool = False, wait: float = 0.0) -> None:
         """End the connection from any thread; threads that wait on it raise with this reason.
@@ -258,11 +264,11 @@ class Connection:
         self._closed = True
         try:
             detector.forget(self)
-            self.abort(_CLOSED_HERE, clean=True, wait=_FAREWELL_SECONDS)
+            self.abort(_CLOSED_HERE, clean=True, wait=_SHUTDOWN_SECONDS)
         finally:
             # Wait for the threads that were woken: the number of the descriptor may be reused.
             locks = [self._writing, self._reading]
-            held = [lock for lock in locks if lock.acquire(timeout=_FAREWELL_SECONDS)]
+            held = [lock for lock in locks if lock.acquire(timeout=_SHUTDOWN_SECONDS)]
             self._free()
             for lock in held:
                 lock.release()
@@ -312,11 +318,11 @@ class Connection:
             finally:
                 self._reading.release()
         if excused:
-            self._heard = now
-        elif now - self._heard > self.silence_seconds:
+            self._last_input = now
+        elif now - self._last_input > self.silence_seconds:
             with contextlib.suppress(ValueError):  # The connection was just closed.
                 if not self._poll(select.POLLIN, 0):  # Otherwise a thread is about to read.
-                    self.abort(f"nothing was heard of it for {now - self._heard:.1f} s.")
+                    self.abort(f"nothing was heard of it for {now - self._last_input:.1f} s.")
 
     def _listen(self, now: float) -> None:
         """Read what has arrived while no thread receives; the caller holds the reading lock."""
@@ -327,7 +333,7 @@ class Connection:
                     self._start += _HEADER.size
                 if self._start == self._end:
                     self._start = self._end = 0
-            self._heard = now  # The input is full: heartbeats wait behind it.
+            self._last_input = now  # The input is full: heartbeats wait behind it.
         except BlockingIOError:
             pass
         except OSError as error:
@@ -348,19 +354,6 @@ class Connection:
                 file = make_file()
                 self._outgoing = Ring(file, writes=True)
         return file
-
-    def _head(
-        self, call: int, control: bytes, lengths: list[int], body: int, shared: bool
-    ) -> bytes:
-        flags = _SHARED if shared else 0
-        head = _HEADER.pack(_MAGIC, _DATA, flags, len(lengths), call, len(control), 0, body)
-        if lengths:
-            head += struct.pack(f"<{len(lengths)}Q", *lengths)
-        head += control
-        if self._sealed:
-            head += self._seal(head)
-        self._used = time.monotonic()
-        return head
 
     def _write(self, parts: Sequence[Buffer], deadline: float, file: int = -1) -> None:
         """Write the buffers in order; send the descriptor `file`, if any, with the first bytes."""
@@ -385,7 +378,6 @@ class Connection:
                 left[first] = left[first][sent:]
 
     def _read_header(self, deadline: float) -> None:
-        """Read until the input buffer contains a whole header."""
         while (held := self._end - self._start) < _HEADER.size:
             if self._start:
                 self._input[:held] = bytes(self._input[self._start : self._end])
@@ -409,9 +401,9 @@ class Connection:
             raise ConnectionLostError("it said good-bye.", clean=True)
         start = _HEADER.size + 8 * count
         end = start + nbytes
-        head = memoryview(bytearray(end + (_MAC_BYTES if self._sealed else 0)))
+        head = memoryview(bytearray(end + (_MAC_BYTES if self._macs else 0)))
         self._read_whole(head, deadline)
-        if self._sealed and not hmac.compare_digest(self._unseal(head[:end]), head[end:]):
+        if self._macs and not hmac.compare_digest(self._receiving_mac(head[:end]), head[end:]):
             raise MalformedError(
                 "a frame was changed on its way, or is not the other end's. Set "
                 "NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
@@ -462,7 +454,7 @@ class Connection:
             self._take_file(int.from_bytes(file, sys.byteorder))
         if not count:
             raise ConnectionLostError(_CLOSED)
-        self._heard = time.monotonic()
+        self._last_input = time.monotonic()
         return int(count)
 
     def _pass(self, ring: Ring, data: Array, deadline: float) -> None:
@@ -473,7 +465,7 @@ class Connection:
             moved = ring.move(data[start:])
             if moved:
                 start, idle = start + moved, 0
-                self._heard = since = time.monotonic()
+                self._last_input = since = time.monotonic()
                 continue
             idle += 1
             os.sched_yield()
@@ -500,13 +492,11 @@ class Connection:
         return found[0][1] if found else 0
 
     def _take_file(self, file: int) -> None:
-        """Keep a received descriptor, and close the one that was kept before."""
         file, self._file = self._file, file
         if file >= 0:
             os.close(file)
 
     def _raise_broken(self, error: BaseException) -> NoReturn:
-        """Abort the connection after an error within a frame, and raise the matching error."""
         clean = isinstance(error, ConnectionLostError) and error.clean
         why = _CLOSED_HERE if self._closed else str(error) or type(error).__name__
         self.abort(why, clean=clean)
@@ -545,7 +535,7 @@ class NonBlockingTls:
         socket.socket.shutdown(self._tls, how)  # SSLSocket.shutdown would end reading as well.
 
 
-def _macs(key: bytes) -> Callable[[bytes | memoryview], bytes]:
+def _mac_of(key: bytes) -> Callable[[bytes | memoryview], bytes]:
     """Return a function that computes the MACs of one direction; it counts the frames."""
     numbers = itertools.count(1)
     return lambda head: hmac.digest(key, next(numbers).to_bytes(8, "little") + head, "sha256")

@@ -190,30 +190,32 @@ def tls_error(peer: str, error: ssl.SSLError) -> AuthenticationError:
 
 def join(secret: bytes, hello: Hello, peer: str) -> Steps:
     """Return the steps of the connecting side; error messages name the server `peer`."""
-    said = yield from _greet(secret, _CLIENT, peer)
-    yield said.mac(b"client proof")
-    server = _decoded((yield from said.hear(b"server hello")), peer)
-    yield said.say(b"client hello", encode(hello)[0])
-    yield from said.hear(b"server verdict")
-    return Accepted(server, said.mac(b"server frames"), said.mac(b"client frames"))
+    transcript = yield from _exchange_greetings(secret, _CLIENT, peer)
+    yield transcript.mac(b"client proof")
+    server = _decoded((yield from transcript.receive(b"server hello")), peer)
+    yield transcript.message(b"client hello", encode(hello)[0])
+    yield from transcript.receive(b"server verdict")
+    return Accepted(server, transcript.mac(b"server frames"), transcript.mac(b"client frames"))
 
 
 def accept(secret: bytes, hello: Hello, check: Check, peer: str) -> Steps:
     """Return the steps of the accepting side; both must have the same job and version."""
-    said = yield from _greet(secret, _SERVER, peer)
-    if not hmac.compare_digest((yield _PROOF_BYTES), said.mac(b"client proof")):
+    transcript = yield from _exchange_greetings(secret, _SERVER, peer)
+    if not hmac.compare_digest((yield _PROOF_BYTES), transcript.mac(b"client proof")):
         yield _WRONG_SECRET
-        raise said.wrong_secret()
-    yield said.say(b"server hello", encode(hello)[0])
-    client = _decoded((yield from said.hear(b"client hello")), peer)
+        raise transcript.wrong_secret()
+    yield transcript.message(b"server hello", encode(hello)[0])
+    client = _decoded((yield from transcript.receive(b"client hello")), peer)
     if reason := _mismatch(hello, client, check):
-        yield said.say(b"server verdict", reason.encode()[:MAXIMUM_HELLO_BYTES], _REFUSED)
+        yield transcript.message(b"server verdict", reason.encode()[:MAXIMUM_HELLO_BYTES], _REFUSED)
         raise AuthenticationError(f"{client.name or peer} was refused: {reason}")
-    yield said.say(b"server verdict")
-    return Accepted(client, said.mac(b"client frames"), said.mac(b"server frames"))
+    yield transcript.message(b"server verdict")
+    return Accepted(client, transcript.mac(b"client frames"), transcript.mac(b"server frames"))
 
 
-def _greet(secret: bytes, role: bytes, peer: str) -> Generator[bytes | int, bytes, _Transcript]:
+def _exchange_greetings(
+    secret: bytes, role: bytes, peer: str
+) -> Generator[bytes | int, bytes, _Transcript]:
     """Exchange greetings; the client sends first."""
     own = _GREETING.pack(_MAGIC, _PROTOCOL, role, secrets.token_bytes(32))
     if role == _CLIENT:
@@ -248,20 +250,20 @@ class _Transcript:
     def __init__(self, secret: bytes, greetings: bytes, peer: str) -> None:
         # HMAC pads keys with zeros; a digest of fixed length makes all keys distinct.
         self._key = hashlib.sha256(secret).digest()
-        self._said = greetings
+        self._bytes = greetings
         self._peer = peer
 
     def mac(self, label: bytes) -> bytes:
         """Return a proof or a key; the label makes those of both sides distinct."""
-        return hmac.digest(self._key, b"ndistribute " + label + b"\0" + self._said, "sha256")
+        return hmac.digest(self._key, b"ndistribute " + label + b"\0" + self._bytes, "sha256")
 
-    def say(self, label: bytes, payload: bytes = b"", verdict: bytes = _ACCEPTED) -> bytes:
+    def message(self, label: bytes, payload: bytes = b"", verdict: bytes = _ACCEPTED) -> bytes:
         if (length := len(payload)) > MAXIMUM_HELLO_BYTES:
             raise ValueError(f"a hello of {length} bytes: at most {MAXIMUM_HELLO_BYTES} travel.")
-        self._said += payload
+        self._bytes += payload
         return _FIRST.pack(verdict, length) + payload + self.mac(label + verdict)
 
-    def hear(self, label: bytes) -> Generator[bytes | int, bytes, bytes]:
+    def receive(self, label: bytes) -> Generator[bytes | int, bytes, bytes]:
         """Receive and verify a message of the peer, and return its payload."""
         verdict = yield 1
         if verdict == _WRONG_SECRET:
@@ -273,7 +275,7 @@ class _Transcript:
                 f"{length} bytes, and at most {MAXIMUM_HELLO_BYTES} were expected."
             )
         payload = (yield length) if length else b""
-        self._said += payload
+        self._bytes += payload
         if not hmac.compare_digest((yield _PROOF_BYTES), self.mac(label + verdict)):
             raise self.wrong_secret()
         if verdict == _REFUSED:

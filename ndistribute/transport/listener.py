@@ -26,7 +26,7 @@ from ndistribute.transport.address import is_of_this_user, name_of_peer, split_a
 from ndistribute.transport.failure_detector import not_for_forks
 from ndistribute.transport.secret import Credentials, tls_context
 
-MAXIMUM_STRANGERS = 128
+MAXIMUM_HANDSHAKES = 128
 HANDSHAKE_SECONDS = 5.0
 LISTEN_FD = "NDISTRIBUTE_LISTEN_FD"
 _BACKLOG = 512
@@ -61,7 +61,6 @@ def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.soc
 
 
 def _inherited(number: str, address: str, port: int) -> socket.socket:
-    """Return the listening socket that this process inherits from its launcher."""
     try:
         # A duplicate, because a second strategy of this process needs the original.
         listener = socket.socket(fileno=os.dup(int(number)))
@@ -94,17 +93,15 @@ def listen_unix(address: str) -> socket.socket | None:
         return None
 
 
-@dataclass
-class _Stranger:
+@dataclass(eq=False, slots=True)
+class _Pending:
     """A connection whose handshake is not finished."""
 
     sock: socket.socket
     peer: str
     exchange: handshake.Exchange
     deadline: float
-    silent: bool = True
-    leaving: object = None
-    """The reason why it was refused, until the peer has had time to read it."""
+    refusal: object = None  # Why it was refused, until the peer has had time to read it.
 
 
 class Listener:
@@ -126,9 +123,9 @@ class Listener:
         self._on_peer = on_peer
         # At most an eighth of the descriptors, so the job keeps the others.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = max(4, min(MAXIMUM_STRANGERS, files // 8))
+        self._most = max(4, min(MAXIMUM_HANDSHAKES, files // 8))
         self._logged, self._unlogged = -_SECONDS_BETWEEN_RECORDS, 0
-        self._strangers: dict[socket.socket, _Stranger] = {}  # The oldest first.
+        self._pending: dict[socket.socket, _Pending] = {}  # The oldest first.
         self._closing = False
         with contextlib.ExitStack() as on_error:
             for sock in sockets:
@@ -138,12 +135,11 @@ class Listener:
             self._tls = tls_context(credentials.tls, server=True) if credentials.tls else None
             self._selector = on_error.enter_context(selectors.DefaultSelector())
             self._waker, woken = map(on_error.enter_context, socket.socketpair())
-            self._spare = on_error.enter_context(self._waker.dup())  # Closed if none is left.
-            self._sockets = [*sockets, woken]
+            self._sockets = [*sockets, self._waker, woken]
             for sock in sockets:
                 sock.setblocking(False)
-                let_in = functools.partial(self._accept, sock)
-                self._selector.register(sock, selectors.EVENT_READ, let_in)
+                accept = functools.partial(self._accept, sock)
+                self._selector.register(sock, selectors.EVENT_READ, accept)
             self._selector.register(woken, selectors.EVENT_READ, lambda: None)
             name = "ndistribute listener"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -167,36 +163,36 @@ class Listener:
         """Close all sockets: at the end, or the copies that a forked child inherits."""
         self._closing = True
         self._selector.close()
-        for sock in (*self._strangers, *self._sockets, self._waker, self._spare):
+        for sock in (*self._pending, *self._sockets):
             sock.close()
 
     def _run(self) -> None:
+        late = f"it did not finish the handshake in {HANDSHAKE_SECONDS:g} s"
         try:
             while not self._closing:
-                first = min((each.deadline for each in self._strangers.values()), default=None)
+                first = min((each.deadline for each in self._pending.values()), default=None)
                 wait = None if first is None else max(0.0, first - time.monotonic())
                 for key, _ in self._selector.select(wait):
                     key.data()
                 now = time.monotonic()
-                for stranger in list(self._strangers.values()):
-                    if stranger.deadline <= now:
-                        reason = f"it did not finish the handshake in {HANDSHAKE_SECONDS:g} s"
-                        self._drop(stranger, reason)
+                for pending in [one for one in self._pending.values() if one.deadline <= now]:
+                    self._drop(pending, late)
         except Exception:
             _log.exception("the listener failed: nobody else can connect")
         finally:
             self.let_go()
 
     def _accept(self, listener: socket.socket) -> None:
-        if len(self._strangers) >= self._most and not self._drop_one():
+        if len(self._pending) >= self._most and not self._drop_oldest():
             time.sleep(_SAFE_SECONDS / 10)  # All handshakes have just begun.
             return
         try:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
             return  # The peer closed the connection before it was accepted.
-        except OSError as error:
-            self._make_room(listener, error)
+        except OSError as error:  # Without a free descriptor, the peer waits in the backlog.
+            self._log_refusal("somebody", f"{error}; raise `ulimit -n`")
+            time.sleep(_SAFE_SECONDS / 10)
             return
         peer = name_of_peer(sock)
         try:
@@ -208,83 +204,68 @@ class Listener:
                 # The first use of the socket runs the TLS handshake.
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             exchange = handshake.Exchange(self._steps(peer))
-            stranger = _Stranger(sock, peer, exchange, time.monotonic() + HANDSHAKE_SECONDS)
-            serve = functools.partial(self._serve, stranger)
-            self._selector.register(sock, selectors.EVENT_READ, serve)
-            self._strangers[sock] = stranger
+            pending = _Pending(sock, peer, exchange, time.monotonic() + HANDSHAKE_SECONDS)
+            advance = functools.partial(self._advance, pending)
+            self._selector.register(sock, selectors.EVENT_READ, advance)
+            self._pending[sock] = pending
         except OSError as error:  # The limit on watched files is reached, or the peer has left.
             self._log_refusal(peer, error)
             sock.close()
 
-    def _drop_one(self) -> bool:
-        """Drop the connection that is least likely to finish; return False if all are new."""
+    def _drop_oldest(self) -> bool:
+        """Drop the oldest connection, a refused one first; return False if all are new."""
         latest = time.monotonic() + HANDSHAKE_SECONDS - _SAFE_SECONDS
-        old = [each for each in self._strangers.values() if each.deadline < latest]
+        old = [each for each in self._pending.values() if each.deadline < latest]
         if old:
-            stranger = min(old, key=lambda each: (each.leaving is None, not each.silent))
-            self._drop(stranger, "too many connections wait, and it is the oldest")
+            oldest = min(old, key=lambda each: each.refusal is None)
+            self._drop(oldest, "too many connections wait, and it is the oldest")
         return bool(old)
 
-    def _make_room(self, listener: socket.socket, error: OSError) -> None:
-        """Refuse the next connection when no descriptor is left, by means of the spare one."""
-        full = error.errno in (errno.EMFILE, errno.ENFILE)
-        self._log_refusal("somebody", f"{error}; raise `ulimit -n`" if full else error)
-        time.sleep(_SAFE_SECONDS / 10)
-        for stranger in list(self._strangers.values()) if full else ():
-            self._drop(stranger, "this process has too many open files")
-        self._spare.close()
-        with contextlib.suppress(OSError):
-            listener.accept()[0].close()
-        with contextlib.suppress(OSError):  # Another thread may have taken the descriptor.
-            self._spare = self._waker.dup()
-
-    def _serve(self, stranger: _Stranger) -> None:
-        """Continue a handshake until it would block."""
-        if stranger.sock not in self._strangers:  # An earlier event has dropped it.
+    def _advance(self, pending: _Pending) -> None:
+        if pending.sock not in self._pending:  # An earlier event has dropped it.
             return
-        stranger.silent = False
         try:
-            if stranger.leaving is not None:
-                if not socket.socket.recv(stranger.sock, 4096):  # Below TLS, which has ended.
-                    self._drop(stranger, stranger.leaving)
+            if pending.refusal is not None:
+                if not socket.socket.recv(pending.sock, 4096):  # Below TLS, which has ended.
+                    self._drop(pending, pending.refusal)
                 return
-            accepted = stranger.exchange.advance(stranger.sock)
+            accepted = pending.exchange.advance(pending.sock)
         except handshake.WOULD_BLOCK:
             return
         except ssl.SSLError as error:
-            self._refuse(stranger, handshake.tls_error(stranger.peer, error), _ALERT)
+            self._refuse(pending, handshake.tls_error(pending.peer, error), _ALERT)
             return
         except Exception as error:
             # An error of one peer must end this connection only.
-            self._refuse(stranger, error)
+            self._refuse(pending, error)
             return
-        self._selector.unregister(stranger.sock)
-        del self._strangers[stranger.sock]
+        self._selector.unregister(pending.sock)
+        del self._pending[pending.sock]
         try:
-            self._on_peer(stranger.sock, accepted)
+            self._on_peer(pending.sock, accepted)
         except Exception as error:
-            stranger.sock.close()
-            _log.error("%s could not be served: %s", accepted.hello.name or stranger.peer, error)
+            pending.sock.close()
+            _log.error("%s could not be served: %s", accepted.hello.name or pending.peer, error)
 
-    def _refuse(self, stranger: _Stranger, reason: object, last_words: bytes = b"") -> None:
+    def _refuse(self, pending: _Pending, reason: object, last_words: bytes = b"") -> None:
         """Drop a connection once its peer had time to read the reason."""
-        stranger.leaving = stranger.leaving or reason
-        stranger.deadline = time.monotonic() + _LINGER_SECONDS
+        pending.refusal = pending.refusal or reason
+        pending.deadline = time.monotonic() + _LINGER_SECONDS
         try:
-            socket.socket.send(stranger.sock, last_words)  # Outside TLS.
-            socket.socket.shutdown(stranger.sock, socket.SHUT_WR)
+            socket.socket.send(pending.sock, last_words)  # Outside TLS.
+            socket.socket.shutdown(pending.sock, socket.SHUT_WR)
         except OSError:
-            self._drop(stranger, reason)
+            self._drop(pending, reason)
 
-    def _drop(self, stranger: _Stranger, reason: object) -> None:
-        del self._strangers[stranger.sock]
-        self._selector.unregister(stranger.sock)
-        why = stranger.leaving or reason
+    def _drop(self, pending: _Pending, reason: object) -> None:
+        del self._pending[pending.sock]
+        self._selector.unregister(pending.sock)
+        why = pending.refusal or reason
         if isinstance(why, ConnectionError):  # It left, for example for a Unix socket.
-            _log.debug("a connection from %s ended: %s", stranger.peer, f"{why}")
+            _log.debug("a connection from %s ended: %s", pending.peer, f"{why}")
         else:
-            self._log_refusal(stranger.peer, why)
-        stranger.sock.close()
+            self._log_refusal(pending.peer, why)
+        pending.sock.close()
 
     def _log_refusal(self, peer: str, reason: object) -> None:
         """Log a refused connection, or count it if one was logged within the last second."""

@@ -72,13 +72,7 @@ class Call:
         self._client._pending.pop(self._number, None)
 
     @property
-    def settled(self) -> bool:
-        """Return True if the reply has arrived, or the request must be sent again."""
-        return self.reply is not None or self._problem is not None
-
-    @property
     def instance(self) -> str:
-        """Return the instance of the server to which the request was sent."""
         return self.connection.peer.instance
 
     def _try(self, step: Callable[[], None]) -> None:
@@ -100,12 +94,11 @@ class Call:
         self.cancel()
         self._number = next(self._client._numbers)
         self.connection = self._client._connected(self.deadline)
-        self._problem = None  # From now on, the receiving thread may set it again.
+        self._problem = None
         self._client._pending[self._number] = self
         self.connection.send(self._request, self._number, self.deadline)
 
     def _again(self, pause: float) -> None:
-        """Send the request again after the connection was lost."""
         client, why, now = self._client, f"{self._problem}".rstrip("."), time.monotonic()
         waited, left = now - self._begun, self.deadline - now
         self._report = self._report or WaitReport(client.name.partition("#")[0], self._begun)
@@ -154,7 +147,7 @@ class Client:
         self._timeout = timeout
         self._numbers = itertools.count(1)
         self._connecting = threading.Lock()
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._receiving: dict[Connection, int] = {}  # The thread that receives.
         self._pending: dict[int, Call] = {}
         self._connection: Connection | None = None
@@ -168,7 +161,6 @@ class Client:
         return self.start(request, timeout).result()
 
     def start(self, request: Record, timeout: float | None = None) -> Call:
-        """Send a request and return the pending call."""
         seconds = self._timeout if timeout is None else timeout
         return Call(self, request, time.monotonic() + seconds)
 
@@ -204,13 +196,13 @@ class Client:
         """Wait for a reply: receive it, or wait for the thread that receives."""
         connection, me = call.connection, threading.get_ident()
         try:
-            with self._turn:
-                while connection in self._receiving and not call.settled:
+            with self._changed:
+                while connection in self._receiving and call.reply is None:
                     left = min(call.deadline, until) - time.monotonic()
                     if left <= 0:
                         raise TimeoutError
-                    self._turn.wait(timeout=left)
-                if call.settled:
+                    self._changed.wait(timeout=left)
+                if call.reply is not None:
                     return
                 self._receiving[connection] = me
             number, reply = connection.receive(call.deadline, until)
@@ -224,10 +216,10 @@ class Client:
             if not (isinstance(error, TimeoutError) and until <= time.monotonic() < call.deadline):
                 raise
         finally:
-            with self._turn:  # An interrupt may come at any point, and other threads wait.
+            with self._changed:  # An interrupt may come at any point, and other threads wait.
                 if self._receiving.get(connection) == me:
                     del self._receiving[connection]
-                    self._turn.notify_all()
+                    self._changed.notify_all()
 
     def _connected(self, deadline: float) -> Connection:
         connection = self._connection
@@ -276,7 +268,7 @@ class Service(Protocol):
     """The handler of all connections with one purpose."""
 
     requests: Any  # The union of the request classes.
-    sealed: bool  # Whether frames carry a MAC, which unpickling requires.
+    macs: bool  # Whether frames carry a MAC, which unpickling requires.
 
     def connected(self, peer: Peer) -> None:
         """Called when a client has connected."""
@@ -292,7 +284,8 @@ class RpcServer:
     """Accept connections at one address, and serve each of them on a thread of its own.
 
     The server listens when the constructor returns. `name` is its task, such as ``"ps:0"``;
-    `services` maps purposes to services.
+    `services` maps purposes to services. `connected` and `disconnected` are called for the clients
+    of all services, before and after those of the service.
     """
 
     def __init__(
@@ -303,7 +296,10 @@ class RpcServer:
         services: Mapping[str, Service],
         *,
         environ: Mapping[str, str] = os.environ,
+        connected: Callable[[Peer], None] = lambda peer: None,
+        disconnected: Callable[[Peer, bool], None] = lambda peer, died: None,
     ) -> None:
+        self._connected, self._disconnected = connected, disconnected
         # Instances sort by their start time.
         self.instance = f"{time.time_ns():016x}-{secrets.token_hex(4)}"
         self._services: dict[str, tuple[Service, Decoder[Any]]] = {
@@ -343,7 +339,7 @@ class RpcServer:
 
     def _on_peer(self, sock: socket.socket, accepted: Accepted) -> None:
         service, kinds = self._services[accepted.hello.purpose]
-        connection = Connection(sock, accepted, kinds, sealed=service.sealed, silence=self._silence)
+        connection = Connection(sock, accepted, kinds, macs=service.macs, silence=self._silence)
         name = f"ndistribute {connection.peer.name}"
         args = service, connection
         thread = threading.Thread(target=self._serve, args=args, name=name, daemon=True)
@@ -362,11 +358,14 @@ class RpcServer:
         peer, died = Peer(connection), True
         try:
             try:
+                self._connected(peer)
                 service.connected(peer)
                 died = _converse(service, connection, peer)
             finally:
                 connection.abort("the conversation ended.")
-                service.disconnected(peer, died and not self._closing)
+                died = died and not self._closing
+                service.disconnected(peer, died)
+                self._disconnected(peer, died)
         except Exception:
             _log.exception("the connection of %s failed", peer.name)
         finally:

@@ -11,17 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.device import Array, Device, copy_to, is_gpu_array
 from ndistribute.dtypes import kind_of
 from ndistribute.ownership import ArrayOwner
 from ndistribute.stream import working_on
 from ndistribute.values import PerReplica
-from ndistribute.variables.array_like import detached
-from ndistribute.variables.policy import VariableAggregation, VariablePolicy
-from ndistribute.variables.variable import Variable
-from ndistribute.variables.write import Write, map_values
+from ndistribute.variables.policy import VariableAggregation, VariablePolicy, Write, map_values
+from ndistribute.variables.variable import Variable, detached
 
 __all__ = ["CentralVariable", "DeviceCopies", "MirroredVariable", "SyncOnReadVariable"]
 
@@ -31,12 +28,6 @@ class Cell(ArrayOwner):
 
     A read returns a read-only view. If a view still exists, the next update writes to a new array;
     otherwise it happens in place.
-
-    >>> cell = Cell(np.zeros(2), Device("cpu:0"))
-    >>> before = cell.read()
-    >>> cell.writable()[...] = 1
-    >>> before, cell.read()
-    (array([0., 0.]), array([1., 1.]))
     """
 
     __slots__ = ("_view", "device", "version")
@@ -86,18 +77,16 @@ class Cell(ArrayOwner):
 
 
 def _apply_rows(write: Write, target: Array) -> None:
-    rows: IndexedSlices = write.value
-    if is_gpu_array(target):
-        # CuPy's result for repeated indices is undefined, or defined for few dtypes only.
-        rows = write.rows_once().value if write.how == "assign" else rows.summed()
+    on_gpu, combine = is_gpu_array(target), np.add if write.how == "assign_add" else np.subtract
+    # CuPy's result for repeated indices is undefined, or defined for few dtypes only.
     if write.how == "assign":
+        rows = write.rows_once() if on_gpu else write.value
         target[rows.indices] = rows.values
-    elif is_gpu_array(target):
-        change = rows.values if write.how == "assign_add" else -rows.values
-        target[rows.indices] = target[rows.indices] + change
+    elif on_gpu:
+        rows = write.value.summed()
+        target[rows.indices] = combine(target[rows.indices], rows.values)
     else:
-        combine = np.add if write.how == "assign_add" else np.subtract
-        combine.at(target, rows.indices, rows.values)
+        combine.at(target, write.value.indices, write.value.values)
 
 
 class DeviceCopies:
@@ -146,10 +135,7 @@ class MirroredVariable(Variable):
         return tuple(detached(self._cells[home].read()) for home in self.home_of)
 
     def begin_update(self) -> list[Array]:
-        """Return the arrays to change in place, one for each memory space.
-
-        Called once for all replicas, which wait for it and then change the parts that they own.
-        """
+        """Return the arrays to change in place, one per memory space; once for all replicas."""
         return [cell.writable() for cell in self._cells]
 
     def _apply(self, write: Write) -> None:
@@ -191,11 +177,7 @@ class SyncOnReadVariable(Variable):
         self._cells = [Cell(array, device) for device in strategy.devices]
 
     def component(self) -> Array:
-        """Return this replica's value, or the values of all replicas combined outside replicas.
-
-        Raises:
-            ValueError: called outside replicas, and the variable has no aggregation.
-        """
+        """Return this replica's value, or the values of all replicas combined outside replicas."""
         replica = self.replica("read")
         if replica is not None:
             return self._cells[replica.local_replica_id].read()

@@ -1,16 +1,32 @@
-"""When and how a strategy combines the replicas' values of a variable."""
+"""When and how the replicas' values of a variable combine, and writes to variables as values.
+
+A variable's dtype never changes, so written values are cast to it. A cast that would lose a
+fraction, an imaginary part or the high digits of an integer raises an error.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.reduce_op import ReduceOp
+from ndistribute.device import Array, as_array, device_of, to_host
+from ndistribute.dtypes import can_cast, kind_of, standard
+from ndistribute.stream import working_on
 
-__all__ = ["VariableAggregation", "VariablePolicy", "VariableSynchronization"]
+__all__ = [
+    "VariableAggregation",
+    "VariablePolicy",
+    "VariableSynchronization",
+    "Write",
+    "cast",
+    "map_values",
+]
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -82,12 +98,83 @@ class VariablePolicy:
                 "integers. Use SUM or ONLY_FIRST_REPLICA, or another dtype."
             )
 
+    def __str__(self) -> str:
+        return f"{self.synchronization.name}, {self.aggregation.name}"
+
 
 def _parse(kind: type[E], value: Any, what: str) -> E:
-    if isinstance(value, kind):
-        return value
     try:
-        return kind(str(value).lower())
+        return value if isinstance(value, kind) else kind(str(value).lower())
     except ValueError:
         names = ", ".join(repr(member.value) for member in kind)
         raise ValueError(f"{what} must be one of {names}, got {value!r}.") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A write to a variable."""
+
+    how: str  # "assign", "assign_add" or "assign_sub".
+    value: Any  # A whole array, or rows as `IndexedSlices`, of the variable's dtype.
+
+    @property
+    def sparse(self) -> bool:
+        """True if only some rows are written."""
+        return isinstance(self.value, IndexedSlices)
+
+    def rows_once(self) -> Any:
+        """Return the value; of rows to assign, each index once, with the last of its rows."""
+        rows = self.value
+        if self.how != "assign" or not self.sparse:
+            return rows
+        indices = to_host(rows.indices)
+        unique, last = np.unique(indices[::-1], return_index=True)
+        values = rows.values[len(indices) - 1 - last]
+        return IndexedSlices(values, as_array(unique), rows.dense_shape)
+
+    def aggregated(self, aggregation: VariableAggregation, communicator: Any) -> Write:
+        """Return the combination of all replicas' writes; a collective call."""
+        rows, op = self.value, aggregation.reduce_op
+        if op is not None:
+            return Write(self.how, communicator.all_reduce(op, self.rows_once()))
+        if not self.sparse:
+            return Write(self.how, communicator.broadcast(rows, root=0))
+        first = slice(None if communicator.rank == 0 else 0)
+        own = (rows.indices[first], rows.values[first])
+        indices, values = communicator.all_gather(own, axis=0)
+        return Write(self.how, IndexedSlices(values, indices, rows.dense_shape))
+
+
+def map_values(function: Callable[[Array], Array], value: Any) -> Any:
+    """Return a function's result for an array, or for the rows of `IndexedSlices`."""
+    if isinstance(value, IndexedSlices):
+        return IndexedSlices(map_values(function, value.values), value.indices, value.dense_shape)
+    with working_on(device_of(value)):
+        return function(value)
+
+
+def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
+    """Return a value as an array of a dtype; an error names the operation `what`."""
+    array = as_array(value)
+    if array.dtype == dtype:
+        return array
+    with working_on(device_of(array)):
+        if not _fits(value, array, dtype):
+            raise ValueError(
+                f"{what}: the cast from {array.dtype} to {dtype} would lose information. "
+                "Convert the value with astype first. Nothing has changed."
+            )
+        return array.astype(dtype)
+
+
+def _fits(value: Any, array: Array, dtype: np.dtype[Any]) -> bool:
+    if array.dtype.kind == "O":  # An integer of more than 64 bits, or not a number.
+        return False
+    if array.dtype.kind in "iu" and dtype.kind in "iu":
+        # Whether integers fit a narrower or an unsigned dtype depends on their values.
+        safe = np.can_cast(array.dtype, dtype)
+        return safe or bool((array.astype(dtype) == array).all())
+    if isinstance(value, bool | int | float | complex):
+        # A Python number has a kind, but no width.
+        return np.result_type(type(value), standard(dtype)).kind == kind_of(dtype)
+    return can_cast(array.dtype, dtype)

@@ -29,12 +29,10 @@ from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLo
 from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.messages import Change, Item, Update
 from ndistribute.timeline import span
-from ndistribute.variables.array_like import ArrayLike
 from ndistribute.variables.mirrored import DeviceCopies
-from ndistribute.variables.policy import VariablePolicy
-from ndistribute.variables.sharding import Shards, select_rows
-from ndistribute.variables.variable import Variable
-from ndistribute.variables.write import Write
+from ndistribute.variables.partitioners import Shards, joined, select_rows
+from ndistribute.variables.policy import VariablePolicy, Write
+from ndistribute.variables.variable import ArrayLike, Variable
 
 __all__ = ["CachedShard", "Place", "ServedVariable", "VariableCache", "attached", "on_host"]
 
@@ -77,9 +75,7 @@ class ServedVariable(Variable):
     from several servers may return parts of different versions.
     """
 
-    _internal = Variable._internal | set(
-        "cached changes_of make_at places read_rows shards".split()
-    )
+    _internal = Variable._internal | set("cached make_at places shards".split())
     places: tuple[Place, ...]
     """The name and servers of each shard, in the order of the rows."""
     cached: tuple[CachedShard, ...]
@@ -99,11 +95,7 @@ class ServedVariable(Variable):
     def make_at(
         cls, strategy: Any, array: Array, policy: VariablePolicy, places: Sequence[Place]
     ) -> ServedVariable:
-        """Return the variable at some places; create it with the value of `array` if it is missing.
-
-        Raises:
-            ValueError: a variable there has another shape or dtype.
-        """
+        """Return the variable at some places; create it with the value of `array` if missing."""
         initial: dict[int, list[tuple[str, Array]]] = defaultdict(list)
         parts = Shards(tuple(array.shape), len(places)).cut(to_host(array))
         for place, part in zip(places, parts, strict=True):
@@ -147,7 +139,7 @@ class ServedVariable(Variable):
             return whole.view()
         return self._elsewhere.on(replica.device, versions, whole)
 
-    def read_rows(self, rows: Array) -> Array:
+    def _read_rows(self, rows: Array) -> Array:
         """Return some rows from the servers; `rows` must be rising and unique."""
         asked = [
             (shard, Item(shard.place.name, rows=own))
@@ -160,10 +152,9 @@ class ServedVariable(Variable):
         for (shard, _), (_, version) in zip(asked, answers, strict=True):
             shard.seen = version
         # Rising rows are in the order of the shards.
-        return self.shards.join([array for array, _ in answers])
+        return joined([array for array, _ in answers])
 
-    def changes_of(self, write: Write) -> dict[int, list[Change]]:
-        """Return a write as changes, by server."""
+    def _apply(self, write: Write) -> None:
         changes: dict[int, list[Change]] = defaultdict(list)
         how: Any = write.how
         for place, value in zip(self.places, self.shards.cut(write.value), strict=True):
@@ -171,7 +162,8 @@ class ServedVariable(Variable):
                 continue
             for server in place.servers:
                 changes[server].append(Update(place.name, how, *on_host(value)))
-        return changes
+        self._strategy.servers.change(changes)
+        self._strategy.copies.changed(self.cached)
 
     def __getitem__(self, index: Any) -> Any:
         if not self.ndim or self._is_small or self._strategy.copies.is_final:
@@ -181,7 +173,7 @@ class ServedVariable(Variable):
         if rows is None:
             return super().__getitem__(index)
         self.replica("read")
-        part = self.read_rows(rows)[rest]
+        part = self._read_rows(rows)[rest]
         frame = current_frame()
         if frame.replica is not None and frame.replica.device.kind != "cpu":
             part = copy_to(np.asarray(part), frame.replica.device)
@@ -214,14 +206,10 @@ class ServedVariable(Variable):
         found = self._strategy.copies.read(self.cached, in_step=in_step)
         versions = [version for _, version in found]
         if self._joined[0] != versions:
-            whole = self.shards.join([array for array, _ in found])
+            whole = joined([array for array, _ in found])
             whole.flags.writeable = False
             self._joined = (versions, whole)
         return self._joined
-
-    def _apply(self, write: Write) -> None:
-        self._strategy.servers.change(self.changes_of(write))
-        self._strategy.copies.changed(self.cached)
 
 
 def attached(
@@ -255,7 +243,7 @@ class VariableCache:
         self._read_before: Sequence[CachedShard] = ()
         self._read_now: dict[CachedShard, None] = {}
         self.is_final = False
-        """Whether the cache sends no more requests to the servers."""
+        """Whether the cache sends no more requests to the servers; its values stay readable."""
 
     def at(self, place: Place) -> CachedShard:
         """Return the cached shard of a place, one object for all variables that contain it."""
@@ -322,10 +310,6 @@ class VariableCache:
         with self._lock:
             for shard in shards:
                 shard.pulled_in = -1
-
-    def stay(self) -> None:
-        """Send no more requests; cached values stay readable."""
-        self.is_final = True  # Without the lock, which a thread may hold while it waits.
 
 
 def on_host(value: Any) -> tuple[Array, Array | None]:

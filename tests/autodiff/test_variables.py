@@ -1,4 +1,4 @@
-"""Variables as sources: watching, snapshots, and updates between reads."""
+"""Variables as sources: watching, snapshots, updates between reads, and rows of tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ndistribute.autodiff import GradientTape, Tracked
+from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
 from tests.autodiff.standin import StandInVariable, dense
 
@@ -16,80 +17,49 @@ def v():
 
 
 def test_a_trainable_variable_is_watched_when_it_is_read(v):
+    frozen, counter = StandInVariable(np.ones(2), trainable=False), StandInVariable(np.int64(3))
     with GradientTape() as tape:
         y = np.sum(v * v) + v[0]
-    assert tape.watched_variables() == [v]
-    gradient = tape.gradient(y, v)
-    assert gradient.tolist() == [3, 4]
-    assert gradient.dtype == np.float32
-
-
-def test_what_is_not_watched_is_plain():
-    frozen = StandInVariable(np.ones(2), trainable=False)
-    counter = StandInVariable(np.int64(3))
-    with GradientTape() as tape:
         assert not isinstance(frozen * 2, Tracked)
         assert not isinstance(counter + 1, Tracked)
-    assert tape.gradient(frozen * 2, [frozen]) == [None]
-
-
-def test_watching_a_variable_that_is_not_trainable():
-    frozen = StandInVariable(np.ones(2), trainable=False)
-    with GradientTape() as tape:
-        assert tape.watch(frozen) is frozen
-        y = frozen * 3
-    assert tape.gradient(y, frozen).tolist() == [3, 3]
+    assert tape.watched_variables() == [v]
+    gradient, nothing = tape.gradient(y, [v, frozen])
+    assert (gradient.tolist(), gradient.dtype, nothing) == ([3, 4], np.float32, None)
 
 
 def test_watching_by_hand(v):
-    other = StandInVariable(np.ones(2))
-    with GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch([other])
-        y = v * other
-    assert tape.gradient(y, [v, other])[0] is None
-    assert tape.watched_variables() == [other]
-
-
-def test_each_tape_watches_for_itself(v):
+    frozen = StandInVariable(np.ones(2), trainable=False)
     with GradientTape() as eager, GradientTape(watch_accessed_variables=False) as lazy:
-        y = v * v
-    assert lazy.watched_variables() == []
-    assert lazy.gradient(y, v) is None
-    assert eager.gradient(y, v).tolist() == [2, 4]
+        assert lazy.watch(frozen) is frozen
+        y = v * frozen
+    assert lazy.watched_variables() == [frozen]
+    assert [None if g is None else g.tolist() for g in lazy.gradient(y, [v, frozen])] == [
+        None,
+        [1, 2],
+    ]
+    assert eager.gradient(y, v).tolist() == [1, 1]
 
 
-def test_reads_after_an_update_have_their_own_value(v):
+def test_each_read_has_its_own_value_though_the_variable_is_updated(v):
     with GradientTape() as tape:
         before = v * v
         v.assign([10.0, 20.0])
-        after = v * v
-        total = np.sum(before + after)
-    assert tape.gradient(total, v).tolist() == [22, 44]
-
-
-def test_a_gradient_is_right_though_the_variable_was_updated_since(v):
-    with GradientTape() as tape:
-        y = np.sum(v * v)
+        total = np.sum(before + v * v)
     v.assign([0.0, 0.0])
-    assert tape.gradient(y, v).tolist() == [2, 4]
+    assert tape.gradient(total, v).tolist() == [22, 44]
 
 
 @pytest.mark.parametrize("discriminator_first", [True, False])
 def test_the_order_of_updates_in_a_gan_does_not_matter(discriminator_first):
     """Both losses are computed before either network is updated, as in TensorFlow's tutorial."""
     g, d = StandInVariable(np.float64(2)), StandInVariable(np.float64(3))
-    noise, real = 5.0, 7.0
     with GradientTape() as g_tape, GradientTape() as d_tape:
-        fake = noise * g
+        fake = 5.0 * g
         g_loss = -fake * d
-        d_loss = np.square(fake * d - real * d)
-
-    def step(tape, loss, variable):
-        variable.assign(variable.array - tape.gradient(loss, variable))
-
+        d_loss = np.square(fake * d - 7.0 * d)
     updates = [(d_tape, d_loss, d), (g_tape, g_loss, g)]
-    for update in updates if discriminator_first else updates[::-1]:
-        step(*update)
+    for tape, loss, variable in updates if discriminator_first else updates[::-1]:
+        variable.assign(variable.array - tape.gradient(loss, variable))
     assert g.array == 2 + 15
     assert d.array == 3 - 2 * 9 * 3
 
@@ -103,9 +73,7 @@ def test_the_gradient_of_a_variable_itself(v):
 
 def test_a_new_variable_at_an_old_address_is_another_source():
     with GradientTape() as tape:
-        total = 0.0
-        for k in range(20):
-            total = total + StandInVariable(np.float64(k)) * 2
+        total = sum(StandInVariable(np.float64(k)) * 2 for k in range(20))
     assert len(tape.watched_variables()) == 20
     assert [float(g) for g in tape.gradient(total, tape.watched_variables())] == [2] * 20
 
@@ -123,18 +91,65 @@ def test_a_part_that_is_read_alone_has_the_gradient_of_a_part_of_the_whole(index
     wanted, got = expected.gradient(loss, v), tape.gradient(again, v)
     assert type(got) is type(wanted)
     assert np.array_equal(dense(got), dense(wanted))
-
-
-def test_a_part_and_the_whole_of_a_variable_add_up():
-    v = StandInVariable(np.arange(8.0).reshape(4, 2))
-    with GradientTape() as tape:
-        part = current_frame().recorder.read_part(v, [3, 3], v.array[[3, 3]])
-        loss = np.sum(part) + np.sum(v[1]) + 10 * np.sum(v)
-    assert tape.gradient(loss, v).tolist() == [[10, 10], [11, 11], [10, 10], [12, 12]]
-
-
-def test_a_part_of_what_no_tape_watches_stays_plain():
-    v = StandInVariable(np.arange(3.0), trainable=False)
+    v.trainable = False
     with GradientTape():
         part = current_frame().recorder.read_part(v, [1], v.array[[1]])
     assert type(part) is np.ndarray
+
+
+def lookup(table, *look):
+    """Return the gradient of the sum of what `look` makes of a variable."""
+    variable = StandInVariable(table)
+    with GradientTape() as tape:
+        total = np.sum(sum(np.sum(one(variable)) for one in look))
+    return tape.gradient(total, variable)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda v: v[np.array([3, -1, 0])],
+        lambda v: v[[3, -1, 0]],
+        lambda v: np.take(v, [3, -1, 0], axis=0),
+        lambda v: v.tracked_value().take(np.array([3, -1, 0]), 0),
+    ],
+)
+def test_rows_of_a_variable_stay_rows(look):
+    rows = lookup(np.ones((5, 2), np.float32), look)
+    assert isinstance(rows, IndexedSlices)
+    assert rows.indices.tolist() == [3, 4, 0]
+    assert rows.values.tolist() == [[1, 1]] * 3
+    assert (rows.dense_shape, rows.dtype) == ((5, 2), np.float32)
+    assert dense(lookup(np.ones((5, 0)), look)).shape == (5, 0)
+
+
+def test_several_look_ups_are_joined_in_reverse_order():
+    rows = lookup(np.ones((5, 2)), lambda v: v[[0, 1]], lambda v: v[[[4], [0]]] * 2.0)
+    assert isinstance(rows, IndexedSlices)
+    assert rows.indices.tolist() == [4, 0, 0, 1]
+    assert rows.to_dense().tolist() == [[3, 3], [1, 1], [0, 0], [0, 0], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("uses", "expected"),
+    [
+        ((lambda v: v * 3.0, lambda v: v[np.array([1, 1])]), [3, 5, 3]),
+        ((lambda v: v[[1, 1]], lambda v: v[:1]), [1, 2, 0]),
+        ((lambda v: v[[1, 1]], lambda v: v[[1, 1]], lambda v: 10 * v), [10, 14, 10]),
+        ((lambda v: (v * 2.0)[np.array([1, 1])],), [0, 4, 0]),
+    ],
+)
+def test_rows_beside_another_use_are_dense(uses, expected):
+    for order in (uses, uses[::-1]):
+        assert lookup(np.ones((3, 1)), *order).reshape(-1).tolist() == expected
+
+
+def test_rows_belong_to_the_caller():
+    indices, seed = np.array([0, 1]), np.ones((2, 2))
+    variable = StandInVariable(np.ones((3, 2)))
+    with GradientTape() as tape:
+        picked = variable[indices]
+    rows, again = tape.gradient(picked, [variable, variable], output_gradients=seed)
+    assert not np.shares_memory(rows.indices, indices)
+    assert not np.shares_memory(rows.values, seed)
+    assert not np.shares_memory(rows.values, again.values)

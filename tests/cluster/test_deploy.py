@@ -17,15 +17,13 @@ yaml = pytest.importorskip("yaml")
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sbatch"))
 
 
-def documents():
-    return [document for path in KUBERNETES for document in yaml.safe_load_all(path.read_text())]
+DOCUMENTS = [one for path in KUBERNETES for one in yaml.safe_load_all(path.read_text())]
 
 
 def the(kind):
-    (found,) = [document for document in documents() if document["kind"] == kind]
+    (found,) = [document for document in DOCUMENTS if document["kind"] == kind]
     return found
 
 
@@ -33,24 +31,14 @@ def variables(container):
     return {entry["name"]: entry for entry in container["env"]}
 
 
-def values_of(node, key):
-    """Yield what stands under a key anywhere in a document."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            if name == key:
-                yield value
-            yield from values_of(value, key)
-    elif isinstance(node, list):
-        for value in node:
-            yield from values_of(value, key)
-
-
-def test_secrets_that_are_referred_to_exist_and_hold_nothing_yet():
+def test_the_secret_exists_empty_and_reaches_every_process_by_its_variable():
     secret = the("Secret")
     assert secret["stringData"] == {"secret": ""}
-    references = [r for d in documents() for r in values_of(d, "secretKeyRef")]
-    assert {(r["name"], r["key"]) for r in references} == {(secret["metadata"]["name"], "secret")}
-    assert len(references) == 2
+    (worker,) = the("Job")["spec"]["template"]["spec"]["containers"]
+    roles = the("MPIJob")["spec"]["mpiReplicaSpecs"]
+    for container in (worker, *roles["Launcher"]["template"]["spec"]["containers"]):
+        reference = variables(container)["NDISTRIBUTE_SECRET"]["valueFrom"]["secretKeyRef"]
+        assert reference == {"name": secret["metadata"]["name"], "key": "secret"}
 
 
 def test_each_pod_reads_its_own_place_from_its_tf_config():
@@ -79,13 +67,6 @@ def test_each_pod_reads_its_own_place_from_its_tf_config():
         assert me.worker_addresses == tuple(f"{name}-{i}.{domain}:{port}" for i in workers)
 
 
-def test_the_secret_reaches_every_process_by_its_variable():
-    (worker,) = the("Job")["spec"]["template"]["spec"]["containers"]
-    launcher = the("MPIJob")["spec"]["mpiReplicaSpecs"]["Launcher"]
-    for container in (worker, *launcher["template"]["spec"]["containers"]):
-        assert "secretKeyRef" in variables(container)["NDISTRIBUTE_SECRET"]["valueFrom"]
-
-
 def test_mpi_starts_as_many_ranks_as_there_are_slots():
     spec = the("MPIJob")["spec"]
     roles = spec["mpiReplicaSpecs"]
@@ -101,13 +82,6 @@ def test_mpi_starts_as_many_ranks_as_there_are_slots():
     assert worker["readinessProbe"]["tcpSocket"]["port"] == worker["ports"][0]["containerPort"]
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_slurm_script_is_one_that_bash_reads(path):
-    subprocess.run(["bash", "-n", path], check=True, timeout=60)
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", path.read_text(), re.MULTILINE))
-    assert {"nodes", "ntasks-per-node", "cpus-per-task", "time"} <= set(options)
-
-
 # Stands for srun and mpiexec: notes its command line and what the workers would see.
 FAKE = """#!/bin/sh
 [ "$1" = --version ] && { echo "$FAMILY"; exit 0; }
@@ -119,58 +93,58 @@ echo "$OMP_NUM_THREADS"
 """
 
 
-@pytest.fixture
-def imitated(tmp_path):
-    """Run a batch script in an environment with imitations of Slurm's and MPI's commands."""
+OPEN_MPI = "-x NDISTRIBUTE_SECRET -x OMP_NUM_THREADS -x PYTHONUNBUFFERED --bind-to none "
+
+
+@pytest.mark.parametrize(
+    ("script", "family", "command", "seen"),
+    [
+        # A secret in a file that only its owner reads, or in a variable that is passed by name.
+        (
+            "train.sbatch",
+            "",
+            "srun --distribution=block --kill-on-bad-exit=1 --label python",
+            ["64", "600", "0", "4"],
+        ),
+        (
+            "train-mpi.sbatch",
+            "HYDRA build details:",
+            "mpiexec -n 4 python -m mpi4py",
+            ["0", "64", "4"],
+        ),
+        (
+            "train-mpi.sbatch",
+            "mpiexec (Open MPI) 5.0.11",
+            f"mpiexec -n 4 {OPEN_MPI}python -m mpi4py",
+            ["0", "64", "4"],
+        ),
+    ],
+)
+def test_a_batch_script_starts_the_tasks_with_a_secret(tmp_path, script, family, command, seen):
     commands = tmp_path / "bin"
     commands.mkdir()
     for name in ("srun", "mpiexec"):
         (commands / name).write_text(FAKE)
         (commands / name).chmod(stat.S_IRWXU)
     slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
-
-    def run(script, **more):
-        environ = {**slurm, "SLURM_CPUS_PER_TASK": "4", **more}
-        environ["PATH"] = f"{commands}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(
-            ["bash", DEPLOY / "slurm" / script, "train.py", "a b"],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        return done.stdout.split("\n")
-
-    return run
-
-
-def test_the_slurm_script_makes_a_secret_that_only_its_owner_reads(imitated, tmp_path):
-    said = imitated("train.sbatch")
-    assert said[0] == ("srun --distribution=block --kill-on-bad-exit=1 --label python train.py a b")
-    assert said[1:5] == ["64", "600", "0", "4"]
+    path = f"{commands}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", DEPLOY / "slurm" / script, "train.py", "a b"],
+        env={**slurm, "SLURM_CPUS_PER_TASK": "4", "FAMILY": family, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    said = done.stdout.split("\n")
+    assert said[: 1 + len(seen)] == [f"{command} train.py a b", *seen]
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("HYDRA build details:", ""),
-        (
-            "mpiexec (Open MPI) 5.0.11",
-            "-x NDISTRIBUTE_SECRET -x OMP_NUM_THREADS -x PYTHONUNBUFFERED --bind-to none ",
-        ),
-    ],
-)
-def test_the_mpi_script_passes_the_secret_by_name_alone(imitated, family, options):
-    said = imitated("train-mpi.sbatch", FAMILY=family)
-    assert said[0] == f"mpiexec -n 4 {options}python -m mpi4py train.py a b"
-    assert said[1:4] == ["0", "64", "4"]
 
 
 def test_the_tasks_of_the_slurm_script_find_each_other():
     text = (DEPLOY / "slurm" / "train.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+    assert {"cpus-per-task", "time"} <= set(options)
     nodes, tasks = int(options["nodes"]), int(options["ntasks-per-node"])
     step = {
         "SLURM_STEP_NODELIST": f"n[1-{nodes}]",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ndistribute.cluster import (
     ClusterSpec,
@@ -41,54 +40,30 @@ def test_the_chief_comes_first_and_servers_have_no_rank(job, index, rank):
     assert me.master("worker", 1) == "b:1"
 
 
-@given(
-    st.fixed_dictionaries(
-        {
-            "worker": st.lists(
-                st.from_regex(r"[a-z]{1,5}:[1-9][0-9]{0,3}", fullmatch=True),
-                min_size=1,
-                unique=True,
-            )
-        }
-    ),
-    st.data(),
+@pytest.mark.parametrize(
+    ("environ", "arguments", "expected"),
+    [
+        # Without a chief, worker 0 is the chief.
+        (tf_config({"worker": ["a:1", "b:1"]}), (), (0, 2, True, "a:1")),
+        (tf_config({"worker": ["a:1", "b:1"]}, index=1), (), (1, 2, False, "b:1")),
+        # An evaluator need not be listed.
+        (tf_config({"worker": ["a:1"]}, "evaluator"), (), (None, 1, False, "")),
+        # Only some tasks may be known, and a template may quote numbers.
+        (tf_config({"worker": {"1": "b:1", "3": "d:1"}}, index="3"), (), (1, 2, False, "d:1")),
+        # The program gives the task.
+        ({"TF_CONFIG": json.dumps({"cluster": CLUSTER})}, ("worker", 1), (2, 3, False, "b:1")),
+    ],
 )
-def test_any_cluster_survives_the_variable(cluster, data):
-    index = data.draw(st.integers(0, len(cluster["worker"]) - 1))
-    me = TFConfigClusterResolver(environ=tf_config(cluster, index=index))
-    assert me.cluster_spec().as_dict() == cluster
-    assert (me.worker_index, me.is_chief) == (index, index == 0)
-
-
-def test_without_a_chief_worker_0_is_it():
-    cluster = {"worker": ["a:1", "b:1"]}
-    assert TFConfigClusterResolver(environ=tf_config(cluster)).is_chief
-    assert not TFConfigClusterResolver(environ=tf_config(cluster, index=1)).is_chief
-
-
-def test_an_evaluator_need_not_be_listed():
-    me = TFConfigClusterResolver(environ=tf_config({"worker": ["a:1"]}, "evaluator"))
-    assert (me.worker_index, me.num_workers, me.is_chief, me.master()) == (None, 1, False, "")
-
-
-def test_only_some_tasks_may_be_known_and_a_template_may_quote_numbers():
-    cluster = {"worker": {"1": "b:1", "3": "d:1"}}
-    me = TFConfigClusterResolver(environ=tf_config(cluster, index="3"))
-    assert (me.worker_addresses, me.worker_index) == (("b:1", "d:1"), 1)
-
-
-def test_the_task_may_be_given_by_the_program():
-    environ = {"TF_CONFIG": json.dumps({"cluster": CLUSTER})}
-    me = TFConfigClusterResolver("worker", 1, environ=environ)
-    assert me.worker_index == 2
+def test_tf_config_names_the_task_of_a_process(environ, arguments, expected):
+    me = TFConfigClusterResolver(*arguments, environ=environ)
+    assert (me.worker_index, me.num_workers, me.is_chief, me.master()) == expected
 
 
 @pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": " "}, {"TF_CONFIG": "{}"}])
 def test_an_empty_variable_is_a_process_that_works_alone(environ):
     me = TFConfigClusterResolver(environ=environ)
-    assert (me.task_type, me.task_id, me.master()) == (None, None, "")
+    assert (me.task_type, me.task_id, me.master(), me.is_chief) == (None, None, "", True)
     assert (me.worker_addresses, me.worker_index, me.num_workers) == ((), 0, 1)
-    assert me.is_chief
 
 
 @pytest.mark.parametrize(
@@ -96,37 +71,26 @@ def test_an_empty_variable_is_a_process_that_works_alone(environ):
     [
         ("{", "not JSON: Expecting"),
         ('{"cluster": 3}', "'cluster' is int, not an object"),
-        ('{"cluster": {"worker": "a:1"}}', "'worker' must be a list"),
-        ('{"cluster": {"worker": {"x": "a:1"}}}', "'x', expected an integer"),
-        ('{"cluster": {"worker": ["a"]}}', "task 0 of 'worker' has the address 'a'"),
-        ('{"cluster": {"worker": ["a:99999"]}}', "'a:99999', which is not HOST:PORT"),
         ('{"cluster": {"worker": ["a:1"]}}', "the task of this process is unknown"),
-        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": 1}}', "'type' in 'task' is 1"),
+        (tf_config({"worker": "a:1"}), "'worker' must be a list"),
+        (tf_config({"worker": {"x": "a:1"}}), "'x', expected an integer"),
+        (tf_config({"worker": ["a"]}), "task 0 of 'worker' has the address 'a'"),
+        (tf_config({"worker": ["a:99999"]}), "'a:99999', which is not HOST:PORT"),
+        (tf_config({"worker": ["a:1"]}, 1), "'type' in 'task' is 1"),
+        (tf_config({"worker": ["a:1"]}, index=1.5), "'index' in 'task' is 1.5"),
+        (tf_config({"worker": ["a:1"]}, index=1), "1 tasks, numbered from 0, but this process has"),
+        (tf_config({"worker": ["a:1"]}, "ps"), "'ps' is none of 'worker'"),
         (
-            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1.5}}',
-            "'index' in 'task' is 1.5",
-        ),
-        (
-            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}',
-            "'worker' has 1 tasks, numbered from 0, but this process has the index 1",
-        ),
-        (
-            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}',
-            "'ps' is none of 'worker'",
-        ),
-        (
-            '{"cluster": {"wroker": ["a:1"]}, "task": {"type": "wroker", "index": 0}}',
+            tf_config({"wroker": ["a:1"]}, "wroker"),
             "an unknown job 'wroker'; the known jobs are 'chief', 'worker', 'ps', 'evaluator'",
         ),
-        (
-            '{"cluster": {"chief": ["a:1", "b:1"]}, "task": {"type": "chief", "index": 0}}',
-            "at most one 'chief'",
-        ),
+        (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "at most one 'chief'"),
     ],
 )
 def test_what_is_wrong_in_tf_config_is_named(text, message):
+    environ = {"TF_CONFIG": text} if isinstance(text, str) else text
     with pytest.raises(ValueError, match="TF_CONFIG is malformed") as caught:
-        TFConfigClusterResolver(environ={"TF_CONFIG": text})
+        TFConfigClusterResolver(environ=environ)
     assert message in str(caught.value)
 
 
@@ -145,19 +109,6 @@ def test_every_launcher_of_mpi_says_the_rank_in_its_own_way(environ):
         assert (me.worker_addresses, me.bootstrap, me.environment) == ((), "mpi", "mpi")
         assert (me.task_type, me.task_id) == ("worker", 2)
         assert me.cluster_spec().num_tasks("worker") == 3
-
-
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({}, "MPI did not start this process"),
-        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK is 'x', expected an integer"),
-        ({"PMI_RANK": "2", "PMI_SIZE": "2"}, "PMI_RANK=2 is not below PMI_SIZE=2"),
-    ],
-)
-def test_a_wrong_mpi_environment_is_named(environ, message):
-    with pytest.raises(ValueError, match=message):
-        MPIClusterResolver(environ=environ)
 
 
 STEP = {
@@ -180,14 +131,12 @@ def test_slurm_tasks_of_a_node_get_consecutive_ports():
 
 def test_every_slurm_task_sees_the_same_cluster_and_jobs_have_ports_of_their_own():
     def addresses(**more):
-        return resolve({**STEP, "SLURM_NODEID": "0", **more}).worker_addresses
+        return resolve({**STEP, "SLURM_NODEID": "0", "SLURM_PROCID": "0", **more}).worker_addresses
 
-    assert addresses(SLURM_PROCID="0") == addresses(SLURM_PROCID="1")
-    ports = [
-        {a.partition(":")[2] for a in addresses(SLURM_JOB_ID=j, SLURM_PROCID="0")} for j in "89"
-    ]
-    assert not ports[0] & ports[1]
-    reserved = addresses(SLURM_STEP_RESV_PORTS="12000-12001", SLURM_PROCID="0")
+    assert addresses() == addresses(SLURM_PROCID="1")
+    first, second = (addresses(SLURM_JOB_ID=number) for number in "89")
+    assert not {*first} & {*second}
+    reserved = addresses(SLURM_STEP_RESV_PORTS="12000-12001")
     assert reserved[:2] == ("n08:12000", "n08:12001")
 
 
@@ -199,39 +148,7 @@ def test_slurm_tasks_may_be_dealt_out_in_a_circle_or_to_several_jobs():
     assert (me.task_type, me.task_id, me.worker_index) == ("worker", 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"SLURM_STEP_NODELIST": ""}, "Slurm did not start this process"),
-        ({"SLURM_STEP_NODELIST": "n1"}, "lists 1 nodes, but tasks for 3"),
-        ({"SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', expected an integer"),
-        ({"SLURM_NODEID": "2"}, "should be on node 1 but is on node 2"),
-        ({"SLURM_DISTRIBUTION": "plane=2"}, "--distribution=block"),
-    ],
-)
-def test_a_wrong_slurm_environment_is_named(change, message):
-    with pytest.raises(ValueError, match=message):
-        SlurmClusterResolver(environ={**STEP, **change})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"jobs": {"worker": 4}}, "have 4 tasks, but Slurm started 5"),
-        ({"port_base": 65535}, "Port 65536 is out of range"),
-    ],
-)
-def test_slurm_options_that_do_not_fit_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        SlurmClusterResolver(**arguments, environ=STEP)
-
-
-TORCHRUN = {
-    "RANK": "1",
-    "WORLD_SIZE": "3",
-    "LOCAL_WORLD_SIZE": "3",
-    "LOCAL_RANK": "1",
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "1"} | {
     "MASTER_ADDR": "node7",
     "MASTER_PORT": "29500",
 }
@@ -253,17 +170,40 @@ def test_only_one_address_of_a_job_of_torchrun_is_known(change, first):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("resolver", "environ", "message"),
     [
-        ({"RANK": ""}, "torchrun did not start this process: RANK is not set"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected an integer"),
-        ({"RANK": "3"}, "RANK=3 is not below WORLD_SIZE=3"),
-        ({"MASTER_PORT": "65535"}, "rank 0 uses the next port"),
+        (MPIClusterResolver, {}, "MPI did not start this process"),
+        (
+            MPIClusterResolver,
+            {"PMI_RANK": "x", "PMI_SIZE": "2"},
+            "PMI_RANK is 'x', expected an int",
+        ),
+        (
+            MPIClusterResolver,
+            {"PMI_RANK": "2", "PMI_SIZE": "2"},
+            "PMI_RANK=2 is not below PMI_SIZE",
+        ),
+        (SlurmClusterResolver, {"SLURM_STEP_NODELIST": ""}, "Slurm did not start this process"),
+        (SlurmClusterResolver, {"SLURM_STEP_NODELIST": "n1"}, "lists 1 nodes, but tasks for 3"),
+        (SlurmClusterResolver, {"SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
+        (SlurmClusterResolver, {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', expected an integer"),
+        (SlurmClusterResolver, {"SLURM_NODEID": "2"}, "should be on node 1 but is on node 2"),
+        (SlurmClusterResolver, {"SLURM_DISTRIBUTION": "plane=2"}, "--distribution=block"),
+        (partial(SlurmClusterResolver, {"worker": 4}), {}, "have 4 tasks, but Slurm started 5"),
+        (partial(SlurmClusterResolver, None, 65535), {}, "Port 65536 is out of range"),
+        (TorchrunClusterResolver, {"RANK": ""}, "torchrun did not start this process: RANK is not"),
+        (
+            TorchrunClusterResolver,
+            {"WORLD_SIZE": "two"},
+            "WORLD_SIZE is 'two', expected an integer",
+        ),
+        (TorchrunClusterResolver, {"RANK": "3"}, "RANK=3 is not below WORLD_SIZE=3"),
+        (TorchrunClusterResolver, {"MASTER_PORT": "65535"}, "rank 0 uses the next port"),
     ],
 )
-def test_a_wrong_torchrun_environment_is_named(change, message):
+def test_what_is_wrong_in_an_environment_is_named(resolver, environ, message):
     with pytest.raises(ValueError, match=message):
-        TorchrunClusterResolver(environ={**TORCHRUN, **change})
+        resolver(environ={**STEP, **TORCHRUN, **environ})
 
 
 def test_the_simple_one_says_what_it_was_told():

@@ -26,23 +26,20 @@ def number_sets(draw):
     return "[" + ",".join(texts) + "]", numbers
 
 
-@st.composite
-def entries(draw):
-    """One entry of a host list, and the hosts it stands for."""
-    words = st.from_regex(r"[a-z][a-z0-9.-]{0,4}", fullmatch=True)
-    texts, choices = [draw(words)], []
-    choices.append([texts[0]])
-    for _ in range(draw(st.integers(0, 2))):
-        for text, options in (draw(number_sets()), (word := draw(words | st.just("")), [word])):
-            texts.append(text)
-            choices.append(options)
-    return "".join(texts), ["".join(parts) for parts in itertools.product(*choices)]
+WORDS = st.from_regex(r"[a-z][a-z0-9.-]{0,4}", fullmatch=True).map(lambda word: (word, [word]))
+ENTRIES = st.tuples(WORDS, number_sets(), WORDS, number_sets()) | st.tuples(WORDS)
 
 
-@given(st.lists(entries(), min_size=1, max_size=4))
-def test_a_list_expands_to_what_it_was_written_for(written):
-    text = ",".join(text for text, _ in written)
-    assert expand_hosts(text) == [host for _, hosts in written for host in hosts]
+@given(st.lists(ENTRIES, min_size=1, max_size=4))
+def test_a_list_expands_to_what_it_was_written_for(entries):
+    text = ",".join("".join(text for text, _ in parts) for parts in entries)
+    hosts = [itertools.product(*(options for _, options in parts)) for parts in entries]
+    assert expand_hosts(text) == ["".join(host) for entry in hosts for host in entry]
+
+
+def test_a_range_may_grow_wider_and_hosts_may_come_back():
+    wide = ["n9", "n10", "n11", "n098", "n099", "n100", "a", "a"]
+    assert expand_hosts("n[9-11],n[098-100],a,a") == wide
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 20)), min_size=1, max_size=6))
@@ -52,34 +49,15 @@ def test_counts_expand_to_what_they_were_written_for(runs):
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"),
+    ("expand", "message", "texts"),
     [
-        ("login", ["login"]),
-        ("n[9-11]", ["n9", "n10", "n11"]),
-        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-        ("r[1-2]n[1,2]-ib", ["r1n1-ib", "r1n2-ib", "r2n1-ib", "r2n2-ib"]),
-        ("a,a", ["a", "a"]),
+        (expand_hosts, "host list", " a, ,a n[1-2 n1] n[] n[2-1] n[a] n[1-] n[[1]] n[-1]"),
+        # Refused before it fills the memory.
+        (expand_hosts, "more than", "n[1-99999999999] n[1-999][1-999]"),
+        (expand_tasks, "tasks per node", " x 2(3) 2(x) 1,,2 1(x99999999)"),
     ],
 )
-def test_examples(text, hosts):
-    assert expand_hosts(text) == hosts
-
-
-@pytest.mark.parametrize(
-    "text", ["", "a,", ",a", "n[1-2", "n1]", "n[]", "n[2-1]", "n[a]", "n[1-]", "n[[1]]", "n[-1]"]
-)
-def test_a_malformed_list_is_an_error(text):
-    with pytest.raises(ValueError, match="host list"):
-        expand_hosts(text)
-
-
-@pytest.mark.parametrize("text", ["n[1-99999999999]", "n[1-999][1-999]"])
-def test_a_list_too_long_is_refused_before_it_fills_the_memory(text):
-    with pytest.raises(ValueError, match="more than"):
-        expand_hosts(text)
-
-
-@pytest.mark.parametrize("text", ["", "x", "2(3)", "2(x)", "1,,2", "1(x99999999)"])
-def test_malformed_counts_are_an_error(text):
-    with pytest.raises(ValueError, match="tasks per node"):
-        expand_tasks(text)
+def test_what_is_malformed_or_too_long_is_an_error(expand, message, texts):
+    for text in texts.split(" "):
+        with pytest.raises(ValueError, match=message):
+            expand(text)

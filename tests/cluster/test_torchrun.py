@@ -15,25 +15,24 @@ import pytest
 from tests.launcher.jobs import environment
 
 SCRIPT = """
-import os, ndistribute as nd
-options = nd.CommunicationOptions(timeout_seconds=float(os.environ.get("TIMEOUT", "50")))
-with nd.MultiWorkerMirroredStrategy(communication_options=options) as strategy:
+import ndistribute as nd
+with nd.MultiWorkerMirroredStrategy() as strategy:
     ones = strategy.run(lambda: 1.0)
     found = type(strategy.cluster_resolver).__name__
     print(f"{found} {float(strategy.reduce('SUM', ones))}\\n", end="")  # In one piece.
 """
 SAYS = "TorchrunClusterResolver 2.0"
+SEVERAL_HOSTS = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @contextlib.contextmanager
-def ranks(port: int, numbers=(0, 1), size: int = 2, **environ: str):
+def ranks(port: int, numbers=(0, 1), **environ: str):
     """Start processes as torchrun does; kill those that do not end."""
-    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
-    shared |= {"MASTER_PORT": str(port), **environ}
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],
-            env=environment({**shared, "RANK": str(rank)}),
+            env=environment({**shared, "MASTER_PORT": str(port), **environ, "RANK": str(rank)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -67,26 +66,23 @@ def port() -> Iterator[int]:
         yield number
 
 
-def test_processes_with_the_variables_of_torchrun_find_each_other(port):
-    with ranks(port) as processes:
-        assert outputs(processes) == [SAYS, SAYS]
-
-
-def test_hosts_find_each_other_by_the_address_of_rank_0_alone(port):
-    """As on several hosts: not loopback, and each process names itself another host."""
-    address = socket.gethostbyname(socket.gethostname())
-    several = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
-    with ranks(port, **several, NDISTRIBUTE_SECRET="correct horse battery") as processes:
+@pytest.mark.parametrize("hosts", ["one", "several"])
+def test_processes_with_the_variables_of_torchrun_find_each_other(port, hosts):
+    """On several hosts by the address of rank 0 alone, which is not loopback."""
+    environ = {}
+    if hosts == "several":
+        address = socket.gethostbyname(socket.gethostname())
+        environ = {**SEVERAL_HOSTS, "MASTER_ADDR": address, "NDISTRIBUTE_SECRET": "horse" * 7}
+    with ranks(port, **environ) as processes:
         assert outputs(processes) == [SAYS, SAYS]
 
 
 def test_a_stranger_is_told_no_address_and_keeps_nobody_from_meeting(port):
-    several = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    secrets = [{**several, "NDISTRIBUTE_SECRET": 32 * name} for name in ("A", "B")]
-    with ranks(port, [0], **secrets[0]) as first, ranks(port, [1], **secrets[1]) as stranger:
+    ours, theirs = ({**SEVERAL_HOSTS, "NDISTRIBUTE_SECRET": 32 * name} for name in "AB")
+    with ranks(port, [0], **ours) as first, ranks(port, [1], **theirs) as stranger:
         (said,) = outputs(stranger)
         assert "has another secret" in said
-        with ranks(port, [1], **secrets[0]) as second:
+        with ranks(port, [1], **ours) as second:
             assert all(output.endswith(SAYS) for output in outputs([*first, *second]))
 
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
+import json
 import os
 import sys
 import zlib
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
+from ndistribute.cluster import MPIClusterResolver
 from ndistribute.collective.backend import Call
-from ndistribute.collective.mpi import MpiTransport
+from ndistribute.collective.bootstrap import info_from_addresses, info_from_exchange
+from ndistribute.collective.communicator import CommunicationOptions
+from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.ring import RingBackend
 from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.tcp import TcpTransport
 from ndistribute.errors import CollectiveMismatchError
-from tests.collective.joined import joined_peers
 
 TIMEOUT = 20.0
 SIZES = (0, 1, 2, 3, 1000, 16_385, 600_001)
@@ -28,24 +31,31 @@ OPS = tuple(ReduceOp)
 
 
 @functools.cache
-def group_backend(
-    bytes_per_pack: int = 0, wire_dtype: str | None = None, ranks: tuple[int, ...] | None = None
-) -> Any:
+def joined_peers():
+    """Return this process's view of its group; it says good-bye when the process ends."""
+    if "TF_CONFIG" in os.environ:
+        config = json.loads(os.environ["TF_CONFIG"])
+        addresses, rank = config["cluster"]["worker"], config["task"]["index"]
+        info = info_from_addresses(addresses, rank)
+    else:
+        info = info_from_exchange(exchange_over_mpi, MPIClusterResolver().task_id)
+    peers = ControlPlane(info, timeout=30.0)
+    atexit.register(peers.close)
+    return peers
+
+
+@functools.cache
+def group_backend(bytes_per_pack=0, wire_dtype=None, ranks=None):
     """Return this process's backend among all, or some: in shared memory, or a ring."""
     peers = joined_peers()
     if os.environ.get("CALLS_MEET") == "shared":
         return SharedMemoryBackend(peers, ranks=ranks)
     transport = TcpTransport if "TF_CONFIG" in os.environ else MpiTransport
-    return RingBackend(
-        peers,
-        functools.partial(transport, peers),
-        ranks=ranks,
-        bytes_per_pack=bytes_per_pack,
-        wire_dtype=wire_dtype,
-    )
+    options = CommunicationOptions(bytes_per_pack, wire_dtype=wire_dtype)
+    return RingBackend(peers, functools.partial(transport, peers), ranks, options)
 
 
-def dtype_named(name: str) -> np.dtype[Any]:
+def dtype_named(name):
     if name == "bfloat16":
         import ml_dtypes
 
@@ -53,31 +63,31 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def small_numbers(rank: int, length: int, dtype: np.dtype[Any]) -> Any:
+def small_numbers(rank, length, dtype):
     """Return numbers whose sums and products every dtype holds exactly."""
     return ((np.arange(length) * 7 + rank * 3) % 4).astype(dtype)
 
 
-def noise(rank: int, length: int, dtype: Any = np.float32) -> Any:
+def noise(rank, length, dtype=np.float32):
     return np.random.default_rng([rank, length]).standard_normal(length).astype(dtype)
 
 
-def call_of(kind: str, op: str | None, arrays: Sequence[Any], sequence: int = 1) -> Call:
+def call_of(kind, op, arrays, sequence=1):
     return Call(sequence, kind, op, tuple((a.dtype, a.shape) for a in arrays))
 
 
-def all_reduced(backend: Any, arrays: Sequence[Any], op: ReduceOp, sequence: int = 1) -> list[Any]:
+def all_reduced(backend, arrays, op, sequence=1):
     outputs = [np.empty_like(a) for a in arrays]
     call = call_of("all_reduce", op.name, arrays, sequence)
     backend.all_reduce(call, arrays, outputs, op, TIMEOUT)
     return outputs
 
 
-def updated(backend: Any, arrays: Sequence[Any], op: ReduceOp) -> list[Any]:
+def updated(backend, arrays, op):
     """Return what `reduce_update` hands out; spoil what was handed out."""
     results = [np.empty_like(a) for a in arrays]
 
-    def update(prepared: str, leaf: int, start: int, stop: int, total: Any) -> None:
+    def update(prepared, leaf, start, stop, total):
         assert prepared == "ready"
         assert total.dtype == results[leaf].dtype
         results[leaf][start:stop] = total
@@ -88,12 +98,12 @@ def updated(backend: Any, arrays: Sequence[Any], op: ReduceOp) -> list[Any]:
     return results
 
 
-def digest(arrays: Sequence[Any]) -> int:
+def digest(arrays):
     """Return a number that equals that of another rank exactly if all bits do."""
     return zlib.crc32(b"".join(a.tobytes() for a in arrays))
 
 
-def every_op_and_size(rank: int, size: int, name: str) -> int:
+def every_op_and_size(rank, size, name):
     dtype = dtype_named(name)
     results = []
     for op in OPS:
@@ -109,7 +119,7 @@ def every_op_and_size(rank: int, size: int, name: str) -> int:
     return digest(results)
 
 
-def many_leaves(rank: int, size: int, bytes_per_pack: int, wire_dtype: str | None) -> int:
+def many_leaves(rank, size, bytes_per_pack, wire_dtype):
     lengths = (5, 0, 70_000, 1, 300, 0, 400_000, 64, 2000, 0)
     names = ("float32", "float64", "float32", "int32", "float16")
     leaves = [
@@ -118,7 +128,7 @@ def many_leaves(rank: int, size: int, bytes_per_pack: int, wire_dtype: str | Non
     ]
     expected = [reduce_arrays(ReduceOp.SUM, parts) for parts in zip(*leaves, strict=True)]
     backend = group_backend(bytes_per_pack, wire_dtype)
-    totals: list[Any] = []
+    totals = []
     for reduce in (all_reduced, updated, updated, all_reduced):
         totals = reduce(backend, leaves[rank], ReduceOp.SUM)
         for total, correct in zip(totals, expected, strict=True):
@@ -126,7 +136,7 @@ def many_leaves(rank: int, size: int, bytes_per_pack: int, wire_dtype: str | Non
     return digest(totals)
 
 
-def noisy_sums(rank: int, size: int, wire_dtype: str | None) -> tuple[int, float]:
+def noisy_sums(rank, size, wire_dtype):
     """Return a digest of sums, and the largest error relative to the largest sum."""
     backend = group_backend(wire_dtype=wire_dtype)
     worst = 0.0
@@ -145,7 +155,7 @@ def noisy_sums(rank: int, size: int, wire_dtype: str | None) -> tuple[int, float
     return digest(results), worst
 
 
-def arrays_let_go(rank: int, size: int) -> None:
+def arrays_let_go(rank, size):
     """Check after each call, without the help of a collector, that nobody holds its arrays."""
     gc.disable()
     try:
@@ -163,19 +173,19 @@ def arrays_let_go(rank: int, size: int) -> None:
         gc.enable()
 
 
-def sums_in_rank_order(rank: int, size: int) -> None:
+def sums_in_rank_order(rank, size):
     everyone = [noise(r, 1000) for r in range(size)]
     (total,) = all_reduced(group_backend(), [everyone[rank]], ReduceOp.SUM)
     np.testing.assert_array_equal(total, reduce_arrays(ReduceOp.SUM, everyone))
 
 
-def doubles_beside_a_wire_dtype(rank: int, size: int) -> None:
+def doubles_beside_a_wire_dtype(rank, size):
     everyone = [noise(r, 5000, np.float64) for r in range(size)]
     (total,) = all_reduced(group_backend(wire_dtype="float16"), [everyone[rank]], ReduceOp.SUM)
     np.testing.assert_allclose(total, np.sum(everyone, axis=0), rtol=1e-12)
 
 
-def gathered(rank: int, size: int, shapes: Sequence[tuple[Sequence[int], int, str]]) -> None:
+def gathered(rank, size, shapes):
     """Gather matrices; `shapes` give each rank's rows, the width and the dtype."""
     everyone = [
         [
@@ -195,7 +205,7 @@ def gathered(rank: int, size: int, shapes: Sequence[tuple[Sequence[int], int, st
         np.testing.assert_array_equal(whole, np.concatenate(parts))
 
 
-def copied_from_each(rank: int, size: int) -> None:
+def copied_from_each(rank, size):
     for root in range(size):
         for length in (0, 1, 1000, 700_001):
             correct = [noise(root, length), small_numbers(root, 3, np.dtype(np.int8))]
@@ -206,7 +216,7 @@ def copied_from_each(rank: int, size: int) -> None:
                 np.testing.assert_array_equal(buffer, values)
 
 
-def among_some(rank: int, size: int, members: tuple[int, ...]) -> str:
+def among_some(rank, size, members):
     """Use a group of some processes; return what a mismatch among these says."""
     others = tuple(r for r in range(size) if r not in members)
     backend = group_backend(ranks=members if rank in members else others)
@@ -222,7 +232,7 @@ def among_some(rank: int, size: int, members: tuple[int, ...]) -> str:
     return str(caught.value)
 
 
-def differing_call(rank: int, size: int, odd: int, what: str, length: int) -> None:
+def differing_call(rank, size, odd, what, length):
     """Make the same call as all others, but for one rank."""
     backend = group_backend()
     array = np.ones(length, np.float32)
@@ -241,7 +251,7 @@ def differing_call(rank: int, size: int, odd: int, what: str, length: int) -> No
     all_reduced(backend, [array], op)
 
 
-def recovered_sum(rank: int, size: int) -> float:
+def recovered_sum(rank, size):
     """Make the group whole again, and use it."""
     backend = group_backend()
     joined_peers().recover(backend.reset, timeout=40.0)
@@ -249,10 +259,10 @@ def recovered_sum(rank: int, size: int) -> float:
     return float(total[-1])
 
 
-def failing_update(rank: int, size: int, failing: int) -> None:
+def failing_update(rank, size, failing):
     """Fail in the update on one rank; the others meet the failure in the next call."""
 
-    def prepare() -> None:
+    def prepare():
         if rank == failing:
             raise ValueError("no room")
 

@@ -1,35 +1,387 @@
-"""Processes of a group: who is there, who was lost, and that everyone learns it in time."""
+"""The control plane: addresses, the star, who is lost or late, and that everyone learns it."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+import queue
+import signal
+import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ndistribute.collective import bootstrap
 from ndistribute.collective.backend import Call
-from ndistribute.collective.options import CommunicationOptions
+from ndistribute.collective.bootstrap import (
+    DataConnections,
+    ProcessInfo,
+    info_from_addresses,
+    info_from_rank_0,
+    outward_address,
+)
+from ndistribute.collective.communicator import CommunicationOptions
+from ndistribute.collective.control import BEFORE_ALL, END, StepTracker
 from ndistribute.collective.shared_memory import SharedMemoryBackend
-from ndistribute.collective.step_tracker import BEFORE_ALL
+from ndistribute.collective.star import (
+    CALL,
+    JOIN,
+    MADE,
+    Exchange,
+    Failure,
+    GoodBye,
+    Hub,
+    Lost,
+    Star,
+    describe_error,
+    restore_error,
+)
 from ndistribute.collective.workers import Workers
 from ndistribute.device import Device
-from ndistribute.errors import DistributeError, WorkerLostError
-from tests.collective.joined import joined_peers
+from ndistribute.errors import (
+    AuthenticationError,
+    CollectiveTimeoutError,
+    DistributeError,
+    WorkerLostError,
+)
+from ndistribute.transport.address import address_of
+from ndistribute.transport.codec import Decoder, encode
+from ndistribute.transport.secret import Credentials
+from tests.collective.backend_calls import joined_peers
 from tests.processes import AT_ONCE, Ranks
 
-CPU = [Device("cpu:0")]
+FINISHED = GoodBye("has finished", False, (9, 1))
+DEADLINE = 50.0
 
 
-def nothing() -> None:
+def wait_until(is_so):
+    deadline = time.monotonic() + DEADLINE
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_host_whose_own_name_is_loopback_is_reached_at_another_address(monkeypatch):
+    """Debian gives a host's name 127.0.1.1: workers on other hosts called themselves."""
+    own = socket.gethostname()
+    ways = {f"{own}:9": "127.0.1.1", "twin:9": "127.0.0.1", "other:9": "10.1.2.3"}
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(bootstrap, "_own_address_towards", ways.__getitem__)
+    assert outward_address(["twin", own, "other"]) == "10.1.2.3"
+
+
+def test_a_host_that_nobody_reaches_is_told_so(monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
+    with pytest.raises(OSError, match="add it to /etc/hosts"):
+        outward_address(["elsewhere"])
+
+
+def test_a_rank_0_of_an_unknown_name_is_named(monkeypatch):
+    monkeypatch.setenv("NDISTRIBUTE_SECRET", "the secret of this test")
+    with pytest.raises(OSError, match="the host name 'no-such-host"):
+        info_from_rank_0("no-such-host.invalid:1", 1, 2)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "soon"])
+def test_a_heartbeat_that_would_never_pause_is_refused(monkeypatch, text):
+    monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", text)
+    with pytest.raises(ValueError, match="NDISTRIBUTE_HEARTBEAT_SECONDS must be a number"):
+        info_from_addresses(["127.0.0.1:0", "127.0.0.1:1"], 0)
+
+
+@pytest.fixture
+def infos():
+    """Describe the two processes of a group, both in this process."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    addresses = [address_of(*listener.getsockname()) for listener in listeners]
+    credentials = Credentials(b"the secret of this test", "a job", None)
+    yield [
+        ProcessInfo(rank, 2, addresses[0], addresses[rank], listener, credentials, group=1)
+        for rank, listener in enumerate(listeners)
+    ]
+    for listener in listeners:
+        listener.close()
+
+
+def test_a_process_that_connects_again_for_data_ends_its_first_connection(infos):
+    """It was closed under a thread that may poll it, by then perhaps another file."""
+    group = [DataConnections(info) for info in infos]
+    try:
+        for data in group:
+            data.open([info.address for info in infos], "this start")
+        group[1].get(0, lambda: None)
+        first = group[0].get(1, lambda: None)
+        group[1].let_go()
+        again = group[1].get(0, lambda: None)
+        wait_until(lambda: group[0].get(1, lambda: None) is not first)
+        assert first.fileno() >= 0
+        assert first.recv(1) == b""
+        again.setblocking(True)
+        group[0].get(1, lambda: None).sendall(b"+")
+        assert again.recv(1) == b"+"
+    finally:
+        for data in group:
+            data.close()
+
+
+def inside(step):
+    """Return the tracker of a process inside a step."""
+    where = StepTracker()
+    where.position = step
+    return where
+
+
+@pytest.mark.parametrize(
+    ("made", "call", "gone"),
+    [((3, 2), (3, 2), set()), ((3, 2), (3, 3), {1}), ((1, 9), (3, 1), {1})],
+)
+def test_whoever_has_left_the_job_is_gone_for_calls_that_it_did_not_make(made, call, gone):
+    where = inside(3)
+    where.note_departed(1, "has finished", made)
+    assert where.gone(call) == gone
+
+
+@pytest.mark.parametrize(
+    ("position", "made", "place", "answer"),
+    [
+        (3, BEFORE_ALL, (3, 2), None),
+        (4, (3, 1), (3, 1), True),
+        (4, (3, 1), (3, 2), False),
+        (3, (3, 1), (3, END), None),
+        (5, (5, 1), (3, END), False),
+    ],
+)
+def test_a_process_tells_which_calls_it_made_or_left_out(position, made, place, answer):
+    where = inside(position)
+    where.made = made
+    assert where.has_made(place) is answer
+
+
+def test_an_answer_about_an_earlier_step_does_not_count():
+    where = inside(3)
+    where.note(1, (3, 1), made=False)
+    assert where.gone((3, 1)) == {1}
+    where.position = 4
+    where.begin_step()
+    assert where.gone((5, 1)) == set()
+    assert not where.anyone_gone
+
+
+def test_a_wait_names_those_that_nobody_has_heard_of_and_not_those_who_wait_too():
+    where = inside(1)
+    call = 1, 1
+    where.note(1, call, made=True)
+    assert where.late(call, absent=[1], others=[0, 1]) == [0]
+    assert where.late(call, absent=[0, 1], others=[0, 1]) == [0]
+    where.note(0, call, made=True)
+    assert where.late(call, absent=[1], others=[0, 1]) == [1], "its data does not come"
+
+
+def joining(rank, blob=b""):
+    return Exchange(JOIN, 0, (0, 0), {rank: blob})
+
+
+def hub_of(size):
+    """Return a hub, and what it has delivered to whom."""
+    told = []
+    return Hub(size, lambda to, _, what: told.append((to, repr(what)))), told
+
+
+def test_an_exchange_that_was_given_up_is_forgotten_in_the_end():
+    hub, told = hub_of(3)
+    for rank in range(3):
+        hub.take(rank, joining(rank))
+    hub.take(2, Exchange("names", 0, (1, 0), {2: b"two"}))
+    for number in range(200):
+        hub.take(0, Exchange(CALL, 0, (1, number), {0: MADE}))
+    told.clear()
+    alone = Exchange("names", 0, (1, 0), {0: b"zero"})
+    hub.take(0, alone)
+    assert told == [(0, repr(alone))]
+
+
+def test_who_is_lost_before_all_have_joined_may_join_again():
+    hub, told = hub_of(3)
+    for rank in (1, 2):
+        hub.take(rank, joining(rank, b"first"))
+    hub.end(2, "it ended")
+    hub.take(0, joining(0))
+    assert not hub.joined
+    told.clear()
+    hub.take(2, joining(2, b"second"))
+    answer = Exchange(JOIN, 0, (0, 0), {1: b"first", 0: b"", 2: b"second"})
+    assert told == [(rank, repr(answer)) for rank in range(3)]
+    assert hub.joined
+
+
+def test_an_error_arrives_with_its_class_and_names_who_failed():
+    late = restore_error(describe_error(CollectiveTimeoutError("late", rank=2, op="sum"), 1))
+    assert (type(late), str(late), late.rank, late.op) == (CollectiveTimeoutError, "late", 2, "sum")
+    name = os.fsdecode(b"no text \xff")
+    described = describe_error(FileNotFoundError(name * 5000), 1)
+    failed = restore_error(Decoder(Failure).decode(encode(described)[0]))
+    assert isinstance(failed, WorkerLostError)
+    assert str(failed).startswith("worker 1 failed: FileNotFoundError: no text ?")
+
+
+class Member:
+    """A process's part of a star, and what it has heard."""
+
+    def __init__(self, info):
+        self.heard = queue.Queue()
+        self.listens = threading.Event()
+        self.listens.set()
+        self.star = Star(info, self.hear, DEADLINE)
+
+    def hear(self, sender, message):
+        self.listens.wait(DEADLINE)
+        self.heard.put((sender, message))
+
+    def hears(self, wanted):
+        """Wait until it hears a message."""
+        while not wanted(*self.heard.get(timeout=DEADLINE)):
+            pass
+
+
+Start = Callable[..., Member]
+
+
+@pytest.fixture
+def start(infos):
+    """Start members of a group of two, all in this process."""
+    members = []
+
+    def member(rank, host="here"):
+        members.append(Member(dataclasses.replace(infos[rank], host=host)))
+        return members[-1]
+
+    yield member
+    for one in reversed(members):
+        one.listens.set()
+        one.star.close(FINISHED, broken=True)
+
+
+def test_a_process_that_connects_again_is_heard_on_its_new_connection_alone(start):
+    first, again = start(0), start(1)
+    again.star.post(joining(1, b"old"))
+    again.hears(lambda _, message: isinstance(message, Exchange))
+    new = start(1)
+    again.hears(lambda sender, message: sender == 0 and isinstance(message, Lost))
+    first.star.post(joining(0))
+    new.star.post(joining(1, b"new"))
+    all_of_them = {0: b"", 1: b"new"}
+    for member in (first, new):
+        member.hears(lambda _, message: getattr(message, "passed", None) == all_of_them)
+
+
+def test_of_two_processes_with_one_index_that_come_at_once_the_second_is_refused(start):
+    """Both were let in, and the first was told that it was lost."""
+    first, goes_on = start(0), threading.Event()
+    first.star._order(0, goes_on.wait, DEADLINE)
+    with ThreadPoolExecutor() as pool:
+        comes = [pool.submit(start, 1, host) for host in ("red", "blue")]
+        wait_until(lambda: first.star._orders.qsize() >= 2)
+        goes_on.set()
+        errors = [come.exception(DEADLINE) for come in comes]
+    (refused,) = [error for error in errors if error is not None]
+    assert isinstance(refused, AuthenticationError)
+    assert "two processes are worker 1, pid " in str(refused)
+    (member,) = [come.result() for come in comes if come.exception() is None]
+    for rank, one in enumerate((first, member)):
+        one.star.post(joining(rank))
+    while (heard := member.heard.get(timeout=DEADLINE)[1]) and len(
+        getattr(heard, "passed", ())
+    ) < 2:
+        assert not isinstance(heard, Lost)
+
+
+def joined(start):
+    members = [start(0), start(1)]
+    for rank, member in enumerate(members):
+        member.star.post(joining(rank))
+    for member in members:
+        member.hears(lambda _, message: len(getattr(message, "passed", ())) == 2)
+    return members
+
+
+@contextlib.contextmanager
+def interrupted_in(function):
+    """Interrupt the main thread as soon as it waits in a function of the star."""
+    over = threading.Event()
+
+    def look():
+        deadline = time.monotonic() + DEADLINE
+        while not over.wait(0.001) and time.monotonic() < deadline:
+            frame = sys._current_frames()[threading.main_thread().ident or 0]
+            while frame is not None:
+                code = frame.f_code
+                if code.co_filename.endswith("star.py") and code.co_name == function:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    return
+                frame = frame.f_back
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=look, name="interrupting")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(DEADLINE)
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("function", ["close", "_part"])
+def test_an_interrupt_while_closing_leaves_no_connection_and_no_thread(start, function):
+    """It left them all open."""
+    first, other = joined(start)
+    if function == "_part":
+        other.listens.clear()  # So that it is waited for.
+    with interrupted_in(function), pytest.raises(KeyboardInterrupt):
+        first.star.close(FINISHED, broken=function == "_part")
+    other.listens.set()
+    other.hears(lambda sender, message: sender == 0 and isinstance(message, Lost))
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("ndistribute-control-0")]
+
+
+def test_what_rank_0_says_last_arrives_from_a_broken_group_as_well(start, monkeypatch):
+    """It closed at once, and what came later made the system drop what was not sent yet."""
+    monkeypatch.setenv("NDISTRIBUTE_UNIX_SOCKETS", "0")
+    first, other = joined(start)
+    other.listens.clear()
+    count = 30
+    for _ in range(count):
+        first.star.post(Lost("x" * 30_000))
+    closing = threading.Thread(target=first.star.close, args=(FINISHED, True))
+    closing.start()
+    closing.join(0.3)  # It waits for the other one to read.
+    other.star.post(Lost("too late"))
+    other.listens.set()
+    for _ in range(count):
+        other.hears(lambda _, message: isinstance(message, Lost) and len(message.why) == 30_000)
+    other.hears(lambda _, message: isinstance(message, GoodBye))
+    closing.join(DEADLINE)
+
+
+def nothing():
     """Have nothing to reset in a recovery."""
 
 
-def exchanged(rank: int, size: int) -> list[bytes]:
+def exchanged(rank, size):
     return joined_peers().exchange("names", f"rank {rank}".encode(), timeout=50.0)
 
 
-def wait_for(missing: int) -> None:
+def wait_for(missing):
     """Wait in a call for a rank that does not come."""
     patience = joined_peers().patience(Call(1, "all_reduce", "SUM"), 30.0)
     while True:
@@ -37,10 +389,10 @@ def wait_for(missing: int) -> None:
         time.sleep(0.001)
 
 
-def broken_before_a_step(rank: int, size: int) -> list[str]:
+def broken_before_a_step(rank, size):
     """Break a group in which one process has not begun a step yet, and say how each goes on."""
     peers = joined_peers()
-    workers = Workers(peers, SharedMemoryBackend(peers), CPU, CommunicationOptions())
+    workers = Workers(peers, SharedMemoryBackend(peers), [Device("cpu:0")], CommunicationOptions())
     if rank == 0:
         workers.enter()
         cause = WorkerLostError("broken")
@@ -48,9 +400,7 @@ def broken_before_a_step(rank: int, size: int) -> list[str]:
         workers.peers.fail(cause)
         workers.peers.leave()
     else:
-        deadline = time.monotonic() + 50.0
-        while peers.cause is None and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: peers.cause is not None)
     told = []
     for _ in range(2):
         try:
@@ -62,22 +412,20 @@ def broken_before_a_step(rank: int, size: int) -> list[str]:
     return told
 
 
-def test_who_has_begun_no_step_yet_takes_part_in_a_recovery() -> None:
+def test_who_has_begun_no_step_yet_takes_part_in_a_recovery():
     with Ranks(2) as ranks:
         raised = ranks.results(broken_before_a_step)
     assert raised == [[], ["WorkerLostError"]]
 
 
-def left_behind(rank: int, size: int) -> str:
+def left_behind(rank, size):
     """Wait for rank 1, which waits for nobody, in a call that rank 0 has left without."""
     peers = joined_peers()
     peers.enter(nothing, 50.0)
     if rank == 0:
         peers.close()
         return ""
-    deadline = time.monotonic() + 50.0
-    while peers.cut_off_at > time.monotonic() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: peers.cut_off_at <= time.monotonic())
     if rank == 1:
         return ""
     patience = peers.patience(Call(1, "all_reduce", "SUM"), 50.0)
@@ -89,7 +437,7 @@ def left_behind(rank: int, size: int) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def test_without_rank_0_nobody_waits_in_a_call_that_it_did_not_make() -> None:
+def test_without_rank_0_nobody_waits_in_a_call_that_it_did_not_make():
     with Ranks(3) as ranks:
         ranks.results(exchanged)
         outcomes = ranks.run(left_behind)
@@ -101,14 +449,14 @@ def test_without_rank_0_nobody_waits_in_a_call_that_it_did_not_make() -> None:
             assert "has finished" in outcome.text
 
 
-def held(rank: int, size: int) -> tuple[int, int]:
+def held(rank, size):
     """Return how many descriptors and threads this process has more than before it joined."""
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     joined_peers()
     return len(os.listdir("/proc/self/fd")) - before[0], threading.active_count() - before[1]
 
 
-def test_connections_and_threads_grow_with_the_group_at_rank_0_alone() -> None:
+def test_connections_and_threads_grow_with_the_group_at_rank_0_alone():
     found = []
     for size in (2, 6):
         with Ranks(size) as ranks:
@@ -119,7 +467,7 @@ def test_connections_and_threads_grow_with_the_group_at_rank_0_alone() -> None:
     assert first[0] > few[0]
 
 
-def missed(rank: int, size: int) -> str:
+def missed(rank, size):
     peers = joined_peers()
     if rank == 1:
         return ""
@@ -130,7 +478,7 @@ def missed(rank: int, size: int) -> str:
     return ""
 
 
-def test_an_exchange_gives_everyone_all_blobs_in_rank_order_and_names_who_is_late() -> None:
+def test_an_exchange_gives_everyone_all_blobs_in_rank_order_and_names_who_is_late():
     with Ranks(3) as ranks:
         blobs = ranks.results(exchanged)
         assert blobs == [[b"rank 0", b"rank 1", b"rank 2"]] * 3
@@ -139,14 +487,14 @@ def test_an_exchange_gives_everyone_all_blobs_in_rank_order_and_names_who_is_lat
             assert outcome.result() == ("" if rank == 1 else waited)
 
 
-def aborted_twice(rank: int, size: int) -> list[str]:
+def aborted_twice(rank, size):
     """Cut an abort short on rank 0, as an interrupt does, and abort again."""
     peers = joined_peers()
     peers.enter(nothing, 50.0)
     if rank == 0:
         post, told = peers._star.post, []
 
-        def interrupted(message: object) -> None:
+        def interrupted(message):
             if not told:
                 told.append(message)
                 raise KeyboardInterrupt
@@ -165,7 +513,7 @@ def aborted_twice(rank: int, size: int) -> list[str]:
     return [str(caught.value)]
 
 
-def test_an_abort_that_was_cut_short_is_made_up_for_and_who_has_left_never_waits() -> None:
+def test_an_abort_that_was_cut_short_is_made_up_for_and_who_has_left_never_waits():
     with Ranks(2) as ranks:
         for outcome in ranks.run(aborted_twice):
             assert "ValueError: second" in outcome.result()[0]

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from ndistribute.collective.mpi import exchange_over_mpi
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.errors import DistributeError
 from tests.collective import backend_calls
-from tests.collective.joined import joined_peers
+from tests.collective.backend_calls import joined_peers
 from tests.processes import ROOT, Ranks, find_mpiexec
 
 pytest.importorskip("mpi4py")
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec is in
 
 
 @pytest.fixture(autouse=True)
-def what_mpich_leaves() -> Iterator[None]:
+def what_mpich_leaves():
     """Remove the segment of MPICH's own that it forgets where a process is killed."""
     segments = Path("/dev/shm")
     before = set(segments.glob("mpich_shm_*"))
@@ -39,31 +38,31 @@ def what_mpich_leaves() -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _mappings() -> Iterator[str]:
+def _mappings():
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             yield path.read_text()
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
+def three():
     with Ranks(3, "mpi") as ranks:
         yield ranks
 
 
-def exchanged(rank: int, size: int) -> tuple[list[bytes], tuple[int, int]]:
+def exchanged(rank, size):
     exchange_over_mpi(b"")
     here = mpi._world()
     return exchange_over_mpi(f"rank {rank}".encode() * rank), (here.rank, here.size)
 
 
-def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three: Ranks) -> None:
+def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three):
     outcomes = three.results(exchanged)
     blobs = [b"", b"rank 1", b"rank 2rank 2"]
     assert outcomes == [(blobs, (rank, 3)) for rank in range(3)]
 
 
-def sums_after_lost_messages(rank: int, size: int) -> list[float]:
+def sums_after_lost_messages(rank, size):
     """Leave messages that nobody receives, with a tag that comes again; return what comes later."""
     mpi._GENERATIONS = 2
     peers, backend = joined_peers(), backend_calls.group_backend()
@@ -83,13 +82,13 @@ def sums_after_lost_messages(rank: int, size: int) -> list[float]:
     return seen
 
 
-def test_a_message_of_a_failed_call_is_never_taken_for_one_of_a_later_call() -> None:
+def test_a_message_of_a_failed_call_is_never_taken_for_one_of_a_later_call():
     with Ranks(2, "mpi") as two:
         for outcome in two.run(sums_after_lost_messages):
             assert set(outcome.result()) == {2.0}
 
 
-def freed_after_a_failure(rank: int, size: int) -> bool:
+def freed_after_a_failure(rank, size):
     """Fail in a call and recover; return True if nothing holds any more what was sent."""
     backend, sent = backend_calls.group_backend(), np.ones(10)
     held = weakref.ref(sent)
@@ -101,41 +100,33 @@ def freed_after_a_failure(rank: int, size: int) -> bool:
     return held() is None
 
 
-def test_what_a_failed_call_sent_is_freed(three: Ranks) -> None:
+def test_what_a_failed_call_sent_is_freed(three):
     assert three.results(freed_after_a_failure) == [True] * 3
 
 
-def run_script(tmp_path: Path, body: str, size: int = 2) -> tuple[int, str]:
+def run_script(tmp_path, body, size=2):
     """Run a script under mpiexec; return its exit code and its output."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(body))
     command = [find_mpiexec() or "mpiexec", "-n", str(size), sys.executable, str(script)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     environ.pop("TF_CONFIG", None)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(
-        command,
-        env=environ,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=110,
-        check=False,
+        command, env=environ, cwd=tmp_path, text=True, timeout=110, check=False, **pipes
     )
     return done.returncode, done.stdout
 
 
 START = """
-    import itertools
-    import sys
+    import itertools, os, signal, sys, time
     import numpy as np
     from tests.collective import backend_calls
-    from tests.collective.joined import joined_peers
+    from ndistribute.collective import mpi
     from ndistribute.collective.reduce_op import ReduceOp
 
-    rank, size = joined_peers().rank, joined_peers().size
-
+    peers = backend_calls.joined_peers()
+    rank, size = peers.rank, peers.size
     calls = itertools.count(1)
 
     def total(length=1000):
@@ -146,60 +137,80 @@ START = """
     first = total()
 """
 
-
-def test_a_rank_that_raises_shows_its_traceback_and_so_do_the_others(tmp_path: Path) -> None:
-    body = """
+ENDINGS = {
+    "a rank raises, and all show its error": (
+        """
     if rank == 1:
         error = ValueError("bad batch")
         backend_calls.group_backend().abort(error)
         raise error
     while True:
         total(200_000)
-    """
-    code, output = run_script(tmp_path, START + body)
-    assert code == 1, output
-    assert "ValueError: bad batch" in output
-    assert "WorkerLostError: worker 1 failed: ValueError: bad batch" in output
-
-
-def test_the_job_ends_although_a_rank_computes_on_after_another_raised(tmp_path: Path) -> None:
-    body = """
-    import time
-    from ndistribute.collective import mpi
+    """,
+        lambda code: code == 1,
+        ["ValueError: bad batch", "WorkerLostError: worker 1 failed: ValueError: bad batch"],
+    ),
+    "a rank raises while another computes": (
+        """
     mpi._LEAVE_SECONDS = 0.5
     if rank == 1:
         raise ValueError("bad batch")
     time.sleep(1000)  # It is not in a collective, and would not be for long.
-    """
-    code, output = run_script(tmp_path, START + body)
-    assert code != 0, output
-    assert "ValueError: bad batch" in output
-
-
-def test_a_rank_that_exits_keeps_its_exit_code(tmp_path: Path) -> None:
-    body = """
+    """,
+        lambda code: code != 0,
+        ["ValueError: bad batch"],
+    ),
+    "a rank exits with a code of its own": (
+        """
     if rank == 1:
         sys.exit(5)
     while True:
         total()
-    """
-    code, output = run_script(tmp_path, START + body)
-    assert code == 5, output
-    assert "has finished, and worker 0 waits for it" in output
-
-
-def test_a_script_ends_well_although_one_rank_ends_early(tmp_path: Path) -> None:
-    body = """
-    import time
+    """,
+        lambda code: code == 5,
+        ["has finished, and worker 0 waits for it"],
+    ),
+    "a rank ends early and all is well": (
+        """
     if rank == 0:
         time.sleep(0.5)  # It works on.
     sys.stdout.write(f"rank {rank} has {first[0]}")  # At once, unlike print's parts.
-    """
+    """,
+        lambda code: code == 0,
+        ["rank 0 has 2.0", "rank 1 has 2.0"],
+    ),
+    "a rank never leaves MPI": (
+        """
+    mpi._FINALIZE_SECONDS = 2.0
+    if rank == 1:
+        mpi._mpi().Finalize = lambda: time.sleep(1000)
+    sys.stdout.write("last words")
+    """,
+        lambda code: code != 0,
+        ["last words"],
+    ),
+    "a rank is killed": (
+        """
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        total(200_000)
+    """,
+        lambda code: code != 0,
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_job_ends_whatever_its_ranks_do(tmp_path, ending):
+    body, is_right, texts = ENDINGS[ending]
     code, output = run_script(tmp_path, START + body)
-    assert (code, output.count("rank 0 has 2.0"), output.count("has 2.0")) == (0, 1, 2), output
+    assert is_right(code), output
+    assert all(text in output for text in texts), output
 
 
-def test_a_job_whose_last_calls_failed_ends_well(tmp_path: Path) -> None:
+def test_a_job_whose_last_calls_failed_ends_well(tmp_path):
     body = """
     import numpy as np
     import ndistribute as nd
@@ -222,33 +233,7 @@ def test_a_job_whose_last_calls_failed_ends_well(tmp_path: Path) -> None:
     assert "MPI routine" not in output
 
 
-def test_the_job_ends_although_a_rank_never_leaves_mpi(tmp_path: Path) -> None:
-    body = """
-    import time
-    from ndistribute.collective import mpi
-    mpi._FINALIZE_SECONDS = 2.0
-    if rank == 1:
-        mpi._mpi().Finalize = lambda: time.sleep(1000)
-    sys.stdout.write("last words")
-    """
-    code, output = run_script(tmp_path, START + body)
-    assert code != 0, output
-    assert "last words" in output
-
-
-def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
-    body = """
-    import os, signal
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while True:
-        total(200_000)
-    """
-    code, _ = run_script(tmp_path, START + body)
-    assert code != 0
-
-
-def test_without_mpi4py_the_error_names_the_extra(tmp_path: Path) -> None:
+def test_without_mpi4py_the_error_names_the_extra(tmp_path):
     body = """
     import sys
     sys.modules["mpi4py"] = None

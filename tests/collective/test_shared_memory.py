@@ -8,9 +8,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,128 +21,109 @@ from ndistribute.collective.shared_memory import (
     WINDOW_BYTES,
     SharedMemoryBackend,
 )
-from ndistribute.errors import (
-    CollectiveTimeoutError,
-    DistributeError,
-    WorkerLostError,
-)
-from tests.collective.backend_calls import call_of, digest
-from tests.collective.joined import joined_peers
-from tests.processes import AT_ONCE, Ranks
+from ndistribute.errors import CollectiveTimeoutError, DistributeError
+from tests.collective.backend_calls import call_of, digest, joined_peers
+from tests.processes import Ranks
 
 TIMEOUT = 20.0
 LARGE = 2 * WINDOW_BYTES + 77 * 16
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+def ranks(request):
     with Ranks(request.param) as ranks:
         yield ranks
 
 
 @functools.cache
-def backend() -> SharedMemoryBackend:
+def backend():
     return SharedMemoryBackend(joined_peers())
 
 
 @functools.cache
-def normal(rank: int) -> Any:
+def normal(rank):
     # A prime number of them, so that what is shifted by blocks is not the same again.
     return np.random.default_rng(rank).standard_normal(4099) * 3
 
 
-def noise(rank: int, count: int, dtype: Any = np.float32) -> Any:
+def noise(rank, count, dtype=np.float32):
     values = normal(rank)
     values = np.abs(values) if np.dtype(dtype).kind == "u" else values
     return np.resize(values.astype(dtype), count)
 
 
-def all_reduced(arrays: Any, op: ReduceOp = ReduceOp.SUM, timeout: float = TIMEOUT) -> list[Any]:
+def all_reduced(arrays, op=ReduceOp.SUM, timeout=TIMEOUT):
     outputs = [np.empty_like(a) for a in arrays]
     call = call_of("all_reduce", op.name, arrays)
     backend().all_reduce(call, arrays, outputs, op, timeout)
     return outputs
 
 
-def gathered(arrays: Any) -> list[Any]:
+def reduced_in_place(arrays, op=ReduceOp.SUM, by=None):
+    call = call_of("all_reduce", op.name, arrays)
+    (by or backend()).all_reduce(call, arrays, arrays, op, TIMEOUT)
+
+
+def updated(arrays, op, prepare=lambda: None, update=lambda *_: None):
+    call = call_of("reduce_update", op.name, arrays)
+    return backend().reduce_update(call, arrays, op, prepare, update, TIMEOUT)
+
+
+def gathered(arrays):
     call = Call(1, "all_gather", "axis=0", tuple((a.dtype, ("*", *a.shape[1:])) for a in arrays))
     return backend().all_gather(call, arrays, TIMEOUT)
 
 
-def broadcasted(buffers: Any, root: int) -> None:
+def broadcasted(buffers, root):
     call = call_of("broadcast", f"root={root}", buffers)
     backend().broadcast(call, buffers, root, TIMEOUT)
 
 
-def agreed(ranks: Ranks, function: Any, *args: Any) -> Any:
+def agreed(ranks, function, *args):
     """Run a function on all ranks and return what all of them returned."""
     first, *others = ranks.results(function, *args)
     assert all(other == first for other in others)
     return first
 
 
-def check_many_leaves(rank: int, size: int) -> int:
+def check_many_leaves(rank, size):
     seen = np.zeros(5000)
 
-    def update(prepared: None, leaf: int, start: int, stop: int, total: Any) -> None:
+    def update(prepared, leaf, start, stop, total):
         seen[leaf] = total[0]
 
     for factor in (1, 2):
         arrays = [np.full(1, rank + factor * leaf, np.float32) for leaf in range(len(seen))]
-        call = call_of("reduce_update", "MAX", arrays)
-        backend().reduce_update(call, arrays, ReduceOp.MAX, lambda: None, update, TIMEOUT)
+        updated(arrays, ReduceOp.MAX, update=update)
         assert seen.tolist() == [size - 1 + factor * leaf for leaf in range(len(seen))]
+    updated([], ReduceOp.SUM)
+    assert not [*all_reduced([]), *gathered([])]
     return digest([seen])
 
 
-def test_a_call_may_have_thousands_of_leaves(ranks: Ranks) -> None:
+def test_a_call_may_have_thousands_of_leaves_or_none(ranks):
     agreed(ranks, check_many_leaves)
 
 
-def check_no_leaves(rank: int, size: int) -> list[Any]:
-    call = Call(1, "reduce_update", "SUM")
-    backend().reduce_update(call, [], ReduceOp.SUM, lambda: None, lambda *_: None, TIMEOUT)
-    return [*all_reduced([]), *gathered([])]
-
-
-def test_a_call_without_leaves_is_a_meeting(ranks: Ranks) -> None:
-    assert agreed(ranks, check_no_leaves) == []
-
-
-def check_in_place(rank: int, size: int) -> None:
-    for count in (100, LARGE // 4):
-        array = noise(rank, count)
-        call = call_of("all_reduce", "SUM", [array])
-        backend().all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
-        expected = reduce_arrays(ReduceOp.SUM, [noise(r, count) for r in range(size)])
-        assert array.tobytes() == expected.tobytes()
-
-
-def test_input_and_output_may_be_one_array(ranks: Ranks) -> None:
-    agreed(ranks, check_in_place)
-
-
-def check_allocated(rank: int, size: int, large: int) -> int:
+def check_allocated(rank, size, large):
     leaves = [(np.dtype(t), n) for t, n in [("f4", large), ("i8", 0), ("f2", large // 10)]]
     arrays = [backend().allocate(dtype, (n,)) for dtype, n in leaves]
     for op in (ReduceOp.SUM, ReduceOp.MAX):
         everyone = [[noise(r, n, dtype) for dtype, n in leaves] for r in range(size)]
         for array, values in zip(arrays, everyone[rank], strict=True):
             array[...] = values
-        call = call_of("all_reduce", op.name, arrays)
-        backend().all_reduce(call, arrays, arrays, op, TIMEOUT)
+        reduced_in_place(arrays, op)
         for total, *terms in zip(arrays, *everyone, strict=True):
             assert total.tobytes() == reduce_arrays(op, terms).tobytes()
     return digest(arrays)
 
 
-def test_allocated_arrays_are_reduced_where_they_are(ranks: Ranks) -> None:
+def test_allocated_arrays_are_reduced_where_they_are(ranks):
     for large in (LARGE // 4, 100):
         agreed(ranks, check_allocated, large)
-    agreed(ranks, check_in_place)
 
 
-def check_reuse(rank: int, size: int) -> None:
+def check_reuse(rank, size):
     floats = np.dtype(np.float32), (100, 1000)
     first = backend().allocate(*floats)
     held, address = first[5:], first.ctypes.data
@@ -155,38 +134,37 @@ def check_reuse(rank: int, size: int) -> None:
     assert backend().allocate(np.dtype(np.int8), (1 << 60,)) is None
 
 
-def test_allocated_memory_is_used_again_once_nobody_holds_it(ranks: Ranks) -> None:
+def test_allocated_memory_is_used_again_once_nobody_holds_it(ranks):
     agreed(ranks, check_reuse)
 
 
-def check_allocated_alone(rank: int, size: int) -> int:
+def check_allocated_alone(rank, size):
     arrays = [noise(rank, n) for n in (LARGE // 4, LARGE // 8)]
     if rank == 0:
         lent = backend().allocate(arrays[0].dtype, arrays[0].shape)
         lent[...] = arrays[0]
         arrays[0] = lent
-    call = call_of("all_reduce", "SUM", arrays)
-    backend().all_reduce(call, arrays, arrays, ReduceOp.SUM, TIMEOUT)
+    reduced_in_place(arrays)
     for total in arrays:
         expected = reduce_arrays(ReduceOp.SUM, [noise(r, total.size) for r in range(size)])
         assert total.tobytes() == expected.tobytes()
     return digest(arrays)
 
 
-def test_arrays_that_only_some_ranks_could_allocate_are_reduced_all_the_same(ranks: Ranks) -> None:
+def test_arrays_that_only_some_ranks_could_allocate_are_reduced_all_the_same(ranks):
     agreed(ranks, check_allocated_alone)
 
 
-def check_update(rank: int, size: int, count: int, lending: int) -> int:
+def check_update(rank, size, count, lending):
     """Update twice; the first ranks lend arrays that lie in their buckets."""
     variables = [np.zeros(count, np.float32), np.zeros(5, np.float64)]
-    events: list[str] = []
+    events = []
 
-    def prepare() -> str:
+    def prepare():
         events.append("prepare")
         return "ready"
 
-    def update(prepared: Any, leaf: int, start: int, stop: int, total: Any) -> None:
+    def update(prepared, leaf, start, stop, total):
         events.append("update")
         assert prepared == "ready"
         assert total.shape == (stop - start,)
@@ -199,13 +177,12 @@ def check_update(rank: int, size: int, count: int, lending: int) -> int:
             lent = backend().allocate(inputs[0].dtype, (count,))
             lent[...] = inputs[0]
             inputs[0] = lent
-        call = call_of("reduce_update", "MEAN", inputs)
-        mean = ReduceOp.MEAN
-        assert backend().reduce_update(call, inputs, mean, prepare, update, TIMEOUT) == "ready"
+        assert updated(inputs, ReduceOp.MEAN, prepare, update) == "ready"
         assert inputs[0].tobytes() == noise(rank, count).tobytes()
         inputs[0][...] = np.nan  # The others have read it.
     means = [
-        reduce_arrays(mean, [noise(r, v.size, v.dtype) for r in range(size)]) for v in variables
+        reduce_arrays(ReduceOp.MEAN, [noise(r, v.size, v.dtype) for r in range(size)])
+        for v in variables
     ]
     for variable, expected in zip(variables, means, strict=True):
         np.testing.assert_array_equal(variable, expected + expected)
@@ -215,12 +192,12 @@ def check_update(rank: int, size: int, count: int, lending: int) -> int:
 
 
 @pytest.mark.parametrize("count", [100, LARGE // 4, WHOLE_BYTES // 4 + 5])
-def test_an_update_sees_every_element_of_the_total_once(ranks: Ranks, count: int) -> None:
+def test_an_update_sees_every_element_of_the_total_once(ranks, count):
     for lending in (0, 1, 3):
         agreed(ranks, check_update, count, lending)
 
 
-def check_long_items(rank: int, size: int) -> int:
+def check_long_items(rank, size):
     """Gather items each of which is longer than half a window."""
     (joined,) = gathered([np.array([[str(rank) * 200_000]] * 6)])
     assert [text[0] for (text,) in joined.tolist()] == [
@@ -229,45 +206,41 @@ def check_long_items(rank: int, size: int) -> int:
     return digest([joined])
 
 
-def test_items_longer_than_a_window_are_gathered(ranks: Ranks) -> None:
+def test_items_longer_than_a_window_are_gathered(ranks):
     agreed(ranks, check_long_items)
 
 
-def share_objects(rank: int, size: int) -> None:
+def share_objects(rank, size):
     gathered([np.array([[object()]])])
 
 
-def test_objects_are_refused_on_every_rank(ranks: Ranks) -> None:
+def test_objects_are_refused_on_every_rank(ranks):
     errors = [outcome.error for outcome in ranks.run(share_objects)]
     assert "TypeError" in errors
     assert set(errors) <= {"TypeError", "WorkerLostError"}
     ranks.results(recover)
 
 
-def check_fenced(rank: int, size: int) -> int:
+def check_fenced(rank, size):
     native = segment.platform.machine
     segment.platform.machine = lambda: "aarch64"
     try:
         weak = SharedMemoryBackend(joined_peers())
     finally:
         segment.platform.machine = native
-    outputs = []
-    for count in (100, LARGE // 4):
-        array = noise(rank, count)
-        outputs.append(np.empty_like(array))
-        call = call_of("all_reduce", "SUM", [array])
-        weak.all_reduce(call, [array], outputs[-1:], ReduceOp.SUM, TIMEOUT)
-        expected = reduce_arrays(ReduceOp.SUM, [noise(r, count) for r in range(size)])
-        assert outputs[-1].tobytes() == expected.tobytes()
+    array = noise(rank, LARGE // 4)
+    reduced_in_place([array], by=weak)
+    expected = reduce_arrays(ReduceOp.SUM, [noise(r, LARGE // 4) for r in range(size)])
+    assert array.tobytes() == expected.tobytes()
     weak.close()
-    return digest(outputs)
+    return digest([array])
 
 
-def test_processors_that_reorder_stores_are_fenced(ranks: Ranks) -> None:
+def test_processors_that_reorder_stores_are_fenced(ranks):
     agreed(ranks, check_fenced)
 
 
-def check_random_calls(rank: int, size: int, seed: int) -> int:
+def check_random_calls(rank, size, seed):
     plan, own = random.Random(seed), random.Random(seed * 1000 + rank)
     results = []
     for _ in range(150):
@@ -290,15 +263,15 @@ def check_random_calls(rank: int, size: int, seed: int) -> int:
     return digest(results)
 
 
-def test_random_calls_at_random_moments_are_right(ranks: Ranks) -> None:
+def test_random_calls_at_random_moments_are_right(ranks):
     agreed(ranks, check_random_calls, 20)
 
 
-def recover(rank: int, size: int) -> None:
+def recover(rank, size):
     joined_peers().recover(backend().reset, TIMEOUT)
 
 
-def wait_in_vain(rank: int, size: int) -> float:
+def wait_in_vain(rank, size):
     start = time.thread_time()
     if rank == 0:
         with pytest.raises(CollectiveTimeoutError):
@@ -306,59 +279,27 @@ def wait_in_vain(rank: int, size: int) -> float:
     return time.thread_time() - start
 
 
-def test_who_waits_long_leaves_the_processor_to_others(ranks: Ranks) -> None:
+def test_who_waits_long_leaves_the_processor_to_others(ranks):
     assert ranks.run(wait_in_vain)[0].result() < 0.25
     ranks.results(recover)
 
 
-def die_in_a_call(rank: int, size: int, arrivals: int) -> tuple[str, str, float]:
-    all_reduced([noise(rank, 10)])
-    if rank == 1:
-        native, left = backend()._segment.arrive, [arrivals]
-
-        def arrive() -> None:
-            left[0] -= 1
-            native() if left[0] else os.kill(os.getpid(), signal.SIGKILL)
-
-        backend()._segment.arrive = arrive
-    start = time.monotonic()
-    try:
-        all_reduced([noise(rank, LARGE)])
-    except WorkerLostError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    raise AssertionError("the call ended as if nobody had died")
-
-
-@pytest.mark.parametrize(("size", "arrivals"), [(3, 1), (2, 2), (3, 3)])
-def test_a_rank_killed_inside_a_call_is_lost_to_the_others(size: int, arrivals: int) -> None:
-    with Ranks(size) as mortals:
-        outcomes = mortals.run(die_in_a_call, arrivals)
-    assert outcomes[1].error == "Lost"
-    for outcome in (outcomes[0], *outcomes[2:]):
-        name, text, seconds = outcome.result()
-        assert name == "WorkerLostError"
-        assert "worker 1" in text
-        assert seconds < AT_ONCE
-
-
-def die_once_all_have_come(rank: int, size: int) -> int:
+def die_once_all_have_come(rank, size):
     seen = np.zeros(LARGE // 4, np.float32)
 
-    def prepare() -> None:
+    def prepare():
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def update(prepared: None, leaf: int, start: int, stop: int, total: Any) -> None:
+    def update(prepared, leaf, start, stop, total):
         seen[start:stop] = total
 
-    array = np.ones_like(seen)
-    call = call_of("reduce_update", "SUM", [array])
-    backend().reduce_update(call, [array], ReduceOp.SUM, prepare, update, TIMEOUT)
+    updated([np.ones_like(seen)], ReduceOp.SUM, prepare, update)
     return int(seen.sum())
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_update_is_finished_though_a_rank_dies_in_its_own(size: int) -> None:
+def test_an_update_is_finished_though_a_rank_dies_in_its_own(size):
     with Ranks(size) as mortals:
         outcomes = mortals.run(die_once_all_have_come)
     assert outcomes[1].error == "Lost"
@@ -367,8 +308,8 @@ def test_an_update_is_finished_though_a_rank_dies_in_its_own(size: int) -> None:
     )
 
 
-def check_closing(rank: int, size: int) -> None:
-    def held() -> tuple[int, int]:
+def check_closing(rank, size):
+    def held():
         maps = Path("/proc/self/maps").read_text()
         return len(os.listdir("/proc/self/fd")), maps.count("/memfd:ndistribute")
 
@@ -376,9 +317,7 @@ def check_closing(rank: int, size: int) -> None:
     before = held()
     for _ in range(3):
         another = SharedMemoryBackend(joined_peers())
-        array = np.ones(LARGE)
-        call = call_of("all_reduce", "SUM", [array])
-        another.all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
+        reduced_in_place([np.ones(LARGE)], by=another)
         assert held()[0] == before[0] + 1  # One file is the memory of all.
         assert held()[1] > before[1]
         another.close()
@@ -386,19 +325,18 @@ def check_closing(rank: int, size: int) -> None:
         assert held() == before
 
 
-def test_the_memory_of_all_is_one_file_which_closing_gives_back(ranks: Ranks) -> None:
+def test_the_memory_of_all_is_one_file_which_closing_gives_back(ranks):
     agreed(ranks, check_closing)
 
 
-def check_little_room(rank: int, size: int, megabytes: int) -> None:
+def check_little_room(rank, size, megabytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (megabytes << 20, resource.RLIM_INFINITY))
     try:
         small = SharedMemoryBackend(joined_peers())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     array = np.ones(16 << 20, np.int8)
-    call = call_of("all_reduce", "SUM", [array])
-    small.all_reduce(call, [array], [array], ReduceOp.SUM, TIMEOUT)
+    reduced_in_place([array], by=small)
     assert array[-1] == size
     call = Call(2, "all_gather", "axis=0", ((array.dtype, ("*", 1)),))
     (joined,) = small.all_gather(call, [array[:, None]], TIMEOUT)
@@ -406,17 +344,17 @@ def check_little_room(rank: int, size: int, megabytes: int) -> None:
     small.close()
 
 
-def test_large_arrays_need_no_more_room_than_small_ones(ranks: Ranks) -> None:
+def test_large_arrays_need_no_more_room_than_small_ones(ranks):
     agreed(ranks, check_little_room, 64)
 
 
-def test_a_lack_of_room_is_an_error_on_every_rank(ranks: Ranks) -> None:
+def test_a_lack_of_room_is_an_error_on_every_rank(ranks):
     outcomes = ranks.run(check_little_room, 4)
     assert all("bytes of shared memory" in outcome.text for outcome in outcomes)
     ranks.results(recover)
 
 
-def make_without_files(rank: int, size: int) -> None:
+def make_without_files(rank, size):
     joined_peers()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 0:
@@ -427,7 +365,7 @@ def make_without_files(rank: int, size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_memory_that_can_not_be_made_is_an_error_on_every_rank() -> None:
+def test_memory_that_can_not_be_made_is_an_error_on_every_rank():
     with Ranks(3) as ranks:
         outcomes = ranks.run(make_without_files)
     assert outcomes[0].error == "DistributeError"

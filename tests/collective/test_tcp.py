@@ -5,47 +5,46 @@ from __future__ import annotations
 import shutil
 import socket
 import ssl
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from ndistribute.collective.header import encode
+from ndistribute.collective.backend import encode_header
 from ndistribute.collective.reduce_op import ReduceOp
 from tests.collective import backend_calls
-from tests.collective.joined import joined_peers
-from tests.processes import AT_ONCE, Outcome, Ranks
+from tests.collective.backend_calls import joined_peers
+from tests.processes import AT_ONCE, Ranks
 from tests.transport.ends import authority
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
+def two():
     with Ranks(2) as ranks:
         yield ranks
 
 
-def recover(ranks: Ranks) -> None:
+def recover(ranks):
     sums = ranks.results(backend_calls.recovered_sum)
     assert sums == [sum(range(ranks.size))] * ranks.size
 
 
-def sum_more_than_is_buffered(rank: int, size: int) -> None:
+def sum_more_than_is_buffered(rank, size):
     """Send in both directions at once what no system buffers."""
     array = np.full(6_000_000, rank + 1.0)
     (total,) = backend_calls.all_reduced(backend_calls.group_backend(), [array], ReduceOp.SUM)
     assert total.min() == total.max() == sum(range(1, size + 1))
 
 
-def test_messages_may_be_larger_than_what_the_system_buffers(two: Ranks) -> None:
+def test_messages_may_be_larger_than_what_the_system_buffers(two):
     two.results(sum_more_than_is_buffered)
 
 
-def connections(rank: int, size: int, length: int) -> list[int]:
+def connections(rank, size, length):
     backend_calls.all_reduced(backend_calls.group_backend(), [np.ones(length)], ReduceOp.SUM)
     return sorted(joined_peers()._data._sockets)
 
 
-def test_data_connections_are_made_to_those_who_need_each_other() -> None:
+def test_data_connections_are_made_to_those_who_need_each_other():
     with Ranks(6) as ranks:
         found = ranks.results(connections, 300_000)
         assert found == [sorted({(rank - 1) % 6, (rank + 1) % 6}) for rank in range(6)]
@@ -54,7 +53,7 @@ def test_data_connections_are_made_to_those_who_need_each_other() -> None:
             assert len(outcome.result()) <= 2 + 3
 
 
-def cut_off(rank: int, size: int, odd: int, how: str) -> None:
+def cut_off(rank, size, odd, how):
     """End the data connection of one rank while the others communicate."""
     array = np.ones(3_000_000, np.float32)
     if rank == odd:
@@ -65,7 +64,9 @@ def cut_off(rank: int, size: int, odd: int, how: str) -> None:
             data.setblocking(True)
             call = backend_calls.call_of("all_reduce", "SUM", [array])
             generation = joined_peers().generation
-            header = encode(call, backend_calls.group_backend().count + 1, generation=generation)
+            header = encode_header(
+                call, backend_calls.group_backend().count + 1, generation=generation
+            )
             data.sendall(header + b"\0" * 1001)
         elif how == "garbage":
             data.setblocking(True)
@@ -84,12 +85,10 @@ def cut_off(rank: int, size: int, odd: int, how: str) -> None:
         ("garbage", "CollectiveMismatchError", "sent no collective's header"),
     ],
 )
-def test_a_stream_that_is_cut_off_or_broken_is_an_error(
-    two: Ranks, how: str, error: str, text: str
-) -> None:
+def test_a_stream_that_is_cut_off_or_broken_is_an_error(two, how, error, text):
     for odd in range(2):
         outcomes = two.run(cut_off, odd, how)
-        other: Outcome = outcomes[1 - odd]
+        other = outcomes[1 - odd]
         assert other.error == error, other
         assert text in other.text
         assert other.attributes["rank"] == odd
@@ -98,7 +97,7 @@ def test_a_stream_that_is_cut_off_or_broken_is_an_error(
 
 
 @pytest.fixture(scope="module")
-def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def encrypted(tmp_path_factory):
     if shutil.which("openssl") is None:
         pytest.skip("the openssl program, which makes the certificates, is not here")
     files = authority(tmp_path_factory.mktemp("authority"))
@@ -111,19 +110,19 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield ranks
 
 
-def is_encrypted(rank: int, size: int) -> bool:
+def is_encrypted(rank, size):
     peers = joined_peers()
     return isinstance(peers.data_socket(1 - rank, peers.check), ssl.SSLSocket)
 
 
-def test_the_wire_is_the_same_with_tls(encrypted: Ranks) -> None:
+def test_the_wire_is_the_same_with_tls(encrypted):
     assert encrypted.results(is_encrypted) == [True, True]
     digests = encrypted.results(backend_calls.every_op_and_size, "float32")
     assert len(set(digests)) == 1
     encrypted.results(sum_more_than_is_buffered)
 
 
-def test_with_tls_a_mismatch_or_a_cut_is_an_error_too(encrypted: Ranks) -> None:
+def test_with_tls_a_mismatch_or_a_cut_is_an_error_too(encrypted):
     outcomes = encrypted.run(backend_calls.differing_call, 1, "shape", 1000)
     assert [outcome.error for outcome in outcomes] == ["CollectiveMismatchError"] * 2
     recover(encrypted)

@@ -6,18 +6,17 @@ from concurrent.futures import CancelledError
 
 import pytest
 
+from ndistribute.coordinator.closures import ATTEMPTS, Closure, ClosureQueue, RemoteValue
 from ndistribute.coordinator.pickling import dump
-from ndistribute.coordinator.queue import ATTEMPTS, ClosureQueue
-from ndistribute.coordinator.remote_value import Closure, RemoteValue
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
 
 NOTHING = dump(None)
 GONE = ConnectionError("gone")
 
 
-def queue_for(workers: int, patience: float = 60.0) -> ClosureQueue:
+def queue_for(workers: int, timeout: float = 60.0) -> ClosureQueue:
     """Return a queue whose workers are all there."""
-    queue = ClosureQueue([f"worker:{n}" for n in range(workers)], patience)
+    queue = ClosureQueue([f"worker:{n}" for n in range(workers)], timeout)
     for worker in range(workers):
         queue.arrive(worker)
     return queue
@@ -120,7 +119,7 @@ def test_an_error_cancels_what_waits_and_is_raised_once_when_nothing_flies():
 
 
 def test_all_workers_away_is_an_error_only_while_something_waits():
-    queue = ClosureQueue(["worker:0", "worker:1"], patience=0.0)
+    queue = ClosureQueue(["worker:0", "worker:1"], timeout=0.0)
     for worker in (0, 1):
         queue.lose(worker, GONE)
     queue.join(0)

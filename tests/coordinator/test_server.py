@@ -1,11 +1,10 @@
-"""`Server`: tasks of a cluster that listen, know each other, and end when their work is over."""
+"""`Server`: tasks of a cluster that listen, and what they conclude from who came and left."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,21 +15,12 @@ import numpy as np
 import pytest
 
 from ndistribute.cluster.spec import ClusterSpec
-from ndistribute.coordinator.server import Server
+from ndistribute.coordinator.server import CUT_SECONDS, ExitPolicy, Outlook, Server
 from ndistribute.errors import AuthenticationError, DistributeError, WorkerLostError
-from ndistribute.parameter_server.messages import (
-    Create,
-    Item,
-    NewVariable,
-    Read,
-    Reply,
-    Status,
-    Transaction,
-    Update,
-)
+from ndistribute.parameter_server import messages as m
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
-from tests.faults.tasks import Tasks
+from tests.processes import Tasks
 
 ENVIRON = {
     "NDISTRIBUTE_SECRET": secrets.token_hex(16),
@@ -47,7 +37,7 @@ def reach(
 ) -> Iterator[Client]:
     """Yield a client that the server has seen."""
     with contextlib.closing(client_of(server.target, name, environ, audience)) as client:
-        client.call(Status())
+        client.call(m.Status())
         yield client
 
 
@@ -57,7 +47,7 @@ def client_of(address: str, name="worker:0", environ=ENVIRON, audience: str = ""
         credentials_of([address], environ),
         name=name,
         purpose="ps",
-        replies=Reply,
+        replies=m.Reply,
         audience=audience,
         timeout=50.0,
     )
@@ -68,17 +58,17 @@ def serving(cluster: Any = None, **environ: str) -> Server:
 
 
 def create(client: Client, value: Any) -> None:
-    client.call(Create((NewVariable("w", value.shape, value.dtype.name, initial=value),)))
+    client.call(m.Create((m.NewVariable("w", value.shape, value.dtype.name, initial=value),)))
 
 
 def read(client: Client) -> Any:
-    return client.call(Read((Item("w"),))).arrays[0]
+    return client.call(m.Read((m.Item("w"),))).arrays[0]
 
 
 def add(client: Client, number: int) -> int:
     """Add one to ``w`` under a number, and return the total."""
-    change = Update("w", "assign_add", np.ones(3))
-    order = Transaction(client.name, number, number, (change,))
+    change = m.Update("w", "assign_add", np.ones(3))
+    order = m.Transaction(client.name, number, number, (change,))
     total: int = client.call(order).total
     return total
 
@@ -93,13 +83,6 @@ def joined(server: Server) -> Iterator[Future[bool]]:
             server.stop()
 
 
-def test_a_local_server_holds_variables():
-    with Server.create_local_server(environ=ENVIRON) as server, reach(server) as client:
-        value = np.arange(600_000.0).reshape(2, -1)
-        create(client, value)
-        np.testing.assert_array_equal(read(client), value)
-
-
 def test_join_returns_once_the_server_is_stopped():
     with serving() as server:
         assert not server.join(timeout=0.05)
@@ -111,48 +94,15 @@ def test_join_returns_once_the_server_is_stopped():
         server.stop()
 
 
-def test_a_port_in_use_is_named_and_nothing_is_left_behind():
-    with serving() as server:
-        port = server.target.rpartition(":")[2]
-        with pytest.raises(OSError, match=rf"port {port}.*Another program has this port"):
-            serving({"ps": [f"127.0.0.1:{port}"]})
+def test_a_server_that_can_not_listen_leaves_nothing_behind():
+    with Server.create_local_server(environ=ENVIRON) as server, reach(server):
+        server.start()
+        with pytest.raises(OSError, match="Another program has this port"):
+            serving({"ps": [server.target]})
 
 
-def test_a_socket_that_a_launcher_left_open_makes_way():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        environ = {"NDISTRIBUTE_LISTEN_FD": str(listener.fileno())}
-        with serving({"ps": [address]}, **environ) as server, reach(server) as client:
-            assert client.call(Status()).total == 0
-
-
-def test_a_server_listens_at_its_own_address_alone():
-    with serving() as server:
-        port = int(server.target.rpartition(":")[2])
-        with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.2", port), timeout=50)
-
-
-@pytest.mark.parametrize(
-    ("environ", "audience", "message"),
-    [
-        ({"NDISTRIBUTE_SECRET": "f" * 32}, "", "another secret"),
-        ({"NDISTRIBUTE_JOB_ID": "that one"}, "", "job that one, ps:0 to job this one"),
-        ({}, "ps:1", "looks for ps:1, and this is ps:0"),
-    ],
-)
-def test_who_means_another_server_is_told_apart(environ, audience, message):
-    """Of two jobs with one secret, clients of one trained with a stale server of the other."""
-    with (
-        serving() as server,
-        pytest.raises(AuthenticationError, match=message),
-        reach(server, environ={**ENVIRON, **environ}, audience=audience),
-    ):
-        pass
-
-
-def test_a_worker_says_that_it_holds_nothing():
-    cluster = ClusterSpec({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:0"]})
+def test_a_worker_without_a_chief_serves_nothing():
+    cluster = {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:0"]}
     with (
         Server(cluster, "worker", 0, environ=ENVIRON) as server,
         pytest.raises(AuthenticationError, match="nothing here answers connections for 'ps'"),
@@ -169,11 +119,6 @@ def test_a_task_must_be_one_of_the_cluster(job, index, message):
     cluster = {"ps": ["localhost:0", "localhost:0"], "worker": ["localhost:0"]}
     with pytest.raises(ValueError, match=message):
         Server(cluster, job, index, start=False, environ=ENVIRON)
-
-
-def test_beyond_this_host_a_secret_is_needed():
-    with pytest.raises(AuthenticationError, match="NDISTRIBUTE_SECRET"):
-        Server({"ps": ["localhost:0"], "worker": ["node1:2222"]}, "ps", 0, environ={})
 
 
 def test_seconds_that_are_none_are_refused():
@@ -195,13 +140,13 @@ def test_a_chief_that_connected_again_is_here_although_its_old_connection_ends_l
     """A server that had been stopped saw both at once, and took the chief for dead."""
     with serving({**ONE_WORKER, "chief": ["127.0.0.1:2"]}) as server:
         old, new = (SimpleNamespace(name="chief:0#a") for _ in range(2))
-        service = server._services()["ps"]
-        service.connected(old)
-        service.connected(new)
-        service.disconnected(old, died=True)
-        assert server._membership.policy.outlook() is None
-        service.disconnected(new, died=True)
-        assert server._membership.policy.outlook().lost == "the chief died"
+        members = server._membership
+        members.connected(old)
+        members.connected(new)
+        members.disconnected(old, died=True)
+        assert members.policy.outlook() is None
+        members.disconnected(new, died=True)
+        assert members.policy.outlook().lost == "the chief died"
 
 
 def test_a_worker_that_dies_is_waited_for_no_longer_than_said():
@@ -224,7 +169,7 @@ def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tm
         tasks.start("ps", 0)
         create(client, np.zeros(3))
         assert [add(client, number) for number in (1, 2)] == [1, 2]
-        assert client.call(Status("snapshot")).total == 2
+        assert client.call(m.Status("snapshot")).total == 2
         tasks.stop("ps", 0)
         stopped = pool.submit(add, client, 3)
         with pytest.raises(TimeoutError):
@@ -232,7 +177,7 @@ def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tm
         tasks.send("ps", 0, signal.SIGCONT)
         assert stopped.result(timeout=50) == 3
         tasks.kill("ps", 0)
-        late = pool.submit(client.call, Status())  # Asked while nobody is there.
+        late = pool.submit(client.call, m.Status())  # Asked while nobody is there.
         tasks.start("ps", 0)
         status = late.result(timeout=50)
         assert (status.total, status.began) == (2, 2)  # One of three transactions is lost.
@@ -240,7 +185,7 @@ def test_a_server_that_is_stopped_killed_and_ended_goes_on_from_its_snapshots(tm
         tasks.send("ps", 0, signal.SIGTERM)
         assert tasks.code("ps", 0) == 128 + signal.SIGTERM
         tasks.start("ps", 0)
-        assert client.call(Status()).began == 3
+        assert client.call(m.Status()).began == 3
         np.testing.assert_array_equal(read(client), np.full(3, 3.0))
         modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "kept").rglob("*")]
         assert set(modes) <= {0o600, 0o700}
@@ -262,3 +207,95 @@ def test_a_last_snapshot_that_can_not_be_written_is_an_error_that_names_the_plac
     with pytest.raises(DistributeError, match=rf"last snapshot to {tmp_path}"):
         server.stop()
     server.stop()
+
+
+LED = {"chief": ["a:1"], "worker": ["a:2", "a:3"], "ps": ["a:4"], "evaluator": ["a:5"]}
+ALONE = {"worker": ["a:2", "a:3"], "ps": ["a:4"], "evaluator": ["a:5"]}
+BOTH = ["+worker:0#a", "+worker:1#a"]
+
+
+def policy_of(cluster) -> ExitPolicy:
+    return ExitPolicy(ClusterSpec(cluster), started=0.0, start_seconds=100.0, return_seconds=60.0)
+
+
+def after(policy: ExitPolicy, *events: str) -> Outlook | None:
+    """Return the outlook after events ``+client``, ``-client`` and ``!client``, one a second."""
+    for now, event in enumerate(events, start=1):
+        sign, client = event[0], event[1:]
+        if sign == "+":
+            policy.came(client)
+        else:
+            policy.left(client, died=sign == "!", now=float(now))
+    return policy.outlook()
+
+
+NOBODY = Outlook(100.0, "chief:0 did not come within 100 s of the start")
+
+
+def died(now: float) -> Outlook:
+    return Outlook(now + CUT_SECONDS, "the chief died")
+
+
+@pytest.mark.parametrize(
+    ("events", "outlook"),
+    [
+        ([], NOBODY),
+        (["+worker:0#a", "-worker:0#a"], NOBODY),
+        (["+chief:0#a", "!worker:0#a"], None),
+        (["+chief:0#a", "+worker:0#a", "-chief:0#a"], Outlook(5.0)),
+        (["+chief:0#a", "-chief:0#a", "+chief:0#b"], None),
+        (["+chief:0#a", "+chief:0#b", "-chief:0#a"], None),
+        (["+chief:0#a", "!chief:0#a"], died(2.0)),
+        (["!chief:0#a"], died(1.0)),
+        (["+chief:0#a", "+chief:0#b", "!chief:0#a"], died(3.0)),
+        (["+chief:0#a", "!chief:0#a", "+chief:0#b"], died(2.0)),
+        (["+chief:0#a", "!chief:0#a", "+chief:0#a"], None),
+        (["+chief:0#a", "!chief:0#a", "+chief:0#a", "-chief:0#a"], Outlook(6.0)),
+    ],
+)
+def test_a_cluster_with_a_chief_lives_as_long_as_the_chief(events, outlook):
+    assert after(policy_of(LED), *events) == outlook
+
+
+@pytest.mark.parametrize(
+    ("events", "outlook"),
+    [
+        (["+evaluator:0#a", "!evaluator:0#a"], 100.0),
+        ([*BOTH, "-worker:0#a"], None),
+        ([*BOTH, "-worker:0#a", "-worker:1#a"], 6.0),
+        (["+evaluator:0#a", "+worker:0#a", "-worker:0#a", "+worker:1#a", "-worker:1#a"], 7.0),
+        ([*BOTH, "-worker:0#a", "-worker:1#a", "+worker:0#b"], None),
+        # A death that is noticed after the return does not count.
+        ([*BOTH, "-worker:1#a", "+worker:0#b", "-worker:0#b", "!worker:0#a"], 8.0),
+    ],
+)
+def test_without_a_chief_every_worker_comes_and_leaves_first(events, outlook):
+    found = after(policy_of(ALONE), *events)
+    assert (found and found.at) == outlook
+    if outlook != 100.0 and found:
+        assert not found.lost
+
+
+def test_a_worker_that_dies_is_waited_for_once_all_others_are_gone():
+    policy = policy_of(ALONE)
+    assert after(policy, *BOTH, "!worker:0#a") is None
+    outlook = after(policy, "-worker:1#a")
+    assert outlook is not None
+    assert outlook.at == 61.0
+    assert "worker:0 died and did not come back within 60 s" in outlook.lost
+    assert after(policy, "+worker:0#b") is None
+    assert after(policy, "-worker:0#b") == Outlook(3.0)
+
+
+def test_a_worker_that_never_came_is_named_unless_an_earlier_life_may_have_seen_it():
+    policy = policy_of(ALONE)
+    outlook = after(policy, "+worker:0#a", "-worker:0#a")
+    assert outlook is not None
+    assert outlook.at == 62.0
+    assert "worker:1 never came" in outlook.lost
+    policy.resumed = True
+    assert policy.outlook() == Outlook(62.0)
+
+
+def test_a_cluster_of_servers_alone_is_served_for_ever():
+    assert after(policy_of({"ps": ["a:1"]}), "+worker:0#a", "-worker:0#a", "!chief:0#a") is None

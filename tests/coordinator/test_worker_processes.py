@@ -3,10 +3,9 @@ they are killed, stopped and started again."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import signal
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +14,9 @@ import numpy as np
 import pytest
 
 from ndistribute.coordinator.coordinator import ClusterCoordinator
-from ndistribute.coordinator.queue import ATTEMPTS
-from ndistribute.errors import WorkerLostError
 from tests.coordinator import errands
-from tests.faults.tasks import Tasks, wait_until
+from tests.processes import Tasks, wait_until
+from tests.transport.ends import forked
 
 pytest.importorskip("cloudpickle")
 
@@ -98,21 +96,6 @@ def test_each_worker_has_its_own_dataset(coordinator, fifo):
     assert sorted(got) == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
-def test_errors_of_all_workers_are_raised_once(coordinator, fifo):
-    def fail(fifo: str, side: str) -> None:
-        errands.fail(str(errands.meet(fifo, side)))
-
-    sides = [coordinator.schedule(fail, (fifo, side)) for side in ("in", "out")]
-    with pytest.raises(LookupError, match=r"[01]") as caught:
-        coordinator.join(timeout=SECONDS)
-    assert "raised this on worker:" in caught.value.__notes__[0]
-    coordinator.join(timeout=SECONDS)
-    for value in sides:
-        with pytest.raises(LookupError):
-            value.fetch()
-    assert meet(coordinator, fifo) == [0, 1]
-
-
 def test_short_functions_are_sent_ahead_and_long_ones_are_not(coordinator, fifo):
     """A worker that is busy holds nothing back that the other one could run."""
     for n in range(64):
@@ -124,35 +107,6 @@ def test_short_functions_are_sent_ahead_and_long_ones_are_not(coordinator, fifo)
     assert not waiting.done()
     coordinator.schedule(errands.meet, (fifo, "out"))
     coordinator.join(timeout=SECONDS)
-
-
-def test_what_a_killed_worker_had_runs_elsewhere_and_it_comes_back(
-    coordinator, workers, tmp_path, fifo
-):
-    assert meet(coordinator, fifo) == [0, 1]
-    marks = str(tmp_path / "marks")
-    killed = coordinator.schedule(errands.once, (marks, signal.SIGKILL))
-    others = [coordinator.schedule(errands.double, (n,)) for n in range(20)]
-    coordinator.join(timeout=SECONDS)
-    survivor = killed.fetch()
-    assert Path(marks).read_bytes() == b".."
-    assert coordinator.fetch(others) == list(range(0, 40, 2))
-    assert workers.code("worker", 1 - survivor) == -signal.SIGKILL
-    workers.start("worker", 1 - survivor)
-    assert meet(coordinator, fifo) == [0, 1]
-
-
-def test_what_a_stopped_worker_had_runs_elsewhere_and_it_comes_back(
-    command, workers, tmp_path, fifo, monkeypatch
-):
-    monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "2")  # Workers beat twice a second.
-    coordinator = command()
-    assert meet(coordinator, fifo) == [0, 1]
-    survivor = coordinator.schedule(errands.once, (str(tmp_path / "marks"), signal.SIGSTOP)).fetch()
-    coordinator.join(timeout=SECONDS)
-    assert len((tmp_path / "marks").read_bytes()) >= 2
-    workers.send("worker", 1 - survivor, signal.SIGCONT)
-    assert meet(coordinator, fifo) == [0, 1]
 
 
 def test_a_stopped_worker_holds_nothing_up_but_what_it_has(command, workers, fifo, monkeypatch):
@@ -171,107 +125,20 @@ def test_a_stopped_worker_holds_nothing_up_but_what_it_has(command, workers, fif
     assert coordinator.fetch(values) == [1_000_000] * 10
 
 
-def test_a_function_that_holds_the_interpreter_is_run_once(coordinator, tmp_path):
-    """Its worker is silent for that time, and not counted as lost."""
-    marks = tmp_path / "marks"
-
-    def hold() -> int:
-        import ctypes
-
-        with marks.open("ab") as file:
-            file.write(b".")
-        return int(ctypes.PyDLL(None).usleep(1_500_000))
-
-    assert coordinator.schedule(hold).fetch(SECONDS) == 0
-    assert marks.read_bytes() == b"."
-
-
-def test_a_function_that_ends_its_worker_is_tried_a_few_times(command, workers, tmp_path):
-    """It was run for ever, as long as its workers were started again."""
-    coordinator = command(timeout_seconds=SECONDS)
-    marks = tmp_path / "marks"
-
-    def suicide() -> None:
-        with marks.open("ab") as file:
-            file.write(b"%d" % errands.index())
-        os._exit(3)
-
-    behind = [coordinator.schedule(errands.double, (n,)) for n in range(4)]
-    coordinator.join(timeout=SECONDS)
-    bad = coordinator.schedule(suicide)
-    ended = False
-    while not ended:
-        ended = bad.done()  # Both workers may have ended by then, so they are looked at once more.
-        for index in range(2):
-            with contextlib.suppress(TimeoutError):
-                assert workers.code("worker", index, 0.05) == 3
-                workers.start("worker", index)
-    with pytest.raises(WorkerLostError) as caught:
-        coordinator.join(timeout=SECONDS)
-    runs = marks.read_text()
-    assert len(runs) == ATTEMPTS
-    assert f"closure 5 ({suicide.__qualname__}) was run {ATTEMPTS} times" in str(caught.value)
-    assert ", ".join(f"worker:{index}" for index in runs) in str(caught.value)
-    assert bad.error is caught.value
-    assert coordinator.fetch(behind) == [0, 2, 4, 6]
-    assert coordinator.schedule(errands.double, (1,)).fetch(SECONDS) == 2
-
-
-def test_all_workers_gone_is_an_error_until_they_are_back(command, workers, fifo):
-    coordinator = command(timeout_seconds=0.5)
-    assert meet(coordinator, fifo) == [0, 1]
-    for index in range(2):
-        workers.kill("worker", index)
-    value = coordinator.schedule(errands.double, (1,))
-    with pytest.raises(WorkerLostError, match=r"No worker was there for 0.5 s.*worker:0.*worker:1"):
-        coordinator.join(timeout=SECONDS)
-    assert value.error is not None
-    workers.start("worker", 0)
-    value = None
-    while value is None or value.error is not None:  # Until the worker is up again.
-        value = coordinator.schedule(errands.double, (2,))
-        with contextlib.suppress(WorkerLostError):
-            coordinator.join(timeout=SECONDS)
-    assert value.fetch() == 4
-
-
-def test_two_coordinators_share_workers(command, fifo):
-    one, other = command(), command()
-    values = [which.schedule(errands.double, (n,)) for n in range(10) for which in (one, other)]
-    assert [value.fetch(SECONDS) for value in values[::2]] == list(range(0, 20, 2))
-    one.close()
-    assert [value.fetch(SECONDS) for value in values[1::2]] == list(range(0, 20, 2))
-    assert meet(other, fifo) == [0, 1]
-
-
 def test_a_forked_child_is_told_and_closes_nothing(coordinator, fifo):
-    """Also when it closes the coordinator, or ends as a program does."""
     assert meet(coordinator, fifo) == [0, 1]
     pending = coordinator.schedule(errands.meet, (fifo, "in"))
-    for does in (
-        lambda: coordinator.schedule(errands.double, (1,)),
-        coordinator.join,
-        coordinator.done,
-        pending.fetch,
-    ):
-        assert _in_a_child(coordinator, does)
+
+    def child(use: Callable[[], object]) -> str:
+        try:
+            return f"{use()} was possible"
+        except RuntimeError as error:
+            coordinator.close()
+            return str(error)
+
+    schedule = functools.partial(coordinator.schedule, errands.double, (1,))
+    for use in (schedule, coordinator.join, coordinator.done, pending.fetch):
+        assert "is a fork of" in forked(functools.partial(child, use))
     coordinator.schedule(errands.meet, (fifo, "out"))
     coordinator.join(timeout=SECONDS)
     assert meet(coordinator, fifo) == [0, 1]
-
-
-def _in_a_child(coordinator: ClusterCoordinator, does: Callable[[], object]) -> bool:
-    """Return True if a call is refused in a forked child, which may close the coordinator."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            does()
-        except RuntimeError as error:
-            status = 0 if "fork" in str(error) else 2
-            coordinator.close()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -10,12 +10,14 @@ import pytest
 import ndistribute as nd
 from ndistribute.data import Dataset, InputOptions, as_dataset
 from tests.data.workers import (
+    all_raise,
     cpus,
     distribute,
     distribute_from_function,
     on_workers,
     pieces_of,
     raised,
+    shared,
 )
 from tests.processes import Ranks
 
@@ -46,20 +48,17 @@ class Stateful(Loader):
         vars(self).update(state)
 
 
-def over_replicas(loader, options):
-    return distribute(loader, cpus(2), options)
-
-
-def of_a_function(loader, options):
-    return distribute_from_function(lambda context: loader, cpus(2), options)
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("make", [over_replicas, of_a_function])
-@pytest.mark.parametrize("taken", [0, 1, 3])
-@pytest.mark.parametrize("epochs", [0, 1])
-def test_a_loader_resumes_by_its_own_state(make, prefetch, taken, epochs):
-    before, after = (make(Stateful(), InputOptions(prefetch=prefetch)) for _ in range(2))
+@pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize(("taken", "epochs"), [(0, 1), (1, 0), (3, 1)])
+def test_a_loader_resumes_by_its_own_state(by_function, prefetch, taken, epochs):
+    def make():
+        options = InputOptions(prefetch=prefetch)
+        if by_function:
+            return distribute_from_function(lambda context: Stateful(), cpus(2), options)
+        return distribute(Stateful(), cpus(2), options)
+
+    before, after = make(), make()
     for _ in range(epochs):
         list(before)
     interrupted = iter(before)
@@ -89,13 +88,18 @@ def test_the_state_of_a_loader_is_taken_between_its_batches():
     assert pieces_of(resumed) == pieces_of(interrupted)
 
 
-def test_the_state_of_a_loader_that_is_over_leaves_nothing():
-    over, after = iter(distribute(Stateful(), cpus(1))), distribute(Stateful(), cpus(1))
+def test_the_state_of_a_loader_that_is_over_leaves_nothing_and_of_a_closed_iterator_the_rest():
+    over, closed = (iter(distribute(Stateful(), cpus(1))) for _ in range(2))
     list(over)
-    resumed = iter(after)
-    resumed.load_state_dict(over.state_dict())
-    assert list(resumed) == []
-    assert len(list(after)) == 6
+    next(closed)
+    closed.close()
+    assert list(closed) == []
+    for iterator, left in ((over, 0), (closed, 5)):
+        after = distribute(Stateful(), cpus(1))
+        resumed = iter(after)
+        resumed.load_state_dict(iterator.state_dict())
+        assert len(list(resumed)) == left
+        assert len(list(after)) == 6
 
 
 @pytest.mark.parametrize(
@@ -115,25 +119,12 @@ def test_a_loader_that_can_not_be_resumed_says_so(build):
             call()
 
 
-def test_an_iterator_that_was_closed_is_gone_on_with():
-    closed, resumed = (iter(distribute(Stateful(), cpus(1))) for _ in range(2))
-    next(closed)
-    closed.close()
-    resumed.load_state_dict(closed.state_dict())
-    assert len(list(resumed)) == 5
-
-
-def test_a_part_of_a_loader_is_taken_by_position():
-    everything = [batch.tolist() for batch in Stateful()]
-    assert [batch.tolist() for batch in as_dataset(Stateful()).skip(2).take(3)] == everything[2:5]
-
-
-def test_a_part_of_a_loader_with_a_state_is_not_read_ahead():
+def test_a_part_of_a_loader_is_taken_by_position_and_not_read_ahead():
     """A worker of a `ParameterServerStrategy` takes its part of the batches."""
-    loader = Stateful()
-    iterator = iter(distribute(as_dataset(loader).shard(2, 0), cpus(1)))
-    next(iterator)
-    assert loader.given == 1
+    loader, everything = Stateful(), [batch.tolist() for batch in Stateful()]
+    iterator = iter(distribute(as_dataset(loader).shard(2, 0).skip(1), cpus(1)))
+    assert next(iterator).values[0].tolist() == everything[2]
+    assert loader.given == 3
 
 
 def test_the_state_of_a_loader_is_loaded_by_a_loader_alone():
@@ -157,31 +148,23 @@ def test_each_worker_loads_the_state_of_its_own_loader():
 
 
 def test_under_data_one_worker_s_state_serves_all():
-    def take(workers):
+    def work(workers, state=None):
         iterator = iter(distribute(Stateful(), cpus(1), workers=workers))
-        next(iterator)
-        return iterator.state_dict(), pieces_of(iterator)
+        if state is not None:
+            iterator.load_state_dict(state)
+        else:
+            next(iterator)
+            state = iterator.state_dict()
+        return state, pieces_of(iterator)
 
-    (state, *_), (_, *rest) = raised(on_workers(2, take))
-
-    def resume(workers):
-        iterator = iter(distribute(Stateful(), cpus(1), workers=workers))
-        iterator.load_state_dict(state)
-        return pieces_of(iterator)
-
-    assert raised(on_workers(2, resume))[1] == rest[0]
+    (state, *_), (_, rest) = raised(on_workers(2, work))
+    assert raised(on_workers(2, lambda workers: work(workers, state)))[1][1] == rest
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_loaders_whose_order_differs_between_workers_are_refused(prefetch):
-    def work(workers):
-        loader = Loader(seed=workers.rank)
-        return list(distribute(loader, cpus(1), InputOptions(prefetch=prefetch), workers=workers))
-
-    for error in on_workers(2, work):
-        assert isinstance(error, ValueError)
-        assert "digest of the first batch" in str(error)
-        assert "seed all loaders equally" in str(error)
+    steps = shared(2, Loader, InputOptions(prefetch=prefetch))
+    all_raise(steps, ValueError, "digest of the first batch.*seed all loaders equally")
 
 
 def augmented(rank):
@@ -190,27 +173,21 @@ def augmented(rank):
     return [(np.arange(4) + 4 * i, noise.random((4, 3))) for i in range(3)]
 
 
-def of_objects(rank):
-    return [np.array([object(), {"a", "b", str(rank)}], object) for _ in range(3)]
+def values_alone(rank):
+    return [images for _, images in augmented(rank)]
 
 
-@pytest.mark.parametrize("build", [augmented, of_objects])
+@pytest.mark.parametrize(
+    "build",
+    [
+        augmented,
+        lambda rank: [np.array([object(), {"a", "b", str(rank)}], object) for _ in range(3)],
+        lambda rank: Dataset.from_generator(lambda: iter(values_alone(rank))),
+    ],
+    ids=["labels", "objects", "generator"],
+)
 def test_loaders_of_one_order_may_differ_in_what_does_not_tell_the_order(build):
-    def work(workers):
-        return len(list(distribute(build(workers.rank), cpus(1), workers=workers)))
-
-    assert raised(on_workers(2, work)) == [3, 3]
-
-
-def test_a_refused_loader_may_be_given_as_a_generator():
-    def work(workers):
-        loader = [images for _, images in augmented(workers.rank)]
-        with pytest.raises(ValueError, match=r"Dataset\.from_generator\(lambda: iter\(loader\)\)"):
-            list(distribute(loader, cpus(1), workers=workers))
-        generated = Dataset.from_generator(lambda: iter(loader))
-        return len(list(distribute(generated, cpus(1), workers=workers)))
-
-    assert raised(on_workers(2, work)) == [3, 3]
+    assert [len(steps) for steps in shared(2, build)] == [3, 3]
 
 
 def shared_by_processes(rank, size):
@@ -241,46 +218,26 @@ def test_loaders_of_one_order_are_shared():
     assert calls == 3  # At the begin, for the first batch and at the end.
 
 
-def test_each_worker_may_have_another_order_without_sharding():
-    def work(workers):
-        dataset = distribute(Loader(workers.rank), cpus(1), InputOptions("off"), workers=workers)
-        return len(pieces_of(dataset))
-
-    assert raised(on_workers(2, work)) == [12, 12]
+def generated(count):
+    return Dataset.from_generator(lambda: iter(range(count))).batch(4)
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda rank: Dataset.range(8 - rank).batch(4), "length of its sources is 8 on worker 0"),
+        (lambda rank: Dataset.range(8 + rank).batch(2), "number of batches is 4 on worker 0 and 5"),
         (lambda rank: Dataset.range(8).batch(4 + rank), "batch size is 4 on worker 0"),
-        (
-            lambda rank: Dataset.from_generator(lambda: iter(range(8 - rank))).batch(4),
-            "number of rows of the epoch is 8 on worker 0 and 7 on worker 1",
-        ),
-        (
-            lambda rank: Dataset.from_generator(lambda: iter(range(4 - rank))).batch(4),
-            r"first batch is int64\[4\] on worker 0 and int64\[3\] on worker 1",
-        ),
-        (
-            lambda rank: Dataset.from_generator(lambda: iter(range(4 * rank))).batch(4),
-            "number of rows of the epoch is 0 on worker 0 and missing on worker 1",
-        ),
-        (
-            lambda rank: [np.zeros(4), np.zeros(4 - rank)],
-            "number of rows of the epoch is 8 on worker 0 and 7 on worker 1",
-        ),
+        (lambda rank: [Dataset.range(4), Dataset.range(4).shuffle(2)][rank].batch(2), "shuffles"),
+        (lambda rank: Dataset.from_files(["a.npy"] * (2 + rank)).batch(2), "number of files is 2"),
+        (lambda rank: generated(8 - rank), "rows of the epoch is 8 on worker 0 and 7 on worker 1"),
+        (lambda rank: generated(4 - rank), r"first batch is int64\[4\] on worker 0 and int64\[3\]"),
+        (lambda rank: generated(4 * rank), "rows of the epoch is 0 on worker 0 and missing on"),
         (
             lambda rank: [np.zeros(2, object), np.zeros(2 - rank, object)],
-            "number of rows of the epoch is 4 on worker 0 and 3 on worker 1",
+            "rows of the epoch is 4 on worker 0 and 3 on worker 1",
         ),
     ],
-    ids=["arrays", "batch size", "generator", "first batch", "none", "list", "objects"],
 )
-def test_workers_whose_data_differ_in_rows_but_not_in_batches_are_told(build, message):
-    def work(workers):
-        return list(distribute(build(workers.rank), cpus(1), workers=workers))
-
-    for error in on_workers(2, work):
-        with pytest.raises(ValueError, match=message):
-            raise error
+def test_workers_whose_data_differ_are_told_in_what(build, message):
+    all_raise(shared(2, build), ValueError, message)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import chain
 
 import numpy as np
@@ -13,12 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.data import (
-    Dataset,
-    InputOptions,
-)
-from ndistribute.device import Device
-from tests.data.workers import distribute, distribute_from_function
+from ndistribute.data import Dataset, InputOptions
+from tests.data.workers import cpus, distribute, distribute_from_function
 
 
 def rows_of(steps):
@@ -27,20 +20,16 @@ def rows_of(steps):
 
 
 def distributed(build, replicas=2, prefetch=0):
-    devices = [Device(f"cpu:{i}") for i in range(replicas)]
-    return distribute(build(), devices, InputOptions(prefetch=prefetch))
+    return distribute(build(), cpus(replicas), InputOptions(prefetch=prefetch))
 
 
 PIPELINES = {
     "in order": lambda: Dataset.range(20).batch(3),
     "shuffled with a seed": lambda: Dataset.range(20).shuffle(20, seed=1).batch(3),
-    "shuffled without a seed": lambda: Dataset.range(20).shuffle(20).batch(3),
     "shuffled once": lambda: Dataset.range(20).shuffle(20, None, False).batch(3),
     "window": lambda: Dataset.range(20).shuffle(5).batch(3),
     "repeated": lambda: Dataset.range(20).shuffle(20).repeat(3).batch(3),
-    "repeated batches": lambda: Dataset.range(20).shuffle(20).batch(3).repeat(3),
-    "cached": lambda: Dataset.range(20).shuffle(20).cache().shuffle(20).batch(3),
-    "cached elements": lambda: Dataset.range(20).map(abs).shuffle(20).cache().batch(3),
+    "cached": lambda: Dataset.range(20).shuffle(20).cache().shuffle(20).batch(3).repeat(2),
     "elements": lambda: (
         Dataset.range(20).map(lambda x: x).shuffle(9).filter(lambda x: x % 5).batch(3)
     ),
@@ -85,43 +74,16 @@ def test_the_rest_of_the_epoch_and_the_next_one_are_the_same(
     assert rows_of(after) == rows_of(before)
 
 
-def test_a_state_is_resumed_in_another_process():
-    program = (
-        "import json, sys\n"
-        "from tests.data.test_resumption import PIPELINES, distributed, rows_of\n"
-        "iterator = iter(distributed(PIPELINES['repeated']))\n"
-        "iterator.load_state_dict(json.loads(sys.argv[1]))\n"
-        "print(json.dumps(rows_of(iterator)))\n"
-    )
-    iterator = iter(distributed(PIPELINES["repeated"]))
-    for _ in range(9):
-        next(iterator)
-    state = json.dumps(iterator.state_dict())
-    done = subprocess.run(
-        [sys.executable, "-c", program, state],
-        timeout=60,
-        check=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert json.loads(done.stdout) == rows_of(iterator)
-
-
-def test_an_iterator_can_be_taken_back():
+def test_an_iterator_can_be_taken_back_also_when_it_is_over():
     iterator = iter(distributed(PIPELINES["shuffled with a seed"], prefetch=2))
     next(iterator)
     state = iterator.state_dict()
     rest = rows_of(iterator)
+    over = iterator.state_dict()
     iterator.load_state_dict(state)
     assert rows_of(iterator) == rest
-
-
-def test_the_state_of_an_epoch_that_is_over_leaves_nothing():
-    over = iter(distributed(PIPELINES["in order"]))
-    list(over)
-    resumed = iter(distributed(PIPELINES["in order"]))
-    resumed.load_state_dict(over.state_dict())
-    assert list(resumed) == []
+    iterator.load_state_dict(over)
+    assert rows_of(iterator) == []
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 4))
@@ -130,7 +92,7 @@ def test_batches_that_replicas_take_one_by_one_are_resumed(replicas, others, tak
         return Dataset.range(12).shuffle(12, seed=3).batch(1)
 
     def over(count):
-        return iter(distribute_from_function(make, [Device(f"cpu:{i}") for i in range(count)]))
+        return iter(distribute_from_function(make, cpus(count)))
 
     interrupted, resumed = over(replicas), over(others)
     for _ in range(taken):

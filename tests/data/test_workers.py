@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ndistribute.data import Dataset, InputOptions
 from ndistribute.errors import DistributeError
-from ndistribute.values import PerReplica
 from tests.data.workers import (
+    all_raise,
     cpus,
     distribute,
     distribute_from_function,
@@ -23,9 +23,10 @@ from tests.data.workers import (
     pieces_of,
     raised,
     rows_of,
+    shared,
 )
 
-replica_counts = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple)
+replica_counts = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
 file_lengths = st.lists(st.integers(0, 7), min_size=4, max_size=7)
 
 
@@ -42,22 +43,22 @@ def number_files(lengths, reads=None):
     return Dataset.from_files(paths, read)
 
 
-def shares_of(build, counts, policy="auto", prefetch=0, epochs=1):
-    """Return what each worker got, epoch after epoch."""
+def shares_of(build, counts, policy="auto", prefetch=0):
+    """Return what each worker got."""
     options = InputOptions(policy, prefetch)
 
     def work(workers):
         mine = cpus(counts[workers.rank])
         dataset = distribute(build(), mine, options, workers=workers, replica_counts=counts)
-        return [pieces_of(dataset) for _ in range(epochs)]
+        return pieces_of(dataset)
 
-    return list(zip(*raised(on_workers(len(counts), work)), strict=True))
+    return raised(on_workers(len(counts), work))
 
 
 @settings(max_examples=40)
 @given(file_lengths, st.integers(1, 9), replica_counts)
 def test_no_replica_gets_more_than_its_share_of_the_global_batch(lengths, batch, counts):
-    (shares,) = shares_of(lambda: number_files(lengths).batch(batch), counts, "file")
+    shares = shares_of(lambda: number_files(lengths).batch(batch), counts, "file")
     largest = -(-batch // sum(counts))
     for share, replicas in zip(shares, counts, strict=True):
         assert all(len(step) == replicas for step in share)
@@ -66,44 +67,36 @@ def test_no_replica_gets_more_than_its_share_of_the_global_batch(lengths, batch,
 
 def test_the_last_short_batch_of_each_worker_s_files_is_not_spread_thin():
     """Each worker has 10 rows and takes 2 a step, as many as its share of a batch of 8."""
-    (shares,) = shares_of(lambda: number_files([10] * 4).batch(8), (1, 1, 1, 1), "file")
+    shares = shares_of(lambda: number_files([10] * 4).batch(8), (1, 1, 1, 1), "file")
     for share in shares:
         assert [len(piece) for step in share for piece in step] == [2] * 5
 
 
 @given(st.integers(0, 40), st.integers(1, 9), replica_counts)
 def test_workers_of_different_size_cut_each_batch_as_one_worker_would(rows, batch, counts):
-    (shares,) = shares_of(lambda: Dataset.range(rows).batch(batch), counts)
+    shares = shares_of(lambda: Dataset.range(rows).batch(batch), counts)
     alone = pieces_of(distribute(Dataset.range(rows).batch(batch), cpus(sum(counts))))
     joint = [[piece for step in steps for piece in step] for steps in zip(*shares, strict=True)]
     assert joint == alone
 
 
 @settings(max_examples=30)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 3))
-def test_each_worker_uses_all_of_its_own_data_without_sharding(rows, replicas):
-    def work(workers):
-        own = Dataset.range(rows[workers.rank]).batch(4)
-        return pieces_of(distribute(own, cpus(replicas), InputOptions("off"), workers=workers))
-
-    shares = raised(on_workers(len(rows), work))
-    assert len({len(share) for share in shares}) == 1
-    for share, count in zip(shares, rows, strict=True):
-        assert rows_of([share]) == list(range(count))
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 3))
-def test_datasets_of_a_function_may_end_at_different_times(rows, replicas):
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 3), st.booleans())
+def test_data_of_each_worker_s_own_may_end_at_different_times(rows, replicas, by_function):
     def work(workers):
         def make(context):
             assert context.num_input_pipelines == len(rows)
             return Dataset.range(rows[context.input_pipeline_id]).batch(2)
 
-        return pieces_of(distribute_from_function(make, cpus(replicas), workers=workers))
+        if by_function:
+            return pieces_of(distribute_from_function(make, cpus(replicas), workers=workers))
+        own = Dataset.range(rows[workers.rank]).batch(4)
+        return pieces_of(distribute(own, cpus(replicas), InputOptions("off"), workers=workers))
 
     shares = raised(on_workers(len(rows), work))
-    assert {len(share) for share in shares} == {max(-(-count // (2 * replicas)) for count in rows)}
+    assert len({len(share) for share in shares}) == 1
+    if by_function:
+        assert len(shares[0]) == max(-(-count // (2 * replicas)) for count in rows)
     for share, count in zip(shares, rows, strict=True):
         assert rows_of([share]) == list(range(count))
 
@@ -118,19 +111,13 @@ def test_a_worker_without_any_element_learns_what_an_empty_piece_looks_like():
         rows = int(path)
         return {"sample": Sample(np.zeros((rows, 5, 3), np.float16), np.zeros(rows, np.int8))}
 
-    def work(workers):
-        dataset = Dataset.from_files(["2", "0"], read).batch(2)
-        return list(distribute(dataset, cpus(1), workers=workers))
-
-    full, empty = raised(on_workers(2, work))
+    full, empty = raised(shared(2, lambda rank: Dataset.from_files(["2", "0"], read).batch(2)))
     assert len(full) == len(empty) == 2
-    for mine, theirs in zip(full, empty, strict=True):
-        assert type(theirs["sample"]) is Sample
-        assert type(theirs["sample"].image) is PerReplica
-        for column in ("image", "label"):
-            piece = getattr(theirs["sample"], column).values[0]
-            like = getattr(mine["sample"], column).values[0]
-            assert (piece.shape, piece.dtype) == ((0, *like.shape[1:]), like.dtype)
+    for step in empty:
+        assert type(step["sample"]) is Sample
+        (image,), (label,) = step["sample"].image.values, step["sample"].label.values
+        assert (image.shape, image.dtype) == ((0, 5, 3), np.float16)
+        assert (label.shape, label.dtype) == ((0,), np.int8)
 
 
 def test_elements_that_are_no_batches_can_not_be_completed_on_any_worker():
@@ -140,79 +127,58 @@ def test_elements_that_are_no_batches_can_not_be_completed_on_any_worker():
 
         return list(distribute_from_function(make, cpus(1), workers=workers))
 
-    for error in on_workers(2, work):
-        assert isinstance(error, ValueError)
-        assert "batch" in str(error)
+    all_raise(on_workers(2, work), ValueError, "elements must be batches")
 
 
 @pytest.mark.parametrize("policy", ["auto", "file"])
 def test_each_file_is_opened_by_one_worker_only(policy):
-    reads = [[] for _ in range(3)]
-
-    def work(workers):
-        dataset = number_files([2] * 7, reads[workers.rank]).batch(6)
-        options = InputOptions(policy)
-        return pieces_of(distribute(dataset, cpus(1), options, workers=workers))
-
-    raised(on_workers(3, work))
-    assert [len(read) for read in reads] == [3, 2, 2]
-    assert len(set().union(*reads)) == 7
+    reads = []
+    shares = shares_of(lambda: number_files([2] * 7, reads).batch(6), (1, 1, 1), policy)
+    assert len(reads) == len(set(reads)) == 7
+    assert [len(rows_of([share])) for share in shares] == [6, 4, 4]
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "reason"),
     [
-        lambda dataset: dataset.take(9),
-        lambda dataset: dataset.skip(2),
-        lambda dataset: dataset.shard(2, 0),
-        lambda dataset: Dataset.zip((dataset, dataset)).map(lambda a, b: a),
-        lambda dataset: dataset.concatenate(Dataset.range(9).map(np.int32)),
+        (lambda dataset: dataset.take(9), "count elements"),
+        (lambda dataset: dataset.skip(2), "count elements"),
+        (lambda dataset: dataset.shard(2, 0), "count elements"),
+        (lambda d: Dataset.zip((d, d)).map(lambda a, b: a), "count elements"),
+        (lambda d: d.concatenate(Dataset.range(9).map(np.int32)), "other sources"),
+        (lambda dataset: number_files([3]), r"1 file\(s\) for 2 workers"),
     ],
-    ids=["take", "skip", "shard", "zip", "another source"],
+    ids=["take", "skip", "shard", "zip", "another source", "fewer files"],
 )
-def test_auto_does_not_deal_files_where_that_would_change_the_elements(change):
+def test_auto_does_not_deal_files_where_that_would_change_the_elements(change, reason):
     def build():
         return change(number_files([3, 1, 0, 6])).batch(4)
 
     alone = [int(x) for batch in build() for x in batch]
-    ((first, second),) = shares_of(build, (1, 2))
-    assert Counter(rows_of([first, second])) == Counter(alone)
-    for error in on_workers(2, lambda w: distribute(build(), cpus(1), FILE, workers=w)):
-        assert "AutoShardPolicy.FILE" in str(error)
-        assert "DATA" in str(error)
-
-
-FILE = InputOptions("file")
-
-
-def test_fewer_files_than_workers_are_shared_by_elements_unless_files_are_asked_for():
-    def build():
-        return number_files([3, 4]).batch(4)
-
-    (shares,) = shares_of(build, (1, 1, 1))
-    assert sorted(rows_of(shares)) == list(range(7))
-    for error in on_workers(3, lambda w: distribute(build(), cpus(1), FILE, workers=w)):
-        assert "2 file(s) for 3 workers" in str(error)
+    assert Counter(rows_of(shares_of(build, (1, 2)))) == Counter(alone)
+    refused = shared(2, lambda rank: build(), InputOptions("file"))
+    all_raise(refused, ValueError, rf"AutoShardPolicy\.FILE .*{reason}.*DATA")
 
 
 @pytest.mark.parametrize("policy", ["data", "file"])
 def test_workers_shuffle_alike_without_a_seed(policy):
     """Workers that are processes draw different entropies; here each builds its own shuffle."""
-    (first, again) = shares_of(
-        lambda: number_files([4] * 6).shuffle(30).batch(6), (1, 2), policy, epochs=2
-    )
-    assert sorted(rows_of(first)) == sorted(rows_of(again)) == list(range(24))
-    assert rows_of(first) != rows_of(again)
+
+    def build():
+        return number_files([4] * 6).shuffle(30).batch(6)
+
+    first, again = (rows_of(shares_of(build, (1, 2), policy)) for _ in range(2))
+    assert sorted(first) == sorted(again) == list(range(24))
+    assert first != again
 
 
 @pytest.mark.parametrize("policy", ["file", "off"])
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_steps_that_are_made_ahead_end_together_too(policy, prefetch):
+    """And no collective is called on a thread that prepares steps."""
     threads = set()
 
     class Watched:
-        """A communicator that remembers who called it."""
-
         def __init__(self, workers):
             self._workers, self.rank, self.size = workers, workers.rank, workers.size
 
@@ -225,46 +191,36 @@ def test_steps_that_are_made_ahead_end_together_too(policy, prefetch):
         options = InputOptions(policy, prefetch)
         return pieces_of(distribute(dataset, cpus(1), options, workers=Watched(workers)))
 
-    shares = raised(on_workers(2, work))
-    assert len(shares[0]) == len(shares[1])
+    first, second = raised(on_workers(2, work))
+    assert len(first) == len(second)
     assert len(threads) == 2
-    assert not any("prefetch" in thread.name for thread in threads)
 
 
-def test_sharing_elements_takes_one_collective_an_epoch_and_none_a_step():
+@pytest.mark.parametrize(("policy", "each_step", "others"), [("data", 0, 1), ("file", 1, 2)])
+def test_sharing_files_takes_one_collective_a_step_and_sharing_elements_none(
+    policy, each_step, others
+):
     def work(workers):
-        list(distribute(Dataset.range(40).batch(2), cpus(1), workers=workers))
-        return workers.calls_made
+        dataset = (Dataset.range(8) if policy == "data" else number_files([4, 4])).batch(2)
+        steps = list(distribute(dataset, cpus(1), InputOptions(policy), workers=workers))
+        return workers.calls_made - each_step * len(steps)
 
-    assert raised(on_workers(2, work)) == [1, 1]
-
-
-def test_sharing_files_takes_one_collective_a_step():
-    def work(workers):
-        dataset = number_files([4, 4]).batch(4)
-        steps = len(list(distribute(dataset, cpus(1), FILE, workers=workers)))
-        return workers.calls_made - steps
-
-    assert raised(on_workers(2, work)) == [2, 2]
+    assert raised(on_workers(2, work)) == [others, others]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_input_that_fails_on_one_worker_is_an_error_on_all(prefetch):
-    def work(workers):
-        def read(path):
-            if path == "1":
-                raise OSError("the disk is gone")
-            return np.arange(3)
+    def read(path):
+        if path == "1":
+            raise OSError("the disk is gone")
+        return np.arange(3)
 
-        dataset = Dataset.from_files(["0", "1", "2"], read).batch(2)
-        return list(distribute(dataset, cpus(1), InputOptions("file", prefetch), workers=workers))
+    def build(rank):
+        return Dataset.from_files(["0", "1", "2"], read).batch(2)
 
-    other, failed, third = on_workers(3, work)
+    other, failed, third = shared(3, build, InputOptions("file", prefetch))
     assert isinstance(failed, OSError)
-    assert "'1' was read" in failed.__notes__[0]
-    for error in (other, third):
-        assert isinstance(error, DistributeError)
-        assert "worker 1 failed" in str(error)
+    all_raise([other, third], DistributeError, "worker 1 failed")
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -298,21 +254,3 @@ def test_input_that_failed_under_data_is_tried_again(failing, prefetch):
     assert [type(error) for error in failed[0]] == expected
     assert ("worker 0 failed" if not failing else "iterate again") in str(other[0][0])
     assert rows_of([failed[1], other[1]]) == list(range(6))
-
-
-@pytest.mark.parametrize(
-    ("pipelines", "named"),
-    [
-        ([Dataset.range(8).batch(2), Dataset.range(9).batch(2)], "number of batches is 4 on"),
-        ([Dataset.range(8).batch(2), Dataset.range(8).shuffle(2).batch(2)], "number of shuffles"),
-        ([number_files([1, 1]).batch(1), number_files([1, 1, 1]).batch(1)], "number of files"),
-    ],
-    ids=["batches", "shuffles", "files"],
-)
-def test_workers_that_mean_to_share_different_pipelines_are_told(pipelines, named):
-    def work(workers):
-        return iter(distribute(pipelines[workers.rank], cpus(1), workers=workers))
-
-    for error in on_workers(2, work):
-        assert isinstance(error, ValueError)
-        assert named in str(error)

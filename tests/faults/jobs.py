@@ -1,20 +1,25 @@
-"""The wires on which faults are tested, and jobs of scripts that start and end for themselves."""
+"""The jobs of the fault tests: ranks on each wire, scripts as workers, this process as a task."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import socket
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
 
-from tests.processes import LISTEN, ROOT, Ranks, find_mpiexec
-from tests.zygote import Forked, shared_zygote
+import numpy as np
 
+import ndistribute as nd
+from tests.coordinator import errands
+from tests.processes import Ranks, Tasks, find_mpiexec
+
+DEADLINE = 60.0
 HEARTBEAT = 1.0
 FAST = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(HEARTBEAT)}
 
@@ -25,18 +30,7 @@ WIRES: dict[str, Callable[[], Ranks]] = {
         3, environ=[{**FAST, "NDISTRIBUTE_HOST_ID": host} for host in ("red", "red", "blue")]
     ),
 }
-SIZES = {"shared": 2, "ring": 3, "hosts": 3, "mpi": 2}
-
-
-def has_mpi() -> bool:
-    try:
-        import mpi4py  # noqa: F401
-    except ImportError:
-        return False
-    return find_mpiexec() is not None
-
-
-if has_mpi():
+if find_spec("mpi4py") and find_mpiexec():
     WIRES["mpi"] = lambda: Ranks(2, "mpi", environ={**FAST, "FAULTS_WIRE": "mpi"})
 
 
@@ -48,72 +42,79 @@ class Ended:
     output: str
 
 
-class Job:
-    """Start one script as several workers, over TCP.
+class Scripts(Tasks):
+    """Run one script as several workers, each with more in its environment."""
 
-    Args:
-        script: where it is written.
-        body: what it says.
-        environs: what the environment of each worker has besides the usual; one for each worker.
-    """
-
-    def __init__(self, script: Path, body: str, environs: Sequence[Mapping[str, str]]) -> None:
+    def __init__(
+        self, folder: Path, body: str, environs: Sequence[Mapping[str, str]] = ({}, {})
+    ) -> None:
+        secret = "the secret of this test"
+        super().__init__(len(environs), 0, chief=False, NDISTRIBUTE_SECRET=secret, **FAST)
+        script = folder / "script.py"
         script.write_text(textwrap.dedent(body))
-        doors = [socket.create_server(("127.0.0.1", 0)) for _ in environs]
-        self.addresses = [f"127.0.0.1:{door.getsockname()[1]}" for door in doors]
-        self.processes: list[Forked] = []
-        self._outputs = [tempfile.NamedTemporaryFile() for _ in environs]  # noqa: SIM115
-        for index, (door, extra) in enumerate(zip(doors, environs, strict=True)):
-            environ = {
-                **os.environ,
-                **FAST,
-                "PYTHONPATH": str(ROOT),
-                "OPENBLAS_NUM_THREADS": "1",
-                "NDISTRIBUTE_SECRET": "the secret of this test",
-                "TF_CONFIG": config(self.addresses, index),
-                "RUN_SCRIPT": str(script),
-                **extra,
-            }
-            inherited = {} if extra.get(LISTEN) == "" else {LISTEN: door.fileno()}
-            self.processes.append(
-                shared_zygote().start(
-                    "tests.zygote:run_script",
-                    {name: value for name, value in environ.items() if value},
-                    inherited,
-                    self._outputs[index].fileno(),
-                )
-            )
-        for door in doors:
-            door.close()
+        for index, environ in enumerate(environs):
+            self.start("worker", index, TASK_SCRIPT=str(script), **environ)
 
-    def ended(self, timeout: float = 50.0) -> list[Ended]:
+    def ended(self) -> list[Ended]:
         """Wait until all have ended, and say how."""
-        codes = [process.wait(timeout) for process in self.processes]
-        return [Ended(code, self.said(index)) for index, code in enumerate(codes)]
-
-    def said(self, index: int) -> str:
-        """Return what one has written so far."""
-        return Path(self._outputs[index].name).read_text()
-
-    def close(self) -> None:
-        """Kill what still runs."""
-        for process in self.processes:
-            process.kill()
-            process.wait(timeout=30.0)
-        for output in self._outputs:
-            output.close()
+        indices = range(len(self.cluster["worker"]))
+        codes = [self.code("worker", index) for index in indices]
+        return [Ended(codes[index], self.said(f"worker:{index}")) for index in indices]
 
 
 @contextlib.contextmanager
-def job(folder: Path, body: str, environs: Sequence[Mapping[str, str]] = ({}, {})) -> Iterator[Job]:
-    started = Job(folder / "script.py", body, environs)
-    try:
-        yield started
-    finally:
-        started.close()
+def taking_part(tasks: Tasks, job: str = "evaluator", **options: Any) -> Iterator[Any]:
+    """Yield this process's strategy as a task of a cluster."""
+    options.setdefault("timeout_seconds", DEADLINE)
+    with (
+        mock.patch.dict(os.environ, tasks.environ),
+        contextlib.closing(nd.ParameterServerStrategy(tasks.resolver(job), **options)) as strategy,
+    ):
+        yield strategy
 
 
-def config(addresses: Sequence[str], index: int) -> str:
-    """Return a `TF_CONFIG`."""
-    cluster = {"worker": list(addresses)}
-    return json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+@contextlib.contextmanager
+def commanded(tasks: Tasks, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the strategy and the coordinator of the tasks' chief, which this process is."""
+    with (
+        taking_part(tasks, "chief", **options) as strategy,
+        nd.ClusterCoordinator(strategy) as coordinator,
+    ):
+        yield strategy, coordinator
+
+
+@contextlib.contextmanager
+def training(
+    options: Mapping[str, Any] = MappingProxyType({}), **settings: Any
+) -> Iterator[tuple[Tasks, Any, Any]]:
+    """Yield a cluster that runs, and the strategy and coordinator of its chief; see `Tasks`."""
+    with Tasks(**settings) as tasks:
+        tasks.start_all()
+        with commanded(tasks, **options) as (strategy, coordinator):
+            yield tasks, strategy, coordinator
+
+
+def marked(strategy: Any, count: int) -> tuple[nd.Variable, Callable[[int], int]]:
+    """Return a variable, and a function that adds one at a place of it and returns the worker."""
+    with strategy.scope():
+        marks = nd.Variable(np.zeros(count, np.int8))
+
+    def mark(number: int) -> int:
+        marks.scatter_add([number], np.ones(1, np.int8))
+        return nd.cluster.worker_index()
+
+    return marks, mark
+
+
+def schedule_all(coordinator: Any, fn: Callable[[int], Any], numbers: Iterable[int]) -> None:
+    for number in numbers:
+        coordinator.schedule(fn, args=(number,))
+
+
+def meet_workers(coordinator: Any, fifo: Path) -> list[int]:
+    """Return which workers met, when both are there."""
+    if not fifo.exists():
+        os.mkfifo(fifo)
+    sides = [coordinator.schedule(errands.meet, (str(fifo), side)) for side in ("in", "out")]
+    coordinator.join(timeout=DEADLINE)
+    return sorted(coordinator.fetch(sides))

@@ -4,24 +4,21 @@ The victim of a fault strikes itself, from a thread that looks where the main on
 hits a process inside a collective, and not most of the time.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import ndistribute as nd
 from ndistribute.collective.communicator import Communicator
 from ndistribute.strategies import replicas
+from tests.kinds import context
 
 DEADLINE = 40.0
 SMALL, LARGE = 100, 300_000
@@ -29,7 +26,7 @@ _COLLECTIVE_FILES = ("shared_memory.py", "ring.py")
 
 
 @functools.cache
-def strategy() -> nd.MultiWorkerMirroredStrategy:
+def strategy():
     """Return this process's strategy, made by the first call on all processes."""
     options = nd.CommunicationOptions(
         implementation=os.environ.get("FAULTS_WIRE", "auto"), timeout_seconds=DEADLINE
@@ -40,28 +37,22 @@ def strategy() -> nd.MultiWorkerMirroredStrategy:
     )
 
 
-def peers() -> Any:
+def peers():
     return strategy()._workers.peers
 
 
-def context() -> nd.ReplicaContext:
-    found = nd.get_replica_context()
-    assert found is not None
-    return found
-
-
-def total(number: int = 1, length: int = SMALL, timeout: float = DEADLINE) -> None:
+def total(number=1, length=SMALL, timeout=DEADLINE):
     """Make a sum over all replicas and check each element of it."""
-    options = nd.CommunicationOptions(timeout_seconds=timeout)
     here = context()
     size = here.num_replicas_in_sync
     own = np.arange(length) + (here.replica_id_in_sync_group + 1) * number
     expected = size * np.arange(length) + size * (size + 1) // 2 * number
+    options = nd.CommunicationOptions(timeout_seconds=timeout)
     if not np.array_equal(here.all_reduce("sum", own, options), expected):
         raise ArithmeticError(f"worker {here.replica_id_in_sync_group} got a wrong sum")
 
 
-def worked(rank: int, size: int, steps: int = 3) -> bool:
+def worked(rank, size, steps=3):
     """Say that correct steps give correct sums."""
     for number in range(steps):
         strategy().run(total, args=(number,))
@@ -69,7 +60,7 @@ def worked(rank: int, size: int, steps: int = 3) -> bool:
     return True
 
 
-def worked_again(rank: int, size: int) -> bool:
+def worked_again(rank, size):
     """Say the same after a failure of which this process may not have heard yet."""
     try:
         return worked(rank, size)
@@ -77,7 +68,7 @@ def worked_again(rank: int, size: int) -> bool:
         return worked(rank, size)
 
 
-def until_told(rank: int, size: int, length: int = SMALL, timeout: float = DEADLINE) -> None:
+def until_told(rank, size, length=SMALL, timeout=DEADLINE):
     """Run steps until one raises, as one of them must."""
     deadline = time.monotonic() + DEADLINE
     number = 0
@@ -87,15 +78,18 @@ def until_told(rank: int, size: int, length: int = SMALL, timeout: float = DEADL
     raise TimeoutError(f"worker {rank} was told nothing")
 
 
-def broken() -> None:
-    """Wait until this process knows that another one failed."""
-    pause = threading.Event()
+def _wait_for(condition):
     deadline = time.monotonic() + DEADLINE
-    while not peers().is_alarmed and time.monotonic() < deadline:
-        pause.wait(0.001)
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
-def in_collective() -> bool:
+def broken():
+    """Wait until this process knows that another one failed."""
+    _wait_for(lambda: peers().is_alarmed)
+
+
+def in_collective():
     """Say whether the main thread is inside a collective."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
@@ -106,11 +100,11 @@ def in_collective() -> bool:
 
 
 @contextmanager
-def struck_inside(action: Callable[[], None]) -> Iterator[None]:
+def struck_inside(action):
     """Do something as soon as the main thread is in a collective."""
     over = threading.Event()
 
-    def look() -> None:
+    def look():
         while not over.wait(0.0002):
             if in_collective():
                 action()
@@ -125,60 +119,41 @@ def struck_inside(action: Callable[[], None]) -> Iterator[None]:
         thread.join(DEADLINE)
 
 
-def strike(number: int, note: str) -> None:
+def strike(number, note):
     """Note the time, and send this process a signal."""
     Path(note).write_text(str(time.monotonic()))
     os.kill(os.getpid(), number)
 
 
-def alone_inside(number: int, note: str) -> None:
-    """Go into a collective to which nobody else comes, and be struck there."""
-    with struck_inside(lambda: strike(number, note)):
-        strategy().run(total, args=(1, LARGE))
-
-
-def struck(rank: int, size: int, who: int, moment: str, number: int, note: str) -> float | None:
+def struck(rank, size, who, moment, number, note):
     """Let one process be struck, and return when the others raised.
 
     The moments: ``"inside"`` a collective where the victim waits for the others, who come when it
     is struck; ``"amid"`` a collective that all are in; ``"outside"`` of any step.
     """
     strategy()
-    if rank == who:
-        if moment == "outside":
-            strike(number, note)
+    if rank == who and moment == "outside":
+        strike(number, note)
+    elif rank == who:
+        with struck_inside(lambda: strike(number, note)):
+            if moment == "inside":
+                strategy().run(total, args=(1, LARGE))
             until_told(rank, size, LARGE)
-        elif moment == "inside":
-            alone_inside(number, note)
-            until_told(rank, size, LARGE)  # The others may have come before it was struck.
-        else:
-            with struck_inside(lambda: strike(number, note)):
-                until_told(rank, size, LARGE)
-        return None
-    if moment == "inside":
-        _wait_for(note)
+    elif moment == "inside":
+        _wait_for(lambda: Path(note).exists() and Path(note).read_text())
     try:
         until_told(rank, size, LARGE)
     except nd.WorkerLostError as error:
-        if error.rank == who:
+        if error.rank == who and rank != who:
             return time.monotonic()
         raise
     return None
 
 
-def _wait_for(note: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    pause = threading.Event()
-    while not (Path(note).exists() and Path(note).read_text()):
-        if time.monotonic() > deadline:
-            raise TimeoutError("the victim was not struck")
-        pause.wait(0.001)
-
-
-def failed(rank: int, size: int, who: int, moment: str) -> None:
+def failed(rank, size, who, moment):
     """Let one process raise before or between collectives."""
 
-    def step() -> None:
+    def step():
         for place in ("before", "between"):
             if rank == who and place == moment:
                 raise ValueError("boom")
@@ -188,57 +163,33 @@ def failed(rank: int, size: int, who: int, moment: str) -> None:
         strategy().run(step)
 
 
-def called_more(rank: int, size: int, who: int) -> None:
-    """Let one process make a call more in a step than the others, who go on to the next one."""
-
-    def step() -> None:
-        total()
-        if rank == who:
-            context().all_reduce("max", np.ones(7))
-
-    while True:
-        strategy().run(step)
-
-
-def _of_shape(small: int) -> Callable[[nd.ReplicaContext, bool], Any]:
-    return lambda here, odd: here.all_reduce("sum", np.ones(small + odd))
-
-
-def _other_kind(here: nd.ReplicaContext, odd: bool) -> Any:
-    return here.all_gather(np.ones(4), 0) if odd else here.all_reduce("sum", np.ones(4))
-
-
-def _other_order(here: nd.ReplicaContext, odd: bool) -> None:
-    for op in ("max", "sum") if odd else ("sum", "max"):
+def _in_order(here, *ops):
+    for op in ops:
         here.all_reduce(op, np.ones(4))
 
 
-def _skipped(here: nd.ReplicaContext, odd: bool) -> None:
-    if not odd:
-        here.all_reduce("sum", np.ones(4))
+def _reduced(here, length, dtype="f8", op="sum"):
+    here.all_reduce(op, np.ones(length, dtype))
 
 
-def _skipped_in_the_middle(here: nd.ReplicaContext, odd: bool) -> None:
-    _skipped(here, odd)
-    here.all_reduce("sum", np.ones(4))
-
-
-DIFFERENCES: dict[str, Callable[[nd.ReplicaContext, bool], Any]] = {
-    "shape": _of_shape(4),
-    "large shape": _of_shape(LARGE),
-    "dtype": lambda here, odd: here.all_reduce("sum", np.ones(4, "f4" if odd else "f8")),
-    "op": lambda here, odd: here.all_reduce("mean" if odd else "sum", np.ones(4)),
-    "kind": _other_kind,
-    "order": _other_order,
-    "skipped": _skipped,
-    "skipped in the middle": _skipped_in_the_middle,
+# What each replica does; `odd` is whether it is the one that differs.
+DIFFERENCES = {
+    "shape": lambda here, odd: _reduced(here, 4 + odd),
+    "large shape": lambda here, odd: _reduced(here, LARGE + odd),
+    "dtype": lambda here, odd: _reduced(here, 4, "f4" if odd else "f8"),
+    "op": lambda here, odd: _reduced(here, 4, op="mean" if odd else "sum"),
+    "kind": lambda here, odd: here.all_gather(np.ones(4), 0) if odd else _reduced(here, 4),
+    "order": lambda here, odd: _in_order(here, *(("max", "sum") if odd else ("sum", "max"))),
+    "skipped": lambda here, odd: _in_order(here, *([] if odd else ["sum"])),
+    "skipped in the middle": lambda here, odd: _in_order(here, *["sum"] * (1 if odd else 2)),
+    "one more": lambda here, odd: _in_order(here, *["max"] * odd),
 }
 
 
-def differed(rank: int, size: int, who: int, how: str) -> None:
+def differed(rank, size, who, how):
     """Let one process make another call than the others."""
 
-    def step() -> None:
+    def step():
         total()
         DIFFERENCES[how](context(), rank == who)
 
@@ -247,10 +198,10 @@ def differed(rank: int, size: int, who: int, how: str) -> None:
     strategy().run(total)
 
 
-def late(rank: int, size: int, who: int) -> None:
+def late(rank, size, who):
     """Let one process come too late."""
 
-    def step() -> None:
+    def step():
         total()
         if rank == who:
             broken()
@@ -261,15 +212,7 @@ def late(rank: int, size: int, who: int) -> None:
     strategy().run(total)  # The late one may have found all that it needed.
 
 
-def interrupted(rank: int, size: int, who: int) -> None:
-    """Let one process be interrupted from the keyboard, in a collective."""
-    if rank == who:
-        with struck_inside(lambda: os.kill(os.getpid(), signal.SIGINT)):
-            until_told(rank, size, LARGE)
-    until_told(rank, size, LARGE)
-
-
-def finished_early(rank: int, size: int, who: int) -> None:
+def finished_early(rank, size, who):
     """Let one process close its strategy while the others go on."""
     worked(rank, size, 1)
     if rank == who:
@@ -278,19 +221,16 @@ def finished_early(rank: int, size: int, who: int) -> None:
     until_told(rank, size)
 
 
-def tardy(rank: int, size: int, who: int) -> None:
-    """Let one process come just when the others ask where it is, and leave at once."""
+def tardy(rank, size, who):
+    """Let one process come just when the others ask where it is, 0.2 s after they came."""
     strategy().run(total)
     for number in range(6):
         if rank == who:
-            # The others ask 0.2 s after they came.
-            threading.Event().wait(0.2 + number * 0.001)
+            time.sleep(0.2 + number * 0.001)
         strategy().run(total)
 
 
-def disturbed(
-    rank: int, size: int, who: int, fault: str, after: int, length: int, inside: bool
-) -> None:
+def disturbed(rank, size, who, fault, after, length, inside):
     """Let a fault hit one process when it has made some steps, inside a collective or not."""
     if fault == "pause":
         worked(rank, size, 15)
@@ -309,7 +249,7 @@ def disturbed(
         _disturb_from_inside(fault, after, length)
 
 
-_STRIKES: dict[str, Callable[[], None]] = {
+_STRIKES = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exit": lambda: os._exit(3),
@@ -317,8 +257,8 @@ _STRIKES: dict[str, Callable[[], None]] = {
 }
 
 
-def _disturb_from_inside(fault: str, after: int, length: int) -> None:
-    def step() -> None:
+def _disturb_from_inside(fault, after, length):
+    def step():
         # Who raises at the end of a step fails nobody: the others would wait for its next one.
         for _ in range(0 if fault in ("skip", "raise") else after % 3):
             total(length=length)
@@ -334,25 +274,25 @@ def _disturb_from_inside(fault: str, after: int, length: int) -> None:
     strategy().run(total)
 
 
-def failed_alone(rank: int, size: int, who: int) -> None:
+def failed_alone(rank, size, who):
     """Fail on one process in a step, while the others are in none and hear of it in the next."""
     if rank != who:
         broken()
-    strategy().run(_boom if rank == who else total)
+    strategy().run(boom if rank == who else total)
 
 
-def _boom() -> None:
+def boom():
     raise ValueError("boom")
 
 
-def asked_for(rank: int, size: int, who: int) -> None:
+def asked_for(rank, size, who):
     """Let one process come so late that the others ask where it is."""
     if rank == who:
-        threading.Event().wait(0.3)
+        time.sleep(0.3)
     strategy().run(total)
 
 
-def closed_by_another_thread(rank: int, size: int) -> str:
+def closed_by_another_thread(rank, size):
     """Close the group while the main thread waits in a collective that nobody else makes."""
     strategy().run(total)
     if rank == 0:
@@ -364,193 +304,167 @@ def closed_by_another_thread(rank: int, size: int) -> str:
     return ""
 
 
-def wandered(rank: int, size: int, seed: int, steps: int) -> tuple[bytes, list[str]]:
+def attempted(step, count):
+    """Run steps in spite of what some raise; return in which steps what was raised."""
+    raised = []
+    for number in range(count):
+        try:
+            strategy().run(step, args=(number,))
+        except (ArithmeticError, KeyboardInterrupt, nd.DistributeError) as error:
+            raised.append(f"{number} {type(error).__name__} {error}")
+            if isinstance(error, nd.CollectiveMismatchError):
+                break
+    return raised
+
+
+def interrupt_at(event, is_it):
+    """Interrupt this thread at the next call of a function or return from it."""
+
+    def look(frame, what, _):
+        if what == event and is_it(frame.f_code):
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(look)
+
+
+def wandered(rank, size, seed, steps):
     """Train while a process raises now and then, and return the variables and what was raised.
 
     All processes draw the same plan: which of them raises in which step, and before which call.
     """
-    plan = np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
     with strategy().scope():
-        weights = nd.Variable(np.zeros(int(plan.choice([3, 20_000]))))
+        weights = nd.Variable(np.zeros(int(random.choice([3, 20_000]))))
         count = nd.Variable(np.float64(0), aggregation=nd.VariableAggregation.SUM)
     optimizer = nd.optimizers.SGD(0.5, momentum=0.5)
-    raised = []
+    plan = [(int(random.integers(-size, size)), int(random.integers(4))) for _ in range(steps)]
 
-    def step(number: int, who: int, moment: int) -> None:
-        calls: list[Callable[[], Any]] = [
-            lambda: optimizer.apply_gradients(
-                [(np.full(weights.shape, 0.1 * number + rank), weights)]
-            ),
+    def step(number):
+        gradient = np.full(weights.shape, 0.1 * number + rank)
+        calls = [
+            lambda: optimizer.apply_gradients([(gradient, weights)]),
             lambda: context().all_reduce("mean", np.ones(4)),
             lambda: count.assign_add(number + rank),
+            lambda: None,
         ]
-        for place, call in enumerate([*calls, lambda: None]):
-            if (rank, place) == (who, moment):
+        for moment, call in enumerate(calls):
+            if (rank, moment) == plan[number]:
                 raise ArithmeticError(f"step {number}")
             call()
 
-    for number in range(steps):
-        who, moment = int(plan.integers(-size, size)), int(plan.integers(4))
-        try:
-            strategy().run(step, args=(number, who, moment))
-        except (ArithmeticError, nd.DistributeError) as error:
-            raised.append(f"{number} {type(error).__name__} {error}")
-    state = [weights.numpy().tobytes(), count.numpy().tobytes(), bytes([optimizer.iterations])]
-    return b"".join(state), raised
+    raised = attempted(step, steps)
+    return weights.numpy().tobytes() + count.numpy().tobytes() + bytes(
+        [optimizer.iterations]
+    ), raised
 
 
-def failed_at_its_end(rank: int, size: int, who: int) -> list[int]:
-    """Let one process raise after the last collective of step 3; return where this one did."""
+def failed_at_its_end(rank, size, who):
+    """Let one process raise after the last collective of step 3; return how often this one did."""
 
-    def step(number: int) -> None:
+    def step(number):
         total(number)
         if (rank, number) == (who, 3):
             raise ArithmeticError("boom")
 
-    raised = []
-    for number in range(6):
-        try:
-            strategy().run(step, args=(number,))
-        except ArithmeticError:
-            raised.append(number)
-    return raised
+    return len(attempted(step, 6))
 
 
-def failed_again(rank: int, size: int, who: int) -> tuple[float, list[str]]:
-    """Let one process after the other raise at once in steps 2 to 4; return a sum, and who raised.
+def updated_alone(rank, size, who):
+    """Raise on one process when the others have a sum already."""
 
-    The first of these breaks the group, and the others come with its recovery.
-    """
-    with strategy().scope():
-        count = nd.Variable(np.float64(0), aggregation=nd.VariableAggregation.SUM)
-
-    def step(number: int) -> None:
-        if number in (2, 3, 4) and rank == (who + number) % size:
-            raise ArithmeticError(f"step {number}")
-        count.assign_add(number + rank)
-
-    raised = []
-    for number in range(7):
-        try:
-            strategy().run(step, args=(number,))
-        except (ArithmeticError, nd.DistributeError) as error:
-            raised.append(f"{number} {type(error).__name__} {error}")
-    return float(count), raised
-
-
-def updated_alone(rank: int, size: int, who: int) -> list[str]:
-    """Raise on one process when the others have a sum already, and say what all raised."""
-
-    def rate(step: int) -> float:
+    def rate(step):
         if rank == who and step == 1:
-            raise ValueError("no rate")
+            raise ArithmeticError("no rate")
         return 0.1
 
     with strategy().scope():
         variable, optimizer = nd.Variable(np.zeros(SMALL)), nd.optimizers.SGD(rate)
-    raised: list[str] = []
-    while "CollectiveMismatchError" not in raised and len(raised) < 4:
-        try:
-            strategy().run(lambda: optimizer.apply_gradients([(np.ones(SMALL), variable)]))
-        except (ValueError, nd.DistributeError) as error:
-            raised.append(type(error).__name__)
-    return raised
+    return attempted(lambda _: optimizer.apply_gradients([(np.ones(SMALL), variable)]), 4)
 
 
-def interrupted_after_its_sum(rank: int, size: int, who: int, before: str) -> list[str]:
-    """Interrupt one process before it applies a sum, and return what was raised.
+# In which function an interrupt comes, and what is done with a sum there.
+UPDATES = {
+    "add": ("apply_once", lambda table, _: table.assign_add(np.ones((4, 2)))),
+    "broadcast": ("apply_once", lambda table, _: table.assign_add(np.ones((4, 2)))),
+    "rows": (
+        "update_rows",
+        lambda table, optimizer: optimizer.apply_gradients(
+            [(nd.IndexedSlices(np.ones((1, 2)), np.array([1]), (4, 2)), table)]
+        ),
+    ),
+    "clipped": (
+        "update_block",
+        lambda table, optimizer: optimizer.apply_gradients([(np.ones((4, 2)), table)]),
+    ),
+    "own sum": (
+        "reduce_update",
+        lambda table, optimizer: optimizer.apply_gradients(
+            [(context().all_reduce("sum", np.ones((4, 2))), table)],
+            skip_gradients_aggregation=True,
+        ),
+    ),
+}
 
-    Args:
-        before: the function in which it is interrupted: others are through by then. Or, in words,
-            what else is done with the sum.
-    """
+
+def interrupted_after_its_sum(rank, size, who, how):
+    """Interrupt one process before it applies a sum: others are through by then."""
+    function, update = UPDATES[how]
     with strategy().scope():
-        how = "only_first_replica" if before == "broadcast applied" else "sum"
-        table = nd.Variable(np.zeros((4, 2)), aggregation=how)
-        optimizer = nd.optimizers.SGD(1.0, clipvalue=1.0 if before == "update_block" else None)
+        aggregation = "only_first_replica" if how == "broadcast" else "sum"
+        table = nd.Variable(np.zeros((4, 2)), aggregation=aggregation)
+        optimizer = nd.optimizers.SGD(1.0, clipvalue=1.0 if how == "clipped" else None)
         optimizer.build([table])
-    rows = nd.IndexedSlices(np.ones((1, 2)), np.array([1]), (4, 2))
-    functions = {"broadcast applied": "apply_once", "sum applied": "reduce_update"}
 
-    def interrupt(frame: Any, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_name == functions.get(before, before):
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    def step(number: int) -> None:
+    def step(number):
         if (rank, number) == (who, 1):
-            sys.setprofile(interrupt)
-        if before == "update_rows":
-            optimizer.apply_gradients([(rows, table)])
-        elif before == "update_block":
-            optimizer.apply_gradients([(np.ones((4, 2)), table)])
-        elif before == "sum applied":
-            gradient = context().all_reduce("sum", np.ones((4, 2)))
-            optimizer.apply_gradients([(gradient, table)], skip_gradients_aggregation=True)
-        else:
-            table.assign_add(np.ones((4, 2)))
+            interrupt_at("call", lambda code: code.co_name == function)
+        update(table, optimizer)
         total()
 
-    raised: list[str] = []
-    for number in range(5):
-        if "CollectiveMismatchError" in raised:
-            break
-        try:
-            strategy().run(step, args=(number,))
-        except (KeyboardInterrupt, nd.DistributeError) as error:
-            raised.append(type(error).__name__)
-    return raised
+    return attempted(step, 5)
 
 
-def created_after_a_failure(rank: int, size: int, who: int) -> list[str]:
+def created_after_a_failure(rank, size, who):
     """Let one process fail before it creates variables without names; return how they are called.
 
     The others take a name, and learn only then that they are alone.
     """
-    made: list[nd.Variable] = []
+    made = []
 
-    def step(number: int) -> None:
+    def step(number):
         if rank == who and number < 2:
             raise ArithmeticError("boom")
         while len(made) < 2:
             made.append(nd.Variable(1.0))
         total(number)
 
-    for number in range(5):
-        with suppress(ArithmeticError, nd.WorkerLostError):
-            strategy().run(step, args=(number,))
+    attempted(step, 5)
     with strategy().scope():
         made.append(nd.Variable(1.0))
     return [variable.name for variable in made]
 
 
-def interrupted_in_a_creation(rank: int, size: int, who: int) -> list[str]:
+def interrupted_in_a_creation(rank, size, who):
     """Interrupt one process that has the first value of a variable; return what came of it."""
-
-    def interrupt(frame: Any, event: str, _: object) -> None:
-        if event == "return" and frame.f_code is Communicator.broadcast.__code__:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    told: list[str] = []
-    strategy()
+    told = []
     for number in range(2):
         try:
             with strategy().scope():
                 if (rank, number) == (who, 0):
-                    sys.setprofile(interrupt)
+                    interrupt_at("return", lambda code: code is Communicator.broadcast.__code__)
                 told.append(nd.Variable(1.0, name="w").name)
         except (KeyboardInterrupt, nd.DistributeError) as error:
             told.append(type(error).__name__)
     return told
 
 
-def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:
+def outlived_by_a_replica(rank, size, who):
     """Give up a replica of one process, which goes on in a later step; return what came out."""
     replicas.GRACE_SECONDS = 0.05
     go_on, over = threading.Event(), threading.Event()
 
-    def failing() -> None:
+    def failing(_):
         here = context()
         if here.replica_id_in_sync_group // 2 == who:
             if here.local_replica_id == 0:
@@ -562,7 +476,7 @@ def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:
                 over.set()
         total()
 
-    def step(number: int) -> None:
+    def step(number):
         total(2 * number)
         if number == 1 and rank == who and context().local_replica_id == 0:
             go_on.set()
@@ -572,8 +486,7 @@ def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:
 
     with strategy().scope():
         count = nd.Variable(0.0, aggregation="sum")
-    with suppress(ArithmeticError, nd.WorkerLostError):
-        strategy().run(failing)
+    attempted(failing, 1)
     for number in range(4):
         strategy().run(step, args=(number,))
     return [float(count)]

@@ -1,154 +1,122 @@
 """Parameter servers under real signals: no update is lost or made twice that should not be."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import ndistribute as nd
 from tests.coordinator import errands
-from tests.faults.commands import DEADLINE, commanded, taking_part
+from tests.faults.jobs import (
+    DEADLINE,
+    commanded,
+    marked,
+    meet_workers,
+    schedule_all,
+    taking_part,
+    training,
+)
 from tests.faults.loops import Shared
-from tests.faults.tasks import Tasks, wait_until
-from tests.processes import AT_ONCE
+from tests.processes import AT_ONCE, Tasks, wait_until
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 IMPATIENT = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "0.5"}
 
 
-def some_time(rng: random.Random, longest: float) -> None:
-    """Let the faults fall at any moment of the work."""
-    threading.Event().wait(rng.uniform(0, longest))
-
-
-def marked(strategy: Any, count: int) -> tuple[nd.Variable, Callable[[int], int]]:
-    """Return a variable, and a function that adds one at a place of it and returns the worker."""
-    with strategy.scope():
-        marks = nd.Variable(np.zeros(count, np.int8))
-
-    def mark(number: int) -> int:
-        marks.scatter_add([number], np.ones(1, np.int8))
-        return nd.cluster.worker_index()
-
-    return marks, mark
+def kept(folder):
+    """Return what lets servers write snapshots when they are told."""
+    return {"NDISTRIBUTE_SNAPSHOT_DIR": str(folder), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(tmp_path: Path) -> None:
-    settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
+def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(tmp_path):
     rng = random.Random(SEED)
-    with Tasks(workers=2, servers=1, **settings) as tasks:
-        tasks.start_all()
-        with commanded(tasks) as (strategy, coordinator):
-            marks, mark = marked(strategy, 300)
-            lost = 0
-            for start in range(0, 300, 60):
-                for number in range(start, start + 30):
-                    coordinator.schedule(mark, args=(number,))
-                coordinator.join(timeout=DEADLINE)
-                strategy.save_snapshots()
-                for number in range(start + 30, start + 60):
-                    coordinator.schedule(mark, args=(number,))
-                some_time(rng, 0.02)
-                tasks.kill("ps", 0)
-                tasks.start("ps", 0)
-                coordinator.join(timeout=DEADLINE)
-                now = marks.numpy()[start : start + 60]
-                assert now[:30].tolist() == [1] * 30
-                assert set(now[30:].tolist()) <= {0, 1}
-                lost += int(np.sum(now[30:] == 0))
-            # One whose answer was still under way at a kill is lost, and made again.
-            assert abs(strategy.lost_updates - lost) <= 5
-
-
-def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(tmp_path: Path) -> None:
-    fifo = str(tmp_path / "fifo")
-    os.mkfifo(fifo)
-    with Tasks(workers=2, servers=2, **IMPATIENT) as tasks:
-        tasks.start_all()
-        with commanded(tasks) as (strategy, coordinator):
-            marks, mark = marked(strategy, 500)
-            others, _ = marked(strategy, 500)
-
-            def stopped_half_way(number: int) -> int:
-                others.scatter_add([number], [1])
-                others.numpy()  # What was changed goes out before it is read.
-                mark(number)
-                return errands.once(str(tmp_path / f"once-{number}"), signal.SIGSTOP)
-
-            # Of the second one the servers have forgotten what they answered by the time it goes on
-            for first, count in ((0, 5), (100, 200)):
-                late = coordinator.schedule(stopped_half_way, args=(first,))
-                for number in range(first + 1, first + count):
-                    coordinator.schedule(mark, args=(number,))
-                coordinator.join(timeout=DEADLINE)
-                tasks.send("worker", 1 - late.fetch(), signal.SIGCONT)
-                sides = [coordinator.schedule(errands.meet, (fifo, s)) for s in ("in", "out")]
-                coordinator.join(timeout=DEADLINE)
-                assert sorted(coordinator.fetch(sides)) == [0, 1]
-            np.testing.assert_array_equal(
-                np.flatnonzero(marks.numpy()), [*range(5), *range(100, 300)]
-            )
-            assert marks.numpy().max() == 1
-            assert others.numpy()[[0, 100]].tolist() == [1, 1]
-            assert strategy.lost_updates == 0
-
-
-def test_everybody_waits_for_a_stopped_server() -> None:
-    with Tasks(workers=2, servers=2, **IMPATIENT) as tasks:
-        tasks.start_all()
-        with commanded(tasks) as (strategy, coordinator):
-            marks, mark = marked(strategy, 300)
-            for number in range(300):
-                coordinator.schedule(mark, args=(number,))
-            tasks.stop("ps", 0)
-            with pytest.raises(nd.CollectiveTimeoutError):
-                coordinator.join(timeout=1.2)  # More than twice the silence that is borne.
-            tasks.send("ps", 0, signal.SIGCONT)
+    with training(**kept(tmp_path)) as (tasks, strategy, coordinator):
+        marks, mark = marked(strategy, 180)
+        lost = 0
+        for start in range(0, 180, 60):
+            schedule_all(coordinator, mark, range(start, start + 30))
             coordinator.join(timeout=DEADLINE)
-            np.testing.assert_array_equal(marks.numpy(), 1)
-
-
-def test_a_function_that_raises_changes_nothing_wherever_it_runs() -> None:
-    with Tasks(workers=2, servers=1) as tasks:
-        tasks.start_all()
-        with commanded(tasks) as (strategy, coordinator):
-            marks, mark = marked(strategy, 100)
-
-            def fail(number: int) -> None:
-                mark(number)
-                raise LookupError(str(number))
-
-            for number in range(0, 20, 2):
-                coordinator.schedule(mark, args=(number,))
-            for number in range(1, 20, 2):
-                with contextlib.suppress(LookupError):  # Of one before.
-                    coordinator.schedule(fail, args=(number,))
-            with contextlib.suppress(LookupError):
-                coordinator.join(timeout=DEADLINE)
+            strategy.save_snapshots()
+            schedule_all(coordinator, mark, range(start + 30, start + 60))
+            threading.Event().wait(rng.uniform(0, 0.02))
+            tasks.kill("ps", 0)
+            tasks.start("ps", 0)
             coordinator.join(timeout=DEADLINE)
-            with pytest.raises(ValueError, match=r"args\[0\] of .*mark, a lock"):
-                coordinator.schedule(mark, args=(threading.Lock(),))
-            coordinator.schedule(mark, args=(50,))
+            now = marks.numpy()[start : start + 60]
+            assert now[:30].tolist() == [1] * 30
+            assert set(now[30:].tolist()) <= {0, 1}
+            lost += int(np.sum(now[30:] == 0))
+        # One whose answer was still under way at a kill is lost, and made again.
+        assert abs(strategy.lost_updates - lost) <= 3
+
+
+def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(tmp_path):
+    with training(servers=2, **IMPATIENT) as (tasks, strategy, coordinator):
+        marks, mark = marked(strategy, 500)
+        others, _ = marked(strategy, 500)
+
+        def stopped_half_way(number):
+            others.scatter_add([number], [1])
+            others.numpy()  # What was changed goes out before it is read.
+            mark(number)
+            return errands.once(str(tmp_path / f"once-{number}"), signal.SIGSTOP)
+
+        # Of the second one the servers have forgotten what they answered by the time it goes on.
+        for first, count in ((0, 5), (100, 200)):
+            late = coordinator.schedule(stopped_half_way, args=(first,))
+            schedule_all(coordinator, mark, range(first + 1, first + count))
             coordinator.join(timeout=DEADLINE)
-            assert marks.numpy()[:20].tolist() == [1, 0] * 10
-            assert int(marks[50]) == 1
+            tasks.send("worker", 1 - late.fetch(), signal.SIGCONT)
+            assert meet_workers(coordinator, tmp_path / "fifo") == [0, 1]
+        np.testing.assert_array_equal(np.flatnonzero(marks.numpy()), [*range(5), *range(100, 300)])
+        assert marks.numpy().max() == 1
+        assert others.numpy()[[0, 100]].tolist() == [1, 1]
+        assert strategy.lost_updates == 0
 
 
-def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path: Path) -> None:
-    settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
-    with Tasks(workers=2, servers=2, TASK_CUT_SECONDS="0.5", **settings) as tasks:
+def test_everybody_waits_for_a_stopped_server():
+    with training(servers=2, **IMPATIENT) as (tasks, strategy, coordinator):
+        marks, mark = marked(strategy, 300)
+        schedule_all(coordinator, mark, range(300))
+        tasks.stop("ps", 0)
+        with pytest.raises(nd.CollectiveTimeoutError):
+            coordinator.join(timeout=1.2)  # More than twice the silence that is borne.
+        tasks.send("ps", 0, signal.SIGCONT)
+        coordinator.join(timeout=DEADLINE)
+        np.testing.assert_array_equal(marks.numpy(), 1)
+
+
+def test_a_function_that_raises_changes_nothing_wherever_it_runs():
+    with training() as (_, strategy, coordinator):
+        marks, mark = marked(strategy, 100)
+
+        def fail(number):
+            mark(number)
+            raise LookupError(str(number))
+
+        schedule_all(coordinator, mark, range(0, 20, 2))
+        for number in range(1, 20, 2):
+            with contextlib.suppress(LookupError):  # Of one before.
+                coordinator.schedule(fail, args=(number,))
+        with contextlib.suppress(LookupError):
+            coordinator.join(timeout=DEADLINE)
+        coordinator.join(timeout=DEADLINE)
+        with pytest.raises(ValueError, match=r"args\[0\] of .*mark, a lock"):
+            coordinator.schedule(mark, args=(threading.Lock(),))
+        coordinator.schedule(mark, args=(50,))
+        coordinator.join(timeout=DEADLINE)
+        assert marks.numpy()[:20].tolist() == [1, 0] * 10
+        assert int(marks[50]) == 1
+
+
+def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path):
+    with Tasks(workers=2, servers=2, TASK_CUT_SECONDS="0.5", **kept(tmp_path)) as tasks:
         tasks.start_all()
         tasks.start("chief", 0, TASK_RUNS="command")
         with taking_part(tasks) as strategy:
@@ -160,18 +128,13 @@ def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path: Path) ->
             assert [tasks.code(job, index) for index in range(2)] == [1, 1]
         tasks.start_all()
         with commanded(tasks, restore=True) as (strategy, coordinator):
-            shared = Shared(strategy)
-            assert int(np.sum(shared.steps)) >= seen
-            fifo = str(tmp_path / "fifo")
-            os.mkfifo(fifo)
-            for side in ("in", "out"):  # Both workers are there.
-                coordinator.schedule(errands.meet, (fifo, side))
-            coordinator.join(timeout=DEADLINE)
+            assert int(np.sum(Shared(strategy).steps)) >= seen
+            meet_workers(coordinator, tmp_path / "fifo")
         assert [tasks.code("worker", index) for index in range(2)] == [0, 0]
 
 
-def test_when_the_chief_is_stopped_for_too_long_all_end() -> None:
-    with Tasks(workers=1, servers=1, TASK_CUT_SECONDS="0.5", **IMPATIENT) as tasks:
+def test_when_the_chief_is_stopped_for_too_long_all_end():
+    with Tasks(workers=1, TASK_CUT_SECONDS="0.5", **IMPATIENT) as tasks:
         tasks.start_all()
         tasks.start("chief", 0, TASK_RUNS="command")
         with taking_part(tasks) as strategy:
@@ -182,27 +145,23 @@ def test_when_the_chief_is_stopped_for_too_long_all_end() -> None:
         assert "the chief died" in tasks.said()
 
 
-def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other() -> None:
-    with Tasks(workers=1, servers=1) as one, Tasks(workers=1, servers=1) as other:
-        one.start_all()
-        other.start_all()
-        with commanded(one) as mine, commanded(other) as theirs:
-            counted = []
-            for (strategy, coordinator), count in ((mine, 30), (theirs, 50)):
-                marks, mark = marked(strategy, 100)
-                counted.append(marks)
-                for number in range(count):
-                    coordinator.schedule(mark, args=(number,))
-            one.kill("worker", 0)
-            one.start("worker", 0)
-            for _, coordinator in (mine, theirs):
-                coordinator.join(timeout=DEADLINE)
-            assert [int(np.sum(marks)) for marks in counted] == [30, 50]
+def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other():
+    with training(workers=1) as mine, training(workers=1) as theirs:
+        counted = []
+        for (_, strategy, coordinator), count in ((mine, 30), (theirs, 50)):
+            marks, mark = marked(strategy, 100)
+            counted.append(marks)
+            schedule_all(coordinator, mark, range(count))
+        mine[0].kill("worker", 0)
+        mine[0].start("worker", 0)
+        for _, _, coordinator in (mine, theirs):
+            coordinator.join(timeout=DEADLINE)
+        assert [int(np.sum(marks)) for marks in counted] == [30, 50]
 
 
 @pytest.mark.parametrize("secret", ["f" * 32, ""])
-def test_who_does_not_know_the_secret_is_told_so_at_once(secret: str) -> None:
-    with Tasks(workers=1, servers=1) as tasks:
+def test_who_does_not_know_the_secret_is_told_so_at_once(secret):
+    with Tasks(workers=1) as tasks:
         tasks.start_all()
         tasks.environ["NDISTRIBUTE_SECRET"] = secret
         began = time.monotonic()
@@ -211,17 +170,16 @@ def test_who_does_not_know_the_secret_is_told_so_at_once(secret: str) -> None:
         assert time.monotonic() - began < AT_ONCE
 
 
-def test_a_server_that_was_stopped_while_nobody_asks_it_goes_on() -> None:
+def test_a_server_that_was_stopped_while_nobody_asks_it_goes_on():
     """It took an idle chief for dead, whose connection had been cut, and ended."""
-    with Tasks(workers=1, servers=1, TASK_CUT_SECONDS="2", **IMPATIENT) as tasks:
-        tasks.start_all()
-        with commanded(tasks) as (strategy, coordinator):
-            marks, mark = marked(strategy, 10)
-            tasks.stop("ps", 0)
-            threading.Event().wait(1.5)  # Thrice the silence that is borne.
-            tasks.send("ps", 0, signal.SIGCONT)
-            with pytest.raises(TimeoutError):
-                tasks.code("ps", 0, timeout=3.5)
-            coordinator.schedule(mark, args=(1,))
-            coordinator.join(timeout=DEADLINE)
-            assert marks.numpy().tolist() == [0, 1] + 8 * [0]
+    settings = {"TASK_CUT_SECONDS": "1", **IMPATIENT}
+    with training(workers=1, **settings) as (tasks, strategy, coordinator):
+        marks, mark = marked(strategy, 10)
+        tasks.stop("ps", 0)
+        threading.Event().wait(1.5)  # Thrice the silence that is borne.
+        tasks.send("ps", 0, signal.SIGCONT)
+        with pytest.raises(TimeoutError):
+            tasks.code("ps", 0, timeout=2.0)
+        coordinator.schedule(mark, args=(1,))
+        coordinator.join(timeout=DEADLINE)
+        assert marks.numpy().tolist() == [0, 1] + 8 * [0]

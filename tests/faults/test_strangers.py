@@ -1,6 +1,4 @@
-"""Whoever knows the port of a running job but not its secret disturbs nothing."""
-
-from __future__ import annotations
+"""Whoever knows the ports of a running job but not its secret disturbs nothing."""
 
 import contextlib
 import os
@@ -8,20 +6,21 @@ import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from tests.faults import steps
-from tests.faults.jobs import WIRES
+from tests.faults.jobs import DEADLINE, WIRES, marked, schedule_all, training
 from tests.transport.ends import malformed
 
 FRAMES = int(os.environ.get("FAULTS_FRAMES", "1000"))
 
 
-def port_of(rank: int, size: int) -> int:
+def port_of(rank, size):
     return int(steps.peers()._info.listener.getsockname()[1])
 
 
-def bother(port: int) -> None:
+def bother(port):
     """Send malformed frames, each on a connection of its own; many stay open for a while."""
     with contextlib.ExitStack() as held:
         for number, frame in zip(range(FRAMES), malformed(random.Random(port)), strict=False):
@@ -32,12 +31,39 @@ def bother(port: int) -> None:
                 held.pop_all().close()
 
 
-@pytest.mark.parametrize("wire", ["shared", "ring"])
-def test_a_job_goes_on_while_malformed_frames_come(wire: str) -> None:
-    with WIRES[wire]() as job, ThreadPoolExecutor(job.size) as pool:
-        ports = job.results(port_of)
+def bothered(ports, work):
+    """Let a job work again and again while strangers come to all its ports."""
+    with ThreadPoolExecutor(len(ports)) as pool:
         bothering = [pool.submit(bother, port) for port in ports]
         while not all(one.done() for one in bothering):
-            assert job.results(steps.worked, 10) == [True] * job.size
+            work()
         for one in bothering:
             one.result()
+
+
+@pytest.mark.parametrize("wire", ["shared", "ring"])
+def test_workers_go_on_while_malformed_frames_come(wire):
+    with WIRES[wire]() as job:
+        bothered(job.results(port_of), lambda: job.results(steps.worked, 10))
+
+
+def test_a_cluster_of_servers_goes_on_while_malformed_frames_come():
+    """A tenth of them ended an earlier server's connections with others, or filled its memory."""
+    with training(workers=2, servers=1) as (tasks, strategy, coordinator):
+        marks, mark = marked(strategy, 1 << 20)
+        done = 0
+
+        def work():
+            nonlocal done
+            schedule_all(coordinator, mark, range(done, done + 20))
+            coordinator.join(timeout=DEADLINE)
+            done += 20
+
+        places = [("ps", 0), ("worker", 0), ("worker", 1)]
+        before = [tasks.resident_megabytes(*place) for place in places]
+        addresses = [tasks.cluster[job][index] for job, index in places]
+        bothered([int(address.rpartition(":")[2]) for address in addresses], work)
+        after = [tasks.resident_megabytes(*place) for place in places]
+        np.testing.assert_array_equal(marks.numpy(), np.arange(1 << 20) < done)
+        assert all(b - a < 150 for a, b in zip(before, after, strict=True)), (before, after)
+        assert strategy.lost_updates == 0

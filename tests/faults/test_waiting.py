@@ -1,20 +1,15 @@
 """What a process that waits for others writes: who is missing, at which address, and why."""
 
-from __future__ import annotations
-
-import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import ndistribute as nd
 from ndistribute.transport import waiting
-from tests.faults.jobs import config, job
-from tests.processes import AT_ONCE
+from tests.faults.jobs import Scripts
+from tests.processes import AT_ONCE, tf_config
 
 FIRST = 0.1
 IDENTITY = {"NDISTRIBUTE_JOB_ID": "waiting", "NDISTRIBUTE_START_SECONDS": "1"}
@@ -41,67 +36,51 @@ SERVERS = f"""
 
 
 @pytest.fixture
-def free() -> Iterator[str]:
+def free():
     """Return an address where nothing listens, and nothing else will."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
-@pytest.fixture
-def mute() -> Iterator[str]:
-    """Return an address at which another program listens, and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def said(folder: Path, addresses: list[str], rank: int) -> str:
+def said(folder, addresses, rank):
     """Return what one worker of a cluster writes that nobody else joins."""
-    environ = {"TF_CONFIG": config(addresses, rank), "NDISTRIBUTE_LISTEN_FD": ""}
-    with job(folder, BODY, [environ]) as started:
+    environ = {"TF_CONFIG": tf_config({"worker": addresses}, "worker", rank)}
+    with Scripts(folder, BODY, [environ]) as started:
         (ended,) = started.ended()
     assert ended.code == 1
     assert "CollectiveTimeoutError" in ended.output
     return ended.output
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_is_not_started_is_named_with_its_address(
-    tmp_path: Path, free: str, rank: int
-) -> None:
-    addresses = [free, free]
-    addresses[rank] = "127.0.0.1:0"
-    output = said(tmp_path, addresses, rank)
-    assert f"for worker {1 - rank} at {free} (nothing listens there: Connection ref" in output
-
-
-def test_reports_come_at_growing_intervals(tmp_path: Path, free: str) -> None:
-    output = said(tmp_path, [free, "127.0.0.1:0"], 1)
-    assert 1 <= output.count("worker 1 has waited") <= 6, output
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_that_nobody_knows_is_named(tmp_path: Path, rank: int) -> None:
-    addresses = ["no-such-host.invalid:1234"] * 2
-    addresses[rank] = "127.0.0.1:0"
-    output = said(tmp_path, addresses, rank)
-    assert "at no-such-host.invalid:1234 (the host name 'no-such-host.invalid' was not f" in output
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_another_program_at_the_address_is_told(tmp_path: Path, mute: str, rank: int) -> None:
-    addresses = [mute, mute]
-    addresses[rank] = "127.0.0.1:0"
-    output = said(tmp_path, addresses, rank)
-    why = [
+ABSENT = {
+    "nothing": ["(nothing listens there: Connection ref"] * 2,
+    "a name that nobody knows": ["(the host name 'no-such-host.invalid' was not f"] * 2,
+    "another program": [
         "(a process listens there, but has not joined: it is st",
         "It may have stopped, or",
-    ]
-    assert f"worker {rank} has waited" in output
-    assert why[rank] in output
+    ],
+}
 
 
-def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ABSENT)
+def test_a_worker_that_is_not_there_is_named_with_its_address_and_the_reason(
+    tmp_path, free, rank, what
+):
+    address = "no-such-host.invalid:1234" if "name" in what else free
+    with socket.socket() as mute:
+        if what == "another program":
+            mute.bind(("127.0.0.1", 0))
+            mute.listen()
+            address = f"127.0.0.1:{mute.getsockname()[1]}"
+        output = said(tmp_path, ["127.0.0.1:0", address][:: -1 if rank else 1], rank)
+    assert f"worker {1 - rank} at {address} " in output, output
+    assert ABSENT[what][rank] in output, output
+    assert 1 <= output.count(f"worker {rank} has waited") <= 6  # At growing intervals.
+
+
+def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path):
     addresses = ["127.0.0.1:0", *(f"127.0.0.1:{port}" for port in range(1, 9))]
     output = said(tmp_path, addresses, 0)
     assert (
@@ -109,7 +88,7 @@ def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path: Path) -> No
     )
 
 
-def test_only_the_first_worker_reports_who_is_missing(tmp_path: Path) -> None:
+def test_only_the_first_worker_reports_who_is_missing(tmp_path):
     ends = """
     import sys
     from ndistribute import TFConfigClusterResolver
@@ -117,7 +96,7 @@ def test_only_the_first_worker_reports_who_is_missing(tmp_path: Path) -> None:
         sys.exit()
     """
     body = ends + BODY.replace("timeout_seconds=1", "timeout_seconds=3")
-    with job(tmp_path, body, [{}] * 3) as started:
+    with Scripts(tmp_path, body, [{}] * 3) as started:
         first, second, _ = (ended.output for ended in started.ended())
     assert "worker 2 at 127.0.0.1:" in first.partition("Traceback")[0]
     assert "worker 2 at" not in second.partition("Traceback")[0]
@@ -125,7 +104,7 @@ def test_only_the_first_worker_reports_who_is_missing(tmp_path: Path) -> None:
         assert "for worker 2 at" in output.rpartition("CollectiveTimeoutError")[2]
 
 
-def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch):
     over = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60) and [])
     start = time.monotonic()
@@ -137,22 +116,21 @@ def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.Mon
     assert time.monotonic() - start < AT_ONCE
 
 
-def task_said(folder: Path, cluster: dict[str, list[str]], job_name: str) -> str:
+def task_said(folder, cluster, job):
     """Return what the only task of a job writes."""
-    me = {"cluster": cluster, "task": {"type": job_name, "index": 0}}
-    environ = {"TF_CONFIG": json.dumps(me), "NDISTRIBUTE_LISTEN_FD": "", **IDENTITY}
-    with job(folder, SERVERS, [environ]) as started:
+    environ = {"TF_CONFIG": tf_config(cluster, job, 0), **IDENTITY}
+    with Scripts(folder, SERVERS, [environ]) as started:
         (ended,) = started.ended()
     assert "WorkerLostError" in ended.output, ended.output
     return ended.output
 
 
-def test_a_server_that_is_not_there_is_named(tmp_path: Path, free: str) -> None:
+def test_a_server_that_is_not_there_is_named(tmp_path, free):
     output = task_said(tmp_path, {"chief": ["127.0.0.1:0"], "ps": [free]}, "chief")
     assert f"chief:0 has waited 0 s for ps:0 at {free} (nothing listens there" in output
 
 
-def test_a_worker_that_a_coordinator_misses_is_named(tmp_path: Path, free: str) -> None:
+def test_a_worker_that_a_coordinator_misses_is_named(tmp_path, free):
     cluster = {"chief": ["127.0.0.1:0"], "ps": ["127.0.0.1:0"], "worker": [free]}
     environ = {"NDISTRIBUTE_SECRET": "the secret of this test", **IDENTITY}
     with nd.Server(cluster, "ps", 0, environ=environ) as server:
@@ -161,7 +139,7 @@ def test_a_worker_that_a_coordinator_misses_is_named(tmp_path: Path, free: str) 
 
 
 @pytest.mark.parametrize("who", ["ps", "worker"])
-def test_who_serves_a_chief_that_does_not_come_says_so(tmp_path: Path, who: str) -> None:
+def test_who_serves_a_chief_that_does_not_come_says_so(tmp_path, who):
     cluster = {"chief": ["127.0.0.1:0"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0"]}
     output = task_said(tmp_path, cluster, who)
     assert f"{who}:0 has waited 0 s for a connection from chief:0." in output

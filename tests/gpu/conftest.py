@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 import ndistribute as nd
 from ndistribute import device
-from tests.gpu.imitation.clock import set_world
 from tests.gpu.imitation.module import modules
+from tests.gpu.imitation.world import set_world
 from tests.gpu.placing import REAL, need
 from tests.kinds import closing
 
@@ -25,7 +23,7 @@ CACHES = (device.cupy_module, device._gpu_count, device._is_gpu_type, device.ncc
 
 TWICE, TWO = ["gpu:0"] * 2, ["gpu:0", "gpu:1"]
 
-LAYOUTS: dict[str, Callable[[], nd.Strategy]] = {
+LAYOUTS = {
     "second-device": lambda: nd.OneDeviceStrategy("gpu:1"),
     "mirrored-shared": lambda: nd.MirroredStrategy(TWICE),
     "mirrored-nccl": lambda: nd.MirroredStrategy(TWO),
@@ -38,7 +36,7 @@ ON_ONE_GPU = {"mirrored-shared", "mirrored-with-cpu"}
 
 
 @pytest.fixture(scope="session", params=["imitation", *REAL])
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     """Name what is below; CUDA's own files are opened before leaks are counted."""
     if request.param == "real":
         for gpu in nd.list_devices("gpu"):
@@ -49,7 +47,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def cupy(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def cupy(kind, monkeypatch):
     """CuPy: imitated, with two GPUs; or as it is installed."""
     if kind == "real":
         yield device.cupy_module()
@@ -66,13 +64,13 @@ def cupy(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture(params=LAYOUTS)
-def strategy(cupy: Any, request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
+def strategy(cupy, request):
     """Each layout of replicas over GPUs in turn."""
     need(cupy, 1 if request.param in ON_ONE_GPU else 2)
     with closing(LAYOUTS[request.param]()) as made:
         yield made
 
 
-def _forget() -> None:
+def _forget():
     for cached in CACHES:
         cached.cache_clear()

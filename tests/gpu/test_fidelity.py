@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
@@ -14,13 +13,13 @@ from tests.gpu.imitation.real import check_call, signature_in
 
 
 @pytest.fixture(scope="module")
-def installed() -> Any:
+def installed():
     """CuPy as it is installed; only looked at, so no GPU is needed."""
     return pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
 
 @pytest.fixture(scope="module")
-def library(installed: Any) -> Any:
+def library(installed):
     """CuPy's NCCL as it is installed; connecting fails where there is no GPU."""
     if not device.nccl_available():
         pytest.skip("NCCL is not installed")
@@ -28,7 +27,7 @@ def library(installed: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def unique_id(library: Any) -> bytes:
+def unique_id(library):
     """What NCCL gives; it listens there until somebody has connected, so it is no test's leak."""
     return nccl._make_unique_id()
 
@@ -42,28 +41,26 @@ def unique_id(library: Any) -> bytes:
         ("cuda.nccl.NcclCommunicator.allReduce", [1, 2, 3], {}),
     ],
 )
-def test_a_call_that_cupy_would_refuse_is_found(
-    library: Any, name: str, args: list[Any], kwargs: dict[str, Any]
-) -> None:
+def test_a_call_that_cupy_would_refuse_is_found(library, name, args, kwargs):
     with pytest.raises(TypeError):
         check_call(name, *args, **kwargs)
     with pytest.raises(AttributeError):
         check_call(f"{name}_of_another_library", *args, **kwargs)
 
 
-def test_what_a_compiled_function_takes_is_read_from_its_docstring() -> None:
+def test_what_a_compiled_function_takes_is_read_from_its_docstring():
     signature = signature_in("ndarray.f(self, int a, axes=(0, 1), *args, out=None) -> x\n\nIt is.")
     assert str(signature) == "(self, a, axes=None, *args, out=None)"
 
 
-def test_nccl_has_the_constants_of_all_reductions(library: Any) -> None:
+def test_nccl_has_the_constants_of_all_reductions(library):
     dtypes = "?bhilqBHILQefdFD"
     wires = [nccl.reduction_wire(*pair) for pair in itertools.product(ReduceOp, dtypes)]
     names = {name for wire in wires if wire is not None for name in (wire.elements, wire.op)}
     assert all(isinstance(getattr(library, name), int) for name in {*names, "NCCL_UINT8"})
 
 
-def test_nccl_takes_the_unique_id_that_it_gives(library: Any, unique_id: bytes) -> None:
+def test_nccl_takes_the_unique_id_that_it_gives(library, unique_id):
     assert len(unique_id) == 128
     if device.list_devices("gpu"):
         return
@@ -71,7 +68,7 @@ def test_nccl_takes_the_unique_id_that_it_gives(library: Any, unique_id: bytes) 
         nccl._make_communicator(1, unique_id, 0)
 
 
-def test_a_stream_is_asked_as_cuda_wants_it(installed: Any) -> None:
+def test_a_stream_is_asked_as_cuda_wants_it(installed):
     runtime = installed.cuda.runtime
     status = runtime.streamQuery(0)
     assert status == 0 if device.list_devices("gpu") else status not in (0, 600)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -27,12 +24,12 @@ BINARY = (
 ).split()
 
 
-def named(name: str, count: int) -> Callable[[Any, Any], Any]:
+def named(name, count):
     """Return NumPy's function of one or two arrays."""
     return lambda *arrays: getattr(np, name)(*arrays[:count])
 
 
-EXPRESSIONS: dict[str, Callable[[Any, Any], Any]] = {
+EXPRESSIONS = {
     "sum-axis": lambda x, y: np.sum(x, axis=1) * np.mean(y, axis=-1),
     "keepdims": lambda x, y: x / np.sum(x, axis=1, keepdims=True),
     "max-axis": lambda x, y: np.max(x, axis=0) + x.min(axis=(0, 1)),
@@ -85,7 +82,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_gradients_are_those_of_the_host(cupy: Any, group: str) -> None:
+def test_gradients_are_those_of_the_host(cupy, group):
     for name, function in GROUPS[group].items():
         found = [gradients(function, place) for place in ("cpu:0", "gpu:0")]
         for on_host, on_gpu in zip(*found, strict=True):
@@ -96,7 +93,7 @@ def test_gradients_are_those_of_the_host(cupy: Any, group: str) -> None:
             )
 
 
-def gradients(function: Callable[[Any, Any], Any], place: str) -> list[Any]:
+def gradients(function, place):
     with nd.GradientTape() as tape:
         x, y = tape.watch([copy_to(array, Device(place)) for array in (X, Y)])
         value = function(x, y)

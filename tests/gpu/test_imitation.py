@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.gpu.imitation.clock import RaceError
+from tests.gpu.imitation.world import RaceError
 from tests.gpu.placing import need
 
 
-def test_an_array_of_the_gpu_mixes_with_none_of_the_host(cupy: Any) -> None:
+def test_an_array_of_the_gpu_mixes_with_none_of_the_host(cupy):
     x, host = cupy.ones((2, 2)), np.ones((2, 2))
     for mixed in (
         lambda: x + host,
@@ -35,7 +34,7 @@ def test_an_array_of_the_gpu_mixes_with_none_of_the_host(cupy: Any) -> None:
     np.testing.assert_array_equal(x.get(), [[2, 2], [3, 3]])
 
 
-def test_what_has_no_axes_is_an_array_all_the_same(cupy: Any) -> None:
+def test_what_has_no_axes_is_an_array_all_the_same(cupy):
     x = cupy.arange(6.0).reshape(2, 3)
     for number in (x[1, 2], x.sum(), np.sum(x), x.max(), np.exp(x[0, 0]), x[0, 0] + 1, x.sum()[()]):
         assert type(number) is cupy.ndarray
@@ -45,7 +44,7 @@ def test_what_has_no_axes_is_an_array_all_the_same(cupy: Any) -> None:
     assert bool(x[0, 1] == 1)
 
 
-def test_views_share_memory_and_hold_the_array_that_owns_it(cupy: Any) -> None:
+def test_views_share_memory_and_hold_the_array_that_owns_it(cupy):
     x = cupy.zeros(6)
     alone = sys.getrefcount(x)
     view = x.view().reshape(2, 3)[1:].T
@@ -57,7 +56,7 @@ def test_views_share_memory_and_hold_the_array_that_owns_it(cupy: Any) -> None:
     assert (x + 1).base is None
 
 
-def test_arrays_are_made_on_the_current_device(cupy: Any) -> None:
+def test_arrays_are_made_on_the_current_device(cupy):
     need(cupy, 2)
     with cupy.cuda.Device(1):
         there = cupy.ones(3)
@@ -70,7 +69,7 @@ def test_arrays_are_made_on_the_current_device(cupy: Any) -> None:
     np.testing.assert_array_equal(there.get(), np.ones(3))
 
 
-def test_a_stream_belongs_to_a_device(cupy: Any) -> None:
+def test_a_stream_belongs_to_a_device(cupy):
     need(cupy, 2)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -81,9 +80,7 @@ def test_a_stream_belongs_to_a_device(cupy: Any) -> None:
         pass
 
 
-def test_the_imitation_finds_unordered_streams_and_arrays_of_other_devices(
-    kind: str, cupy: Any
-) -> None:
+def test_the_imitation_finds_unordered_streams_and_arrays_of_other_devices(kind, cupy):
     """All other tests count on it."""
     if kind == "real":
         pytest.skip("a GPU does not say so")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 import ndistribute as nd
 from tests.gpu.placing import hosts, on, replica
 
 
-def test_each_piece_of_a_batch_is_on_its_replica_s_device(strategy: nd.Strategy) -> None:
+def test_each_piece_of_a_batch_is_on_its_replica_s_device(strategy):
     size = strategy.num_replicas_in_sync
     rows = np.arange(7 * size, dtype=np.float32).reshape(-1, 1)
     columns = {"x": rows, "y": rows.astype(np.int64)}
@@ -26,11 +24,11 @@ def test_each_piece_of_a_batch_is_on_its_replica_s_device(strategy: nd.Strategy)
         np.testing.assert_array_equal(np.concatenate(seen), rows)
 
 
-def test_a_replica_without_rows_gets_an_empty_array(strategy: nd.Strategy) -> None:
+def test_a_replica_without_rows_gets_an_empty_array(strategy):
     size = strategy.num_replicas_in_sync
     (batch,) = strategy.distribute_dataset(nd.Dataset.range(1).batch(size))
 
-    def step(own: Any) -> Any:
+    def step(own):
         assert on(own, replica().device)
         assert own.dtype == np.int64
         return len(own), np.sum(own * own)
@@ -40,7 +38,7 @@ def test_a_replica_without_rows_gets_an_empty_array(strategy: nd.Strategy) -> No
     assert [float(total) for total in totals.values] == [0.0] * size
 
 
-def test_batches_dealt_to_replicas_are_on_their_devices(strategy: nd.Strategy) -> None:
+def test_batches_dealt_to_replicas_are_on_their_devices(strategy):
     size = strategy.num_replicas_in_sync
     dealt = strategy.distribute_datasets_from_function(
         lambda context: nd.Dataset.range(2 * size + 1).batch(1)
@@ -52,8 +50,8 @@ def test_batches_dealt_to_replicas_are_on_their_devices(strategy: nd.Strategy) -
     np.testing.assert_array_equal(np.concatenate(found), np.arange(2 * size + 1))
 
 
-def test_replicas_draw_numbers_of_their_own_on_their_devices(strategy: nd.Strategy) -> None:
-    def step() -> Any:
+def test_replicas_draw_numbers_of_their_own_on_their_devices(strategy):
+    def step():
         drawn = replica().rng.random(4), replica().rng.standard_normal((2, 2), dtype=np.float32)
         assert on(drawn[0], replica().device)
         assert drawn[1].dtype == np.float32

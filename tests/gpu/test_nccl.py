@@ -9,9 +9,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -20,9 +18,9 @@ import ndistribute as nd
 from ndistribute import device
 from ndistribute.collective import nccl
 from ndistribute.collective.backend import Call
-from ndistribute.collective.nccl import NcclBackend, Wire, reduction_wire
+from ndistribute.collective.nccl import Wire, reduction_wire
 from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.collective.rendezvous import Rendezvous
+from ndistribute.collective.threads import Rendezvous
 from ndistribute.device import Device, copy_to, list_devices, to_host
 from ndistribute.errors import (
     CollectiveMismatchError,
@@ -31,7 +29,7 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 from ndistribute.stream import Stream
-from tests.gpu.imitation.nccl import FakeComm, FakeNccl
+from tests.gpu.imitation.nccl import FakeComm
 from tests.processes import AT_ONCE
 
 SUM, MEAN, MIN, MAX, PROD = ReduceOp
@@ -40,17 +38,17 @@ SUM, MEAN, MIN, MAX, PROD = ReduceOp
 class Replicas:
     """A replica on each GPU, and a thread for each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         devices = list_devices("gpu")
         self.size = len(devices)
         self.streams = [Stream(device) for device in devices]
         self.rendezvous = Rendezvous(self.size)
         self.backends = nccl.make_nccl_backends(self.rendezvous, self.streams)
 
-    def run(self, body: Callable[[NcclBackend], Any]) -> list[Any]:
+    def run(self, body):
         """Run a body on each replica; return what it returned or raised."""
 
-        def replica(backend: NcclBackend) -> Any:
+        def replica(backend):
             stream = self.streams[backend.rank]
             try:
                 with stream.use():
@@ -64,7 +62,7 @@ class Replicas:
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(replica, self.backends))
 
-    def must(self, body: Callable[[NcclBackend], Any]) -> list[Any]:
+    def must(self, body):
         """Run a body on each replica, which must not raise."""
         results = self.run(body)
         for result in results:
@@ -74,27 +72,26 @@ class Replicas:
 
 
 @pytest.fixture
-def replicas(cupy: Any) -> Iterator[Replicas]:
+def replicas(cupy):
     made = Replicas()
     yield made
     made.backends[0].close()
 
 
 @pytest.fixture
-def fake(kind: str, cupy: Any) -> FakeNccl:
+def fake(kind, cupy):
     """The imitation of NCCL; the test does what no real GPU would."""
     if kind == "real":
         pytest.skip("over the imitation only")
-    library: FakeNccl = cupy.cuda.nccl
-    return library
+    return cupy.cuda.nccl
 
 
-def call(name: str, op: str | None = None) -> Call:
+def call(name, op=None):
     return Call(1, name, op)
 
 
-def test_one_group_launches_all_leaves(fake: FakeNccl, replicas: Replicas) -> None:
-    def body(backend: NcclBackend) -> None:
+def test_one_group_launches_all_leaves(fake, replicas):
+    def body(backend):
         hosts = [np.ones(4, np.float32), np.ones(0, np.float32), np.ones(4, np.complex64)]
         inputs = [copy_to(host, backend.device) for host in hosts]
         outputs = [copy_to(np.empty_like(host), backend.device) for host in hosts]
@@ -104,8 +101,8 @@ def test_one_group_launches_all_leaves(fake: FakeNccl, replicas: Replicas) -> No
     assert fake.launched == ["allReduce", "allGather"] * 2
 
 
-def test_a_mismatch_launches_nothing(fake: FakeNccl, replicas: Replicas) -> None:
-    def body(backend: NcclBackend) -> Any:
+def test_a_mismatch_launches_nothing(fake, replicas):
+    def body(backend):
         data = copy_to(np.ones(3), backend.device)
         name = ["SUM", "MAX"][backend.rank]
         backend.all_reduce(call("all_reduce", name), [data], [data.copy()], SUM, 9)
@@ -114,10 +111,8 @@ def test_a_mismatch_launches_nothing(fake: FakeNccl, replicas: Replicas) -> None
     assert fake.launched == []
 
 
-def test_a_missing_replica_is_a_timeout_and_launches_nothing(
-    fake: FakeNccl, replicas: Replicas
-) -> None:
-    def body(backend: NcclBackend) -> Any:
+def test_a_missing_replica_is_a_timeout_and_launches_nothing(fake, replicas):
+    def body(backend):
         if backend.rank == 0:
             backend.broadcast(call("broadcast"), [copy_to(np.ones(3), backend.device)], 0, 0.05)
 
@@ -125,10 +120,8 @@ def test_a_missing_replica_is_a_timeout_and_launches_nothing(
     assert fake.launched == []
 
 
-def test_after_a_failure_of_nccl_the_next_call_connects_again(
-    fake: FakeNccl, replicas: Replicas
-) -> None:
-    def body(backend: NcclBackend) -> Any:
+def test_after_a_failure_of_nccl_the_next_call_connects_again(fake, replicas):
+    def body(backend):
         buffer = copy_to(np.full(3, float(backend.rank)), backend.device)
         backend.broadcast(call("broadcast"), [buffer], 1, 9)
         return to_host(buffer).tolist()
@@ -143,14 +136,14 @@ def test_after_a_failure_of_nccl_the_next_call_connects_again(
     assert replicas.must(body) == [[1, 1, 1]] * 2
 
 
-def test_work_that_never_ends_is_a_timeout(fake: FakeNccl, replicas: Replicas) -> None:
+def test_work_that_never_ends_is_a_timeout(fake, replicas):
     fake.comms[0].lose_link()
     for error in replicas.run(lambda backend: merged_after_a_broadcast(backend, 0.05)):
         assert isinstance(error, CollectiveTimeoutError | WorkerLostError)
     assert {comm.state for comm in fake.comms} == {"aborted"}
 
 
-def test_an_error_of_nccl_ends_the_wait_for_a_gpu(fake: FakeNccl, replicas: Replicas) -> None:
+def test_an_error_of_nccl_ends_the_wait_for_a_gpu(fake, replicas):
     for comm in fake.comms:
         comm.failure = "remote access"
     fake.comms[0].lose_link()
@@ -159,7 +152,7 @@ def test_an_error_of_nccl_ends_the_wait_for_a_gpu(fake: FakeNccl, replicas: Repl
         assert "remote access" in str(error)
 
 
-def merged_after_a_broadcast(backend: NcclBackend, timeout: float) -> None:
+def merged_after_a_broadcast(backend, timeout):
     """Wait for what is launched, which `broadcast` does not."""
     backend.broadcast(call("broadcast"), [copy_to(np.ones(3), backend.device)], 0, 9)
     try:
@@ -169,9 +162,7 @@ def merged_after_a_broadcast(backend: NcclBackend, timeout: float) -> None:
         raise
 
 
-def test_an_error_of_cuda_ends_the_wait_for_a_gpu(
-    fake: FakeNccl, replicas: Replicas, cupy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_cuda_ends_the_wait_for_a_gpu(fake, replicas, cupy, monkeypatch):
     """An illegal address, say, leaves a stream that is never done."""
     monkeypatch.setattr(cupy.cuda.runtime, "streamQuery", lambda stream: 700)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="700"):
@@ -179,18 +170,14 @@ def test_an_error_of_cuda_ends_the_wait_for_a_gpu(
 
 
 @pytest.mark.parametrize("version", [13, 14])
-def test_the_unique_id_is_of_the_kind_that_cupy_takes(
-    fake: FakeNccl, monkeypatch: pytest.MonkeyPatch, version: int
-) -> None:
+def test_the_unique_id_is_of_the_kind_that_cupy_takes(fake, monkeypatch, version):
     fake.cupy = version
     backends = Replicas().backends
     assert [comm.state for comm in fake.comms] == ["open"] * 2
     backends[0].close()
 
 
-def test_nccl_is_told_to_connect_everything_before_its_first_call(
-    fake: FakeNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_is_told_to_connect_everything_before_its_first_call(fake, monkeypatch):
     """It reads the variable once, at the first communicator of the process."""
     monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
     device.nccl_module.cache_clear()
@@ -198,12 +185,10 @@ def test_nccl_is_told_to_connect_everything_before_its_first_call(
     assert fake.environ["NCCL_RUNTIME_CONNECT"] == "0"
 
 
-def test_no_communicator_is_ended_while_it_is_asked_for_errors(
-    fake: FakeNccl, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_communicator_is_ended_while_it_is_asked_for_errors(fake, replicas, monkeypatch):
     inside, leave, asked = threading.Event(), threading.Event(), []
 
-    def slow(comm: FakeComm) -> None:
+    def slow(comm):
         inside.set()
         leave.wait(timeout=10.0)
         asked.append(comm.state)
@@ -223,30 +208,25 @@ def test_no_communicator_is_ended_while_it_is_asked_for_errors(
     assert set(asked) == {"open"}
 
 
-def test_closing_a_strategy_destroys_its_communicators(fake: FakeNccl) -> None:
+def test_closing_a_strategy_destroys_its_communicators(fake):
     with nd.MirroredStrategy(["gpu:0", "gpu:1"]) as strategy:
         strategy.run(lambda: nd.get_replica_context().all_reduce("sum", 1.0))  # type: ignore[union-attr]
         assert [comm.state for comm in fake.comms] == ["open"] * 2
     assert [comm.state for comm in fake.comms] == ["destroyed"] * 2
 
 
-def test_communicators_end_with_their_backends(fake: FakeNccl) -> None:
+def test_communicators_end_with_their_backends(fake):
     replicas = Replicas()
     del replicas
     gc.collect()
     assert [comm.state for comm in fake.comms] == ["destroyed"] * 2
 
 
-def test_closing_does_not_wait_for_nccl_for_ever(
-    fake: FakeNccl,
-    replicas: Replicas,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_closing_does_not_wait_for_nccl_for_ever(fake, replicas, monkeypatch, caplog):
     """NCCL destroys when all processes do, and one may be gone."""
     leave, destroy = threading.Event(), FakeComm.destroy
 
-    def stuck(comm: FakeComm) -> None:
+    def stuck(comm):
         leave.wait(timeout=60.0)
         destroy(comm)
 
@@ -259,8 +239,8 @@ def test_closing_does_not_wait_for_nccl_for_ever(
     leave.set()
 
 
-def test_gpus_that_are_connected_too_late_are_ended_again(cupy: Any, fake: FakeNccl) -> None:
-    def impatient() -> NoReturn:
+def test_gpus_that_are_connected_too_late_are_ended_again(cupy, fake):
+    def impatient():
         raise TimeoutError("too late")
 
     unique_id = nccl._make_unique_id()
@@ -275,7 +255,7 @@ def test_gpus_that_are_connected_too_late_are_ended_again(cupy: Any, fake: FakeN
     late.end("abort")
 
 
-def test_without_cupy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cupy_the_error_names_the_extra(monkeypatch):
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.setitem(sys.modules, name, None)
     for cached in (device.cupy_module, device.nccl_module):
@@ -285,7 +265,7 @@ def test_without_cupy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch)
         nccl.make_nccl_backends(Rendezvous(1), [Stream(Device("cpu:0"))])
 
 
-def test_the_wire_of_a_reduction() -> None:
+def test_the_wire_of_a_reduction():
     for op, dtype, expected in (
         (SUM, "float16", Wire(np.dtype("float32"), "NCCL_FLOAT32", 1, "NCCL_SUM")),
         (MEAN, "float16", Wire(np.dtype("float32"), "NCCL_FLOAT32", 1, "NCCL_SUM")),
@@ -308,6 +288,6 @@ def test_the_wire_of_a_reduction() -> None:
         assert reduction_wire(op, dtype) == expected, (op, dtype)
 
 
-def test_bfloat16_is_reduced_in_float32() -> None:
+def test_bfloat16_is_reduced_in_float32():
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     assert reduction_wire(SUM, bfloat16) == reduction_wire(SUM, np.float16)

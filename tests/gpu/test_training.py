@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from tests.gpu.placing import components, here, hosts, on, replica
 
 EXAMPLES, BATCH, FEATURES, WORDS, WIDTH, CLASSES = 11, 8, 5, 11, 4, 3
 
-OPTIMIZERS: dict[str, Callable[[], nd.optimizers.Optimizer]] = {
+OPTIMIZERS = {
     "nesterov": lambda: nd.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: nd.optimizers.Adam(0.01, clipvalue=10.0),
     "global_clipnorm": lambda: nd.optimizers.Adagrad(0.1, global_clipnorm=0.05),
@@ -25,7 +23,7 @@ OPTIMIZERS: dict[str, Callable[[], nd.optimizers.Optimizer]] = {
 class Model:
     """An embedding, whose gradient is sparse, beside dense layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         rng = np.random.default_rng(7)
         self.table = nd.Variable(rng.normal(size=(WORDS, WIDTH)))
         self.dense = nd.Variable(rng.normal(size=(FEATURES, WIDTH)))
@@ -33,14 +31,14 @@ class Model:
         self.bias = nd.Variable(np.zeros(CLASSES))
         self.variables = [self.table, self.dense, self.output, self.bias]
 
-    def loss(self, features: Any, words: Any, labels: Any) -> Any:
+    def loss(self, features, words, labels):
         hidden = np.tanh(features @ self.dense + np.sum(self.table[words], axis=1))
         logits = np.maximum(hidden @ self.output, 0) + self.bias
         likelihood = logits[np.arange(len(labels)), labels]
         return np.sum(np.log(np.sum(np.exp(logits), axis=1)) - likelihood) / BATCH
 
 
-def batches(strategy: nd.Strategy) -> Any:
+def batches(strategy):
     rng = np.random.default_rng(5)
     data = (
         rng.normal(size=(EXAMPLES, FEATURES)),
@@ -50,12 +48,12 @@ def batches(strategy: nd.Strategy) -> Any:
     return strategy.distribute_dataset(nd.Dataset.from_tensor_slices(data).batch(BATCH))
 
 
-def train(strategy: nd.Strategy, optimizer: nd.optimizers.Optimizer) -> tuple[Any, Any]:
+def train(strategy, optimizer):
     """Return the losses of all steps and the variables and slots after the last."""
     with strategy.scope():
         model = Model()
 
-    def step(batch: Any) -> Any:
+    def step(batch):
         with nd.GradientTape() as tape:
             loss = model.loss(*batch)
         gradients = tape.gradient(loss, model.variables)
@@ -80,12 +78,12 @@ def train(strategy: nd.Strategy, optimizer: nd.optimizers.Optimizer) -> tuple[An
 
 
 @functools.cache
-def trained_on_a_cpu(name: str) -> tuple[Any, Any]:
+def trained_on_a_cpu(name):
     return train(nd.get_strategy(), OPTIMIZERS[name]())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_on_gpus_equal_steps_on_a_cpu(strategy: nd.Strategy, name: str) -> None:
+def test_steps_on_gpus_equal_steps_on_a_cpu(strategy, name):
     expected_losses, expected = trained_on_a_cpu(name)
     losses, values = train(strategy, OPTIMIZERS[name]())
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-12, atol=1e-12)
@@ -93,7 +91,7 @@ def test_steps_on_gpus_equal_steps_on_a_cpu(strategy: nd.Strategy, name: str) ->
         np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_applied_across_replicas_reach_every_copy(strategy: nd.Strategy) -> None:
+def test_gradients_applied_across_replicas_reach_every_copy(strategy):
     """Outside `run` the gradients are final; they may lie on any device."""
     rng = np.random.default_rng(1)
     dense, rows = rng.normal(size=(WORDS, 2)), rng.normal(size=(4, 2))
@@ -117,7 +115,7 @@ def test_gradients_applied_across_replicas_reach_every_copy(strategy: nd.Strateg
         np.testing.assert_array_equal(results[-1][-1], rows)
 
 
-def test_gradients_of_the_host_train_too(strategy: nd.Strategy) -> None:
+def test_gradients_of_the_host_train_too(strategy):
     """Somebody may write derivatives by hand, or take them from another library."""
     with strategy.scope():
         variable = nd.Variable(np.zeros(6))
@@ -126,12 +124,12 @@ def test_gradients_of_the_host_train_too(strategy: nd.Strategy) -> None:
     np.testing.assert_array_equal(variable.numpy(), -np.arange(6.0) * strategy.num_replicas_in_sync)
 
 
-def test_gradients_that_are_summed_already_are_applied_once(strategy: nd.Strategy) -> None:
+def test_gradients_that_are_summed_already_are_applied_once(strategy):
     with strategy.scope():
         variable = nd.Variable(np.zeros(6))
     optimizer = nd.optimizers.SGD(1.0)
 
-    def step() -> None:
+    def step():
         total = replica().all_reduce("sum", here(np.ones(6)))
         optimizer.apply_gradients([(total, variable)], skip_gradients_aggregation=True)
 
@@ -140,10 +138,10 @@ def test_gradients_that_are_summed_already_are_applied_once(strategy: nd.Strateg
         np.testing.assert_array_equal(copy, np.full(6, -float(strategy.num_replicas_in_sync)))
 
 
-def test_gradients_flow_through_collectives(strategy: nd.Strategy) -> None:
+def test_gradients_flow_through_collectives(strategy):
     size = strategy.num_replicas_in_sync
 
-    def step() -> Any:
+    def step():
         x = here(np.arange(1.0, 4.0) + replica().replica_id_in_sync_group)
         with nd.GradientTape(persistent=True) as tape:
             x = tape.watch(x)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +15,16 @@ from tests.gpu.placing import components, here, hosts, need, on, place_of, rank,
 START = np.arange(12.0).reshape(4, 3)
 
 
-def make(strategy: nd.Strategy, value: Any = START, **policy: Any) -> nd.Variable:
+def make(strategy, value=START, **policy):
     with strategy.scope():
         return nd.Variable(value, **policy)
 
 
-def copies(variable: nd.Variable) -> list[Any]:
+def copies(variable):
     return hosts(variable.values)
 
 
-def homes(strategy: nd.Strategy) -> list[str]:
+def homes(strategy):
     """Return the memory space in which each replica's component belongs."""
     if isinstance(strategy, nd.ParameterServerStrategy):
         return ["cpu"]
@@ -34,7 +32,7 @@ def homes(strategy: nd.Strategy) -> list[str]:
     return [device.memory_space for device in ([central] if central else strategy.devices)]
 
 
-def test_every_component_is_where_it_belongs(strategy: nd.Strategy) -> None:
+def test_every_component_is_where_it_belongs(strategy):
     for value in (START, components(strategy, lambda _: START).values[-1], lambda: START):
         variable = make(strategy, value)
         assert [place_of(array) for array in variable.values] == homes(strategy)
@@ -42,10 +40,10 @@ def test_every_component_is_where_it_belongs(strategy: nd.Strategy) -> None:
             np.testing.assert_array_equal(copy, START)
 
 
-def test_a_replica_reads_on_its_own_device(strategy: nd.Strategy) -> None:
+def test_a_replica_reads_on_its_own_device(strategy):
     variable = make(strategy)
 
-    def step() -> Any:
+    def step():
         assert on(variable.value, replica().device)
         np.testing.assert_array_equal(variable.numpy(), START)
         assert float(variable[1, 2]) == 5.0
@@ -59,7 +57,7 @@ def test_a_replica_reads_on_its_own_device(strategy: nd.Strategy) -> None:
     ("how", "aggregation"),
     [("assign", "mean"), ("assign_add", "only_first_replica"), ("assign_sub", "sum")],
 )
-def test_replicas_write_together(strategy: nd.Strategy, how: str, aggregation: str) -> None:
+def test_replicas_write_together(strategy, how, aggregation):
     size = strategy.num_replicas_in_sync
     variable = make(strategy, aggregation=aggregation)
     strategy.run(lambda: getattr(variable, how)(here(np.full((4, 3), rank() + 1.0))))
@@ -75,7 +73,7 @@ def test_replicas_write_together(strategy: nd.Strategy, how: str, aggregation: s
         np.testing.assert_allclose(seen, expected, rtol=1e-15)
 
 
-def test_writes_across_replicas_reach_every_copy(strategy: nd.Strategy) -> None:
+def test_writes_across_replicas_reach_every_copy(strategy):
     variable = make(strategy)
     last = components(strategy, lambda _: np.ones((4, 3))).values[-1]
     variable.assign(last).assign_add(START).assign_sub(last)
@@ -93,9 +91,7 @@ def test_writes_across_replicas_reach_every_copy(strategy: nd.Strategy) -> None:
         ("scatter_sub", "int32", False),
     ],
 )
-def test_rows_are_written_each_time_they_are_named(
-    strategy: nd.Strategy, how: str, dtype: str, inside: bool
-) -> None:
+def test_rows_are_written_each_time_they_are_named(strategy, how, dtype, inside):
     variable = make(strategy, START.astype(dtype), aggregation="sum")
     size = strategy.num_replicas_in_sync if inside else 1
     indices, rows = np.array([2, 0, 2]), np.array([[1], [2], [3]]).repeat(3, 1).astype(dtype)
@@ -113,11 +109,11 @@ def test_rows_are_written_each_time_they_are_named(
         np.testing.assert_array_equal(copy, expected)
 
 
-def test_each_replica_keeps_what_is_combined_on_read(strategy: nd.Strategy) -> None:
+def test_each_replica_keeps_what_is_combined_on_read(strategy):
     size = strategy.num_replicas_in_sync
     variable = make(strategy, np.zeros(3), synchronization="on_read", aggregation="sum")
 
-    def step() -> Any:
+    def step():
         variable.assign_add(here(np.full(3, rank() + 1.0)))
         assert on(variable.value, replica().device)
         return variable.value
@@ -133,11 +129,11 @@ def test_each_replica_keeps_what_is_combined_on_read(strategy: nd.Strategy) -> N
     np.testing.assert_allclose(hosts([strategy.reduce("mean", variable)])[0], 12.0 / size)
 
 
-def test_a_snapshot_stays_as_it_was(strategy: nd.Strategy) -> None:
+def test_a_snapshot_stays_as_it_was(strategy):
     variable = make(strategy, aggregation="sum")
     across = variable.values
 
-    def step() -> Any:
+    def step():
         before = variable.value
         part = variable[1:]
         variable.assign_add(here(np.ones((4, 3))))
@@ -152,12 +148,12 @@ def test_a_snapshot_stays_as_it_was(strategy: nd.Strategy) -> None:
         np.testing.assert_array_equal(snapshot, START)
 
 
-def test_an_update_is_in_place_when_nobody_holds_a_read(strategy: nd.Strategy) -> None:
+def test_an_update_is_in_place_when_nobody_holds_a_read(strategy):
     if isinstance(strategy, nd.ParameterServerStrategy):
         pytest.skip("what a server updates comes from there anew")
-    variable: Any = make(strategy)
+    variable = make(strategy)
 
-    def addresses() -> list[int]:
+    def addresses():
         return [
             array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
             for array in variable.begin_update()
@@ -172,7 +168,7 @@ def test_an_update_is_in_place_when_nobody_holds_a_read(strategy: nd.Strategy) -
     np.testing.assert_array_equal(hosts([held])[0], START * 2)
 
 
-READS: dict[str, Callable[[Any], Any]] = {
+READS = {
     "value": lambda v: v.value,
     "read_value": lambda v: v.read_value(),
     "slice": lambda v: v[1:],
@@ -186,12 +182,10 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", ["on_write", "on_read"])
-def test_a_write_through_what_was_read_does_not_reach_the_variable(
-    strategy: nd.Strategy, how: str
-) -> None:
+def test_a_write_through_what_was_read_does_not_reach_the_variable(strategy, how):
     variable = make(strategy, synchronization=how, aggregation="only_first_replica")
 
-    def spoil() -> None:
+    def spoil():
         for read in READS.values():
             # Refused on a CPU; a GPU has no arrays that are read-only.
             with contextlib.suppress(ValueError):
@@ -208,7 +202,7 @@ def test_a_write_through_what_was_read_does_not_reach_the_variable(
         np.testing.assert_array_equal(copy, START)
 
 
-def test_a_variable_prints_and_converts(strategy: nd.Strategy) -> None:
+def test_a_variable_prints_and_converts(strategy):
     variable = make(strategy, 2.5)
     assert float(variable) == 2.5
     assert "2.5" in repr(variable)
@@ -217,7 +211,7 @@ def test_a_variable_prints_and_converts(strategy: nd.Strategy) -> None:
     np.testing.assert_array_equal(np.asarray(make(strategy)), START)
 
 
-def test_what_another_device_was_given_is_done_when_it_is_left(cupy: Any) -> None:
+def test_what_another_device_was_given_is_done_when_it_is_left(cupy):
     need(cupy, 2)
     with working_on(Device("gpu:1")):
         there = cupy.ones(3) + 1

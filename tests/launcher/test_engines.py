@@ -19,7 +19,7 @@ import pytest
 
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher import dask, ray
-from tests.launcher.jobs import environment
+from tests.launcher.jobs import environment, lasting
 
 pytestmark = pytest.mark.timeout(240)
 MODULES = {"ray": "ray", "dask": "distributed"}
@@ -30,9 +30,8 @@ class Driver:
     """A program that uses an engine."""
 
     def __init__(self, engine: str, directory: Path) -> None:
-        self.engine = engine
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.launcher.engine_driver", engine, directory],
+            [sys.executable, "-m", "tests.launcher.engine_program", engine, directory],
             env=environment({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -45,17 +44,14 @@ class Driver:
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         return self.process.stdout.readline() if ready else ""
 
-    def start(self, work: str, workers: int = 2, **options: Any) -> None:
-        job = {"work": work, "options": {"num_workers": workers, **options}}
+    def start(self, work: str, *args: Any, workers: int = 2, **options: Any) -> None:
+        job = {"work": work, "options": {"num_workers": workers, "args": args, **options}}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> dict[str, Any]:
+    def run(self, work: str, *args: Any, **options: Any) -> dict[str, Any]:
+        self.start(work, *map(str, args), **options)
         return json.loads(self.read())
-
-    def run(self, work: str, workers: int = 2, **options: Any) -> dict[str, Any]:
-        self.start(work, workers, **options)
-        return self.answer()
 
 
 @contextlib.contextmanager
@@ -63,16 +59,14 @@ def started(engine: str, directory: Path) -> Iterator[Driver]:
     if engine in WITHOUT:
         pytest.skip(f"{MODULES[engine]} is not installed")
     driver = Driver(engine, directory)
-    try:
-        yield driver
-        driver.process.stdin.close()
-        driver.process.wait(60)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(driver.process.pid, signal.SIGKILL)
-        driver.process.wait(60)
-        driver.process.stdin.close()
-        driver.process.stdout.close()
+    with driver.process:
+        try:
+            yield driver
+            driver.process.stdin.close()
+            driver.process.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(driver.process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module", params=MODULES)
@@ -95,73 +89,60 @@ def pids(folder: Path, count: int) -> dict[str, list[int]]:
 
 def have_ended(folder: Path, seconds: float = 20.0) -> bool:
     """Return True if no process of any task is left."""
-    left = [pid for task in pids(folder, 1).values() for pid in task]
-    deadline = time.monotonic() + seconds
-    while left and time.monotonic() < deadline:
-        left = [pid for pid in left if _lives(pid)]
-        time.sleep(0.01)
-    return not left
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return not lasting([pid for task in pids(folder, 1).values() for pid in task], seconds)
 
 
 def test_a_function_runs_in_each_worker_and_its_results_come_in_order(driver):
-    answer = driver.run("total", args=[1.0], environ={"GREETING": "hello"})
+    answer = driver.run("total", 1.0, environ={"GREETING": "hello"})
     assert answer["results"] == [[0, 3.0, "hello"], [1, 3.0, "hello"]]
     assert sorted(answer["output"]) == ["[worker:0] I am 0", "[worker:1] I am 1"]
 
 
 def test_what_a_worker_raises_is_raised_and_ends_the_others(driver, tmp_path):
-    answer = driver.run("fail", args=[str(tmp_path)])
+    answer = driver.run("fail", tmp_path)
     assert answer["error"] == "LookupError"
     assert answer["text"].startswith("no such thing\nIt was raised by worker:1 at ")
     assert "[worker:1] LookupError: no such thing" in answer["output"]
     assert have_ended(tmp_path)
 
 
-@pytest.mark.parametrize("whom", ["task", "engine's process"])
-def test_a_worker_that_is_killed_ends_the_job(driver, tmp_path, whom):
-    environ = {} if whom == "task" else {"ENGINE": "1"}
-    answer = driver.run("be_killed", args=[str(tmp_path)], environ=environ)
+@pytest.mark.parametrize(
+    ("environ", "who", "what"),
+    [({}, "worker:1 at ", "ended with signal 9"), ({"ENGINE": "1"}, "worker:", "is lost")],
+)
+def test_a_worker_or_an_engine_that_is_killed_ends_the_job(driver, tmp_path, environ, who, what):
+    answer = driver.run("be_killed", tmp_path, environ=environ)
     assert answer["error"] == "WorkerLostError"
-    assert answer["text"].startswith("worker:1 at " if whom == "task" else "worker:")
-    assert ("ended with signal 9" if whom == "task" else "is lost") in answer["text"]
+    assert answer["text"].startswith(who)
+    assert what in answer["text"]
     assert have_ended(tmp_path)
 
 
 def test_workers_start_again_together(driver, tmp_path):
-    answer = driver.run("fail_once", args=[str(tmp_path)], max_restarts=1)
+    answer = driver.run("fail_once", tmp_path, max_restarts=1)
     assert answer["results"] == [2, 2]
     assert have_ended(tmp_path)
 
 
-@pytest.mark.parametrize("chief", [False, True])
-def test_beside_servers_a_task_starts_again_alone(driver, tmp_path, chief):
-    answer = driver.run(
-        "serve_or_work",
-        1 if chief else 2,
-        num_ps=1,
-        chief=chief,
-        args=[str(tmp_path)],
-        environ={"CHIEF": "1"} if chief else {},
-        max_restarts=1,
-    )
-    assert answer["results"] == ([1, None] if chief else [2, 1])
-    started = {name: len(task) // 2 for name, task in pids(tmp_path, 3).items()}
-    assert started["ps-0"] == 1
+@pytest.mark.parametrize(
+    ("options", "results"),
+    [
+        ({"workers": 2}, [2, 1]),
+        ({"workers": 1, "chief": True, "environ": {"CHIEF": "1"}}, [1, None]),
+    ],
+)
+def test_beside_servers_a_task_starts_again_alone(driver, tmp_path, options, results):
+    answer = driver.run("serve_or_work", tmp_path, num_ps=1, max_restarts=1, **options)
+    assert answer["results"] == results
+    assert len(pids(tmp_path, 3)["ps-0"]) == 2  # It and its child, once.
     assert have_ended(tmp_path)
 
 
 def test_an_interrupt_ends_the_job(driver, tmp_path):
-    driver.start("sleep", args=[str(tmp_path)])
+    driver.start("sleep", str(tmp_path))
     pids(tmp_path, 2)
     driver.process.send_signal(signal.SIGINT)
-    assert driver.answer()["error"] == "KeyboardInterrupt"
+    assert json.loads(driver.read())["error"] == "KeyboardInterrupt"
     assert have_ended(tmp_path)
 
 
@@ -174,7 +155,7 @@ def test_what_the_engine_has_not_is_asked_for_in_vain(driver):
 
 def test_nothing_is_left_of_a_job_whose_program_is_killed(tmp_path_factory, tmp_path):
     with started("ray", tmp_path_factory.mktemp("r")) as driver:
-        driver.start("sleep", args=[str(tmp_path)])
+        driver.start("sleep", str(tmp_path))
         pids(tmp_path, 2)
         driver.process.kill()
         assert have_ended(tmp_path, 120.0)
@@ -207,15 +188,11 @@ print(bool(select.select([end], [], [], 20)[0]))
     assert done.stdout == "True\n", done.stderr
 
 
-@pytest.mark.parametrize("engine", WITHOUT)
-def test_an_engine_that_is_not_installed_is_named(engine):
+@pytest.mark.parametrize("engine", MODULES)
+def test_an_engine_that_is_not_installed_is_named_and_a_job_without_workers_refused(engine):
     run = {"ray": ray.run, "dask": dask.run}[engine]
-    with pytest.raises(MissingDependencyError, match=rf"ndistribute\[{engine}\]"):
-        run(print, 2)
-
-
-@pytest.mark.parametrize("engine", [name for name in MODULES if name not in WITHOUT])
-def test_a_job_without_workers_is_refused(engine):
-    run = {"ray": ray.run, "dask": dask.run}[engine]
-    with pytest.raises(ValueError, match="at least one worker"):
+    error, message = ValueError, "at least one worker"
+    if engine in WITHOUT:
+        error, message = MissingDependencyError, rf"ndistribute\[{engine}\]"
+    with pytest.raises(error, match=message):
         run(print, 0)

@@ -10,23 +10,70 @@ import pytest
 
 from tests.launcher.jobs import lasting, read_pids, run, started
 
-# What the scripts begin with: the rank, and a wait that only a signal ends.
-PREAMBLE = """
-import json, os, signal, socket, subprocess, sys
-config = json.loads(os.environ["TF_CONFIG"])
-rank = config["task"]["index"]
-wait = signal.pause
+SHOW_SECRET = "print(os.environ.get('NDISTRIBUTE_SECRET'))"
+PRINT_FOREVER = """
+if rank == 1:
+    sys.exit(3)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+while True:
+    os.write(1, b"more" * 500 + b"\\n")
 """
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "code", "out", "err"),
+    [
+        (
+            "-n 2",
+            "if rank == 0:\n    sys.exit(7)\nwait()",
+            7,
+            "",
+            "rank 0 failed first (exit code 7)",
+        ),
+        (
+            "-n 2",
+            "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSEGV)\nwait()",
+            139,
+            "",
+            "rank 0 failed first (signal 11)",
+        ),
+        # All ranks lost each other.
+        (
+            "-n 2",
+            "if rank == 0:\n    raise WorkerLostError('rank 1 is gone')",
+            1,
+            "",
+            "rank 0 failed first (exit code 1)",
+        ),
+        # A rank that never stops printing does not hide that another failed.
+        ("-n 3", PRINT_FOREVER, 3, None, "rank 1 failed first (exit code 3)"),
+        ("-n 2 --timeout 0.5", "wait()", 124, "", "run: stopped after --timeout 0.5 s.\n"),
+        ("-n 1 --max-restarts 1", "print('try')\nsys.exit(5)", 5, "[0] try\n" * 2, "(1 left)"),
+        ("NDISTRIBUTE_SECRET=x -n 1", SHOW_SECRET, 0, "[0] x\n", ""),
+        ("NDISTRIBUTE_SECRET_FILE=f -n 1", SHOW_SECRET, 0, "[0] None\n", ""),
+        ("-n 1 -m", "print(__name__, sys.argv[1:])", 0, "[0] __main__ ['-x']\n", ""),
+        # No ssh is on the path.
+        ("PATH=/none --hosts far:1", "", 2, "", "ndistribute: [Errno 2] No such file or directory"),
+    ],
+)
+def test_how_a_job_ends(script, tmp_path, options, text, code, out, err):
+    script(text)
+    words = options.split()
+    env = dict(word.split("=") for word in words if "=" in word)
+    words = [word for word in words if "=" not in word]
+    name = ["script", "-x"] if "-m" in words else ["script.py"]
+    done = run("run", *words, *name, env=env, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert err in done.stderr
+    assert out is None or done.stdout == out
 
 
 def test_every_rank_listens_at_the_address_that_the_others_know(script):
     path = script("""
-workers = config["cluster"]["worker"]
-own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
-assert "%s:%s" % own.getsockname() == workers[rank], workers
-host, port = workers[1 - rank].split(":")
+own = own_socket()
+assert own.getsockname() == place("worker", rank), cluster
 if rank == 0:
-    with socket.create_connection((host, int(port)), timeout=50) as peer:
+    with connect("worker", 1) as peer:
         peer.sendall(b"hello")
         print("answer", peer.recv(5).decode(), *sys.argv[1:])
 else:
@@ -48,9 +95,8 @@ print("half", end="")
 print("error", file=sys.stderr)
 """)
     done = run("run", "-n", "2", path)
-    lines = done.stdout.splitlines()
     for rank in "01":
-        mine = [line for line in lines if line.startswith(f"[{rank}] ")]
+        mine = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}] ")]
         expected = [f"[{rank}] {'a' * 50} {number}" for number in range(200)]
         assert mine == [*expected, f"[{rank}] half"]
     assert sorted(done.stderr.splitlines()) == ["[0] error", "[1] error"]
@@ -63,7 +109,6 @@ if rank == 1:
         {}["lost"]
     except KeyError as error:
         raise ValueError("boo") from error
-print("pid", os.getpid())
 wait()
 """)
     done = run("run", "-n", "3", path)
@@ -74,27 +119,13 @@ wait()
     assert end.count("Traceback") == 2
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "words"),
-    [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal 11")],
-)
-def test_the_exit_code_is_that_of_the_rank_that_failed(script, end, code, words):
-    done = run("run", "-n", "2", script(f"if rank == 0:\n    {end}\nwait()"))
-    assert done.returncode == code
-    assert f"rank 0 failed first ({words})" in done.stderr
-
-
 def test_one_that_only_lost_another_is_not_blamed(script):
     """Rank 0 ends first, but tells of rank 1, which then ends by a signal."""
     path = script("""
-class WorkerLostError(Exception):
-    pass
-host, port = config["cluster"]["worker"][1].split(":")
 if rank == 0:
-    peer = socket.create_connection((host, int(port)), timeout=50)
+    peer = connect("worker", 1)
     raise WorkerLostError("rank 1 is gone")
-own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
-own.accept()[0].recv(1)  # until rank 0 has ended: its connection goes with it
+own_socket().accept()[0].recv(1)  # until rank 0 has ended: its connection goes with it
 os.kill(os.getpid(), signal.SIGKILL)
 """)
     done = run("run", "-n", "2", path)
@@ -102,52 +133,14 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert done.returncode == 137
 
 
-def test_a_job_whose_ranks_all_lost_each_other_has_failed(script):
-    path = script("""
-class WorkerLostError(Exception):
-    pass
-if rank == 0:
-    raise WorkerLostError("rank 1 is gone")
-""")
-    done = run("run", "-n", "2", path)
-    assert done.returncode == 1
-    assert "rank 0 failed first (exit code 1)" in done.stderr
-
-
-def test_a_rank_that_never_stops_printing_does_not_hide_that_another_failed(script):
-    path = script("""
-if rank == 1:
-    sys.exit(3)
-signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-while True:
-    os.write(1, b"more" * 500 + b"\\n")
-""")
-    done = run("run", "-n", "3", path)
-    assert done.returncode == 3
-    assert "rank 1 failed first (exit code 3)" in done.stderr
-
-
-def test_a_job_that_takes_too_long_is_stopped(script):
-    done = run("run", "-n", "2", "--timeout", "0.5", script("wait()"))
-    assert (done.returncode, done.stdout) == (124, "")
-    assert done.stderr == "ndistribute run: stopped after --timeout 0.5 s.\n"
-
-
-# A rank that ignores SIGTERM, and a process of it that left its group.
-STUBBORN = """
-child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"],
-                         start_new_session=True)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("pid", os.getpid())
-print("pid", child.pid)
-while True:
-    wait()
-"""
-
-
 def test_what_ignores_sigterm_or_was_stopped_is_killed_after_a_grace(script):
     """By the launcher, and where that is killed itself by the reaper."""
-    path = script(STUBBORN)
+    path = script("""
+leave_behind(start_new_session=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("pid", os.getpid())
+wait()
+""")
     with (
         started("run", "-n", "1", path) as job,
         started("run", "-n", "1", path) as stopped,
@@ -155,7 +148,7 @@ def test_what_ignores_sigterm_or_was_stopped_is_killed_after_a_grace(script):
     ):
         pids, asleep, orphans = read_pids(job, 2), read_pids(stopped, 2), read_pids(killed, 4)
         killed.kill()
-        os.kill(asleep[0], signal.SIGSTOP)
+        os.kill(asleep[1], signal.SIGSTOP)
         for one in (job, stopped, stopped):  # Asked twice, it does not wait for the grace to pass.
             one.terminate()
         assert job.wait(50) == stopped.wait(50) == 128 + signal.SIGTERM
@@ -163,19 +156,8 @@ def test_what_ignores_sigterm_or_was_stopped_is_killed_after_a_grace(script):
         assert lasting(orphans) == []
 
 
-def test_a_host_that_can_not_be_reached_is_an_error(script, tmp_path):
-    done = run("run", "--hosts", "far:1", script("pass"), env={"PATH": str(tmp_path)})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("ndistribute: ")
-    assert "'ssh'" in done.stderr
-
-
 def test_what_a_rank_leaves_behind_ends_with_the_job(script):
-    path = script("""
-child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
-print("pid", child.pid)
-""")
-    done = run("run", "-n", "1", path)
+    done = run("run", "-n", "1", script("leave_behind()"))
     assert done.returncode == 0
     assert lasting([int(done.stdout.rpartition(" ")[2])], 0) == []
 
@@ -186,7 +168,7 @@ with open({str(tmp_path / "tries")!r} + str(rank), "a") as tries:
     names = "NDISTRIBUTE_SECRET", "NDISTRIBUTE_JOB_ID", "TF_CONFIG"
     tries.write(" ".join(os.environ[name] for name in names) + "\\n")
 print("try")
-own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
+own = own_socket()
 if rank == 0:
     own.setblocking(False)
     try:
@@ -202,28 +184,9 @@ if rank == 0:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("starting again") == 2
     tries = (tmp_path / "tries0").read_text().splitlines()
-    assert len(tries) == 3
     assert [len({line.split(" ", 2)[part] for line in tries}) for part in range(3)] == [3, 1, 1]
-    logs = {path.name for path in (tmp_path / "logs").iterdir() if path.name.startswith("rank-0")}
-    assert logs == {"rank-0.log", "rank-0.1.log", "rank-0.2.log"}
-    assert (tmp_path / "logs" / "rank-0.log").read_text() == "try\n"
-
-
-def test_it_starts_again_only_as_often_as_was_said(script):
-    done = run("run", "-n", "1", "--max-restarts", "1", script("print('try')\nsys.exit(5)"))
-    assert (done.returncode, done.stdout) == (5, "[0] try\n" * 2)
-
-
-def test_the_secret_of_the_user_is_kept(script):
-    path = script("print(os.environ.get('NDISTRIBUTE_SECRET'))")
-    assert run("run", "-n", "1", path, env={"NDISTRIBUTE_SECRET": "x"}).stdout == "[0] x\n"
-    assert run("run", "-n", "1", path, env={"NDISTRIBUTE_SECRET_FILE": "f"}).stdout == "[0] None\n"
-
-
-def test_a_module_runs_as_well(tmp_path):
-    (tmp_path / "mine.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
-    done = run("run", "-n", "1", "-m", "mine", "-x", cwd=tmp_path)
-    assert done.stdout == "[0] __main__ ['-x']\n", done.stderr
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").glob("rank-0*")}
+    assert logs == dict.fromkeys(["rank-0.log", "rank-0.1.log", "rank-0.2.log"], "try\n")
 
 
 def test_a_reader_that_goes_away_ends_the_job(script):
@@ -235,7 +198,7 @@ def test_a_reader_that_goes_away_ends_the_job(script):
         assert lasting(pids) == []
 
 
-def test_a_dry_run_starts_nothing_and_shows_no_secret(tmp_path):
+def test_a_dry_run_starts_nothing_and_shows_no_secret():
     secret = "s3cr3t-of-the-user"
     done = run("run", "-n", "2", "--dry-run", "gone.py", "a b", env={"NDISTRIBUTE_SECRET": secret})
     first, second = done.stdout.splitlines()

@@ -9,28 +9,19 @@ from pathlib import Path
 import pytest
 
 from ndistribute.launcher import supervisor
-from ndistribute.launcher.hosts import Host
+from ndistribute.launcher.commands import Host
 from ndistribute.launcher.launch import JobOptions, launch
 from tests.launcher.jobs import lasting, read_pids, run, started
 
-# What the scripts begin with: the task, how often it was started, and words for its servers.
+# How often the task was started, and words for servers, which end by one or by SIGKILL.
 PREAMBLE = """
-import json, os, signal, socket, subprocess, sys, threading
-config = json.loads(os.environ["TF_CONFIG"])
-cluster, job, index = config["cluster"], config["task"]["type"], config["task"]["index"]
-with open(os.path.join(os.path.dirname(__file__), f"{job}{index}"), "a") as file:
-    file.write(f"{os.getpid()}\\n")
-with open(file.name) as file:
+with open(os.path.join(os.path.dirname(__file__), f"{job}{rank}"), "a+") as file:
+    print(os.getpid(), file=file, flush=True)
+    file.seek(0)
     life = len(file.readlines())
-wait = signal.pause
-
-def place(job, index):
-    host, port = cluster[job][index].split(":")
-    return host, int(port)
 
 def serve():
-    # Ends when it is told to, by a word or by SIGKILL.
-    with socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"])) as server:
+    with own_socket() as server:
         while True:
             peer, _ = server.accept()
             with peer:
@@ -44,11 +35,11 @@ def serve():
 def tell(index, word):
     while True:
         try:
-            with socket.create_connection(place("ps", index), timeout=50) as peer:
+            with connect("ps", index) as peer:
                 peer.sendall(word)
                 return peer.recv(8)
         except OSError:
-            threading.Event().wait(timeout=0.01)  # until it listens
+            time.sleep(0.01)  # until it listens
 """
 
 
@@ -92,7 +83,7 @@ def test_what_is_killed_comes_back_alone_at_the_same_address(script, tmp_path):
     path = script("""
 if job == "ps":
     serve()
-elif index == 0:
+elif rank == 0:
     tell(0, b"die") if life == 1 else None
     while tell(0, b"life") != b"2":
         pass
@@ -119,8 +110,7 @@ def test_who_waits_for_a_server_is_served_by_its_next_life(script):
 if job == "ps":
     serve()
 else:
-    first, second = [socket.create_connection(place("ps", 0), timeout=50) for _ in range(2)]
-    with first, second:
+    with connect("ps", 0) as first, connect("ps", 0) as second:
         first.sendall(b"die")  # Before it accepts the second.
         second.sendall(b"end")
         print("life", second.recv(8).decode())
@@ -130,11 +120,7 @@ else:
 
 
 def test_once_the_restarts_are_used_up_the_job_has_failed(script, tmp_path):
-    path = script("""
-if job == "ps":
-    raise KeyError(f"life {life}")
-wait()
-""")
+    path = script('if job == "ps":\n    raise KeyError(f"life {life}")\nwait()')
     done = run(*cluster(1, 1, "--max-restarts", "2", path))
     assert done.returncode == 1
     assert "ndistribute run: ps:0 failed first (exit code 1)" in done.stderr
@@ -144,10 +130,8 @@ wait()
 
 def test_a_restarted_task_leaves_nothing_of_its_former_life(script):
     path = script("""
-if job == "worker":
-    sys.exit(0) if life > 1 else None
-    child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
-    print("pid", child.pid)
+if job == "worker" and life == 1:
+    leave_behind()
     os.kill(os.getpid(), signal.SIGKILL)
 if job == "chief":
     wait()
@@ -157,26 +141,18 @@ if job == "chief":
         assert job.poll() is None
 
 
-HANG = "print('pid', os.getpid())\nwait()"
-
-
-def test_without_the_chief_all_is_over(script):
-    path = script(HANG)
-    with started(*cluster(2, 1, "--chief", "--max-restarts", "5", path)) as job:
-        pids = read_pids(job, 4)
-        (chief,) = lives(path.parent, "chief0")
-        os.kill(chief, signal.SIGKILL)
-        assert job.wait(50) == 128 + signal.SIGKILL
-        assert lasting(pids, 0) == []
-        assert "chief failed first (signal 9)" in job.stderr.read()
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_no_task_outlives_the_launcher(script, signum):
-    with started(*cluster(1, 1, "--chief", "--max-restarts", "5", script(HANG))) as job:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL, None])
+def test_no_task_outlives_the_launcher_or_the_chief(script, signum):
+    path = script("print('pid', os.getpid())\nwait()")
+    with started(*cluster(1, 1, "--chief", "--max-restarts", "5", path)) as job:
         pids = read_pids(job, 3)
-        job.send_signal(signum)
-        expected = 128 + signum if signum != signal.SIGKILL else -signum
+        if signum is None:
+            (chief,) = lives(path.parent, "chief0")
+            os.kill(chief, signal.SIGKILL)
+            assert "chief failed first (signal 9)" in job.stderr.readline()
+        else:
+            job.send_signal(signum)
+        expected = -signum if signum == signal.SIGKILL else 128 + (signum or signal.SIGKILL)
         assert job.wait(50) == expected
         assert lasting(pids) == []
 

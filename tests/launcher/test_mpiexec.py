@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 
 import pytest
 
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.hosts import Host
-from ndistribute.launcher.mpiexec import (
+from ndistribute.launcher.commands import (
+    Host,
     Mpiexec,
     exit_code,
     find_mpiexec,
@@ -19,35 +18,25 @@ from ndistribute.launcher.mpiexec import (
 )
 from tests.launcher.jobs import lasting, read_pids, run, started
 
-MPICH = Mpiexec("mpiexec", "mpich", "5.0")
-OPEN_MPI = Mpiexec("mpiexec", "openmpi", "5.0")
-PYTHON = [sys.executable, "-m", "mpi4py", "x.py", "a"]
-TWO = [Host("a", 2), Host("b", 1)]
+FLAGS = "--allow-run-as-root " * (os.geteuid() == 0)
 
 
-def test_the_command_for_mpich():
-    command = mpiexec_command(MPICH, TWO, ["x.py", "a"], ["NAME"], local=False)
-    assert command == [
-        "mpiexec",
-        "-n",
-        "3",
-        "-genvall",
-        "-hosts",
-        "a:2,b:1",
-        "-prepend-rank",
-        *PYTHON,
-    ]
-
-
-def test_the_command_for_open_mpi():
-    command = mpiexec_command(OPEN_MPI, TWO, ["x.py", "a"], ["N", "M"], local=False)
-    flags = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    assert command == [
-        *"mpiexec -n 3 --oversubscribe --bind-to none --tag-output".split(),
-        *flags,
-        *"--host a:2,b:1 -x N -x M".split(),
-        *PYTHON,
-    ]
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mpich", "-genvall -hosts a:2,b:1 -prepend-rank"),
+        (
+            "openmpi",
+            f"--oversubscribe --bind-to none {FLAGS}-x N -x M --host a:2,b:1 --tag-output",
+        ),
+    ],
+)
+def test_the_command_for_each_family(family, options):
+    hosts = [Host("a", 2), Host("b", 1)]
+    mpi = Mpiexec("mpiexec", family, "5.0")
+    command = mpiexec_command(mpi, hosts, ["x.py", "a"], ["N", "M"], local=False)
+    python = [sys.executable, "-m", "mpi4py", "x.py", "a"]
+    assert command == ["mpiexec", "-n", "3", *options.split(), *python]
 
 
 def test_lines_are_told_apart_by_the_tags_of_either_family():
@@ -85,42 +74,54 @@ def test_the_family_is_told_by_the_version(tmp_path, monkeypatch, says, family, 
     assert find_mpiexec() == Mpiexec(str(path), family, version)
 
 
-@pytest.mark.parametrize("text", ["echo something else", "exit 3"])
-def test_an_unknown_one_is_an_error_that_says_how_to_get_a_known_one(tmp_path, monkeypatch, text):
-    an_mpiexec(tmp_path, text)
+@pytest.mark.parametrize("text", ["echo something else", "exit 3", None])
+def test_an_unknown_one_or_none_is_an_error_that_says_how_to_get_one(tmp_path, monkeypatch, text):
+    if text:
+        an_mpiexec(tmp_path, text)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(MissingDependencyError, match=r"pip install ndistribute\[mpi\]"):
-        find_mpiexec()
-
-
-def test_none_at_all_is_an_error_that_says_how_to_get_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin" if text else "")
     with pytest.raises(MissingDependencyError, match=r"pip install ndistribute\[mpi\]"):
         find_mpiexec()
 
 
 def has_mpi() -> bool:
     try:
-        find_mpiexec()
+        return bool(find_mpiexec())
     except MissingDependencyError:
         return False
-    return importlib.util.find_spec("mpi4py") is not None
 
 
 real = pytest.mark.skipif(not has_mpi(), reason="mpi4py and mpiexec are not installed")
 
-
 PREAMBLE = """
-import os, signal, sys
-from mpi4py import MPI
-rank = MPI.COMM_WORLD.rank
+rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 """
+
+
+@pytest.mark.parametrize("way", [[], pytest.param(["--mpi"], marks=real)], ids=["tcp", "mpi"])
+def test_the_rank_that_raised_is_named_and_not_those_that_lost_it(script, way):
+    path = script("""
+import ndistribute as nd
+
+def step():
+    context = nd.get_replica_context()
+    if context.replica_id_in_sync_group == 1:
+        raise KeyError("mine")
+    return context.all_reduce("sum", 1.0)
+
+with nd.MultiWorkerMirroredStrategy() as strategy:
+    strategy.run(step)
+""")
+    done = run("run", *way, "-n", "2", path)
+    assert done.returncode == 1
+    _, _, end = done.stderr.partition("ndistribute run: rank 1 failed first (exit code 1)")
+    assert "[1] KeyError: 'mine'" in end
 
 
 @real
 def test_ranks_under_mpi_have_the_same_settings_and_whole_lines(script):
     path = script("""
+from mpi4py import MPI
 print("in", "pieces", MPI.COMM_WORLD.size, len(os.environ["NDISTRIBUTE_JOB_ID"]))
 print(os.environ.get("TF_CONFIG"), os.environ["OMP_NUM_THREADS"], *sys.argv[1:])
 print("error", file=sys.stderr)
@@ -144,8 +145,9 @@ def test_a_rank_that_is_killed_ends_the_job(script):
 
 @real
 def test_no_rank_outlives_the_launcher(script):
-    path = script("print('pid', os.getpid())\nsignal.pause()")
-    with started("run", "--mpi", "-n", "2", path) as job:
+    with started(
+        "run", "--mpi", "-n", "2", script("print('pid', os.getpid())\nsignal.pause()")
+    ) as job:
         pids = read_pids(job, 2)
         job.kill()
         job.wait(50)
@@ -153,15 +155,8 @@ def test_no_rank_outlives_the_launcher(script):
 
 
 @real
-def test_the_secret_does_not_go_to_other_hosts(script, tmp_path):
-    """Two addresses of this machine stand for the hosts, and an ssh that stays here for ssh."""
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.parent.mkdir()
-    ssh.write_text(
-        f'#!/bin/sh\necho "$*" >> "{tmp_path}/asked"\n'
-        'while [ "${1#-}" != "$1" ]; do shift; done\nshift\nexec sh -c "$*"\n'
-    )
-    ssh.chmod(0o755)
+def test_the_secret_does_not_go_to_other_hosts(script, tmp_path, fake_ssh):
+    """Two addresses of this machine stand for the hosts."""
     path = script("""
 settings = [name for name, value in os.environ.items() if "s3cr3t" in value]
 with open(f"/proc/{os.getppid()}/environ") as environ:
@@ -169,13 +164,8 @@ with open(f"/proc/{os.getppid()}/environ") as environ:
 print(f'rank {rank} {settings} {shown} {os.environ["NDISTRIBUTE_JOB_ID"]}', flush=True)
 """)
     secret = "s3cr3t" * 4
-    env = {
-        "PATH": f"{ssh.parent}{os.pathsep}{os.environ['PATH']}",
-        "NDISTRIBUTE_SECRET": secret,
-        "NDISTRIBUTE_JOB_ID": "j1",
-        "PYTHONUNBUFFERED": "",
-    }
-    done = run("run", "--mpi", "--hosts", "127.0.0.2:1,127.0.0.3:1", path, env=env)
+    env = {"NDISTRIBUTE_SECRET": secret, "NDISTRIBUTE_JOB_ID": "j1", "PYTHONUNBUFFERED": ""}
+    done = run("run", "--mpi", "--hosts", "127.0.0.2:1,127.0.0.3:1", path, env={**fake_ssh, **env})
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{n}] rank {n} [] False j1" for n in (0, 1)]
     asked = (tmp_path / "asked").read_text()

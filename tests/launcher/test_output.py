@@ -10,20 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.launcher.output import Console, Writer, last_report, tells_of_another
-
-
-@pytest.fixture
-def console(tmp_path):
-    """Return a function that opens a console, and one that closes it and returns what it wrote."""
-    paths = tmp_path / "out", tmp_path / "err"
-    with paths[0].open("wb") as out, paths[1].open("wb") as err:
-
-        def written(console: Console) -> tuple[bytes, bytes]:
-            console.close()
-            return paths[0].read_bytes(), paths[1].read_bytes()
-
-        yield lambda *logs: Console(Writer(out.fileno()), Writer(err.fileno()), *logs), written
+from ndistribute.launcher.output import Console, Writer, is_loss_report, last_report
 
 
 class Memory(Writer):
@@ -55,85 +42,67 @@ def test_lines_do_not_depend_on_how_the_bytes_arrive(text, cuts):
     assert [*itertools.chain(*shown(*pieces))] == [*itertools.chain(*shown(data))]
 
 
-def test_a_progress_bar_is_seen_as_it_goes_on():
-    assert shown(b"10%\r20%\r", b"30%\r\nnext") == [[b"10%"], [b"20%", b"30%"], [b"next"]]
-    assert shown(b"50%\r") == [[], [b"50%"]]
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"10%\r20%\r", b"30%\r\nnext"], [[b"10%"], [b"20%", b"30%"], [b"next"]]),
+        ([b"50%\r"], [[], [b"50%"]]),
+        # A line without an end does not fill the memory.
+        ([b"x" * 100_000], [[b"x" * 100_000], []]),
+    ],
+)
+def test_a_line_is_seen_when_it_is_complete(pieces, lines):
+    assert shown(*pieces) == lines
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory():
-    assert shown(b"x" * 100_000) == [[b"x" * 100_000], []]
-
-
-def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path, console):
-    opened, written = console
-    shown = opened(tmp_path)
-    (tmp_path / "rank-0.log").symlink_to("/dev/full")
-    shown.take("0", "stdout", [b"a"])
-    shown.take("0", "stdout", [b"b"])
-    out, err = written(shown)
-    assert out == b"[0] a\n[0] b\n"
+def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path):
+    out, err = Memory(), Memory()
+    console = Console(out, err, tmp_path)
     path = tmp_path / "rank-0.log"
-    assert err.decode() == f"ndistribute run: {path} is incomplete: No space left on device. " + (
-        "The job goes on.\n"
-    )
+    path.symlink_to("/dev/full")
+    console.take("0", "stdout", [b"a"])
+    console.take("0", "stdout", [b"b"])
+    what = f"ndistribute run: {path} is incomplete: No space left on device. The job goes on."
+    assert (out.lines, err.lines) == ([b"a", b"b"], [what.encode()])
 
 
-def errors_of(program: str) -> list[bytes]:
-    """Run a program that fails, and return the lines of its standard error."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, timeout=60, check=False
-    )
-    return done.stderr.splitlines()
+NOISE = """
+import sys
+print("loading", file=sys.stderr)
+class WorkerLostError(Exception): pass
+"""
 
 
 @pytest.mark.parametrize(
-    ("program", "first", "last", "tracebacks"),
+    ("program", "first", "last", "tracebacks", "is_loss"),
     [
-        ("raise ValueError('no')", b"Traceback", b"ValueError: no", 1),
-        ("try:\n    {}[1]\nexcept KeyError:\n    1 / 0", b"Traceback", b"ZeroDivisionError", 2),
-        (
-            "try:\n    {}[1]\nexcept KeyError as e:\n    raise OSError from e",
-            b"Traceback",
-            b"OSError",
-            2,
-        ),
-        ("raise OSError('a') from KeyError('b')", b"KeyError: 'b'", b"OSError: a", 1),
-        ("raise OSError('a') from TypeError('b\\n\\nc')", b"c", b"OSError: a", 1),
-        ("raise ExceptionGroup('g', [OSError('x'), KeyError('y')])", b"  + Exception", b"    +", 1),
-        ("import sys; sys.exit('sorry')", b"loading", b"sorry", 0),
+        ("raise ValueError('no')", b"Traceback", b"ValueError: no", 1, False),
+        ("try: {}[1]\nexcept KeyError: 1 / 0", b"Traceback", b"ZeroDivisionError", 2, False),
+        ("try: {}[1]\nexcept KeyError as e: raise OSError from e", b"Tr", b"OSError", 2, False),
+        ("raise OSError('a') from KeyError('b')", b"KeyError: 'b'", b"OSError: a", 1, False),
+        ("raise OSError('a') from TypeError('b\\n\\nc')", b"c", b"OSError: a", 1, False),
+        ("raise ExceptionGroup('', [OSError(), KeyError()])", b"  + Exception", b"   ", 1, False),
+        ("raise WorkerLostError('w')", b"Traceback", b"WorkerLostError: w", 1, True),
+        ("raise OSError from WorkerLostError('w')", b"WorkerLost", b"OSError", 1, True),
+        ("raise OSError('WorkerLostError')", b"Traceback", b"OSError: WorkerLost", 1, False),
     ],
 )
 def test_the_last_report_is_whole_and_without_what_was_said_before(
-    program, first, last, tracebacks
+    program, first, last, tracebacks, is_loss
 ):
-    noise = "import sys; print('loading', file=sys.stderr)\n"
-    caught = "import traceback\ntry:\n    raise RuntimeError\nexcept RuntimeError:\n    print()\n"
-    report = last_report(errors_of(noise + caught + program))
+    command = [sys.executable, "-c", NOISE + program]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    lines = done.stderr.splitlines()
+    report = last_report(lines)
     assert report[0].startswith(first)
     assert report[-1].startswith(last)
     assert sum(b"Traceback" in line for line in report) == tracebacks
+    assert is_loss_report(lines) is is_loss
 
 
-def test_a_long_report_is_cut_in_its_middle():
-    report = last_report(
-        [b"Traceback (most recent call last):", *[b"  line"] * 500, b"Error: x"], 10
-    )
-    assert report[0].startswith(b"Traceback")
-    assert report[-1] == b"Error: x"
-    assert b"..." in report
-
-
-LOST = "class WorkerLostError(Exception): pass\n"
-
-
-@pytest.mark.parametrize(
-    ("program", "told"),
-    [
-        (LOST + "raise WorkerLostError('worker 1')", True),
-        (LOST + "raise OSError('x') from WorkerLostError('worker 1')", True),
-        (LOST + "raise ValueError('WorkerLostError')", False),
-        ("", False),
-    ],
-)
-def test_a_report_of_a_lost_worker_is_known(program, told):
-    assert tells_of_another(errors_of(program)) is told
+def test_without_a_traceback_the_report_is_the_last_lines_and_a_long_one_is_cut():
+    assert last_report([b"loading", b"sorry"]) == [b"loading", b"sorry"]
+    assert not is_loss_report([])
+    lines = [b"Traceback (most recent call last):", *[b"  line"] * 500, b"Error: x"]
+    report = last_report(lines, 10)
+    assert (report[0], report[5], report[-1]) == (lines[0], b"...", b"Error: x")

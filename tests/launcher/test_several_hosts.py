@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndistribute.launcher.hosts import Host, assign, is_this_machine, parse_hosts
+from ndistribute.launcher.commands import Host, assign, is_this_machine, parse_hosts
 from tests.launcher.jobs import lasting, read_pids, run, started
 
 NAMES = st.text("ab1.-", min_size=1, max_size=9).map("h".__add__)
@@ -40,10 +39,6 @@ def test_hosts_are_filled_in_order(hosts, data):
     assert assign(hosts, None) == hosts
 
 
-def test_a_name_alone_takes_one_process():
-    assert parse_hosts("me@a,[::1]:2") == [Host("me@a", 1), Host("[::1]", 2)]
-
-
 def test_malformed_hosts_are_named():
     for text in ("", "a:", "a:0", "a:x", "a,,b", "a b", "-oProxyCommand=x", "a,a:2"):
         with pytest.raises(ValueError, match=r"is not HOST or HOST:PROCESSES|named twice"):
@@ -56,32 +51,16 @@ def test_malformed_hosts_are_named():
             assign([Host("a", 2)], processes)
 
 
-def test_this_machine_is_known_by_its_names():
-    assert all(
-        is_this_machine(n) for n in ("localhost", "127.0.0.1", "[::1]", socket.gethostname())
-    )
+def test_a_name_alone_takes_one_process_and_this_machine_is_known_by_its_names():
+    assert parse_hosts("me@a,[::1]:2") == [Host("me@a", 1), Host("[::1]", 2)]
+    for name in ("localhost", "127.0.0.1", "[::1]", socket.gethostname()):
+        assert is_this_machine(name)
     assert not is_this_machine("elsewhere.example")
 
 
-@pytest.fixture
-def fake_ssh(tmp_path):
-    """An ssh that notes its command line and runs the command here, as sshd would, with a shell."""
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.parent.mkdir()
-    ssh.write_text(
-        f'#!/bin/sh\necho "$*" >> "{tmp_path}/asked"\n'
-        'while [ "$1" != -- ]; do shift; done\nshift 2\n'
-        'exec env -i HOME="$HOME" PATH="$PATH" sh -c "$*"\n'
-    )
-    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
-    return {"PATH": f"{ssh.parent}{os.pathsep}{os.environ['PATH']}"}
-
-
 SHOW = """
-import json, os, sys
 from pathlib import Path
-config = json.loads(os.environ["TF_CONFIG"])
-print(config["task"]["index"], *config["cluster"]["worker"], *sys.argv[1:])
+print(rank, *cluster["worker"], *sys.argv[1:])
 secret = os.environ["NDISTRIBUTE_SECRET"].encode()
 shown = False
 for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
@@ -94,17 +73,13 @@ print(os.environ["NDISTRIBUTE_JOB_ID"], os.environ.get("MINE"), sys.stdin.read()
 """
 
 
-def free_port() -> int:
-    with socket.create_server((socket.gethostname(), 0)) as server:
-        return server.getsockname()[1]
-
-
-def test_a_job_runs_on_other_hosts_in_the_same_folder(tmp_path, fake_ssh):
-    (tmp_path / "show.py").write_text(SHOW)
+def test_a_job_runs_on_other_hosts_in_the_same_folder(script, tmp_path, fake_ssh):
+    script(SHOW)
     env = {**fake_ssh, "MINE": "not for others", "NDISTRIBUTE_JOB_ID": "j1"}
-    port = free_port()
+    with socket.create_server((socket.gethostname(), 0)) as server:
+        port = server.getsockname()[1]
     hosts = ["--hosts", "far.example:2,localhost:1", "--port", str(port)]
-    done = run("run", *hosts, "show.py", "it's", env=env, cwd=tmp_path)
+    done = run("run", *hosts, "script.py", "it's", env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     cores = len(os.sched_getaffinity(0))
     addresses = f"far.example:{port} far.example:{port + 1} {socket.gethostname()}:{port}"
@@ -129,14 +104,9 @@ def test_a_port_that_is_taken_is_named_before_anything_is_started(tmp_path, fake
     assert not (tmp_path / "asked").exists()
 
 
-def test_a_failure_on_another_host_is_reported_and_ends_the_rest(tmp_path, fake_ssh):
-    script = tmp_path / "fail.py"
-    script.write_text(
-        "import os, signal\n"
-        "if '\"index\": 1' in os.environ['TF_CONFIG']:\n    raise ValueError('boo')\n"
-        "signal.pause()\n"
-    )
-    done = run("run", "--hosts", "far:1,farther:1", script, env=fake_ssh)
+def test_a_failure_on_another_host_is_reported_and_ends_the_rest(script, fake_ssh):
+    path = script("if rank == 1:\n    raise ValueError('boo')\nsignal.pause()")
+    done = run("run", "--hosts", "far:1,farther:1", path, env=fake_ssh)
     assert done.returncode == 1
     assert "rank 1 failed first (exit code 1)" in done.stderr
     assert done.stderr.endswith("[1] ValueError: boo\n")
@@ -152,10 +122,9 @@ def test_a_host_that_ssh_can_not_connect_to_is_named(tmp_path, fake_ssh):
     assert "No route to host" in done.stderr
 
 
-def test_no_process_outlives_the_launcher_on_another_host(tmp_path, fake_ssh):
-    script = tmp_path / "hang.py"
-    script.write_text("import os, signal\nprint('pid', os.getpid())\nsignal.pause()\n")
-    with started("run", "--hosts", "far:1,farther:1", script, env=fake_ssh) as job:
+def test_no_process_outlives_the_launcher_on_another_host(script, fake_ssh):
+    path = script("print('pid', os.getpid())\nsignal.pause()")
+    with started("run", "--hosts", "far:1,farther:1", path, env=fake_ssh) as job:
         pids = read_pids(job, 2)
         job.kill()
         job.wait(50)

@@ -5,7 +5,6 @@ And jobs that are started by nohup, and servers that take long over their last s
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import shutil
@@ -21,9 +20,6 @@ import pytest
 from tests.launcher.jobs import SECONDS, command, environment, lasting, read_pids, run, started
 
 PREAMBLE = """
-import json, os, select, signal, socket, sys
-config = json.loads(os.environ["TF_CONFIG"])
-cluster, job, rank = config["cluster"], config["task"]["type"], config["task"]["index"]
 folder = os.path.dirname(os.path.abspath(__file__))
 
 def await_end_of(name):
@@ -39,23 +35,25 @@ def wait_for_file(name):
         signal.sigtimedwait([signal.SIGUSR2], 0.01)
     return path
 
-def say_pid(name, pid=os.getpid()):
+def write(name, text):
     with open(os.path.join(folder, name + "~"), "w") as file:
-        file.write(str(pid))
+        file.write(text)
     os.rename(file.name, os.path.join(folder, name))
+
+def say_pid(name, pid=os.getpid()):
+    write(name, str(pid))
     print("pid", os.getpid())
+
 """
 
 
 @pytest.mark.parametrize("closed", ["< /dev/null > /dev/null 2>&1", "<&- >&- 2>&-"])
 def test_a_job_in_the_background_ignores_what_it_was_told_to_ignore(script, tmp_path, closed):
-    """As under nohup and after `&` in sh: hang-ups and Ctrl-C are ignored, there is no input."""
+    """As under nohup and after `&` in sh."""
     path = script("""
-own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
+own = own_socket()
 ignored = [signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGHUP, signal.SIGINT)]
-with open(os.path.join(folder, "ready~"), "w") as file:
-    print(*own.getsockname(), *ignored, file=file)
-os.rename(file.name, os.path.join(folder, "ready"))
+write("ready", " ".join(map(str, (*own.getsockname(), *ignored))))
 with own.accept()[0] as peer:
     print(peer.recv(5).decode())
 """)
@@ -103,11 +101,10 @@ if rank == 0:
     say_pid("zero")
     sys.exit()
 await_end_of("zero")
-host, port = cluster["worker"][0].split(":")
 with socket.socket() as thief:
     thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        thief.bind((host, int(port)))
+        thief.bind(place("worker", 0))
         thief.listen()
         print("taken")
     except OSError as error:
@@ -134,41 +131,32 @@ if job == "worker":
         sys.exit(7) if "fail" in sys.argv else signal.pause()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say_pid("stubborn")
-    while True:
-        signal.pause()
+    wait()
 
 def save(*_):
     await_end_of("stubborn")
     signal.sigtimedwait([signal.SIGUSR2], 0.3)  # A disk that is slow.
-    with open(os.path.join(folder, "snapshot"), "w") as file:
-        file.write("whole")
+    write("snapshot", "whole")
     os._exit(143)
 
 signal.signal(signal.SIGTERM, save)
 say_pid("ps")
-while True:
-    signal.pause()
+wait()
 """
 
 
-def test_a_last_snapshot_is_waited_for(script, tmp_path):
+@pytest.mark.parametrize(("end", "code"), [("fail", 7), ("kill", -signal.SIGKILL)])
+def test_a_last_snapshot_is_waited_for(script, tmp_path, end, code):
     """When a task fails, and when the launcher itself is gone."""
-    with contextlib.ExitStack() as jobs:
-        started_jobs = {}
-        for end in ("fail", "kill"):
-            (folder := tmp_path / end).mkdir()
-            path = shutil.copy(script(SLOW_SERVER), folder)
-            options = ("--workers", "2", "--ps", "1", "--snapshot-dir", folder / "kept")
-            started_jobs[end] = jobs.enter_context(started("run", *options, path, end))
-        for end, job in reversed(started_jobs.items()):  # The one to be killed first.
-            pids = read_pids(job, 2)
-            if end == "kill":
-                job.kill()
-            code = job.wait(SECONDS)
-            assert lasting(pids) == []
-            assert (tmp_path / end / "snapshot").read_text() == "whole"
-            assert code == {"fail": 7, "kill": -9}[end]
-        assert "until ps:0 wrote a last snapshot" in started_jobs["fail"].stderr.read()
+    options = ("--workers", "2", "--ps", "1", "--snapshot-dir", tmp_path / "kept")
+    with started("run", *options, script(SLOW_SERVER), end) as job:
+        pids = read_pids(job, 2)
+        if end == "kill":
+            job.kill()
+        assert job.wait(SECONDS) == code
+        assert lasting(pids) == []
+        assert (tmp_path / "snapshot").read_text() == "whole"
+        assert ("until ps:0 wrote a last snapshot" in job.stderr.read()) == (end == "fail")
 
 
 def test_a_last_snapshot_is_not_waited_for_without_end(script, tmp_path):
@@ -176,8 +164,7 @@ def test_a_last_snapshot_is_not_waited_for_without_end(script, tmp_path):
 if job == "ps":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say_pid("ps")
-    while True:
-        signal.pause()
+    wait()
 wait_for_file("ps")
 sys.exit(7)
 """)
@@ -207,23 +194,15 @@ say_pid("over", os.getppid())  # Of which the launcher knows.
     assert (message in done.stderr) is kept
 
 
-def memory_of_the_command() -> int:
-    """Return how many bytes the command has mapped before it does anything."""
-    text = "import ndistribute.cli; print(open('/proc/self/status').read())"
-    status = subprocess.check_output(
-        [sys.executable, "-c", text], env=environment(), text=True, timeout=SECONDS
-    )
-    return int(status.partition("VmPeak:")[2].split()[0]) << 10
-
-
 @pytest.mark.parametrize("name", ["RLIMIT_NOFILE", "RLIMIT_AS", "RLIMIT_NPROC"])
 def test_a_limit_that_is_too_low_is_named_and_nothing_is_started(tmp_path, name):
     path = tmp_path / "script.py"
     path.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
-    if name == "RLIMIT_AS":
-        value = memory_of_the_command() + (16 << 20)
-    else:
-        value = {"RLIMIT_NOFILE": 30, "RLIMIT_NPROC": 4}[name]
+    value = {"RLIMIT_NOFILE": 30, "RLIMIT_NPROC": 4}.get(name, 0)
+    if name == "RLIMIT_AS":  # A little more than what the command has mapped before it starts.
+        text = "import ndistribute.cli; print(open('/proc/self/status').read())"
+        status = subprocess.check_output([sys.executable, "-c", text], env=environment(), text=True)
+        value = (int(status.partition("VmPeak:")[2].split()[0]) << 10) + (16 << 20)
     limit = getattr(resource, name)
     other_user: list[str] = []
     if name == "RLIMIT_NPROC" and os.getuid() == 0:  # Whose threads have no limit.

@@ -68,32 +68,32 @@ def test_rows_of_16_bit_variables_train(strategy: nd.Strategy) -> None:
     np.testing.assert_array_equal(variable.numpy().astype(float), moved[:, None].repeat(2, 1))
 
 
-@pytest.mark.parametrize("make_optimizer", [lambda: Adam(0.5), lambda: Adagrad(0.5, 0.0)])
-def test_a_gradient_whose_square_is_beyond_float16_makes_a_step(
-    strategy: nd.Strategy, make_optimizer: Callable[[], Optimizer]
-) -> None:
-    variable, optimizer = make(strategy, np.ones(3, np.float16)), make_optimizer()
-    gradient = np.full(3, 1000.0 / strategy.num_replicas_in_sync, np.float16)
-    strategy.run(lambda: optimizer.apply_gradients([(gradient, variable)]))
-    np.testing.assert_allclose(variable.numpy(), 0.5, rtol=1e-3)
-
-
-def test_clipping_takes_norms_beyond_float16() -> None:
+def test_squares_and_norms_of_gradients_may_be_beyond_float16(strategy: nd.Strategy) -> None:
+    for optimizer in (Adam(0.5), Adagrad(0.5, 0.0)):
+        variable = make(strategy, np.ones(3, np.float16))
+        gradient = np.full(3, 1000.0 / strategy.num_replicas_in_sync, np.float16)
+        strategy.run(lambda o=optimizer, g=gradient, v=variable: o.apply_gradients([(g, v)]))
+        np.testing.assert_allclose(variable.numpy(), 0.5, rtol=1e-3)
     variable = nd.Variable(np.zeros(2, np.float16))
     gradient = np.array([30000.0, 40000.0], np.float16)
     SGD(1.0, clipnorm=1.0).apply_gradients([(gradient, variable)])
     np.testing.assert_allclose(variable.numpy(), [-0.6, -0.8], rtol=1e-3)
 
 
-def test_a_complex_gradient_of_a_real_variable_is_refused(strategy: nd.Strategy) -> None:
+def test_complex_gradients_of_real_variables_and_any_of_integers_are_refused(
+    strategy: nd.Strategy,
+) -> None:
     for dtype in (np.float64, ml_dtypes.bfloat16):
         variable = make(strategy, np.ones(2), dtype)
         with raised_in(strategy, None, ValueError, "Nothing has changed"):
             strategy.run(lambda v=variable: SGD(0.1).apply_gradients([(np.array([1j, 1j]), v)]))
         assert variable.numpy().astype(float).tolist() == [1, 1]
+    integers = make(strategy, np.ones(2, np.int64))
+    with pytest.raises(ValueError, match="Nothing has changed"):
+        SGD(0.1).apply_gradients([(np.ones(2), integers)])
 
 
-@pytest.mark.parametrize("name", ["adam", "clipped", "clipvalue"])
+@pytest.mark.parametrize("name", ["adagrad", "clipped", "clipvalue"])
 def test_a_complex_variable_trains_like_its_two_parts(strategy: nd.Strategy, name: str) -> None:
     rng = np.random.default_rng(3)
     start, *gradients = rng.normal(size=(4, 3, 2))
@@ -121,12 +121,6 @@ def test_a_server_knows_bfloat16_though_its_program_did_not_import_it() -> None:
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110)
     assert run.stdout.split() == ["wanted", "bfloat16"]
-
-
-def test_variables_of_integers_are_not_trained(strategy: nd.Strategy) -> None:
-    variable = make(strategy, np.ones(2, np.int64))
-    with pytest.raises(ValueError, match="Nothing has changed"):
-        SGD(0.1).apply_gradients([(np.ones(2), variable)])
 
 
 def test_bfloat16_variables_are_written_like_other_floats(strategy: nd.Strategy) -> None:

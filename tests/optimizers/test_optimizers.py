@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.optimizers import SGD, Adagrad, Adam, Optimizer
+from ndistribute.optimizers import SGD, Adagrad, Adam, AdamW, RMSprop
 
 RNG = np.random.default_rng(1)
 START = RNG.normal(size=(6, 3))
@@ -41,7 +41,31 @@ def adam() -> Any:
     return value
 
 
+def adamw() -> Any:
+    value, mean, square = START.copy(), np.zeros_like(START), np.zeros_like(START)
+    for step, gradient in enumerate(GRADIENTS, start=1):
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
+        corrected = mean / (1 - 0.9**step), square / (1 - 0.999**step)
+        # The constant is added to the root before its correction, as in Adam.
+        root = np.sqrt(corrected[1]) + 1e-7 / np.sqrt(1 - 0.999**step)
+        value = value - 0.1 * 0.2 * value - 0.1 * corrected[0] / root
+    return value
+
+
+def rmsprop(momentum: float, centered: bool) -> Any:
+    value, square, mean, velocity = START.copy(), *(np.zeros_like(START) for _ in range(3))
+    for gradient in GRADIENTS:
+        square, mean = 0.9 * square + 0.1 * gradient**2, 0.9 * mean + 0.1 * gradient
+        variance = square - mean**2 if centered else square
+        velocity = momentum * velocity + 0.1 * gradient / np.sqrt(variance + 1e-7)
+        value = value - velocity
+    return value
+
+
 FORMULAS = {
+    "adamw": (lambda: AdamW(0.1, weight_decay=0.2), adamw),
+    "rmsprop": (lambda: RMSprop(0.1), lambda: rmsprop(0.0, False)),
+    "centered": (lambda: RMSprop(0.1, momentum=0.5, centered=True), lambda: rmsprop(0.5, True)),
     "sgd": (lambda: SGD(0.1), lambda: sgd(0.0, False)),
     "momentum": (lambda: SGD(0.1, 0.9), lambda: sgd(0.9, False)),
     "nesterov": (lambda: SGD(0.1, 0.9, nesterov=True), lambda: sgd(0.9, True)),
@@ -51,30 +75,24 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_steps_follow_the_formula(name: str) -> None:
+def test_steps_follow_the_formula_and_rows_update_like_the_dense_gradient(name: str) -> None:
     make, expected = FORMULAS[name]
     optimizer, variable = make(), nd.Variable(START)
     for gradient in GRADIENTS:
         optimizer.apply_gradients([(gradient, variable)])
     np.testing.assert_allclose(variable.numpy(), expected(), rtol=1e-12)
     assert optimizer.iterations == len(GRADIENTS)
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_rows_update_like_the_dense_gradient_that_they_stand_for(name: str) -> None:
-    make, _ = FORMULAS[name]
-    values, indices = GRADIENTS[0][:4], np.array([5, 0, 5, 2])
     results = []
     for sparse in (True, False):
         optimizer, variable = make(), nd.Variable(START)
-        for _ in range(3):
-            rows = nd.IndexedSlices(values.copy(), indices, START.shape)
+        for indices in ([5, 0, 5, 2], [1, 1, 3, 4], [0, 1, 2, 3]):  # Velocities move other rows.
+            rows = nd.IndexedSlices(GRADIENTS[0][:4].copy(), np.array(indices), START.shape)
             optimizer.apply_gradients([(rows if sparse else rows.to_dense(), variable)])
         results.append(variable.numpy())
     np.testing.assert_allclose(results[0], results[1], rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", ["nesterov", "adam"])
 def test_float32_stays_float32_and_gradients_as_they_are(name: str) -> None:
     optimizer, variable = FORMULAS[name][0](), nd.Variable(START.astype(np.float32))
     gradient = GRADIENTS[0].astype(np.float32)
@@ -102,41 +120,27 @@ def test_a_replica_sums_gradients_unless_told_that_they_are_summed() -> None:
     assert set(variables[1].numpy()) == {-1.0}
 
 
-def test_global_clipnorm_bounds_the_norm_of_all_gradients_together() -> None:
-    variables = [nd.Variable(np.zeros(1)) for _ in range(2)]
-    gradients = [np.array([3.0]), nd.IndexedSlices(np.array([2.0, 2.0]), np.array([0, 0]), (1,))]
-    SGD(1.0, global_clipnorm=1.0).apply_gradients(zip(gradients, variables, strict=True))
-    np.testing.assert_allclose([v.numpy()[0] for v in variables], [-0.6, -0.8])
+def test_clipping_bounds_each_gradient_all_together_or_each_element() -> None:
+    rows = nd.IndexedSlices(np.array([2.0, 2.0]), np.array([0, 0]), (1,))
+    for bound, wanted in (
+        ({"clipnorm": 1.0}, [-1.0, -1.0]),
+        ({"clipnorm": 3.5}, [-3.0, -3.5]),
+        ({"global_clipnorm": 1.0}, [-0.6, -0.8]),
+        ({"clipvalue": 3.5}, [-3.0, -3.5]),
+    ):
+        variables = [nd.Variable(np.zeros(1)) for _ in range(2)]
+        pairs = zip([np.array([3.0]), rows], variables, strict=True)
+        SGD(1.0, **bound).apply_gradients(pairs)
+        np.testing.assert_allclose([v.numpy()[0] for v in variables], wanted)
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_clipnorm_bounds_each_gradient_after_it_is_summed(summed: bool) -> None:
+def test_clipping_follows_the_sum_over_replicas(summed: bool) -> None:
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         variable, gradient = nd.Variable(np.zeros(2)), np.array([3.0, 4.0])
         optimizer = SGD(1.0, clipnorm=1.0)
         strategy.run(lambda: optimizer.apply_gradients([(gradient, variable)], summed))
         np.testing.assert_allclose(variable.numpy(), [-0.6, -0.8])
-
-
-@pytest.mark.parametrize(
-    ("gradient", "message"),
-    [(np.zeros((3, 6)), "has shape"), (np.zeros((6, 3), np.int64), "int64")],
-)
-def test_a_gradient_that_does_not_fit_changes_nothing(gradient: Any, message: str) -> None:
-    optimizer, good, bad = Adam(), nd.Variable(START), nd.Variable(START)
-    with pytest.raises(ValueError, match=message):
-        optimizer.apply_gradients([(GRADIENTS[0], good), (gradient, bad)])
-    np.testing.assert_array_equal(good.numpy(), START)
-    assert optimizer.iterations == 0
-
-
-def test_variables_without_gradient_are_left_out_with_a_warning(caplog: Any) -> None:
-    first, second = nd.Variable(START), nd.Variable(START, name="unused")
-    SGD(0.1).apply_gradients([(GRADIENTS[0], first), (None, second)])
-    assert "unused" in caplog.text
-    np.testing.assert_array_equal(second.numpy(), START)
-    with pytest.raises(ValueError, match="no variable has a gradient"):
-        SGD(0.1).apply_gradients([(None, second)])
 
 
 def test_variables_without_gradient_are_reported_once(caplog: Any) -> None:
@@ -147,50 +151,32 @@ def test_variables_without_gradient_are_reported_once(caplog: Any) -> None:
             pairs = [(GRADIENTS[0], used), *((None, v) for v in missing)]
             for _ in range(2):
                 strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
+    np.testing.assert_array_equal(two.numpy(), START)
     assert [record.getMessage() for record in caplog.records] == [
         "no gradient for variable(s) one: they do not change",
         "no gradient for variable(s) two: they do not change",
     ]
 
 
-def test_a_variable_read_across_replicas_is_refused() -> None:
-    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        with strategy.scope():
-            variable = nd.Variable(0.0, synchronization="on_read", aggregation="sum")
-        with pytest.raises(ValueError, match="synchronized on read"):
-            strategy.run(lambda: SGD(0.1).apply_gradients([(np.array(1.0), variable)]))
-
-
-def test_numbers_out_of_range_are_refused() -> None:
-    for make in (
-        lambda: SGD(-0.1),
-        lambda: SGD(0.1, nesterov=True),
-        lambda: SGD(0.1, clipnorm=1.0, clipvalue=1.0),
-        lambda: SGD(0.1, clipnorm=0.0),
-    ):
-        with pytest.raises(ValueError, match=r"must be|needs|at most one"):
-            make()
+def test_a_clipping_bound_is_above_zero() -> None:
+    with pytest.raises(ValueError, match="a clipping bound must be a number above 0, got 0"):
+        SGD(0.1, clipnorm=0.0)
 
 
 def test_minimize_is_apply_gradients_of_the_tapes_gradients(strategy: nd.Strategy) -> None:
     rows = RNG.normal(size=(8, 6))
     with strategy.scope():
-        pairs = [[nd.Variable(START), nd.Variable(START.T)] for _ in range(2)]
+        pair, optimizers = [nd.Variable(START), nd.Variable(START)], [SGD(0.1), SGD(0.1)]
 
-    def step(optimizer: Optimizer, variables: list[nd.Variable], minimize: bool) -> None:
-        hidden, output = variables
-        with nd.GradientTape() as tape:
-            loss = np.sum((np.tanh(rows @ hidden) @ output) ** 2) / 8
-        if minimize:
-            optimizer.minimize(loss, variables, tape)
-        else:
-            gradients = tape.gradient(loss, variables)
-            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    def step() -> None:
+        for optimizer, variable in zip(optimizers, pair, strict=True):
+            with nd.GradientTape() as tape:
+                loss = np.sum(np.tanh(rows @ variable) ** 2) / 8
+            if variable is pair[0]:
+                optimizer.minimize(loss, [variable], tape)
+            else:
+                optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
 
-    for how, variables in enumerate(pairs):
-        optimizer = SGD(0.1, momentum=0.9)
-        for _ in range(3):
-            strategy.run(step, (optimizer, variables, bool(how)))
-    for one, other in zip(*pairs, strict=True):
-        np.testing.assert_array_equal(one.numpy(), other.numpy())
-    assert not np.array_equal(pairs[0][0].numpy(), START)
+    strategy.run(step)
+    np.testing.assert_array_equal(pair[0].numpy(), pair[1].numpy())
+    assert not np.array_equal(pair[0].numpy(), START)

@@ -9,53 +9,33 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ndistribute.parameter_server.messages import (
-    Apply,
-    Changed,
-    Create,
-    Item,
-    NewVariable,
-    Read,
-    Transaction,
-    Update,
-)
+from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.snapshot import restore, take
 from ndistribute.parameter_server.store import Store
 
 
 def new(name, value):
-    """Return the request to make a variable."""
     value = np.asarray(value)
-    return NewVariable(name, value.shape, value.dtype.name, initial=value)
+    return m.NewVariable(name, value.shape, value.dtype.name, initial=value)
 
 
 def assign(name, value, indices=None):
-    """Return the change that replaces a variable's value, or some rows of it."""
-    return Update(name, "assign", value, indices)
+    return m.Update(name, "assign", value, indices)
 
 
 def add(name, value, indices=None):
-    """Return the change that adds to a variable, or to some rows of it."""
-    return Update(name, "assign_add", value, indices)
-
-
-def subtract(name, value, indices=None):
-    """Return the change that subtracts from a variable, or from some rows of it."""
-    return Update(name, "assign_sub", value, indices)
+    return m.Update(name, "assign_add", value, indices)
 
 
 def read(*names):
-    """Return the request to read variables."""
-    return Read(tuple(map(Item, names)))
+    return m.Read(tuple(map(m.Item, names)))
 
 
 def apply(rule, name, gradient, rate=0.1, slots=(), **hyperparameters):
-    """Return the step of an optimizer, counted by the variable ``n``, over one variable."""
-    return Apply((name,), (gradient,), (slots,), "n", rule, rate, hyperparameters)
+    return m.Apply((name,), (gradient,), (slots,), "n", rule, rate, hyperparameters)
 
 
 def rows(*indices):
-    """Return indices of rows."""
     return np.array(indices, np.int64)
 
 
@@ -69,41 +49,35 @@ class Calls:
         self._sequences = {}
 
     def send(self, client, request):
-        """Return the call under which the reply is, or will be."""
         call = next(self._calls)
         self._keep(self.store.handle(client, call, request))
         return call
 
     def ask(self, client, request):
-        """Return the reply, None if the call waits."""
         return self.replies.get(self.send(client, request))
 
     def change(self, client, *changes):
-        """Make a transaction under the client's next number; return the outcome if it is one."""
         sequence = self._sequences[client] = self._sequences.get(client, 0) + 1
-        reply = self.ask(client, Transaction(client, sequence, sequence, changes))
-        single = isinstance(reply, Changed) and len(reply.outcomes) == 1
+        reply = self.ask(client, m.Transaction(client, sequence, sequence, changes))
+        single = isinstance(reply, m.Changed) and len(reply.outcomes) == 1
         return reply.outcomes[0] if single else reply
 
     def create(self, **values):
-        """Make variables."""
-        return self.ask("chief", Create(tuple(new(name, value) for name, value in values.items())))
+        return self.ask(
+            "chief", m.Create(tuple(new(name, value) for name, value in values.items()))
+        )
 
     def leave(self, client):
-        """Let a client's connection end."""
         self._keep(self.store.left(client))
 
     def read(self, name, known=0):
-        """Return a variable's version and value."""
-        reply = self.replies.pop(self.send("reader", Read((Item(name, known),))))
+        reply = self.replies.pop(self.send("reader", m.Read((m.Item(name, known),))))
         return SimpleNamespace(version=reply.versions[0], array=reply.arrays[0])
 
     def value(self, name):
-        """Return a variable's value."""
         return self.read(name).array
 
     def restored(self, floor=0):
-        """Return calls of a store that goes on from what this one would write to a disk."""
         tensors, data = take(self.store)
         copies = {name: tensor.copy() for name, tensor in tensors.items()}
         later = Calls(restore(copies, json.loads(json.dumps(data)), floor))
@@ -117,15 +91,12 @@ class Calls:
 
 
 def content(store):
-    """Return all that a store holds, as something that can be compared."""
     tensors, data = take(store)
     held = {name: (t.shape, t.dtype.name, t.tobytes()) for name, t in tensors.items()}
     return data, held
 
 
 class Client:
-    """The other end of a connection: it keeps what it was sent later, by call."""
-
     def __init__(self, service, name):
         self.service = service
         self.name = name
@@ -138,15 +109,12 @@ class Client:
         return True
 
     def ask(self, request, call=1):
-        """Return the reply, waiting for one that comes later."""
         reply = self.service.handle(self, call, request)
         return reply if reply is not None else self.sent.get(timeout=50)[1]
 
     def change(self, *changes, sequence=None):
-        """Make a transaction under the next number."""
         sequence = sequence or next(self._sequences)
-        return self.ask(Transaction(self.name, sequence, sequence, changes))
+        return self.ask(m.Transaction(self.name, sequence, sequence, changes))
 
     def value(self, name):
-        """Return a variable's value."""
         return self.ask(read(name)).arrays[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import sys
 import threading
@@ -15,7 +14,7 @@ import numpy as np
 
 import ndistribute as nd
 
-ENDS = ("_exit", "sys.exit", "close", "own", "return")
+ENDS = ("_exit", "close", "own", "return")
 
 
 def main() -> int:
@@ -61,21 +60,12 @@ def main() -> int:
                 refused = refuses()
                 if end == "_exit":
                     os._exit(0 if refused else 1)
-                if end == "sys.exit":
-                    sys.exit(0 if refused else 1)
                 if end == "close":
                     strategy.close()
                 if end == "own":
                     refused = refused and _sees_training()
                 return 0 if refused else 1
             codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        _wait_for(lambda seen=acknowledged[0]: acknowledged[0] > seen + 5)
-        process = multiprocessing.get_context("fork").Process(
-            target=lambda: sys.exit(not refuses())
-        )
-        process.start()
-        process.join()
-        codes.append(process.exitcode)
         _wait_for(lambda seen=acknowledged[0]: acknowledged[0] > seen + 5)
         over.set()
         thread.join()

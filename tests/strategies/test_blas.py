@@ -31,10 +31,6 @@ def test_replicas_share_the_cores(several):
     inside = several.run(lambda: max(threads())).values
     assert all(count <= share for count in inside)
     assert threads() == before
-
-
-def test_a_failed_step_gives_them_back(several):
-    before = threads()
     with raised_in(several, None, ZeroDivisionError):
         several.run(lambda: 1 / 0)
     assert threads() == before

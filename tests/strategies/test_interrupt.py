@@ -1,14 +1,18 @@
 """Ctrl-C: wherever the main thread is when the signal comes, `run` raises it and is usable again.
 
 The signals are real. A replica sends one once it sees, in the main thread's stack, that the moment
-has come.
+has come. The last test raises at each point of `run` where Python looks for signals: as a function
+begins and as a call into C returns, which a profile function sees.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +22,9 @@ from ndistribute.strategies import replicas
 from tests.kinds import (
     DEADLINE,
     LARGE,
+    closing,
     context,
+    in_thread,
     meet,
     mirrored,
     one_process,
@@ -30,6 +36,7 @@ from tests.kinds import (
 
 pytestmark = one_process("an interrupt reaches one of them")
 
+FILES = (str(Path(nd.__file__).parent), contextlib.__file__)
 delivered = threading.Event()
 
 
@@ -58,59 +65,45 @@ def interrupt_main() -> None:
         delivered.wait(0.05)
 
 
-def interrupt_here() -> None:
-    delivered.clear()
-    signal.raise_signal(signal.SIGINT)
-
-
 def wait_until_main_is_in(function: str) -> None:
     wait_until_in(function, [threading.main_thread().ident])
-
-
-def recovers(strategy):
-    working = works(strategy)
-    return working and len(pool_threads()) == strategy.num_replicas_in_sync - 1
 
 
 def interrupted(strategy, step):
     """Run a step that is interrupted; the strategy works afterwards, with its own threads alone."""
     with pytest.raises(KeyboardInterrupt):
         strategy.run(step)
-    assert recovers(strategy)
+    assert works(strategy)
+    assert len(pool_threads()) == strategy.num_replicas_in_sync - 1
 
 
-def test_while_main_computes(strategy):
-    def step():
-        meet()
-        if rank() == 0:
-            interrupt_here()
-        meet()
+def test_while_main_waits_in_a_collective_or_a_write(several):
+    """The write is made on all replicas or on none."""
+    with several.scope():
+        v = nd.Variable(np.zeros(LARGE), aggregation="sum")
 
-    for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            strategy.run(step)
-        assert works(strategy)
+    for call in (meet, lambda: v.assign_add(np.ones(LARGE))):
 
+        def step(call=call):
+            meet()
+            if rank() == 1:
+                wait_until_main_is_in("_wait")
+                interrupt_main()
+                wait_until_main_is_in("wait")  # It is out of its replica.
+                with pytest.raises(nd.WorkerLostError):
+                    meet()
+                return
+            call()
 
-@pytest.mark.parametrize("size", [1, LARGE])
-def test_while_main_waits_in_a_collective(several, size):
-    def step():
-        meet()
-        if rank() == 1:
-            wait_until_main_is_in("_wait")
-            interrupt_main()
-            wait_until_main_is_in("wait")  # It is out of its replica.
-            with pytest.raises(nd.WorkerLostError):
-                meet()
-            return
-        context().all_reduce("sum", np.ones(size))
-
-    interrupted(several, step)
+        interrupted(several, step)
+    for part in several.local_results(v):
+        assert (part == part[0]).all()
 
 
 def test_while_main_runs_a_merge_call_for_all(several):
     def merged(_):
-        interrupt_here()
+        delivered.clear()
+        signal.raise_signal(signal.SIGINT)
 
     def step():
         if rank() == 0:
@@ -121,15 +114,29 @@ def test_while_main_runs_a_merge_call_for_all(several):
     interrupted(several, step)
 
 
-def test_while_main_waits_for_replicas_that_still_compute(several):
-    def step():
-        if rank() == 1:
-            wait_until_main_is_in("wait")
-            interrupt_main()
-            wait_until_main_is_in("wait")
+def compute_on():
+    """Let replica 1 compute until the main thread waits for it and was interrupted."""
+    if rank() == 1:
+        wait_until_main_is_in("wait")
+        interrupt_main()
+        wait_until_main_is_in("wait")
 
-    for _ in range(5):
-        interrupted(several, step)
+
+def test_while_main_waits_for_replicas_that_still_compute(several):
+    for _ in range(3):
+        interrupted(several, compute_on)
+
+
+def test_a_step_that_a_signal_handler_runs_in_the_middle_of_another_is_refused(several):
+    def run_again(*_):
+        if not delivered.is_set():
+            delivered.set()
+            several.run(meet)
+
+    signal.signal(signal.SIGINT, run_again)
+    with pytest.raises(RuntimeError, match="signal handler"):
+        several.run(compute_on)
+    assert works(several)
 
 
 def test_a_replica_that_does_not_end_is_given_up_after_an_interrupt(monkeypatch):
@@ -151,54 +158,55 @@ def test_a_replica_that_does_not_end_is_given_up_after_an_interrupt(monkeypatch)
         assert works(strategy)
 
 
-def test_a_variable_is_written_on_all_replicas_or_on_none(several):
-    with several.scope():
-        v = nd.Variable(np.zeros(LARGE), aggregation="sum")
+class InterruptAt:
+    """Raise KeyboardInterrupt at one of the points where Python looks for signals."""
 
-    def step():
-        if rank() == 1:
-            wait_until_main_is_in("_wait")
-            interrupt_main()
-            wait_until_main_is_in("wait")
+    def __init__(self, point: int) -> None:
+        self.left = point
+        self.place = ""
+
+    def __call__(self, frame, event, argument):
+        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(FILES):
             return
-        v.assign_add(np.ones(LARGE))
-
-    with pytest.raises(KeyboardInterrupt):
-        several.run(step)
-    for part in several.local_results(v):
-        assert (part == part[0]).all()
-    assert recovers(several)
+        self.left -= 1
+        if self.left == 0:
+            sys.setprofile(None)
+            self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}, {event} {argument}"
+            raise KeyboardInterrupt(self.place)
 
 
-def test_a_step_that_a_signal_handler_runs_in_the_middle_of_another_is_refused(several):
-    def run_again(*_):
-        if not delivered.is_set():
-            delivered.set()
-            several.run(meet)
+def interrupted_at(strategy, point):
+    """Interrupt a run; return where, or nothing if it has fewer points."""
+    interrupt = InterruptAt(point)
 
     def step():
-        meet()
-        if rank() == 1:
-            wait_until_main_is_in("wait")
-            interrupt_main()
-            wait_until_main_is_in("wait")
+        """Meet; then the main thread has to wait for replicas that still compute."""
+        return meet() if rank() == 0 else meet() + sum(range(20_000))
 
-    signal.signal(signal.SIGINT, run_again)
-    with pytest.raises(RuntimeError, match="signal handler"):
-        several.run(step)
-    assert recovers(several)
+    start = time.monotonic()
+    sys.setprofile(interrupt)
+    try:
+        strategy.run(step)
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert not interrupt.place, f"nothing was raised at {interrupt.place}"
+    finally:
+        sys.setprofile(None)
+    assert time.monotonic() - start < DEADLINE / 2, interrupt.place
+    return interrupt.place
 
 
-def test_interrupts_at_any_moment_leave_a_strategy_that_works():
-    delays = np.random.default_rng(3).uniform(0, 0.002, size=15)
-    with mirrored(3) as strategy:
+@pytest.mark.parametrize("make", [lambda: nd.OneDeviceStrategy("cpu:0"), lambda: mirrored(3)])
+def test_an_interrupt_anywhere_in_run_leaves_everything_as_it_was(make):
+    with closing(make()) as strategy:
         works(strategy)
-        for delay in delays:
-            timer = threading.Timer(delay, interrupt_main)
-            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-                timer.start()
-                deadline = time.monotonic() + DEADLINE
-                while time.monotonic() < deadline:
-                    strategy.run(meet)
-            timer.join()
-            assert recovers(strategy)
+        point = 1
+        while place := interrupted_at(strategy, point):
+            assert nd.get_replica_context() is nd.get_strategy().replica_contexts[0], place
+            assert not nd.has_strategy(), place
+            assert works(strategy), place
+            with in_thread(lambda: works(strategy)) as other:
+                assert other.result(DEADLINE), place
+            point += 1
+        assert point > 50

@@ -22,8 +22,8 @@ import ndistribute as nd
 from ndistribute.transport.codec import encode
 from ndistribute.transport.connection import Connection
 from tests.faults.loops import Shared
-from tests.faults.tasks import ROOT, Tasks, wait_until
 from tests.kinds import DEADLINE, closing, in_thread, wait_until_in
+from tests.processes import ROOT, Tasks, wait_until
 
 LARGE = np.random.default_rng(3).normal(size=(400, 400))
 Job = Callable[..., Tasks]
@@ -65,22 +65,20 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_no_value_is_sent_that_the_servers_have(job: Job, sent: list[int]) -> None:
     tasks = job(servers=2)
-    cut = nd.partitioners.FixedShardsPartitioner(2)
-    for partitioner in (None, cut):
-        with closing(strategy_of(tasks, variable_partitioner=partitioner)) as first:
-            with first.scope():
-                variable = nd.Variable(LARGE)
+    options = {"variable_partitioner": nd.partitioners.FixedShardsPartitioner(2)}
+    with closing(strategy_of(tasks, **options)) as first:
+        with first.scope():
+            variable = nd.Variable(LARGE)
+        del sent[:]
+        with strategy_of(tasks, restore=True, **options):
+            same = nd.Variable(np.zeros_like(LARGE))
+            assert sum(sent) < 10_000
+            assert np.array_equal(same, LARGE)
+            optimizer = nd.optimizers.Adam(0.1)
             del sent[:]
-            second = strategy_of(tasks, variable_partitioner=partitioner, restore=True)
-            with second, second.scope():
-                same = nd.Variable(np.zeros_like(LARGE))
-                assert sum(sent) < 10_000
-                assert np.array_equal(same, LARGE)
-                optimizer = nd.optimizers.Adam(0.1)
-                del sent[:]
-                optimizer.apply_gradients([(LARGE, same)])
-                assert LARGE.nbytes < sum(sent) < LARGE.nbytes + 10_000
-            assert not np.array_equal(variable, LARGE)
+            optimizer.apply_gradients([(LARGE, same)])
+            assert LARGE.nbytes < sum(sent) < LARGE.nbytes + 10_000
+        assert not np.array_equal(variable, LARGE)
 
 
 def test_strategies_of_one_process_share_when_told_and_those_of_workers_do(job: Job) -> None:
@@ -135,7 +133,7 @@ def test_a_fork_has_no_part_in_what_its_parent_trains(job: Job) -> None:
     with forking(job()) as parent:
         said = json.loads(parent.communicate(timeout=60)[0])
     assert parent.returncode == 0
-    assert said["codes"] == [0] * 6
+    assert said["codes"] == [0] * 4
     assert said["acknowledged"] > 30
     assert said["found"] == [said["acknowledged"]] * 4
 
@@ -246,8 +244,3 @@ def test_an_interrupt_is_not_held_up_by_a_server_that_is_away(job: Job) -> None:
             assert {float(variable) for variable in variables} <= {-2.0, -3.0}
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_server_and_coordinator_stand_in_the_cluster_module() -> None:
-    assert nd.cluster.Server is nd.Server
-    assert nd.cluster.ClusterCoordinator is nd.ClusterCoordinator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,6 @@ import sys
 import threading
 import timeit
 from pathlib import Path
-from typing import Any
 
 from ndistribute import timeline, trace_report
 
@@ -35,9 +35,9 @@ if last:
 """
 
 
-def start(directory: Path, *arguments: int) -> subprocess.Popen[str]:
+def start(directory: Path, *arguments: int, program: str = PROGRAM) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        [sys.executable, "-c", program, *map(str, arguments)],
         env={**os.environ, "NDISTRIBUTE_TRACE": str(directory)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -48,26 +48,19 @@ def start(directory: Path, *arguments: int) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> None:
     with process:
         process.communicate(timeout=60)
-
-
-def spans(recorder_directory: Path) -> list[dict[str, Any]]:
-    (path,) = recorder_directory.glob("trace-*.json")
-    return [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert process.returncode == 0
 
 
 def test_each_rank_writes_a_whole_file_when_it_ends(tmp_path: Path):
     ranks = [start(tmp_path, rank, 2, 5, 0) for rank in range(2)]
     for process in ranks:
         finish(process)
-        assert process.returncode == 0
     for rank in range(2):
-        content = json.loads((tmp_path / f"trace-{rank}.json").read_text())
-        chosen = [entry for entry in content["traceEvents"] if entry["ph"] == "X"]
-        assert [entry["name"] for entry in chosen] == ["compute", "wait"] * 5
+        entries = json.loads((tmp_path / f"trace-{rank}.json").read_text())["traceEvents"]
+        spans = [entry["name"] for entry in entries if entry["ph"] == "X"]
+        assert spans == ["compute", "wait"] * 5
         names = {
-            (entry["name"], entry["args"]["name"].partition(" on ")[0])
-            for entry in content["traceEvents"]
-            if entry["ph"] == "M"
+            (e["name"], e["args"]["name"].partition(" on ")[0]) for e in entries if e["ph"] == "M"
         }
         assert names == {("process_name", f"rank {rank}"), ("thread_name", "MainThread")}
     merged = json.loads(trace_report.merge(tmp_path).read_text())
@@ -100,7 +93,6 @@ def test_without_a_directory_nothing_is_recorded_and_a_span_costs_next_to_nothin
 
 
 def test_many_threads_lose_no_event(tmp_path: Path):
-    recorder = timeline.Recorder(tmp_path)
     barrier = threading.Barrier(4)
 
     def work(number: int) -> None:
@@ -108,39 +100,27 @@ def test_many_threads_lose_no_event(tmp_path: Path):
         for step in range(3000):
             recorder.add("compute", f"{number}.{step}", step, step + 1)
 
-    threads = [threading.Thread(target=work, args=(n,), name=f"replica {n}") for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    recorder.close()
-    titles = {entry["args"]["title"] for entry in spans(tmp_path)}
-    assert titles == {f"{n}.{step}" for n in range(4) for step in range(3000)}
+    with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
+        threads = [threading.Thread(target=work, args=(n,), name=f"replica {n}") for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
     (trace,) = trace_report.read(tmp_path)
+    titles = {event.title for event in trace.events}
+    assert titles == {f"{n}.{step}" for n in range(4) for step in range(3000)}
     assert set(trace.threads.values()) == {f"replica {n}" for n in range(4)}
 
 
 def test_the_file_is_whole_after_each_flush_and_titles_may_hold_anything(tmp_path: Path):
-    recorder = timeline.Recorder(tmp_path)
-    recorder.identify("rank 3", ["rank 3"])
-    for number, title in enumerate(['quote "', "line\nbreak", "é #1"], start=1):
-        recorder.add("wait", title, 0, 10)
-        recorder.flush()
-        assert len(spans(tmp_path)) == number
-        assert spans(tmp_path)[-1]["args"]["title"] == title
-    recorder.close()
-
-
-def test_a_process_that_gets_another_rank_goes_on_in_another_file(tmp_path: Path):
-    recorder = timeline.Recorder(tmp_path)
-    for rank in (1, 0):
-        recorder.identify(f"rank {rank}", ["rank 0", "rank 1"])
-        recorder.add("wait", f"as {rank}", 0, 1)
-        recorder.flush()
-    recorder.close()
-    first, second = trace_report.read(tmp_path)
-    assert [e.title for e in first.events] == ["as 0"]
-    assert [e.title for e in second.events] == ["as 1"]
+    with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
+        for number, title in enumerate(['quote "', "line\nbreak", "é #1"], start=1):
+            recorder.add("wait", title, 0, 10)
+            recorder.flush()
+            (path,) = tmp_path.glob("trace-*.json")
+            events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+            assert len(events) == number
+            assert events[-1]["args"]["title"] == title
 
 
 def test_those_who_are_left_after_a_recovery_are_reported_together(tmp_path: Path):
@@ -158,14 +138,14 @@ def test_those_who_are_left_after_a_recovery_are_reported_together(tmp_path: Pat
         assert titles == [[f"{old} of {len(names)}"] for old in survivors]
     for recorder in recorders.values():
         recorder.close()
+    assert len(list(tmp_path.iterdir())) == 6  # Those of earlier jobs are still there.
 
 
 def test_a_file_that_is_full_counts_what_it_leaves_out(tmp_path: Path):
-    recorder = timeline.Recorder(tmp_path, max_bytes=2000)
-    for _ in range(100):
-        recorder.add("wait", "all_reduce #1", 0, 1)
-        recorder.flush()
-    recorder.close()
+    with contextlib.closing(timeline.Recorder(tmp_path, max_bytes=2000)) as recorder:
+        for _ in range(100):
+            recorder.add("wait", "all_reduce #1", 0, 1)
+            recorder.flush()
     (path,) = tmp_path.glob("trace-*.json")
     assert path.stat().st_size < 4000
     entries = json.loads(path.read_text())["traceEvents"]
@@ -186,12 +166,7 @@ def test_a_forked_child_writes_a_file_of_its_own(tmp_path: Path):
         "    timeline.flush()\n    os._exit(0)\n"
         "os.waitpid(child, 0)\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "NDISTRIBUTE_TRACE": str(tmp_path)},
-        timeout=60,
-        check=True,
-    )
+    finish(start(tmp_path, program=program))
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert len(found) == 2
     assert found.pop("trace-0.json").count('"parent"') == 2

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ndistribute import timeline, trace_report
+from ndistribute import cli, timeline, trace_report
 from tests.processes import ROOT, Ranks
 
 STEPS, LATE = 20, 0.02
@@ -44,7 +44,7 @@ def written(rank: int, size: int) -> bool:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_the_late_worker_of_a_real_job_is_found(tmp_path: Path, late: int):
+def test_the_late_worker_of_a_real_job_is_found(tmp_path: Path, late: int, capfd):
     with Ranks(2, "python", {"NDISTRIBUTE_TRACE": str(tmp_path)}) as ranks:
         assert [outcome.result() for outcome in ranks.run(train, late)] == [2.0, 2.0]
         assert [outcome.result() for outcome in ranks.run(written)] == [True, True]
@@ -56,7 +56,8 @@ def test_the_late_worker_of_a_real_job_is_found(tmp_path: Path, late: int):
     lost = trace_report.lateness(traces)[late]
     assert lost.steps >= STEPS
     assert lost.cost / lost.steps / 1e6 > 0.5 * LATE
-    merged = json.loads(trace_report.merge(tmp_path).read_text())
+    assert cli.main(["trace", "merge", str(tmp_path)]) == 0
+    merged = json.loads(Path(capfd.readouterr().out.strip()).read_text())
     assert merged["otherData"]["clock_offsets_us"] == {"rank 0": 0.0, "rank 1": 0.0}
 
 
@@ -107,24 +108,18 @@ else:
 """
 
 
-def traced(directory: Path, program: str, *launcher: str) -> str:
+def traced(directory: Path, capfd, program: str, *launcher: str) -> str:
     """Run a program, with the launcher or alone, and return what the report says of it."""
     script, traces = directory / "train.py", directory / "traces"
     script.write_text(program)
     environ = {**os.environ, "NDISTRIBUTE_TRACE": str(traces), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launcher, str(script)]
-    done = subprocess.run(
-        command, env=environ, timeout=100, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    command = [sys.executable, "-m", "ndistribute", "trace", "report", str(traces)]
-    return subprocess.run(
-        command, cwd=ROOT, timeout=60, check=True, capture_output=True, text=True
-    ).stdout
+    subprocess.run([sys.executable, *launcher, script], env=environ, timeout=100, check=True)
+    assert cli.main(["trace", "report", str(traces)]) == 0
+    return capfd.readouterr().out
 
 
-def test_the_late_replica_of_a_single_process_is_found(tmp_path: Path):
-    said = traced(tmp_path, REPLICAS)
+def test_the_late_replica_of_a_single_process_is_found(tmp_path: Path, capfd):
+    said = traced(tmp_path, capfd, REPLICAS)
     assert said.startswith("1 process, ")
     for word in ("input", "compute", "wait", "update"):
         assert word in said.splitlines()[2]
@@ -132,8 +127,9 @@ def test_the_late_replica_of_a_single_process_is_found(tmp_path: Path):
     assert "It computes " in said
 
 
-def test_the_late_server_of_a_job_with_two_is_found(tmp_path: Path):
-    said = traced(tmp_path, SERVERS, "-m", "ndistribute", "run", "--workers", "2", "--ps", "2")
+def test_the_late_server_of_a_job_with_two_is_found(tmp_path: Path, capfd):
+    launcher = "-m ndistribute run --workers 2 --ps 2".split()
+    said = traced(tmp_path, capfd, SERVERS, *launcher)
     assert said.startswith("4 processes, "), said
     rows = {line.split("  ")[0].strip(): line for line in said.splitlines()}
     assert {"worker:0", "worker:1", "ps:0", "ps:1"} <= rows.keys()

@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,10 @@ NOTES: Decoder[Note] = Decoder(Note)
 
 
 def soon(seconds: float = SECONDS) -> float:
-    """Return a deadline."""
     return time.monotonic() + seconds
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
-    """Wait for something that no event tells; fail if it does not come."""
     deadline = soon(seconds)
     while not condition():
         assert time.monotonic() < deadline, "it did not come in time"
@@ -60,21 +59,11 @@ def wait_until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
     """Return what calls return, or raise, that run at the same time on a thread each."""
-    results: list[Any] = [None] * len(calls)
-
-    def run(index: int) -> None:
-        try:
-            results[index] = calls[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    return results
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        errors = [future.exception(timeout=60) for future in futures]
+        pairs = zip(futures, errors, strict=True)
+        return [future.result() if error is None else error for future, error in pairs]
 
 
 def sockets(unix: bool = False) -> tuple[socket.socket, socket.socket]:
@@ -156,7 +145,6 @@ def shake(
     hello: Hello = Hello(name="me"),  # noqa: B008 (frozen)
     seconds: float = SECONDS,
 ) -> tuple[socket.socket, Accepted]:
-    """Join at a listener."""
     return authenticate(sock, credentials, hello, deadline=soon(seconds))
 
 
@@ -216,7 +204,7 @@ class Echo:
     """A service that answers with what it is asked, or does what the text says."""
 
     requests = Note
-    sealed = False
+    macs = False
 
     def __init__(self) -> None:
         self.here: list[str] = []
@@ -265,11 +253,7 @@ def client_of(
 
 
 class Child:
-    """A process that runs the lines that it is given, with this module's names.
-
-    Args:
-        environ: what differs in its environment.
-    """
+    """A process that runs the lines that it is given, with this module's names."""
 
     def __init__(self, environ: dict[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
@@ -280,35 +264,23 @@ class Child:
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
         )
-        self.pid = self._process.pid
-
-    def start(self, line: str) -> None:
-        """Let it evaluate an expression, or run a statement."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def result(self) -> str:
-        """Return what the expression gave, in its printed form."""
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().rstrip("\n")
 
     def run(self, line: str) -> str:
-        self.start(line)
-        return self.result()
+        """Let it evaluate an expression or run a statement; return what it prints."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        return self._process.stdout.readline().rstrip("\n")
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._process.kill()
+        self._process.communicate()
 
 
 def _serve_lines() -> None:

@@ -13,8 +13,6 @@ from hypothesis.extra import numpy as arrays_of
 
 from ndistribute.transport.codec import DTYPES, Array, Decoder, MalformedError, Record, encode
 
-PLAIN = sorted(DTYPES - {"bfloat16"})
-
 
 class Leaf(Record, frozen=True):
     name: str
@@ -30,37 +28,28 @@ class Branch(Record, frozen=True):
 
 KINDS: Decoder[Leaf | Branch] = Decoder(Leaf | Branch)
 
-some_arrays = st.sampled_from(PLAIN).flatmap(
+some_arrays = st.sampled_from(sorted(DTYPES - {"bfloat16"})).flatmap(
     lambda name: arrays_of.arrays(name, arrays_of.array_shapes(min_dims=0, min_side=0, max_side=4))
 )
+some_notes = st.integers(-(2**63), 2**63 - 1) | st.floats()
 some_leaves = st.builds(
     Leaf,
     st.text(max_size=5),
     st.none() | some_arrays,
-    st.dictionaries(
-        st.text(max_size=3), st.integers(-(2**63), 2**63 - 1) | st.floats(), max_size=3
-    ),
+    st.dictionaries(st.text(max_size=3), some_notes, max_size=3),
 )
 some_records = some_leaves | st.builds(
     Branch, st.lists(some_leaves, max_size=3).map(tuple), st.binary(max_size=9), st.booleans()
 )
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, np.ndarray):
-        return (
-            isinstance(other, np.ndarray)
-            and (one.dtype, one.shape) == (other.dtype, other.shape)
-            and one.tobytes() == other.tobytes()
-        )
-    if isinstance(one, Record):
-        fields = type(one).__struct_fields__
-        return type(one) is type(other) and all(
-            same(getattr(one, name), getattr(other, name)) for name in fields
-        )
-    if isinstance(one, tuple):
-        return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
-    return repr(one) == repr(other)  # Also for dictionaries with NaN in them.
+def plain(value: object) -> object:
+    """Return a value in a form in which equal ones compare as equal, also with NaN in them."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, Record):
+        return type(value), [plain(getattr(value, name)) for name in value.__struct_fields__]
+    return list(map(plain, value)) if isinstance(value, tuple) else repr(value)
 
 
 def decoded(control: bytes, buffers: list[bytes]) -> Record | None:
@@ -74,7 +63,7 @@ def decoded(control: bytes, buffers: list[bytes]) -> Record | None:
 @given(some_records)
 def test_a_record_comes_back_the_same(record):
     control, buffers = encode(record)
-    assert same(KINDS.decode(control, [bytes(buffer) for buffer in buffers]), record)
+    assert plain(KINDS.decode(control, [bytes(buffer) for buffer in buffers])) == plain(record)
 
 
 @pytest.mark.parametrize(
@@ -84,26 +73,19 @@ def test_a_record_comes_back_the_same(record):
         np.arange(4, dtype=">f8"),
         np.asfortranarray(np.ones((2, 3))),
         np.float32(3)[...],
+        np.arange(4.0),
+        "bfloat16",
     ],
 )
-def test_arrays_arrive_whole_in_this_machines_order(array):
+def test_arrays_arrive_whole_in_this_machines_order_without_a_needless_copy(array):
+    if isinstance(array, str):
+        array = np.arange(3, dtype=pytest.importorskip("ml_dtypes").bfloat16)
     control, buffers = encode(Leaf("x", array))
     value = KINDS.decode(control, buffers).value
     np.testing.assert_array_equal(value, array)
-    assert value.dtype.isnative
-    assert value.shape == array.shape
-
-
-def test_a_contiguous_array_is_not_copied_on_its_way():
-    array = np.arange(4.0)
-    control, buffers = encode(Leaf("x", array))
-    assert np.shares_memory(KINDS.decode(control, buffers).value, array)
-
-
-def test_bfloat16_travels():
-    dtype = pytest.importorskip("ml_dtypes").bfloat16
-    control, buffers = encode(Leaf("x", np.arange(3, dtype=dtype)))
-    assert KINDS.decode(control, buffers).value.dtype == dtype
+    assert (value.dtype, value.shape) == (array.dtype.newbyteorder("="), array.shape)
+    plain_order = array.flags.c_contiguous and array.dtype.isnative
+    assert np.shares_memory(value, array) == plain_order
 
 
 @pytest.mark.parametrize(
@@ -123,6 +105,7 @@ def test_mutated_bytes_are_malformed_and_nothing_else(record, data):
         control[data.draw(st.integers(0, len(control) - 1))] = data.draw(st.integers(0, 255))
     decoded(bytes(control), buffers)
     decoded(bytes(control[: data.draw(st.integers(0, len(control)))]), buffers)
+    decoded(data.draw(st.binary(max_size=200)), buffers)
 
 
 @given(some_records.filter(lambda record: len(encode(record)[1]) > 0), st.data())
@@ -137,17 +120,11 @@ def test_buffers_that_do_not_fit_are_malformed(record, data):
     assert decoded(control, spoilt) is None or not buffers[which]
 
 
-@given(st.binary(max_size=200), st.lists(st.binary(max_size=20), max_size=3))
-def test_arbitrary_bytes_are_malformed_and_nothing_else(control, buffers):
-    decoded(control, buffers)
-
-
 anything = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**63), 2**64 - 1)
     | st.floats()
-    | st.text(max_size=3)
     | st.binary(max_size=3)
     | st.sampled_from(["float32", "int8", "object", "bfloat16"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner),
@@ -162,8 +139,9 @@ def test_an_array_described_by_anything_is_malformed_and_nothing_else(number, na
         decoded(msgspec.msgpack.encode(["Leaf", "x", node]), [b"1234"])
 
 
-def test_descriptions_that_would_mislead_numpy_are_refused():
-    for node in (
+@pytest.mark.parametrize(
+    "node",
+    [
         [0, "object", [4]],
         [0, "O", [4]],
         [0, "V4", [1]],
@@ -179,11 +157,16 @@ def test_descriptions_that_would_mislead_numpy_are_refused():
         [0, "float32", [1] * 33],
         [0, "float32", {"1": 1}],
         [0, "float32", [2**62] * 200_000],
-    ):
-        assert decoded(msgspec.msgpack.encode(["Leaf", "x", node]), [b"1234"]) is None, node
+    ],
+    ids=lambda node: repr(node)[:40],
+)
+def test_descriptions_that_would_mislead_numpy_are_refused(node):
+    assert decoded(msgspec.msgpack.encode(["Leaf", "x", node]), [b"1234"]) is None
 
 
-def test_announced_lengths_take_no_memory():
+def test_another_kind_or_number_of_fields_is_malformed_and_announced_lengths_take_no_memory():
+    for record in (["Other", 1], ["Leaf"], ["Leaf", "x", None, {}, "more"], {"type": "Leaf"}, []):
+        assert decoded(msgspec.msgpack.encode(record), []) is None
     for control in (
         b"\xdd\xff\xff\xff\xff",  # An array of 2^32 - 1 elements, none of which came.
         b"\x93\xa6Branch\xdd\xff\xff\xff\xff",
@@ -197,8 +180,3 @@ def test_announced_lengths_take_no_memory():
             assert tracemalloc.get_traced_memory()[1] < 1_000_000
         finally:
             tracemalloc.stop()
-
-
-def test_another_kind_or_another_number_of_fields_is_malformed():
-    for record in (["Other", 1], ["Leaf"], ["Leaf", "x", None, {}, "more"], {"type": "Leaf"}, []):
-        assert decoded(msgspec.msgpack.encode(record), []) is None

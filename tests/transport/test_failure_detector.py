@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -21,39 +20,17 @@ ENVIRON = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(SILENCE)}
 CALL = "client.call(Note('here'), 10).text"
 
 
-@contextlib.contextmanager
-def made(unix: str) -> Iterator[tuple[Echo, Child]]:
+@pytest.fixture
+def job(request) -> Iterator[tuple[Echo, Child]]:
     """Yield a service, and a process that is its client."""
-    environ = {**ENVIRON, "NDISTRIBUTE_UNIX_SOCKETS": unix}
+    environ = {**ENVIRON, "NDISTRIBUTE_UNIX_SOCKETS": getattr(request, "param", "1")}
     with serving(environ=environ) as (echo, address), Child(environ) as child:
         child.run(f"client = client_of({address!r})")
         assert child.run(CALL) == "here"
-        assert child.run("client._connection.is_unix") == str(unix == "1")
         yield echo, child
 
 
-@pytest.fixture(params=["0", "1"], ids=["tcp", "unix"])
-def job(request) -> Iterator[tuple[Echo, Child]]:
-    with made(request.param) as one:
-        yield one
-
-
-@pytest.fixture
-def unix_job() -> Iterator[tuple[Echo, Child]]:
-    with made("1") as one:
-        yield one
-
-
-def test_a_process_that_is_killed_is_known_at_once(job):
-    echo, child = job
-    killed = time.monotonic()
-    child.signal(signal.SIGKILL)
-    wait_until(lambda: echo.gone)
-    _, died, when = echo.gone[0]
-    assert died
-    assert when - killed < SILENCE * 0.8
-
-
+@pytest.mark.parametrize("job", ["0", "1"], ids=["tcp", "unix"], indirect=True)
 def test_a_process_that_is_stopped_is_lost_after_the_set_time_and_not_before(job):
     echo, child = job
     stopped = time.monotonic()
@@ -67,8 +44,8 @@ def test_a_process_that_is_stopped_is_lost_after_the_set_time_and_not_before(job
     assert len(echo.here) == 2
 
 
-def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(unix_job):
-    echo, child = unix_job
+def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(job):
+    echo, child = job
     child.run("import ctypes")
     # This call of the C library does not release the interpreter's lock.
     began = time.monotonic()
@@ -79,9 +56,9 @@ def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(unix_j
     assert not echo.gone
 
 
-def test_a_process_that_was_stopped_itself_does_not_blame_the_others(unix_job):
+def test_a_process_that_was_stopped_itself_does_not_blame_the_others(job):
     """After a pause of its own it hears first what came meanwhile."""
-    echo, child = unix_job
+    echo, child = job
     with serving() as (patient, address):
         child.run(f"other = client_of({address!r})")
         assert child.run(CALL.replace("client", "other")) == "here"
@@ -90,13 +67,6 @@ def test_a_process_that_was_stopped_itself_does_not_blame_the_others(unix_job):
         child.signal(signal.SIGCONT)
         assert child.run(CALL.replace("client", "other")) == "here"
         assert len(patient.here) == 1
-
-
-def test_one_that_says_good_bye_has_not_died(unix_job):
-    echo, child = unix_job
-    child.run("client.close()")
-    wait_until(lambda: echo.gone)
-    assert not echo.gone[0][1]
 
 
 def test_what_is_no_time_is_an_error_where_a_server_or_a_connection_is_made(monkeypatch):
@@ -139,17 +109,8 @@ def test_a_fault_of_one_connection_does_not_stop_the_heartbeats_of_the_others(ca
         own.forget(one)
     assert "could not be watched" in caplog.text
     assert own._thread is None
-
-
-def test_the_last_connection_may_be_forgotten_on_the_detectors_own_thread():
-    own = FailureDetector()
-    last = Watched(own, last=True)
-    own.watch(last)
+    own.watch(last := Watched(own, last=True))  # It is forgotten on the detector's own thread.
     wait_until(lambda: own._thread is None)
-    own.watch(again := Watched(own))
-    wait_until(lambda: again.ticks > 1)
-    own.forget(again)
-    own.forget(again)
     assert last.ticks == 1
 
 

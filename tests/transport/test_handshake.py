@@ -1,14 +1,13 @@
 """The handshake lets in who knows the secret and belongs to the job, and tells others nothing.
 
-Both sides are generators, so they are driven against each other here without a socket, with
-somebody between them where wanted; the sockets come in test_listener.py.
+Both sides are generators, so they are driven against each other here without a socket.
 """
 
 from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,17 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndistribute.errors import AuthenticationError
-from ndistribute.transport.handshake import Accepted, Hello, Steps, accept, join
+from ndistribute.transport.handshake import Hello, Steps, accept, join
 
 SECRET = b"a secret of the job"
 SERVER = Hello(name="ps:0#1", instance="i", job="a job", version="1")
 CLIENT = Hello(name="worker:0#2", purpose="ps", audience="ps:0", job="a job", version="1")
 GREETING_BYTES = 39
-Meddle = Callable[[str, bytes], bytes]
+FROM_CLIENT, FROM_SERVER = (b"NDST" + struct.pack("!Hc32s", 2, c, bytes(32)) for c in (b"C", b"S"))
+Change = Callable[[str, bytes], bytes]
 
 
-def outcomes(server: Steps, client: Steps, meddle: Meddle = lambda side, data: data) -> list[Any]:
-    """Return how the server and the client ended, if what each sends is passed to the other.
+def outcomes(server: Steps, client: Steps, change: Change) -> list[Any]:
+    """Return how both sides ended, if what each sends is changed and passed to the other.
 
     Who cannot go on when the other has ended gets a `ConnectionError`, as with a socket.
     """
@@ -41,7 +41,7 @@ def outcomes(server: Steps, client: Steps, meddle: Meddle = lambda side, data: d
             try:
                 want = wanted[here]
                 if isinstance(want, bytes):
-                    inbox[1 - here] += meddle(name, want)
+                    inbox[1 - here] += change(name, want)
                     wanted[here] = next(sides[here])
                 elif len(inbox[here]) >= want:
                     data, inbox[here] = inbox[here][:want], inbox[here][want:]
@@ -57,16 +57,44 @@ def outcomes(server: Steps, client: Steps, meddle: Meddle = lambda side, data: d
     return result
 
 
+def server_of(check: Callable[[Hello], str] = lambda hello: "") -> Steps:
+    return accept(SECRET, SERVER, check, "a client")
+
+
 def shake(
-    server: Hello = SERVER,
     client: Hello = CLIENT,
     secret: bytes = SECRET,
-    meddle: Meddle = lambda side, data: data,
-    check: Callable[[Hello], str] = lambda hello: "",
+    change: Change = lambda side, data: data,
+    **check: Callable[[Hello], str],
 ) -> list[Any]:
-    return outcomes(
-        accept(SECRET, server, check, "a client"), join(secret, client, "a server"), meddle
-    )
+    return outcomes(server_of(**check), join(secret, client, "a server"), change)
+
+
+def recorded(side: str, **options: Any) -> list[bytes]:
+    """Return what one side sends."""
+    sent: list[bytes] = []
+
+    def record(who: str, data: bytes) -> bytes:
+        sent.extend([data] if who == side else [])
+        return data
+
+    shake(change=record, **options)
+    return sent
+
+
+def driven(steps: Steps, *received: bytes) -> bytes | int:
+    """Return what a side wants next, after it has received these bytes."""
+    wanted = next(steps)
+    for part in received:
+        while isinstance(wanted, bytes):
+            wanted = next(steps)
+        wanted = steps.send(part)
+    return wanted
+
+
+def send_all(steps: Steps, *parts: bytes | None) -> None:
+    for part in parts:
+        steps.send(part)
 
 
 def changed(hello: Hello, **fields: str) -> Hello:
@@ -79,52 +107,39 @@ def test_both_ends_learn_the_others_hello_and_have_the_same_keys():
     assert msgspec.structs.asdict(joined.hello) == msgspec.structs.asdict(SERVER)
     assert served.receiving_key == joined.sending_key
     assert served.sending_key == joined.receiving_key
-    keys = {served.sending_key, served.receiving_key}
     again = shake()[0]
-    assert len(keys | {again.sending_key, again.receiving_key}) == 4
+    keys = {end.sending_key for end in (served, joined, again)}
+    assert len(keys | {again.receiving_key}) == 4
 
 
 @given(st.binary(min_size=16, max_size=100), st.text(max_size=50))
 def test_any_secret_and_any_name_pass_unchanged(secret, name):
-    hello = changed(CLIENT, name=name)
-    served, _ = outcomes(accept(secret, SERVER, lambda _: "", ""), join(secret, hello, ""))
+    steps = accept(secret, SERVER, lambda _: "", ""), join(secret, changed(CLIENT, name=name), "")
+    served, _ = outcomes(*steps, lambda side, data: data)
     assert served.hello.name == name
 
 
 @pytest.mark.parametrize("secret", [b"a secret of another", SECRET + b"\0"])
-def test_another_secret_is_an_error_at_both_ends_that_says_so(secret):
+def test_another_secret_is_an_error_at_both_ends_and_tells_nothing_about_it(secret):
     for error in shake(secret=secret):
         assert isinstance(error, AuthenticationError)
         assert "another secret" in str(error)
-
-
-def test_a_server_tells_a_stranger_nothing_that_depends_on_the_secret():
-    sent = []
-
-    def record(side: str, data: bytes) -> bytes:
-        if side == "server":
-            sent.append(data)
-        return data
-
-    shake(secret=b"a secret of another", meddle=record)
+    sent = recorded("server", secret=secret)
     assert [len(data) for data in sent] == [GREETING_BYTES, 1]
     assert SECRET not in b"".join(sent)
 
 
 def test_a_client_tells_its_hello_to_nobody_who_has_not_proved_itself():
-    """One who pretends to be the server gets a proof, and nothing else."""
     steps = join(SECRET, CLIENT, "a server")
-    greeting = next(steps)
-    assert isinstance(greeting, bytes)
-    next(steps)
-    steps.send(b"NDST")
-    proof = steps.send(greeting[4:6] + b"S" + bytes(32))
+    proof = driven(steps, FROM_SERVER[:4], FROM_SERVER[4:])
     assert isinstance(proof, bytes)
     assert len(proof) == 32
-    assert next(steps) == 1
-    assert steps.send(b"+") == 2
-    assert steps.send(struct.pack("!H", 4)) == 4
-    assert steps.send(b"name") == 32
+    assert [next(steps), steps.send(b"+"), steps.send(b"\0\4"), steps.send(b"name")] == [
+        1,
+        2,
+        4,
+        32,
+    ]
     with pytest.raises(AuthenticationError, match="another secret"):
         steps.send(bytes(32))
 
@@ -139,24 +154,14 @@ def test_a_client_tells_its_hello_to_nobody_who_has_not_proved_itself():
     ],
 )
 def test_who_knows_the_secret_and_is_wrong_here_learns_why(client, reason):
-    def check(hello: Hello) -> str:
-        return "not here" if hello.purpose != "ps" else ""
-
-    for error in shake(client=client, check=check):
+    for error in shake(client, check=lambda hello: "not here" * (hello.purpose != "ps")):
         assert isinstance(error, AuthenticationError)
         assert reason in str(error)
 
 
 @pytest.mark.parametrize("side", ["server", "client"])
 def test_a_change_of_any_byte_is_noticed_by_who_reads_it(side):
-    sent = {"server": 0, "client": 0}
-
-    def count(who: str, data: bytes) -> bytes:
-        sent[who] += len(data)
-        return data
-
-    shake(meddle=count)
-    for position in range(sent[side]):
+    for position in range(sum(map(len, recorded(side)))):
         at = 0
 
         def flip(who: str, data: bytes, position: int = position) -> bytes:
@@ -167,57 +172,32 @@ def test_a_change_of_any_byte_is_noticed_by_who_reads_it(side):
                 data[position - start] ^= 1
             return bytes(data)
 
-        served, joined = shake(meddle=flip)
-        reader = joined if side == "server" else served
-        assert not isinstance(reader, Accepted), position
-        assert isinstance(reader, AuthenticationError | TimeoutError | ConnectionError), reader
+        reader = shake(change=flip)[side == "server"]
+        assert isinstance(reader, AuthenticationError | TimeoutError | ConnectionError), position
 
 
 @pytest.mark.parametrize("side", ["server", "client"])
 def test_a_replayed_side_is_refused(side):
-    record: list[bytes] = []
-
-    def listen(who: str, data: bytes) -> bytes:
-        if who == side:
-            record.append(data)
-        return data
-
-    assert isinstance(shake(meddle=listen)[0], Accepted)
-    replay = iter(record)
-    outcome = shake(meddle=lambda who, data: next(replay, b"") if who == side else data)
+    replay = iter(recorded(side))
+    outcome = shake(change=lambda who, data: next(replay, b"") if who == side else data)
     assert isinstance(outcome[side == "server"], AuthenticationError)
 
 
-@pytest.mark.parametrize("role", [None, b"S"])
-def test_a_client_is_not_deceived_by_its_own_words(role):
+def test_nobody_is_deceived_by_its_own_words():
     steps = join(SECRET, CLIENT, "a mirror")
-    greeting = next(steps)
-    reflected = greeting if role is None else greeting[:6] + role + greeting[7:]
+    own = next(steps)
+    with pytest.raises(AuthenticationError, match="sent back the greeting"):
+        send_all(steps, None, own[:4], own[4:])
+    steps = join(SECRET, CLIENT, "a mirror")  # Also with the role of the greeting changed.
+    own = next(steps)
     next(steps)
-    steps.send(reflected[:4])
-    if role is None:
-        with pytest.raises(AuthenticationError, match="sent back the greeting"):
-            steps.send(reflected[4:])
-        return
-    proof = steps.send(reflected[4:])
-    assert next(steps) == 1
-    steps.send(b"+")
-    steps.send(bytes(2))
+    steps.send(own[:4])
+    proof = steps.send(own[4:6] + b"S" + own[7:])
     with pytest.raises(AuthenticationError):
-        steps.send(proof)
-
-
-def test_a_server_is_not_deceived_by_its_own_words():
-    """No other server makes the proof of a client: it refuses a greeting of a server."""
-    steps = accept(SECRET, SERVER, lambda hello: "", "a mirror")
-    next(steps)
-    steps.send(b"NDST")
-    answer = steps.send(struct.pack("!Hc32s", 2, b"C", bytes(32)))
-    assert isinstance(answer, bytes)
-    mirror = accept(SECRET, SERVER, lambda hello: "", "a mirror")
-    next(mirror)
-    mirror.send(answer[:4])
-    mirror.send(answer[4:])
+        send_all(steps, None, b"+", bytes(2), proof)
+    answer = driven(server_of(), FROM_CLIENT[:4], FROM_CLIENT[4:])
+    mirror = server_of()  # No other server makes the proof of a client.
+    driven(mirror, answer[:4], answer[4:])
     with pytest.raises(AuthenticationError, match="sent back the greeting"):
         next(mirror)
 
@@ -226,55 +206,40 @@ def test_another_version_of_the_handshake_is_named_at_both_ends():
     def older(side: str, data: bytes) -> bytes:
         return data[:4] + struct.pack("!H", 1) + data[6:] if len(data) == GREETING_BYTES else data
 
-    for error in shake(meddle=older):
+    for error in shake(change=older):
         assert isinstance(error, AuthenticationError)
         assert "version 1 of the handshake" in str(error)
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", bytes(50)])
 def test_another_protocol_is_named(data):
-    for steps in (accept(SECRET, SERVER, lambda hello: "", "it"), join(SECRET, CLIENT, "it")):
-        while isinstance(next(steps), bytes):
-            pass
+    for steps in (server_of(), join(SECRET, CLIENT, "it")):
         with pytest.raises(AuthenticationError, match="another program may have the port"):
-            steps.send(data[:4])
+            driven(steps, data[:4])
 
 
-@given(st.data(), st.booleans())
-def test_arbitrary_bytes_never_get_through(data, server):
-    steps = accept(SECRET, SERVER, lambda _: "", "") if server else join(SECRET, CLIENT, "")
-    prefix = (
-        b"NDST" + struct.pack("!Hc", 2, b"C" if server else b"S")
-        if data.draw(st.booleans())
-        else b""
-    )
-    answer = itertools.chain(prefix, iter(lambda: data.draw(st.integers(0, 255)), None))
+@given(st.data(), st.booleans(), st.booleans())
+def test_arbitrary_bytes_never_get_through(data, server, greets):
+    steps = server_of() if server else join(SECRET, CLIENT, "")
+    prefix = (FROM_CLIENT if server else FROM_SERVER)[: 7 * greets]
+    stream = itertools.chain(prefix, iter(lambda: data.draw(st.integers(0, 255)), None))
+
+    def feed() -> None:
+        wanted = next(steps)
+        for _ in range(20):
+            while isinstance(wanted, bytes):
+                wanted = next(steps)
+            wanted = steps.send(bytes(itertools.islice(stream, wanted)))
+
     with pytest.raises(AuthenticationError):
-        fed(steps, answer)
-
-
-def fed(steps: Steps, stream: Iterator[int]) -> None:
-    wanted = next(steps)
-    for _ in range(20):
-        while isinstance(wanted, bytes):
-            wanted = next(steps)
-        wanted = steps.send(bytes(itertools.islice(stream, wanted)))
+        feed()
 
 
 def test_a_length_over_the_limit_is_refused_before_it_is_read():
     steps = join(SECRET, CLIENT, "a server")
-    next(steps)
-    next(steps)
-    steps.send(b"NDST")
-    steps.send(struct.pack("!Hc32s", 2, b"S", bytes(32)))
-    next(steps)
-    steps.send(b"+")
     with pytest.raises(AuthenticationError, match="at most 4096"):
-        steps.send(b"\xff\xff")
-
-
-def test_a_hello_that_is_too_long_is_an_error_of_its_sender():
-    served, joined = shake(client=changed(CLIENT, name="x" * 5000))
+        driven(steps, FROM_SERVER[:4], FROM_SERVER[4:], b"+", b"\xff\xff")
+    served, joined = shake(changed(CLIENT, name="x" * 5000))
     assert isinstance(joined, ValueError)
     assert isinstance(served, ConnectionError)
     refused = shake(check=lambda hello: "é" * 5000)

@@ -6,21 +6,9 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import (
-    LARGE,
-    context,
-    each,
-    meet,
-    mirrored,
-    one_process,
-    parts,
-    raised_in,
-    rank,
-    works,
-)
+from tests.kinds import LARGE, each, meet, mirrored, one_process, parts, raised_in, rank, works
 
 METHODS = ["assign", "assign_add", "assign_sub"]
-AGGREGATIONS = ["sum", "mean", "only_first_replica"]
 
 
 def make(strategy, initial=10.0, **kwargs):
@@ -33,9 +21,7 @@ def make(strategy, initial=10.0, **kwargs):
     [("sum", 13, 3, 7), ("mean", 11.5, 1.5, 8.5), ("only_first_replica", 11, 1, 9)],
 )
 def test_from_ten_two_replicas_write_one_and_two(aggregation, added, assigned, subtracted):
-    for dtype in ("f8", "f4", "f2", "i8", "i2"):
-        if dtype[0] == "i" and aggregation == "mean":
-            continue
+    for dtype in ("f8", "f2", "i8")[: 2 if aggregation == "mean" else 3]:
         with mirrored(2) as strategy:
             for method, wanted in zip(METHODS, (assigned, added, subtracted), strict=True):
                 v = make(strategy, 10, dtype=dtype, aggregation=aggregation)
@@ -45,7 +31,7 @@ def test_from_ten_two_replicas_write_one_and_two(aggregation, added, assigned, s
                 assert [float(part) for part in strategy.local_results(v)] == [wanted] * 2
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_all_replicas_have_their_say_once(several, aggregation, size):
     initial = np.arange(size, dtype=np.float64)
@@ -58,18 +44,9 @@ def test_all_replicas_have_their_say_once(several, aggregation, size):
         ("assign_sub", initial - combined),
     ):
         v = make(several, initial, aggregation=aggregation)
-        several.run(getattr(v, method), args=(parts(several, values),))
+        assert several.run(getattr(v, method), args=(parts(several, values),)) is v
         for part in several.local_results(v):
             assert np.allclose(part, wanted)
-
-
-def test_without_an_aggregation_a_write_is_refused(several):
-    v = make(several)
-    for method in METHODS:
-        with raised_in(several, None, ValueError, "aggregation"):
-            several.run(lambda method=method: getattr(v, method)(1.0))
-        assert float(v) == 10
-        assert works(several)
 
 
 def test_one_replica_needs_no_aggregation():
@@ -81,25 +58,19 @@ def test_one_replica_needs_no_aggregation():
         strategy.close()
 
 
-def test_a_write_returns_the_variable(strategy):
-    v = make(strategy, aggregation="sum")
-    assert strategy.run(lambda: v.assign(1.0)) is v
-    assert strategy.run(lambda: v.assign_add(1.0).assign_sub(1.0)) is v
-
-
 def test_every_replica_reads_what_was_written(strategy):
     v = make(strategy, aggregation="sum")
 
-    def step():
-        v.assign_add(1.0)
-        first = float(v)
-        v.assign_add(1.0)
-        return first, float(v)
+    def step(passed):
+        assert passed is v
+        before = float(v.read_value())
+        v.assign_add(1.0).assign_add(1.0)
+        return before, float(v) * meet()
 
     size = strategy.num_replicas_in_sync
-    first, second = strategy.run(step)
-    assert first.values == each(strategy, 10 + size)
-    assert second.values == each(strategy, 10 + 2 * size)
+    first, second = strategy.run(step, (v,))
+    assert first.values == each(strategy, 10)
+    assert second.values == each(strategy, (10 + 2 * size) * size)
 
 
 def test_half_precision_is_summed_in_single():
@@ -111,13 +82,15 @@ def test_half_precision_is_summed_in_single():
 
 
 def test_a_wrong_value_on_one_replica_changes_nothing(several):
-    for wrong in (np.zeros(3), 1j, "text", parts(several, float)):
-        v = make(several, aggregation="sum")
-        with raised_in(several, 1, (ValueError, TypeError)):
-            several.run(lambda v=v, wrong=wrong: v.assign(wrong if rank() == 1 else 1.0))
-        assert [float(part) for part in several.local_results(v)] == [10.0] * len(
-            several.local_results(v)
-        )
+    v = make(several, [10.0], aggregation="sum")
+    for write, wrong, right in (
+        (v.assign, (np.zeros(3),), ([1.0],)),
+        (v.assign_add, (parts(several, float),), ([1.0],)),
+        (v.scatter_add, ([7], [1.0]), ([0], [1.0])),
+    ):
+        with raised_in(several, 1, ValueError):
+            several.run(lambda w=write, a=wrong, b=right: w(*(a if rank() == 1 else b)))
+        assert all(part.tolist() == [10] for part in several.local_results(v))
         assert works(several)
 
 
@@ -142,24 +115,9 @@ def test_writes_of_different_kinds_or_variables_do_not_pair(several, aggregation
     assert works(several)
 
 
-def test_a_merge_call_writes_across_replicas(strategy):
-    v = make(strategy)
-
-    def step():
-        context().merge_call(lambda s, x: v.assign_add(s.reduce("sum", x)), args=(1.0,))
-        return float(v)
-
-    size = strategy.num_replicas_in_sync
-    assert strategy.run(step).values == each(strategy, 10 + size)
-
-
-def test_a_read_in_a_replica_is_the_value(strategy):
-    v = make(strategy, [1.0, 2.0])
-
-    def step(passed):
-        assert passed is v
-        assert np.array_equal(v.read_value(), [1, 2])
-        return float(np.sum(v) * meet())
-
-    size = strategy.num_replicas_in_sync
-    assert strategy.run(step, args=(v,)).values == each(strategy, 3.0 * size)
+def test_variables_of_one_name_do_not_pair():
+    with mirrored(2) as strategy:
+        v, w = (make(strategy, aggregation="sum", name="v") for _ in range(2))
+        with pytest.raises(nd.CollectiveMismatchError, match="replica 1 wrote to variable 'v'"):
+            strategy.run(lambda: (w if rank() == 1 else v).assign(1.0))
+        assert (float(v), float(w)) == (10, 10)

@@ -43,16 +43,12 @@ def test_variables_go_to_servers_in_turn_under_names_of_their_own() -> None:
         assert [v.places[0].servers for v in made] == [(0,), (1,), (0,), (1,), (0,)]
 
 
-def test_workers_share_what_the_first_one_made() -> None:
+def test_workers_share_what_the_first_one_made_and_must_make_the_same() -> None:
     with workers(2, servers=2) as (first, second):
         ours, theirs = variable(first, [1.0, 2.0]), variable(second, [7.0, 7.0])
         assert theirs.numpy().tolist() == [1.0, 2.0]
         theirs.assign_add([1.0, 1.0])
         assert ours.numpy().tolist() == [2.0, 3.0]
-
-
-def test_workers_that_make_different_variables_are_told() -> None:
-    with workers(2, servers=1) as (first, second):
         variable(first, [1.0, 2.0])
         with pytest.raises(ValueError, match="same variables in the same order"):
             variable(second, [1.0])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import mirrored, parts, raised_in, rank, replica_ids, works
+from tests.kinds import mirrored, parts, rank, replica_ids
 
 OPS = ["scatter_add", "scatter_sub", "scatter_update"]
 
@@ -29,23 +29,15 @@ def reference(method, array, indices, values):
 
 @pytest.mark.parametrize("method", OPS)
 def test_rows_outside_replicas(strategy, method):
-    for indices in ([], [3], [4, 0], [1, 1, 1], [2, 0, 2]):
+    for indices in ([], [3], [4, 0], [2, 0, 2]):
         values = np.arange(1.0, 2 * len(indices) + 1).reshape(-1, 2)
-        for rows in (indices, np.array(indices, np.int32), tuple(indices)):
+        slices = nd.IndexedSlices(values, np.array(indices, np.int32), (5, 2))
+        for rows in ((indices, values), (tuple(indices), values), (slices,)):
             v = make(strategy)
             wanted = reference(method, v.numpy(), indices, values)
-            assert getattr(v, method)(rows, values) is v
+            assert getattr(v, method)(*rows) is v
             for part in strategy.local_results(v):
                 assert np.array_equal(part, wanted)
-
-
-def test_rows_may_come_as_indexed_slices(strategy):
-    rows = nd.IndexedSlices(np.ones((2, 2)), np.array([3, 0]), (5, 2))
-    for method in OPS:
-        v = make(strategy)
-        wanted = reference(method, v.numpy(), [3, 0], rows.values)
-        getattr(v, method)(rows)
-        assert np.array_equal(v, wanted)
 
 
 @pytest.mark.parametrize("how", ["on_write", "on_read"])
@@ -55,7 +47,6 @@ def test_what_does_not_fit_is_refused_and_no_copy_changes(strategy, how):
     for indices, values in (
         ([5], [[1.0, 1.0]]),
         ([0, -1], np.ones((2, 2))),
-        ([0, 1, 99], np.ones((3, 2))),
         ([0.0], [[1.0, 1.0]]),
         ([True], [[1.0, 1.0]]),
         ([[0]], [[1.0, 1.0]]),
@@ -69,15 +60,12 @@ def test_what_does_not_fit_is_refused_and_no_copy_changes(strategy, how):
                 getattr(v, method)(indices, values)
     for part in strategy.local_results(v):
         assert np.array_equal(part, before)
-
-
-def test_a_number_has_no_rows(strategy):
     with pytest.raises(ValueError, match="no rows"):
         make(strategy, 1.0).scatter_add([0], [1.0])
 
 
 @pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
-def test_added_rows_are_aggregated_like_the_whole_array(several, aggregation):
+def test_rows_are_aggregated_like_the_whole_array(several, aggregation):
     # Replica i adds i + 1 to its own row, and twice to the last.
     size = several.num_replicas_in_sync
     dense = np.zeros((size, 6, 2))
@@ -94,56 +82,23 @@ def test_added_rows_are_aggregated_like_the_whole_array(several, aggregation):
         for part in several.local_results(v):
             assert np.allclose(part, sign * combined[aggregation])
 
-
-@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
-def test_updated_rows_are_aggregated(several, aggregation):
     v = make(several, np.full((4, 2), -1.0), aggregation=aggregation)
-    size = several.num_replicas_in_sync
-
-    def step():
-        v.scatter_update([2, 0, 2], [[9.0, 9.0], [1.0, 1.0], np.full(2, rank() + 1.0)])
-
-    several.run(step)
+    several.run(
+        lambda: v.scatter_update([2, 0, 2], [[9.0, 9.0], [1.0, 1.0], np.full(2, rank() + 1.0)])
+    )
     each = np.arange(1.0, size + 1)  # Of equal indices the last one holds.
     last = {"sum": each.sum(), "mean": each.mean(), "only_first_replica": 1}[aggregation]
     first = size if aggregation == "sum" else 1
-    wanted = np.array([[first] * 2, [-1, -1], [last] * 2, [-1, -1]])
     for part in several.local_results(v):
-        assert np.allclose(part, wanted)
+        assert np.allclose(part, [[first] * 2, [-1, -1], [last] * 2, [-1, -1]])
 
 
 def test_replicas_may_pass_different_numbers_of_rows(several):
-    v = make(several, np.zeros(6), aggregation="sum")
-    several.run(lambda: v.scatter_add(np.arange(rank()), np.ones(rank())))
-    size = several.num_replicas_in_sync
-    assert v.numpy().tolist() == [max(0, size - 1 - i) for i in range(6)]
-
-
-def test_integer_rows_are_summed(several):
-    v = make(several, np.zeros(3, np.int32), aggregation="sum")
-    several.run(lambda: v.scatter_add([1], [2]))
-    assert v.numpy().tolist() == [0, 2 * several.num_replicas_in_sync, 0]
-    assert v.dtype == np.int32
-
-
-def test_without_an_aggregation_rows_are_refused_in_replicas(several):
-    v = make(several)
-    before = v.numpy()
-    for method in OPS:
-        with raised_in(several, None, ValueError, "aggregation"):
-            several.run(lambda method=method: getattr(v, method)([0], [[1.0, 1.0]]))
-    assert np.array_equal(v, before)
-    assert works(several)
-
-
-def test_an_index_out_of_range_on_one_replica_changes_nothing(several):
-    v = make(several, aggregation="sum")
-    before = v.numpy()
-    with raised_in(several, 1, ValueError, "index 7"):
-        several.run(lambda: v.scatter_add([7 * (rank() == 1)], [[1.0, 1.0]]))
-    for part in several.local_results(v):
-        assert np.array_equal(part, before)
-    assert works(several)
+    for dtype in (float, np.int32):
+        v = make(several, np.zeros(6, dtype), aggregation="sum")
+        several.run(lambda v=v: v.scatter_add(np.arange(rank()), np.ones(rank(), v.dtype)))
+        size = several.num_replicas_in_sync
+        assert v.numpy().tolist() == [max(0, size - 1 - i) for i in range(6)]
 
 
 def test_a_replica_scatters_into_its_own_component(several):

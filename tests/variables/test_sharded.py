@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from contextlib import contextmanager
 
@@ -86,38 +85,29 @@ def test_what_can_not_be_cut_is_left_whole(strategy):
 
 def test_the_whole_is_used_like_an_array_and_a_read_is_a_snapshot(strategy):
     v = make(strategy)
-    assert np.array_equal(v.numpy(), TABLE)
     assert np.array_equal(v @ np.ones(10), TABLE.sum(1))
-    assert np.sum(v) == TABLE.sum()
     assert v.read_value().flags.writeable is False
     assert strategy.local_results(v)[0].shape == (700, 10)
     whole, rows = v.value, v[[1, 2]]
-    v.assign(-TABLE)
+    assert v.assign(1 - TABLE).assign_add(TABLE).assign_sub(TABLE) is v
     assert np.array_equal(whole, TABLE)
     assert np.array_equal(rows, TABLE[[1, 2]])
-    assert np.array_equal(v, -TABLE)
+    assert np.array_equal(v.numpy(), 1 - TABLE)
 
 
 def test_parts_are_read_as_of_an_array(strategy):
     v = make(strategy)
     for index in (
         -1,
-        np.int32(400),
         [699, 0, 350, 0, -700],
-        np.array([[1, 699], [234, 233]]),
         np.array([3, 200], np.uint8),
         slice(230, 240),
-        slice(None, None, -100),
         slice(5, 5),
         [],
-        np.arange(700) % 97 == 3,
         TABLE % 1000 == 7,
-        (3, 4),
-        ([400, 2], slice(None, None, 2)),
         ([[400], [2]], [1, 9]),
         (slice(200, 300, 50), None, 3),
         (Ellipsis, 2),
-        None,
     ):
         got, expected = v[index], TABLE[index]
         assert np.array_equal(got, expected)
@@ -128,54 +118,24 @@ def test_parts_are_read_as_of_an_array(strategy):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_only_the_rows_asked_for_are_read(shards):
-    with served(2, shards) as (strategy, clients):
-        v = make(strategy)
-        assert len(v.variables) == shards
-        v[[3, 699, 3, -1]]
-        assert rows_sent(clients) == 2
-        v[100:110]
-        assert rows_sent(clients) == 10
-        v[np.arange(700) > 696]
-        assert rows_sent(clients) == 3
-        v[5, 2]
-        assert rows_sent(clients) == 1
-        with nd.GradientTape():
-            v[[7, 8]]
-        assert rows_sent(clients) == 2
-        strategy.run(lambda: v[[7, 8]])
-        assert rows_sent(clients) == 2
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_to_look_at_a_large_variable_reads_nothing(shards):
+def test_only_what_is_asked_for_is_read_in_one_message_to_each_server(shards):
     with served(2, shards) as (strategy, clients):
         v = make(strategy, name="table")
         assert (len(v), v.size, v.ndim) == (700, 7000, 2)
         assert "'table' float64(700, 10)" in repr(v)
         assert rows_sent(clients) == 0
+        for index, rows in (([3, 699, 3, -1], 2), (slice(100, 110), 10), ((5, 2), 1)):
+            v[index]
+            assert rows_sent(clients) == rows
+        with nd.GradientTape():
+            v[[7, 300, 699]]
+        assert len(asked_for(clients, Read)) == min(shards, 2)
+        assert rows_sent(clients) == 3
+        strategy.run(lambda: v[[7, 8]])
+        assert rows_sent(clients) == 2
         assert "[0. 1.]" in repr(make(strategy, [0.0, 1.0]))
         with pytest.raises(TypeError, match="has no len"):
             len(make(strategy, 1.0))
-
-
-def test_rows_of_one_server_come_in_one_message():
-    with served(1, 3) as (strategy, clients):
-        v = make(strategy)
-        v[[0, 300, 699]]
-        (request,) = asked_for(clients, Read)
-        assert len(request.items) == 3
-
-
-def test_the_whole_is_written(strategy):
-    for how, expected in (
-        ("assign", TABLE + 1),
-        ("assign_add", 2 * TABLE + 1),
-        ("assign_sub", TABLE * 0 - 1),
-    ):
-        v = make(strategy)
-        assert getattr(v, how)(TABLE + 1) is v
-        assert np.array_equal(v, expected)
 
 
 @pytest.mark.parametrize("how", ["scatter_update", "scatter_add", "scatter_sub"])
@@ -195,44 +155,19 @@ def test_rows_are_written_also_repeated_ones(strategy, how):
     assert np.array_equal(v, expected)
 
 
-def test_a_write_that_does_not_fit_changes_nothing():
-    with served(3, 3) as (strategy, clients):
-        v = make(strategy)
-        for write in (
-            lambda v: v.assign(np.zeros((699, 10))),
-            lambda v: v.assign(0.0),
-            lambda v: v.assign_add(np.full((700, 10), 1j)),
-            lambda v: v.assign_sub([["x"]]),
-            lambda v: v.scatter_add([0, 700], np.ones((2, 10))),
-            lambda v: v.scatter_sub([0, -1], np.ones((2, 10))),
-            lambda v: v.scatter_update([0, 699], np.ones((2, 9))),
-            lambda v: v.scatter_update([0.0], np.ones((1, 10))),
-            lambda v: v.scatter_add([0, 699], np.full((2, 10), 1j)),
-        ):
-            with pytest.raises(ValueError, match=r"Nothing has changed|does not fit"):
-                write(v)
-            assert not asked_for(clients, Transaction)
-            assert np.array_equal(v, TABLE)
-
-
-def test_what_a_write_changes_on_one_server_changes_together():
+def test_what_a_write_changes_on_one_server_changes_together_and_others_are_not_asked():
     with served(3, 4) as (strategy, clients):
         v = make(strategy)
         v.assign_add(TABLE)
         v.scatter_add([0, 699, 300, 400], np.ones((4, 10)))
         assert [len(asked_for([client], Transaction)) for client in clients] == [2] * 3
+        v.scatter_add([300, 301], np.ones((2, 10)))
+        assert [len(asked_for([client], Transaction)) for client in clients] == [2, 3, 2]
 
 
-def test_only_servers_that_have_a_row_are_asked_to_change_it():
-    with served(3, 3) as (strategy, clients):
-        make(strategy).scatter_add([699, 698], np.ones((2, 10)))
-        assert [len(asked_for([client], Transaction)) for client in clients] == [0, 0, 1]
-
-
-@pytest.mark.parametrize(("aggregation", "factor"), [("sum", 3), ("mean", 1.5)])
-def test_writes_of_replicas_are_aggregated(aggregation, factor):
+def test_writes_of_replicas_are_aggregated():
     with served(2, 3, replicas=2) as (strategy, _):
-        v = make(strategy, aggregation=aggregation)
+        v = make(strategy, aggregation="mean")
 
         def step():
             number = nd.get_replica_context().replica_id_in_sync_group + 1
@@ -241,8 +176,8 @@ def test_writes_of_replicas_are_aggregated(aggregation, factor):
             return v[[0, 1, 699]]
 
         rows = strategy.run(step)
-        expected = TABLE + factor
-        expected[[0, 699]] += factor
+        expected = TABLE + 1.5
+        expected[[0, 699]] += 1.5
         assert np.array_equal(v, expected)
         assert all(np.array_equal(part, expected[[0, 1, 699]]) for part in rows.values)
 
@@ -287,49 +222,6 @@ def test_gradients_of_parts_and_of_the_whole_add_up(strategy):
     expected[3] += 2
     expected[600:] += 1
     assert np.array_equal(tape.gradient(loss, v), expected)
-
-
-OPTIMIZERS = {
-    "momentum": lambda: nd.optimizers.SGD(0.1, momentum=0.9),
-    "adagrad": lambda: nd.optimizers.Adagrad(0.1),
-    "adam": lambda: nd.optimizers.Adam(0.01),
-    "clipped": lambda: nd.optimizers.Adagrad(0.1, global_clipnorm=0.5),
-}
-
-
-def trained(strategy, make_optimizer, steps=5):
-    """Train an embedding and a dense layer, and return both."""
-    rng = np.random.default_rng(7)
-    with strategy.scope():
-        table = nd.Variable(rng.normal(size=(300, 8)), name="table")
-        weights = nd.Variable(rng.normal(size=(8, 3)), name="weights")
-        bias = nd.Variable(np.zeros(3), name="bias")
-        optimizer = make_optimizer()
-    # Some shards have no row in some batches.
-    batches = [rng.integers(0, 60 + 60 * step, size=(16, 2)) for step in range(steps)]
-    targets = rng.normal(size=(16, 3))
-
-    def step(ids):
-        with nd.GradientTape() as tape:
-            hidden = np.tanh(table[ids].sum(axis=1))
-            loss = np.mean((hidden @ weights + bias - targets) ** 2)
-        variables = [table, weights, bias]
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-
-    for ids in batches:
-        strategy.run(step, args=(ids,))
-    return [variable.numpy() for variable in (table, weights, bias)]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("options", [{}, {"replicas_to_aggregate": 1}], ids=str)
-def test_training_on_shards_gives_what_one_device_gives(name, options):
-    """Also of rows that only some shards have, and in whole steps of several workers."""
-    expected = trained(nd.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name])
-    with served(2, 3, **options) as (strategy, _):
-        got = trained(strategy, OPTIMIZERS[name])
-    for one, other in itertools.zip_longest(got, expected):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
 def test_what_an_optimizer_keeps_is_sharded_like_the_variable():

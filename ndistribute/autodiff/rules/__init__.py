@@ -1,97 +1,89 @@
-"""The tables of derivative rules, by NumPy function.
+"""The tables of derivative rules, by NumPy function, and the rules of a call.
 
 `RULES` has one maker for each differentiable argument, `RULES_BY_PATH` one for all arguments,
 including those in lists, `JOINT_RULES` one for functions with several results, and `COMPOSED` the
-decompositions into other functions. `CONSTANT` contains the functions whose result has no gradient
-although it may be a float; `IN_PLACE` those that write to an argument, which tracked arrays do not
-allow. A function in none of the tables has no derivative.
+decompositions into other functions. A function in none of the tables has no derivative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules import (
-    decompositions,
-    elementwise,
-    fourier,
-    indexing,
-    linalg,
-    products,
-    reductions,
-    shape,
-    statistics,
-    windows,
+from ndistribute.autodiff.diagnostics import missing
+from ndistribute.autodiff.rules import elementwise, linalg, reductions, shape
+from ndistribute.autodiff.rules.decompositions import COMPOSED
+from ndistribute.autodiff.rules.elementwise import special_rules
+from ndistribute.autodiff.rules.unbroadcast import unbroadcast
+
+__all__ = ["COMPOSED", "JOINT_RULES", "RULES", "RULES_BY_PATH", "bound", "decomposed", "rules_of"]
+
+# The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
+Path = tuple[Any, ...]
+# One rule for each tracked argument, or one rule that returns the gradients of all.
+Rules = tuple[Callable[[Any], Any], ...] | Callable[[Any], Sequence[Any]]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+RULES: dict[Any, tuple[Callable[..., Any], ...]] = (
+    elementwise.RULES | reductions.RULES | shape.RULES | linalg.RULES
 )
-
-__all__ = [
-    "COMPOSED",
-    "CONSTANT",
-    "IN_PLACE",
-    "JOINT_RULES",
-    "RULES",
-    "RULES_BY_PATH",
-    "UFUNC_REDUCTIONS",
-]
+RULES_BY_PATH: dict[Any, Callable[..., Any]] = shape.RULES_BY_PATH | linalg.RULES_BY_PATH
+JOINT_RULES: dict[Any, Callable[..., Any]] = shape.JOINT_RULES | linalg.JOINT_RULES
 
 
-RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
-    **elementwise.RULES,
-    **products.RULES,
-    **reductions.RULES,
-    **shape.RULES,
-    **indexing.RULES,
-    **linalg.RULES,
-    **fourier.RULES,
-    **statistics.RULES,
-    **windows.RULES,
-}
+def rules_of(function: Any, result: Any, args: Args, kwargs: Kwargs, paths: list[Path]) -> Rules:
+    """Return the rules of a call for the tracked arguments at the given paths."""
+    makers = RULES.get(function) or special_rules(function) or ()
+    positions = [*map(operator.itemgetter(0), paths)]
+    try:
+        if isinstance(result, list | tuple):
+            if function in JOINT_RULES and max(map(len, paths)) == 1:
+                joint = JOINT_RULES[function](result, *args, **kwargs)
+                return lambda gradients: [*map(joint(gradients).__getitem__, positions)]
+        elif function in RULES_BY_PATH:
+            rules = tuple(RULES_BY_PATH[function](result, paths, args, kwargs))
+            if None not in rules:
+                return rules
+        elif max(map(len, paths)) == 1 and {*positions} <= {*range(len(makers))}:
+            if isinstance(function, np.ufunc) and kwargs:
+                return tuple([_cast_rule(makers[k], result, args, kwargs, k) for k in positions])
+            return tuple([makers[k](result, *args, **kwargs) for k in positions])
+    except (TypeError, NotImplementedError) as error:
+        return missing(function, str(error))
+    nested = max(map(len, paths)) > 1 or any(isinstance(one, str) for one in positions)
+    return missing(function, "a tracked array inside a list or a keyword" if nested else "")
 
 
-def _each(maker: Callable[..., Any]) -> Callable[..., list[Any]]:
-    return lambda out, paths, *call: [maker(out, path, *call) for path in paths]
+def _cast_rule(
+    maker: Callable[..., Any], result: Any, args: Args, kwargs: Kwargs, k: int
+) -> Callable[[Any], Any]:
+    """Return a ufunc's rule for a call with keywords, which may change the result's dtype."""
+    if "where" in kwargs:
+        raise NotImplementedError("where=: use np.where")
+    rule, shape, dtype = maker(result, *args), args[k].shape, args[k].dtype
+    return lambda g: unbroadcast(rule(g), shape, dtype)
 
 
-RULES_BY_PATH: dict[Any, Callable[..., list[Any]]] = {
-    **shape.RULES_BY_PATH,
-    **{
-        function: _each(maker)
-        for table in (products, linalg, windows)
-        for function, maker in table.RULES_BY_PATH.items()
-    },
-}
+def decomposed(function: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return the result of a decomposition; `NotImplemented` if it does not take the arguments."""
+    composed = COMPOSED[function]
+    if kwargs and (kwargs.get("out") is not None or bound(composed, args, kwargs) is None):
+        return NotImplemented
+    return composed(*args, **kwargs)
 
-JOINT_RULES: dict[Any, Callable[..., Any]] = {**shape.JOINT_RULES, **linalg.JOINT_RULES}
 
-_YOUNG = decompositions.COMPOSED_BY_NAME | statistics.COMPOSED_BY_NAME
+def bound(function: Any, args: Args, kwargs: Kwargs) -> inspect.BoundArguments | None:
+    """Return the arguments of a call by position, if the signature is known and accepts them."""
+    try:
+        return _signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return None
 
-COMPOSED: dict[Any, Callable[..., Any]] = {
-    **decompositions.COMPOSED,
-    **fourier.COMPOSED,
-    **linalg.COMPOSED,
-    **statistics.COMPOSED,
-    **windows.COMPOSED,
-    **{getattr(np, name): entry for name, entry in _YOUNG.items() if hasattr(np, name)},
-}
 
-CONSTANT: frozenset[Any] = frozenset(
-    getattr(np, name)
-    for name in (
-        "ceil empty_like fix floor floor_divide full_like heaviside histogram "
-        "histogram_bin_edges ones_like rint around round spacing trunc zeros_like"
-    ).split()
-)
-
-IN_PLACE: frozenset[Any] = frozenset(
-    {np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask}
-)
-
-UFUNC_REDUCTIONS: dict[Any, Any] = {
-    np.add: np.sum,
-    np.multiply: np.prod,
-    np.maximum: np.max,
-    np.minimum: np.min,
-}
+_signature = functools.lru_cache(512)(inspect.signature)

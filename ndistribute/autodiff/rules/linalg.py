@@ -1,130 +1,313 @@
-"""Derivatives of `numpy.linalg`: inverses, factorizations, and functions composed of them.
+"""Derivatives of matrix products, convolutions, Fourier transforms, and factorizations.
 
-The formulas are those of Giles, "Collected matrix derivative results for forward and reverse mode
+Every backward product is a BLAS call if the forward product was one: operands with stride 0 are
+copied first, and a stack of matrices times one matrix becomes a single product. The matrix of a
+Fourier transform is symmetric, so its derivative is the transform itself. The formulas of
+`numpy.linalg` are those of Giles, "Collected matrix derivative results for forward and reverse mode
 algorithmic differentiation" (2008). All support stacks of matrices. With equal eigenvalues or
 singular values, the gradients through the vectors are infinite.
 """
 
 from __future__ import annotations
 
-import functools
 import math
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute.autodiff.diagnostics import missing
-from ndistribute.autodiff.rules.unbroadcast import unbroadcast
+from ndistribute.autodiff.rules.unbroadcast import Vjp, refuse_complex, unbroadcast, zeros
 from ndistribute.device import Array, array_namespace, as_array
 
-__all__ = ["COMPOSED", "JOINT_RULES", "RULES", "RULES_BY_PATH"]
-
-Value = Any  # a tracked or plain array, or a number
-Vjp = Callable[[Array], Array]
+Results = Sequence[Array]
 Gradients = Sequence[Array | None]
 JointVjp = Callable[[Gradients], list[Array]]
+Path = tuple[Any, ...]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
+# For the norm of a real transform, the norm of the inverse one in its derivative.
+INVERSE_NORMS: dict[Any, Any] = {
+    None: "forward",
+    "backward": "forward",
+    "ortho": "ortho",
+    "forward": "backward",
+}
 
-def _t(a: Value) -> Value:
+
+class RightFactor:
+    """The rule of the right factor of a product of two matrices, in most models the weights."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x: Array) -> None:
+        self._x = x
+
+    def __call__(self, g: Array) -> Array:
+        return self._x.T @ _blas(g)
+
+    def into(self, g: Array, memory: Callable[[Any, tuple[int, ...]], Array | None]) -> Array:
+        """Return the gradient, in an array from `memory` unless that returns None."""
+        here = type(g) is np.ndarray
+        out = memory(g.dtype, (self._x.shape[1], g.shape[1])) if here else None
+        return np.matmul(self._x.T, _blas(g), out=out)
+
+
+def _matmul_x(out: Array, x: Array, y: Array) -> Vjp:
+    shape, dtype = x.shape, x.dtype
+    if x.ndim == 2 == y.ndim and dtype == out.dtype:
+        return lambda g: _blas(g) @ y.T
+    if y.ndim == 1:
+        if x.ndim == 1:
+            return lambda g: unbroadcast(g * y, shape, dtype)
+        return lambda g: unbroadcast(g[..., None] * y, shape, dtype)
+    if x.ndim == 1:
+        return lambda g: unbroadcast(np.matmul(y, _blas(g)[..., None])[..., 0], shape, dtype)
+    return lambda g: unbroadcast(np.matmul(_blas(g), np.swapaxes(y, -1, -2)), shape, dtype)
+
+
+def _matmul_y(out: Array, x: Array, y: Array) -> Vjp:
+    shape, dtype = y.shape, y.dtype
+    if x.ndim == 2 == y.ndim and dtype == out.dtype:
+        return RightFactor(x)
+    if x.ndim == 1:
+        if y.ndim == 1:
+            return lambda g: unbroadcast(g * x, shape, dtype)
+        return lambda g: unbroadcast(x[:, None] * g[..., None, :], shape, dtype)
+    if y.ndim == 1:
+        return lambda g: unbroadcast(_rows(x).T @ g.reshape(-1), shape, dtype)
+    if y.ndim == 2:
+        return lambda g: unbroadcast(_rows(x).T @ _rows(_blas(g)), shape, dtype)
+    return lambda g: unbroadcast(np.matmul(np.swapaxes(x, -1, -2), _blas(g)), shape, dtype)
+
+
+def _dot_x(out: Array, x: Array, y: Any) -> Vjp:
+    y = as_array(y)
+    shape, dtype = x.shape, x.dtype
+    if x.ndim == 0 or y.ndim == 0:
+        return lambda g: unbroadcast(g * y, shape, dtype)
+    if y.ndim <= 2:
+        return _matmul_x(out, x, y)
+    flat = _rows(np.moveaxis(y, -2, -1))
+    rows = len(_rows(x))
+    return lambda g: unbroadcast((g.reshape(rows, len(flat)) @ flat).reshape(shape), shape, dtype)
+
+
+def _dot_y(out: Array, x: Any, y: Array) -> Vjp:
+    x = as_array(x)
+    shape, dtype = y.shape, y.dtype
+    if y.ndim == 0 or x.ndim == 0:
+        return _dot_x(out, y, x)
+    if y.ndim <= 2:
+        return _matmul_y(out, x, y)
+    x, rest = _rows(x), (*shape[:-2], shape[-1])
+
+    def vjp(g: Array) -> Array:
+        flat = x.T @ g.reshape(len(x), math.prod(rest))
+        return unbroadcast(np.moveaxis(flat.reshape(-1, *rest), 0, -2), shape, dtype)
+
+    return vjp
+
+
+def _blas(g: Array) -> Array:
+    """Return an operand for BLAS; NumPy multiplies broadcast views in a slow loop."""
+    return np.ascontiguousarray(g) if 0 in g.strides else g
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _einsum(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
+    """Return the rules of the operands of an einsum, which are other einsums."""
+    if not isinstance(args[0], str):
+        return [None]
+    formula, arrow, output = _without_ellipsis(args[0].replace(" ", ""), args[1:]).partition("->")
+    if not arrow:
+        output = "".join(sorted(c for c in set(formula) - {","} if formula.count(c) == 1))
+    terms = formula.split(",")
+    return [_einsum_operand(path[0] - 1, terms, output, args[1:]) for path in paths]
+
+
+def _einsum_operand(position: int, terms: Sequence[str], output: str, operands: Args) -> Vjp:
+    own, shape, dtype = terms[position], operands[position].shape, operands[position].dtype
+    others = [*terms[:position], *terms[position + 1 :]]
+    rest = [*operands[:position], *operands[position + 1 :]]
+    distinct = "".join(dict.fromkeys(own))
+    known = "".join(c for c in distinct if c in output or any(c in term for term in others))
+    backward = ",".join([output, *others]) + "->" + known
+
+    def vjp(g: Array) -> Array:
+        change = np.einsum(backward, g, *rest, optimize=True)
+        if known != own:
+            # The gradient is constant along indices that only this operand has, and on the diagonal
+            # of repeated ones, which einsum returns as a view.
+            whole = zeros(change, shape)
+            diagonal = np.einsum(f"{own}->{distinct}", whole)
+            where = tuple(slice(None) if c in known else None for c in distinct)
+            diagonal[...] = change[where]
+            change = whole
+        return unbroadcast(change, shape, dtype)
+
+    return vjp
+
+
+def _without_ellipsis(formula: str, operands: Sequence[Any]) -> str:
+    """Return the formula of an einsum with letters instead of each ellipsis."""
+    if "..." not in formula:
+        return formula
+    free = "".join(sorted(set(string.ascii_letters) - set(formula)))
+    inputs, arrow, output = formula.partition("->")
+    terms = inputs.split(",")
+    counts = [
+        np.ndim(x) - len(term) + 3 if "..." in term else 0
+        for term, x in zip(terms, operands, strict=True)
+    ]
+    # Broadcasting aligns axes from the last one.
+    most = max(counts)
+    letters = free[:most]
+    terms = [t.replace("...", letters[most - n :]) for t, n in zip(terms, counts, strict=True)]
+    if not arrow:
+        output = "..." + "".join(
+            sorted(c for c in set(inputs) - {",", "."} if inputs.count(c) == 1)
+        )
+    return ",".join(terms) + "->" + output.replace("...", letters)
+
+
+def _convolve_a(out: Array, a: Any, v: Any, mode: Any = "full") -> Vjp:
+    shape, dtype = np.shape(a), a.dtype
+    a, v = np.atleast_1d(a), np.atleast_1d(v)
+    shorter, length = min(a.size, v.size), a.size + v.size - 1
+    start = {"full": 0, "same": (shorter - 1) // 2, "valid": shorter - 1}[mode]
+
+    def vjp(g: Array) -> Array:
+        whole = zeros(g, (length,))
+        whole[start : start + g.size] = g
+        return unbroadcast(np.correlate(whole, np.conj(v), "valid").reshape(shape), shape, dtype)
+
+    return vjp
+
+
+def _bincount(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
+    if paths not in ([(1,)], [("weights",)]):
+        return [None]
+    places = as_array(args[0]).astype(np.intp)
+    dtype = (args[1] if len(args) > 1 else kwargs["weights"]).dtype
+    return [lambda g: g[places].astype(dtype)]
+
+
+def _fft(function: Callable[..., Array]) -> Callable[..., Vjp]:
+    """Return the rule of `fft` or `ifft`."""
+
+    def maker(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None) -> Vjp:
+        shape, dtype = a.shape, a.dtype
+        return lambda g: unbroadcast(
+            _resized(function(g, axis=axis, norm=norm), shape), shape, dtype
+        )
+
+    return maker
+
+
+def _rfft(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None) -> Vjp:
+    shape, dtype, length = a.shape, a.dtype, a.shape[axis] if n is None else n
+    return lambda g: _resized(np.fft.fft(g, length, axis, norm).real, shape).astype(dtype)
+
+
+def _irfft(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None) -> Vjp:
+    shape, dtype, length = a.shape, a.dtype, out.shape[axis]
+
+    def vjp(g: Array) -> Array:
+        change = np.conj(np.fft.rfft(g, axis=axis, norm=INVERSE_NORMS[norm]))
+        # All but the first, and the middle one of an even length, represent two frequencies.
+        np.moveaxis(change, axis, 0)[1 : (length + 1) // 2] *= 2
+        return unbroadcast(_resized(change, shape), shape, dtype)
+
+    return vjp
+
+
+def _resized(g: Array, shape: tuple[int, ...]) -> Array:
+    """Return an array truncated or padded with zeros at the end of each axis."""
+    if g.shape == shape:
+        return g
+    whole = zeros(g, shape)
+    common = tuple(slice(min(pair)) for pair in zip(g.shape, shape, strict=True))
+    whole[common] = g[common]
+    return whole
+
+
+def _t(a: Array) -> Array:
     return np.swapaxes(a, -1, -2)
 
 
-def _inv(out: Array, a: Array) -> Vjp:
-    return lambda g: -_t(out) @ g @ _t(out)
+def _late(rule: Callable[..., Any], real: bool = False) -> Callable[..., Callable[[Any], Any]]:
+    """Return the maker of a rule that keeps the whole call, and may refuse complex arguments."""
+
+    def maker(out: Any, a: Any, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        a = as_array(a)
+        if real:
+            refuse_complex(a)
+        return lambda g: rule(g, out, a, *args, **kwargs)
+
+    return maker
 
 
-def _det(out: Array, a: Array) -> Vjp:
-    return lambda g: (g * out)[..., None, None] * _t(np.linalg.inv(a))
+def _slogdet(gradients: Gradients, results: Results, a: Array) -> list[Array]:
+    return [_zero_if_none(gradients[1], results[1])[..., None, None] * _t(np.linalg.inv(a))]
 
 
-def _slogdet(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
-    (a,) = args
-    _refuse_complex(a)
-
-    def vjp(gradients: Gradients) -> list[Array]:
-        return [_zero_if_none(gradients[1], results[1])[..., None, None] * _t(np.linalg.inv(a))]
-
-    return vjp
+def _solve_a(g: Array, x: Array, a: Array, b: Any) -> Array:
+    change = _solve_b(g, x, a, x)
+    if x.ndim < a.ndim:
+        change, x = change[..., None], x[..., None]
+    return unbroadcast(-change @ _t(x), a.shape, a.dtype)
 
 
-def _solve_a(out: Array, a: Array, b: Any) -> Vjp:
-    solve_b, vector = _solve_b(out, a, out), out.ndim < a.ndim
-
-    def vjp(g: Array) -> Array:
-        change, x = solve_b(g), out
-        if vector:
-            change, x = change[..., None], x[..., None]
-        return unbroadcast(-change @ _t(x), a.shape, a.dtype)
-
-    return vjp
+def _solve_b(g: Array, x: Array, a: Array, b: Array) -> Array:
+    vector = x.ndim < a.ndim
+    columns = np.linalg.solve(_t(a), g[..., None] if vector else g)
+    return unbroadcast(columns[..., 0] if vector else columns, b.shape, b.dtype)
 
 
-def _solve_b(out: Array, a: Array, b: Array) -> Vjp:
-    a, shape, dtype, vector = as_array(a), b.shape, b.dtype, out.ndim < np.ndim(a)
-
-    def vjp(g: Array) -> Array:
-        columns = np.linalg.solve(_t(a), g[..., None] if vector else g)
-        return unbroadcast(columns[..., 0] if vector else columns, shape, dtype)
-
-    return vjp
-
-
-def _cholesky(out: Array, a: Array, /, *, upper: bool = False) -> Vjp:
-    _refuse_complex(a)
+def _cholesky(g: Array, out: Array, a: Array, /, *, upper: bool = False) -> Array:
     factor = _t(out) if upper else out
-
-    def vjp(g: Array) -> Array:
-        inner = _mirrored(_t(factor) @ (_t(g) if upper else g))
-        half = np.linalg.solve(_t(factor), inner)
-        both = _t(np.linalg.solve(_t(factor), _t(half)))
-        # NumPy reads only one triangle, which thus has the gradient of both.
-        whole = np.triu(both) + np.triu(both, 1) if upper else np.tril(both) + np.tril(both, -1)
-        return whole / 2
-
-    return vjp
+    inner = _mirrored(_t(factor) @ (_t(g) if upper else g))
+    half = np.linalg.solve(_t(factor), inner)
+    both = _t(np.linalg.solve(_t(factor), _t(half)))
+    # NumPy reads only one triangle, which thus has the gradient of both.
+    whole = np.triu(both) + np.triu(both, 1) if upper else np.tril(both) + np.tril(both, -1)
+    return whole / 2
 
 
-def _eigh(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
+def _eigh(gradients: Gradients, results: Results, a: Array, UPLO: str = "L") -> list[Array]:  # noqa: N803
     values, vectors = results
-    lower = (args[1] if len(args) > 1 else kwargs.get("UPLO", "L")).upper() == "L"
-
-    def vjp(gradients: Gradients) -> list[Array]:
-        change = _diagonal(_zero_if_none(gradients[0], values)).astype(vectors.dtype)
-        if gradients[1] is not None:
-            change = change + _inverse_gaps(values) * (_t(vectors) @ gradients[1])
-        change = np.conj(vectors) @ change @ _t(vectors)
-        # NumPy reads only one triangle, which thus has the gradient of both.
-        both = change + np.conj(_t(change))
-        diagonal = _diagonal(np.diagonal(change, 0, -2, -1).real)
-        return [diagonal + (np.tril(both, -1) if lower else np.triu(both, 1))]
-
-    return vjp
+    change = _diagonal(_zero_if_none(gradients[0], values)).astype(vectors.dtype)
+    if gradients[1] is not None:
+        change = change + _inverse_gaps(values) * (_t(vectors) @ gradients[1])
+    change = np.conj(vectors) @ change @ _t(vectors)
+    # NumPy reads only one triangle, which thus has the gradient of both.
+    both = change + np.conj(_t(change))
+    diagonal = _diagonal(np.diagonal(change, 0, -2, -1).real)
+    return [diagonal + (np.tril(both, -1) if UPLO.upper() == "L" else np.triu(both, 1))]
 
 
-def _eig(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
+def _eig(gradients: Gradients, results: Results, a: Array) -> list[Array]:
     values, vectors = results
-    real = args[0].dtype.kind != "c"
-
-    def vjp(gradients: Gradients) -> list[Array]:
-        change = _diagonal(_zero_if_none(gradients[0], values))
-        if gradients[1] is not None:
-            inner = _t(vectors) @ gradients[1]
-            # The length of the vectors stays 1.
-            along = np.diagonal(inner.real, 0, -2, -1)[..., None, :]
-            inner = inner - (_t(vectors) @ np.conj(vectors)) * along
-            change = change + _inverse_gaps(values) * inner
-        change = np.linalg.solve(_t(vectors), change @ _t(vectors))
-        return [change.real if real else change]
-
-    return vjp
+    change = _diagonal(_zero_if_none(gradients[0], values))
+    if gradients[1] is not None:
+        inner = _t(vectors) @ gradients[1]
+        # The length of the vectors stays 1.
+        along = np.diagonal(inner.real, 0, -2, -1)[..., None, :]
+        inner = inner - (_t(vectors) @ np.conj(vectors)) * along
+        change = change + _inverse_gaps(values) * inner
+    change = np.linalg.solve(_t(vectors), change @ _t(vectors))
+    return [change if a.dtype.kind == "c" else change.real]
 
 
-def _svd(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
+def _svd(results: Results, *args: Any, **kwargs: Any) -> JointVjp:
     u, s, vt = results
-    _refuse_complex(u)
+    refuse_complex(u)
     count = s.shape[-1]
     full = u.shape[-1] > count or vt.shape[-2] > count
     beyond = missing(np.linalg.svd, "vectors of full_matrices=True") if full else None
@@ -151,18 +334,14 @@ def _svd(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
     return vjp
 
 
-def _singular_values(out: Array, path: Any, args: Args, kwargs: Kwargs) -> Vjp:
-    a = args[0]
-
-    def vjp(g: Array) -> Array:
-        u, _, vt = np.linalg.svd(a, full_matrices=False)
-        return np.conj(u) * g[..., None, :] @ np.conj(vt)
-
-    return vjp
+def _singular_values(g: Array, out: Array, a: Array, *args: Any, **kwargs: Any) -> Array:
+    """Return the gradient of ``svd(a, compute_uv=False)``."""
+    u, _, vt = np.linalg.svd(a, full_matrices=False)
+    return np.conj(u) * g[..., None, :] @ np.conj(vt)
 
 
 def _pinv(out: Array, a: Array, *cutoff: Any, **cutoffs: Any) -> Vjp:
-    _refuse_complex(a)
+    refuse_complex(a)
     if cutoff or cutoffs:
         raise NotImplementedError("a cutoff of singular values")
 
@@ -175,9 +354,9 @@ def _pinv(out: Array, a: Array, *cutoff: Any, **cutoffs: Any) -> Vjp:
     return vjp
 
 
-def _qr(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
+def _qr(results: Results, *args: Any, **kwargs: Any) -> JointVjp:
     q, r = results
-    _refuse_complex(q)
+    refuse_complex(q)
     if q.shape[-1] != r.shape[-1]:
         raise NotImplementedError("more columns than rows, or mode='complete'")
 
@@ -189,9 +368,9 @@ def _qr(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
     return vjp
 
 
-def _lstsq(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
-    x, a, b = results[0], as_array(args[0]), as_array(args[1])
-    _refuse_complex(x)
+def _lstsq(results: Results, a: Any, b: Any, rcond: Any = None) -> JointVjp:
+    x, a, b = results[0], as_array(a), as_array(b)
+    refuse_complex(x)
     if results[2] < a.shape[1]:
         raise NotImplementedError("a matrix whose rank is less than its number of columns")
 
@@ -205,7 +384,7 @@ def _lstsq(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
         pairs = ((left, weights), (-change, x))
         whole = sum(_columns(one) @ _t(_columns(other)) for one, other in pairs)
         if gradients[3] is not None:
-            whole = whole + _singular_values(results[3], (0,), (a,), {})(gradients[3])
+            whole = whole + _singular_values(gradients[3], results[3], a)
         return [unbroadcast(whole, a.shape, a.dtype), unbroadcast(change, b.shape, b.dtype)]
 
     return vjp
@@ -213,11 +392,6 @@ def _lstsq(results: Sequence[Array], args: Args, kwargs: Kwargs) -> JointVjp:
 
 def _columns(a: Array) -> Array:
     return a[:, None] if a.ndim == 1 else a
-
-
-def _refuse_complex(a: Array) -> None:
-    if a.dtype.kind == "c":
-        raise NotImplementedError("complex arguments")
 
 
 def _zero_if_none(g: Array | None, result: Array) -> Array:
@@ -244,97 +418,35 @@ def _inverse_gaps(values: Array) -> Array:
     return (1 - eye) / (values[..., None, :] - values[..., :, None] + eye)
 
 
-def _norm(x: Value, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Value:
-    if axis is None and ord is not None and np.ndim(x) > 2:
-        return NotImplemented
-    matrix = (axis is None and np.ndim(x) == 2) or (np.ndim(axis) == 1 and len(axis) == 2)
-    if ord is None or (ord == 2 and not matrix) or (ord == "fro" and matrix):
-        return np.sqrt(np.sum(np.square(np.abs(x)), axis=axis, keepdims=keepdims))
-    return (_matrix_norm if matrix else _vector_norm)(x, ord, axis, keepdims)
-
-
-def _vector_norm(x: Value, ord: Any, axis: Any, keepdims: bool) -> Value:
-    size = np.abs(x)
-    if ord == 1:
-        return np.sum(size, axis=axis, keepdims=keepdims)
-    if abs(ord) == math.inf:
-        return (np.max if ord > 0 else np.min)(size, axis=axis, keepdims=keepdims)
-    return NotImplemented if ord == 0 else np.sum(size**ord, axis, keepdims=keepdims) ** (1 / ord)
-
-
-def _matrix_norm(x: Value, ord: Any, axis: Any, keepdims: bool) -> Value:
-    if keepdims:
-        return NotImplemented
-    x = x if axis is None else np.moveaxis(x, axis, (-2, -1))
-    if ord == "nuc":
-        return np.sum(np.linalg.svd(x, compute_uv=False), axis=-1)
-    if abs(ord) == 2:
-        return np.linalg.svd(x, compute_uv=False)[..., 0 if ord > 0 else -1]
-    if abs(ord) not in (1, math.inf):
-        return NotImplemented
-    sums = np.sum(np.abs(x), axis=-2 if abs(ord) == 1 else -1)
-    return (np.max if ord > 0 else np.min)(sums, axis=-1)
-
-
-def _vector_norm_of_any(
-    x: Value, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2
-) -> Value:
-    if axis is None:
-        return NotImplemented if keepdims else np.linalg.norm(np.ravel(x), ord)
-    return NotImplemented if isinstance(axis, tuple) else np.linalg.norm(x, ord, axis, keepdims)
-
-
-def _cond(x: Value, p: Any = None) -> Value:
-    if p not in (None, 2):
-        return NotImplemented
-    s = np.linalg.svd(x, compute_uv=False)
-    return s[..., 0] / s[..., -1]
-
-
-def _matrix_power(a: Value, n: int) -> Value:
-    if n == 0:
-        return NotImplemented
-    base = np.linalg.inv(a) if n < 0 else a
-    result, power = None, abs(n)
-    while power:
-        if power & 1:
-            result = base if result is None else np.matmul(result, base)
-        power >>= 1
-        base = np.matmul(base, base) if power else base
-    return result
-
-
 RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
-    np.linalg.inv: (_inv,),
-    np.linalg.det: (_det,),
-    np.linalg.solve: (_solve_a, _solve_b),
-    np.linalg.cholesky: (_cholesky,),
+    np.matmul: (_matmul_x, _matmul_y),
+    np.linalg.matmul: (_matmul_x, _matmul_y),
+    np.dot: (_dot_x, _dot_y),
+    np.convolve: (_convolve_a, lambda out, a, v, mode="full": _convolve_a(out, v, a, mode)),
+    np.fft.fft: (_fft(np.fft.fft),),
+    np.fft.ifft: (_fft(np.fft.ifft),),
+    np.fft.rfft: (_rfft,),
+    np.fft.irfft: (_irfft,),
+    np.fft.fftshift: (lambda out, x, axes=None: lambda g: np.fft.ifftshift(g, axes),),
+    np.fft.ifftshift: (lambda out, x, axes=None: lambda g: np.fft.fftshift(g, axes),),
+    np.linalg.inv: (lambda out, a: lambda g: -_t(out) @ g @ _t(out),),
+    np.linalg.det: (lambda out, a: lambda g: (g * out)[..., None, None] * _t(np.linalg.inv(a)),),
+    np.linalg.solve: (_late(_solve_a), _late(_solve_b)),
+    np.linalg.cholesky: (_late(_cholesky, real=True),),
     np.linalg.pinv: (_pinv,),
+    np.linalg.svd: (_late(_singular_values),),
 }
 
-RULES_BY_PATH: dict[Any, Callable[..., Vjp]] = {np.linalg.svd: _singular_values}
+RULES_BY_PATH: dict[Any, Callable[[Array, Sequence[Path], Args, Kwargs], list[Vjp | None]]] = {
+    np.einsum: _einsum,
+    np.bincount: _bincount,
+}
 
-JOINT_RULES: dict[Any, Callable[[Sequence[Array], Args, Kwargs], JointVjp]] = {
-    np.linalg.slogdet: _slogdet,
-    np.linalg.eigh: _eigh,
-    np.linalg.eig: _eig,
+JOINT_RULES: dict[Any, Callable[..., JointVjp]] = {
+    np.linalg.slogdet: _late(_slogdet, real=True),
+    np.linalg.eigh: _late(_eigh),
+    np.linalg.eig: _late(_eig),
     np.linalg.svd: _svd,
     np.linalg.qr: _qr,
     np.linalg.lstsq: _lstsq,
-}
-
-COMPOSED: dict[Any, Callable[..., Value]] = {
-    np.linalg.cond: _cond,
-    np.linalg.diagonal: lambda x, /, *, offset=0: np.diagonal(x, offset, -2, -1),
-    np.linalg.eigvals: lambda a: np.linalg.eig(a)[0],
-    np.linalg.eigvalsh: lambda a, *args, **kwargs: np.linalg.eigh(a, *args, **kwargs)[0],
-    np.linalg.matrix_norm: lambda x, /, *, keepdims=False, ord="fro": np.linalg.norm(
-        x, ord, (-2, -1), keepdims
-    ),
-    np.linalg.matrix_power: _matrix_power,
-    np.linalg.multi_dot: lambda arrays: functools.reduce(np.dot, arrays),
-    np.linalg.norm: _norm,
-    np.linalg.svdvals: lambda x: np.linalg.svd(x, compute_uv=False),
-    np.linalg.trace: lambda x, /, *, offset=0, **kwargs: np.trace(x, offset, -2, -1, **kwargs),
-    np.linalg.vector_norm: _vector_norm_of_any,
 }

@@ -1,4 +1,4 @@
-"""Derivatives of reductions, and of functions along an axis.
+"""Derivatives of reductions, order statistics, and other functions along an axis.
 
 The gradient of a reduction is repeated along the reduced axes. Calls with `where` or `initial` have
 no rule, and raise when their gradient is needed.
@@ -6,17 +6,23 @@ no rule, and raise when their gradient is needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.unbroadcast import kept_shape, spread, unbroadcast, wide
-from ndistribute.device import Array
-
-__all__ = ["RULES", "exclusive_product"]
-
-Vjp = Callable[[Array], Array]
+from ndistribute.autodiff.rules.unbroadcast import (
+    Vjp,
+    as_axes,
+    kept_shape,
+    refuse_complex,
+    spread,
+    unbroadcast,
+    wide,
+    zeros,
+)
+from ndistribute.device import Array, array_namespace, to_host
 
 
 def _sum(
@@ -30,9 +36,9 @@ def _mean(
     result: Array, a: Array, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = 0
 ) -> Vjp:
     shape, own_dtype = a.shape, a.dtype
-    count = max(1, a.size // max(1, result.size))
+    count: Any = max(1, a.size // max(1, result.size))
     if own_dtype.itemsize == 2:  # A count may overflow in it.
-        return lambda g: spread(g / np.float32(count), shape, own_dtype, axis)
+        count = np.float32(count)
     return lambda g: spread(g / count, shape, own_dtype, axis)
 
 
@@ -70,7 +76,7 @@ def _variance(
     *,
     correction: Any = None,
 ) -> Vjp:
-    _real(a)
+    refuse_complex(a)
     count = max(1, a.size // max(1, result.size))
     with np.errstate(divide="ignore"):  # The forward pass has warned already.
         scale = np.divide(2.0, count - (ddof if correction is None else correction))
@@ -92,36 +98,16 @@ def _prod(
     result: Array, a: Array, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = 0
 ) -> Vjp:
     def vjp(g: Array) -> Array:
+        # Division fails for zeros, so 1 replaces them and they are counted. With two zeros all
+        # products of the others are 0; with one, only that of this zero is not.
         zero = np.equal(a, 0)
         factors = np.where(zero, np.ones_like(a), a)
-        product = factors.prod(axis=axis, keepdims=True)
-        zeros = zero.sum(axis=axis, keepdims=True)
-        change = exclusive_product(product, factors, zeros, zero)
-        change *= g.reshape(kept_shape(a.shape, axis))
-        return change
+        others = factors.prod(axis=axis, keepdims=True) / factors
+        others *= np.equal(zero.sum(axis=axis, keepdims=True), zero)
+        others *= g.reshape(kept_shape(a.shape, axis))
+        return others
 
     return vjp
-
-
-def exclusive_product(product: Array, factors: Array, zeros: Array, zero: Array) -> Array:
-    """Return for each factor the product of all the others.
-
-    Division fails for zeros, so 1 replaces them and they are counted. With two zeros all results
-    are 0; with one, only the result of that zero is the product of the others.
-
-    Args:
-        product: the product of all `factors`.
-        factors: the factors, with 1 instead of zeros.
-        zeros: the number of zeros among all factors.
-        zero: a mask of the zeros among these factors.
-
-    >>> zero = np.array([False, True, False])
-    >>> exclusive_product(np.float64(10), np.array([2.0, 1.0, 5.0]), np.int64(1), zero)
-    array([ 0., 10.,  0.])
-    """
-    others = product / factors
-    others *= np.equal(zeros, zero)
-    return others
 
 
 def _cumsum(result: Array, a: Array, axis: Any = None, dtype: Any = None, out: Any = None) -> Vjp:
@@ -135,22 +121,89 @@ def _cumsum(result: Array, a: Array, axis: Any = None, dtype: Any = None, out: A
     return vjp
 
 
-def _sort(result: Array, a: Array, axis: Any = -1, kind: Any = None, **kwargs: Any) -> Vjp:
-    along = 0 if axis is None else axis
-    flat = a.reshape(-1) if axis is None else a
-    # Stable, so that the order of the gradients of equal elements is fixed.
-    order = np.argsort(flat, axis=along, kind="stable")
+def _cumprod(result: Array, a: Array, axis: Any = None, dtype: Any = None, out: Any = None) -> Vjp:
+    """Return the rule, a loop in reverse along the axis without any division."""
+    along, shape = (0, (a.size,)) if axis is None else (axis, a.shape)
 
     def vjp(g: Array) -> Array:
-        back = np.argsort(order, axis=along, kind="stable")
-        return np.take_along_axis(g, back, along).reshape(a.shape)
+        change = zeros(g, shape, a.dtype)
+        g, products, factors, target = (
+            np.moveaxis(one.reshape(shape), along, 0) for one in (g, result, a, change)
+        )
+        total = 0
+        for k in range(len(g) - 1, -1, -1):
+            total = g[k] + (total * factors[k + 1] if k + 1 < len(g) else 0)
+            target[k] = total * products[k - 1] if k else total
+        return change.reshape(a.shape)
 
     return vjp
 
 
-def _real(a: Array) -> None:
-    if a.dtype.kind == "c":
-        raise NotImplementedError("complex arguments")
+def _sort(out: Array, a: Array, axis: Any = -1, *args: Any, **kwargs: Any) -> Vjp:
+    """Return the rule of `sort` and `partition`: sorting both arrays matches their elements."""
+    along, shape = (0, (a.size,)) if axis is None else (axis, a.shape)
+
+    def vjp(g: Array) -> Array:
+        # Stable, so that the order of the gradients of equal elements is fixed.
+        source, target = (
+            np.argsort(one.reshape(shape), axis=along, kind="stable") for one in (a, out)
+        )
+        back = np.argsort(source, axis=along)
+        ordered = np.take_along_axis(g, target, along)
+        return np.take_along_axis(ordered, back, along).reshape(a.shape)
+
+    return vjp
+
+
+def _quantile(scale: float = 1, nan: bool = False) -> Callable[..., Vjp]:
+    """Return the rule of `quantile`, or with a `scale` of 100, of `percentile`."""
+
+    def maker(
+        result: Array,
+        a: Array,
+        q: Any,
+        axis: Any = None,
+        out: Any = None,
+        overwrite_input: bool = False,
+        method: Any = "linear",
+        keepdims: Any = False,
+    ) -> Vjp:
+        axes, levels = as_axes(axis, a.ndim), np.ravel(q) / scale
+        order = (*(k for k in range(a.ndim) if k not in axes), *axes)
+        count = math.prod(a.shape[k] for k in axes)
+        if not a.size:
+            raise NotImplementedError("an empty array")
+
+        def vjp(g: Array) -> Array:
+            turned = np.transpose(a, order)
+            rows = turned.reshape(-1, count)
+            xp = array_namespace(rows)
+            ranks, line = xp.argsort(rows, axis=1), xp.arange(len(rows))
+            counts = np.sum(~np.isnan(rows), axis=1) if nan else np.full(len(rows), count)
+            change, parts = zeros(g, rows.shape, a.dtype), g.reshape(levels.size, -1)
+            for places, part in zip(_places(counts, levels, method), parts, strict=True):
+                below = np.floor(places).astype(np.intp)
+                share = xp.asarray((places - below).astype(a.dtype))
+                above = xp.asarray(np.minimum(below + 1, count - 1))
+                change[line, ranks[line, xp.asarray(below)]] += part * (1 - share)
+                change[line, ranks[line, above]] += part * share
+            return np.transpose(change.reshape(turned.shape), np.argsort(order).tolist())
+
+        return vjp
+
+    return maker
+
+
+def _places(counts: Array, levels: Array, method: Any) -> Array:
+    """Return the fractional index of each level in sorted rows of the given lengths."""
+    distinct, which = np.unique(to_host(counts), return_inverse=True)
+    # All methods interpolate between neighbours, so the quantile of 0, 1, 2 ... is the index.
+    places = [np.quantile(np.arange(max(1, n)), levels, method=method) for n in distinct]
+    return np.stack(places, -1)[:, which]
+
+
+def _median(quantile: Callable[..., Vjp]) -> Callable[..., Vjp]:
+    return lambda result, a, axis=None, *_, **__: quantile(result, a, 0.5, axis)
 
 
 RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
@@ -164,5 +217,13 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.std: (_deviation,),
     np.prod: (_prod,),
     np.cumsum: (_cumsum,),
+    np.cumprod: (_cumprod,),
     np.sort: (_sort,),
+    np.partition: (lambda out, a, kth, axis=-1, *_, **__: _sort(out, a, axis),),
+    np.median: (_median(_quantile()),),
+    np.nanmedian: (_median(_quantile(nan=True)),),
+    np.quantile: (_quantile(),),
+    np.nanquantile: (_quantile(nan=True),),
+    np.percentile: (_quantile(100),),
+    np.nanpercentile: (_quantile(100, nan=True),),
 }

@@ -1,28 +1,178 @@
-"""Derivatives of functions that rearrange elements; each rearranges the gradient in reverse.
+"""Derivatives of indexing, and of functions that rearrange, join or copy elements.
 
-Most return a view of the gradient, at no cost; the backward pass copies a view before it writes to
-it. Functions that join arrays have their tracked arguments inside a list, so their rules receive
-the whole call and the paths of all tracked arrays in it.
+Most rules rearrange the gradient in reverse and return a view of it, at no cost; the backward pass
+copies a view before it writes to it. The gradient of a part of an array is the index and the
+gradient of the selected elements, not an array filled with zeros: the backward pass adds it to the
+existing gradient, or keeps the rows of a source sparse. So the cost of the gradient of an embedding
+depends on the batch size only.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.unbroadcast import as_axes, unbroadcast, wide, zeros
-from ndistribute.autodiff.rules.windows import moved
-from ndistribute.device import Array
+from ndistribute.autodiff.rules.unbroadcast import Vjp, add_at, as_axes, unbroadcast, wide, zeros
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.device import Array, array_namespace, is_gpu_array
 
-__all__ = ["JOINT_RULES", "RULES", "RULES_BY_PATH"]
-
-Vjp = Callable[[Array], Array]
 Path = tuple[Any, ...]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
+
+
+class SparseGradient:
+    """The gradient of the elements that an index selects; it is zero elsewhere.
+
+    `distinct` says that the index selects no element twice, and `is_rows` that it is one array of
+    integers, so that gradients of several look-ups can be joined, and returned by `to_slices`.
+    """
+
+    __slots__ = ("is_rows", "parts", "shape")
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        index: Any,
+        values: Array,
+        distinct: bool = False,
+        is_rows: bool = False,
+    ) -> None:
+        self.shape = shape
+        self.is_rows = is_rows
+        self.parts = [(index, values, distinct)]
+
+    def add_to(self, total: Array) -> None:
+        """Add the gradient to that of the whole array, in place."""
+        for index, values, distinct in self.parts:
+            if distinct:
+                total[index] += values
+            else:
+                add_at(total, index, values)
+
+    def to_dense(self) -> Array:
+        """Return the gradient of the whole array."""
+        index, values, distinct = self.parts[0]
+        whole = zeros(values, self.shape)
+        if distinct:  # Such a gradient has one part.
+            whole[index] = values
+        else:
+            self.add_to(whole)
+        return whole
+
+    def to_slices(self) -> IndexedSlices:
+        """Return the rows in new arrays, with indices from 0, in order of look-up."""
+        length, rest = self.shape[0], self.shape[1:]
+        flat = [np.where(index < 0, index + length, index).reshape(-1) for index, *_ in self.parts]
+        # A reshape to -1 rows is undefined if the rows are empty.
+        values = [
+            part[1].reshape(len(index), *rest) for index, part in zip(flat, self.parts, strict=True)
+        ]
+        return IndexedSlices(np.concatenate(values), np.concatenate(flat), self.shape)
+
+
+def index_rule(x: Array, index: Any) -> Callable[[Array], SparseGradient]:
+    """Return the rule of ``x[index]``."""
+    shape = x.shape
+    return lambda g: _placed(shape, index, g)
+
+
+def _placed(shape: tuple[int, ...], index: Any, g: Array) -> SparseGradient:
+    several = isinstance(index, tuple)
+    items = [_exact(item, g) for item in (index if several else (index,))]
+    # Masks, slices and numbers select no element twice.
+    repeats = any(getattr(item, "ndim", 0) and item.dtype.kind in "iu" for item in items)
+    place = tuple(items) if several else items[0]
+    return SparseGradient(shape, place, g, distinct=not repeats, is_rows=repeats and not several)
+
+
+def _exact(item: Any, g: Array) -> Any:
+    """Return one part of an index, with lists and other array-likes as arrays."""
+    if item is None or item is Ellipsis or isinstance(item, _INDICES) or is_gpu_array(item):
+        return item
+    array = np.asarray(item)
+    return array_namespace(g).asarray(array, dtype=None if array.size else np.intp)
+
+
+_INDICES = (slice, int, np.ndarray, np.generic)
+
+
+def _take(
+    result: Array, a: Array, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise"
+) -> Callable[[Array], SparseGradient | Array]:
+    if mode != "raise":
+        return moved(np.take, a, indices, axis, mode=mode)
+    if not hasattr(indices, "dtype"):
+        indices = array_namespace(a).asarray(indices, dtype=np.intp)
+    if axis is None:
+        shape, size = a.shape, a.size
+        return lambda g: _placed((size,), indices, g).to_dense().reshape(shape)
+    lead = operator.index(axis) % a.ndim
+    return index_rule(a, indices if lead == 0 else (*(slice(None),) * lead, indices))
+
+
+def _take_along_axis(
+    result: Array, arr: Array, indices: Array, axis: Any = -1
+) -> Callable[[Array], SparseGradient]:
+    if axis is None:
+        raise NotImplementedError("axis=None")
+    shape = arr.shape
+    xp = array_namespace(arr)
+    grid = list(xp.ix_(*(xp.arange(length) for length in shape)))
+    grid[axis % arr.ndim] = indices
+    return lambda g: SparseGradient(shape, tuple(grid), g)
+
+
+def moved(function: Callable[..., Array], a: Array, *args: Any, **kwargs: Any) -> Vjp:
+    """Return the rule of a function that copies elements of `a`, of which it keeps the shape only.
+
+    The rule calls the function again with the indices of the elements, counted from 1, instead of
+    `a`; a 0 in the result is not a copy. The gradient of a copy is added to that of its source.
+    """
+    shape, size = a.shape, a.size
+
+    def vjp(g: Array) -> Array:
+        numbers = array_namespace(g).arange(1, size + 1).reshape(shape)
+        total = zeros(g, (size + 1,))
+        add_at(total, function(numbers, *args, **kwargs).reshape(-1), g.reshape(-1))
+        return total[1:].reshape(shape)
+
+    return vjp
+
+
+def _moved(function: Callable[..., Array]) -> Callable[..., Vjp]:
+    return lambda out, a, *args, **kwargs: moved(function, a, *args, **kwargs)
+
+
+def _pad(out: Array, array: Array, pad_width: Any, mode: str = "constant", **kwargs: Any) -> Vjp:
+    if mode in ("edge", "reflect", "symmetric", "wrap") and "reflect_type" not in kwargs:
+        return moved(np.pad, array, pad_width, mode=mode)
+    if mode != "constant" or isinstance(pad_width, dict):
+        raise NotImplementedError(f"mode={mode!r}, pad_width={pad_width!r}")
+    before = [int(width) for width, _ in np.broadcast_to(pad_width, (array.ndim, 2))]
+    inner = tuple(slice(b, b + n) for b, n in zip(before, array.shape, strict=True))
+    return lambda g: g[inner]
+
+
+def _windows(out: Array, x: Array, window_shape: Any, axis: Any = None, **kwargs: Any) -> Vjp:
+    """Return the rule: it adds one slice per element of a window, usually fewer than windows."""
+    shape, count, axes = x.shape, out.shape[: x.ndim], as_axes(axis, x.ndim)
+
+    def vjp(g: Array) -> Array:
+        whole = zeros(g, shape)
+        for offset in np.ndindex(*g.shape[len(shape) :]):
+            starts = [0] * len(shape)
+            for one, start in zip(axes, offset, strict=True):
+                starts[one] += start
+            where = tuple(slice(s, s + n) for s, n in zip(starts, count, strict=True))
+            whole[where] += g[(..., *offset)]
+        return whole
+
+    return vjp
 
 
 def _ravel(out: Array, a: Array, order: str = "C") -> Vjp:
@@ -45,11 +195,7 @@ def _transpose(out: Array, a: Array, axes: Any = None) -> Vjp:
     return lambda g: np.transpose(g, back)
 
 
-def _moveaxis(out: Array, a: Array, source: Any, destination: Any) -> Vjp:
-    return lambda g: np.moveaxis(g, destination, source)
-
-
-def _broadcast_to(out: Array, array: Array, *args: Any, **kwargs: Any) -> Vjp:
+def _broadcast(out: Array, array: Array, *args: Any, **kwargs: Any) -> Vjp:
     shape, dtype = array.shape, array.dtype
     return lambda g: unbroadcast(g, shape, dtype)
 
@@ -63,8 +209,7 @@ def _repeat(out: Array, a: Array, repeats: Any, axis: Any = None) -> Vjp:
     if np.ndim(repeats):
         return moved(np.repeat, a, repeats, axis)
     shape = a.shape
-    flat = (a.size,) if axis is None else shape
-    along = 0 if axis is None else axis % a.ndim
+    flat, along = ((a.size,), 0) if axis is None else (shape, axis % a.ndim)
     unfolded = (*flat[: along + 1], int(repeats), *flat[along + 1 :])
 
     def vjp(g: Array) -> Array:
@@ -82,67 +227,37 @@ def _triangle(function: Callable[..., Array]) -> Callable[..., Vjp]:
     return maker
 
 
-def _diagonal(out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Vjp:
-    shape = a.shape
+def _joining(places_of: Callable[..., Sequence[Path]]) -> Callable[..., list[Vjp | None]]:
+    """Return the rules of a function that joins arrays, given the place of each in the result."""
 
-    def vjp(g: Array) -> Array:
-        whole = zeros(g, shape)
-        matrices = np.moveaxis(whole, (axis1, axis2), (-2, -1))
-        rows = np.arange(g.shape[-1]) + max(0, -offset)
-        matrices[..., rows, rows + offset] = g
-        return whole
+    def makers(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
+        if {*map(len, paths)} != {2}:
+            return [None]
+        arrays = args[0]
+        places = places_of(arrays, args[1] if len(args) > 1 else kwargs.get("axis", 0), out.ndim)
+        return [rule(arrays[k], places[k]) for _, k in paths]
 
-    return vjp
+    def rule(array: Array, place: Path) -> Vjp:
+        shape, dtype = array.shape, array.dtype
+        return lambda g: unbroadcast(g[place].reshape(shape), shape, dtype)
 
-
-def _diag(out: Array, v: Array, k: int = 0) -> Vjp:
-    if v.ndim == 2:
-        return _diagonal(out, v, k)
-    return lambda g: np.diagonal(g, k)
+    return makers
 
 
-def _trace(
-    out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None
-) -> Vjp:
-    diagonal = _diagonal(out, a, offset, axis1, axis2)
-    length, own_dtype = a.diagonal(offset, axis1, axis2).shape[-1], a.dtype
-    return lambda g: diagonal(np.repeat(unbroadcast(g, g.shape, own_dtype)[..., None], length, -1))
+def _concatenated(arrays: Sequence[Any], axis: Any, ndim: int) -> list[Path]:
+    # All starts at once, as there may be thousands of arrays.
+    lengths = [np.size(one) if axis is None else np.shape(one)[axis] for one in arrays]
+    lead = (slice(None),) * (0 if axis is None else axis % ndim)
+    starts = itertools.accumulate(lengths, initial=0)
+    return [(*lead, slice(*pair)) for pair in itertools.pairwise(starts)]
 
 
-def _concatenate(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
-    axis = _axis(args, kwargs, 1)
-    if any(len(path) != 2 for path in paths):
-        return [None]
-    # The start of each array, computed once, as there may be thousands.
-    lengths = [np.size(one) if axis is None else np.shape(one)[axis] for one in args[0]]
-    starts = list(itertools.accumulate(lengths, initial=0))
-
-    def rule(position: int) -> Vjp:
-        shape, dtype = args[0][position].shape, args[0][position].dtype
-        where: Any = slice(starts[position], starts[position + 1])
-        if axis is None:
-            return lambda g: unbroadcast(g[where].reshape(shape), shape, dtype)
-        place = (*(slice(None),) * (axis % len(shape)), where)
-        return lambda g: unbroadcast(g[place], shape, dtype)
-
-    return [rule(position) for _, position in paths]
+def _stacked(arrays: Sequence[Any], axis: Any, ndim: int) -> list[Path]:
+    return [(*(slice(None),) * (axis % ndim), k) for k in range(len(arrays))]
 
 
-def _stack(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
-    if any(len(path) != 2 for path in paths):
-        return [None]
-    lead = (slice(None),) * (_axis(args, kwargs, 1) % out.ndim)
-
-    def rule(position: int) -> Vjp:
-        shape, dtype = args[0][position].shape, args[0][position].dtype
-        return lambda g: unbroadcast(g[(*lead, position)], shape, dtype)
-
-    return [rule(position) for _, position in paths]
-
-
-def _split(parts: Sequence[Array], args: Args, kwargs: Kwargs) -> Any:
+def _split(parts: Sequence[Array], ary: Array, sections: Any, axis: int = 0) -> Any:
     """Return the rule that joins the gradients of the pieces, with zeros for None."""
-    axis = _axis(args, kwargs, 2)
 
     def vjp(gradients: Sequence[Array | None]) -> list[Array]:
         pairs = zip(parts, gradients, strict=True)
@@ -151,40 +266,40 @@ def _split(parts: Sequence[Array], args: Args, kwargs: Kwargs) -> Any:
     return vjp
 
 
-def _axis(args: Args, kwargs: Kwargs, position: int) -> Any:
-    return args[position] if len(args) > position else kwargs.get("axis", 0)
-
-
-RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
+RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     np.reshape: (lambda out, a, shape=None, order="C", **_: _ravel(out, a, order),),
     np.ravel: (_ravel,),
     np.squeeze: (_same_elements,),
     np.expand_dims: (_same_elements,),
-    np.broadcast_to: (_broadcast_to,),
+    np.broadcast_to: (_broadcast,),
     np.transpose: (_transpose,),
     np.matrix_transpose: (lambda out, x: lambda g: np.swapaxes(g, -1, -2),),
     np.linalg.matrix_transpose: (lambda out, x: lambda g: np.swapaxes(g, -1, -2),),
     np.swapaxes: (lambda out, a, axis1, axis2: lambda g: np.swapaxes(g, axis1, axis2),),
-    np.moveaxis: (_moveaxis,),
+    np.moveaxis: (
+        lambda out, a, source, destination: lambda g: np.moveaxis(g, destination, source),
+    ),
     np.flip: (lambda out, m, axis=None: lambda g: np.flip(g, axis),),
     np.fliplr: (lambda out, m: np.fliplr,),
     np.flipud: (lambda out, m: np.flipud,),
     np.rot90: (lambda out, m, k=1, axes=(0, 1): lambda g: np.rot90(g, -k, axes),),
     np.roll: (_roll,),
     np.repeat: (_repeat,),
+    np.resize: (_moved(np.resize),),
+    np.pad: (_pad,),
+    np.lib.stride_tricks.sliding_window_view: (_windows,),
+    np.take: (_take,),
+    np.take_along_axis: (_take_along_axis,),
     np.tril: (_triangle(np.tril),),
     np.triu: (_triangle(np.triu),),
-    np.diagonal: (_diagonal,),
-    np.diag: (_diag,),
-    np.trace: (_trace,),
+    np.diagonal: (_moved(np.diagonal),),
+    np.diag: (_moved(np.diag),),
+    np.diagflat: (_moved(np.diagflat),),
 }
 
 RULES_BY_PATH: dict[Any, Callable[[Array, Sequence[Path], Args, Kwargs], list[Vjp | None]]] = {
-    np.concatenate: _concatenate,
-    np.stack: _stack,
+    np.concatenate: _joining(_concatenated),
+    np.stack: _joining(_stacked),
 }
 
-JOINT_RULES: dict[Any, Callable[[Sequence[Array], Args, Kwargs], Any]] = {
-    np.split: _split,
-    np.array_split: _split,
-}
+JOINT_RULES: dict[Any, Callable[..., Any]] = {np.split: _split, np.array_split: _split}

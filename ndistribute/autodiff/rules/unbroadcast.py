@@ -1,4 +1,4 @@
-"""Conversion of gradients to the shape and dtype of their values.
+"""Conversion of gradients to the shape and dtype of their values, and other helpers of all rules.
 
 The forward pass broadcasts and promotes dtypes implicitly; the reverse is a sum and a cast. Rules
 whose gradient may differ end with it, so a float32 model never computes in float64.
@@ -13,20 +13,11 @@ import numpy as np
 
 from ndistribute.device import Array, array_namespace
 
-__all__ = [
-    "add_at",
-    "as_axes",
-    "identity",
-    "kept_shape",
-    "lead_sum",
-    "spread",
-    "unbroadcast",
-    "unbroadcasting",
-    "wide",
-    "zeros",
-]
-
 Shape = tuple[int, ...]
+Vjp = Callable[[Array], Array]  # from the gradient of a result to that of an argument
+
+_GEMV_SIZE = 1 << 16
+_HOST = (np.ndarray, np.generic)
 
 
 def identity(g: Array) -> Array:
@@ -35,13 +26,7 @@ def identity(g: Array) -> Array:
 
 
 def unbroadcast(g: Array, shape: Shape, dtype: Any) -> Array:
-    """Return a gradient summed over the axes of broadcasting, and cast.
-
-    Returns:
-        `g` itself if its shape and dtype fit already.
-
-    Raises:
-        ValueError: `shape` does not broadcast to that of `g`.
+    """Return a gradient summed over the axes of broadcasting and cast, or itself if it fits.
 
     >>> unbroadcast(np.ones((4, 3)), (3,), np.dtype(np.float32))
     array([4., 4., 4.], dtype=float32)
@@ -54,7 +39,7 @@ def unbroadcast(g: Array, shape: Shape, dtype: Any) -> Array:
     return g
 
 
-def unbroadcasting(x: Array, out: Array) -> Callable[[Array], Array]:
+def unbroadcasting(x: Array, out: Array) -> Vjp:
     """Return the function from a gradient of the shape and dtype of `out` to that of `x`.
 
     The forward pass selects it, so the backward pass needs no checks for a gradient that fits.
@@ -94,10 +79,6 @@ def lead_sum(g: Array) -> Array:
     return g.sum(axis=0, dtype=wide(g.dtype)).astype(g.dtype, copy=False)
 
 
-_GEMV_SIZE = 1 << 16
-_HOST = (np.ndarray, np.generic)
-
-
 def wide(dtype: Any) -> Any:
     """Return the dtype in which to sum: float32 for 16-bit floats, otherwise None, the same."""
     return np.float32 if dtype.itemsize == 2 else None
@@ -119,10 +100,8 @@ def kept_shape(shape: Shape, axis: Any) -> Shape:
     """Return the shape of a reduction that keeps its axes with length 1."""
     if axis is None:
         return (1,) * len(shape)
-    kept = list(shape)
-    for one in as_axes(axis, len(shape)):
-        kept[one] = 1
-    return tuple(kept)
+    axes = as_axes(axis, len(shape))
+    return tuple([1 if k in axes else n for k, n in enumerate(shape)])
 
 
 def spread(g: Array, shape: Shape, dtype: Any, axis: Any) -> Array:
@@ -151,3 +130,9 @@ def zeros(like: Array, shape: Shape, dtype: Any = None) -> Array:
         # `zeros_like` takes three times as long for small arrays.
         return np.zeros(shape, dtype)
     return np.zeros_like(like, dtype=dtype, shape=shape)
+
+
+def refuse_complex(a: Array) -> None:
+    """Raise a `NotImplementedError`, which becomes the refusal of the call, for a complex array."""
+    if a.dtype.kind == "c":
+        raise NotImplementedError("complex arguments")

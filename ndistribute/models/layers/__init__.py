@@ -13,9 +13,10 @@ from ndistribute.models.layers.core import (
     Dropout,
     Embedding,
     Flatten,
+    Input,
     Reshape,
 )
-from ndistribute.models.layers.layer import Layer
+from ndistribute.models.layers.layer import Layer, set_dtype_policy
 from ndistribute.models.layers.normalization import BatchNormalization, LayerNormalization
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "Embedding",
     "Flatten",
     "GlobalAveragePool2D",
+    "Input",
     "Layer",
     "LayerNormalization",
     "MaxPool2D",
     "MultiHeadAttention",
     "Reshape",
+    "set_dtype_policy",
 ]

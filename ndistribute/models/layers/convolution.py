@@ -153,7 +153,7 @@ class MaxPool2D(_Pool2D):
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> MaxPool2D()(np.arange(16.0).reshape(1, 4, 4, 1)).ravel()
-    array([ 5.,  7., 13., 15.])
+    array([ 5.,  7., 13., 15.], dtype=float32)
     """
 
     def call(self, inputs: Any) -> Any:
@@ -171,7 +171,7 @@ class AveragePool2D(_Pool2D):
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> AveragePool2D()(np.arange(16.0).reshape(1, 4, 4, 1)).ravel()
-    array([ 2.5,  4.5, 10.5, 12.5])
+    array([ 2.5,  4.5, 10.5, 12.5], dtype=float32)
     """
 
     def call(self, inputs: Any) -> Any:

@@ -13,7 +13,7 @@ from ndistribute.models import activations, initializers, regularizers
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.operations import dense
 
-__all__ = ["Activation", "Dense", "Dropout", "Embedding", "Flatten", "Reshape"]
+__all__ = ["Activation", "Dense", "Dropout", "Embedding", "Flatten", "Input", "Reshape"]
 
 
 class Dense(Layer):
@@ -75,6 +75,26 @@ class Dense(Layer):
                 f"{self.kernel.shape[0]} features on the last axis."
             )
         return dense(as_floats(inputs, self.kernel), self.kernel, self.bias, self.activation)
+
+
+class Input(Layer):
+    """A first layer that returns its input, and declares the shape of an example.
+
+    Args:
+        shape: the shape of an example.
+        options: `name` and `dtype`, see `Layer`.
+
+    >>> from ndistribute.models import Sequential
+    >>> Sequential([Input((4,)), Dense(2)]).count_params()
+    10
+    """
+
+    def __init__(self, shape: Sequence[int], **options: Any) -> None:
+        super().__init__(input_shape=shape, **options)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the input."""
+        return inputs
 
 
 class Flatten(Layer):

@@ -16,17 +16,17 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ndistribute import tree
 from ndistribute.context import get_replica_context, get_strategy
-from ndistribute.dtypes import dtype_named
+from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.models import initializers
 from ndistribute.variables import Variable
 
-__all__ = ["Layer"]
+__all__ = ["Layer", "set_dtype_policy"]
 
 
 class Layer:
@@ -38,7 +38,11 @@ class Layer:
     Args:
         name: the name in messages and summaries; None: the class name, with a number.
         trainable: whether tapes watch the layer's variables; it can be set later, too.
-        dtype: the dtype of the variables, and of the computation unless a policy differs.
+        dtype: the dtype of the variables and of the computation; or ``"mixed_float16"`` or
+            ``"mixed_bfloat16"``, which compute in 16 bits and keep variables in float32. None means
+            that of `set_dtype_policy`, or float32.
+        input_shape: the shape of an example; a `Sequential` whose first layer has one creates its
+            variables at once.
 
     >>> class Scale(Layer):
     ...     def build(self, input_shape):
@@ -51,18 +55,36 @@ class Layer:
     (array([1., 1.], dtype=float32), ['scale/factor'])
     """
 
+    known: ClassVar[dict[str, type[Layer]]] = {}
+    """The classes of layers that this process has defined, by name."""
+    policy: ClassVar[Any] = "float32"
+    """The dtype of layers that are created without one; see `set_dtype_policy`."""
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Layer.known[cls.__name__] = cls
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         layer = super().__new__(cls)
         layer._arguments = args, kwargs
         return layer
 
     def __init__(
-        self, *, name: str | None = None, trainable: bool = True, dtype: Any = "float32"
+        self,
+        *,
+        name: str | None = None,
+        trainable: bool = True,
+        dtype: Any = None,
+        input_shape: Sequence[int] | None = None,
     ) -> None:
         self.name = _numbered(type(self).__name__) if name is None else name
         self.trainable = trainable
-        self.dtype = dtype_named(np.dtype(dtype).name)
+        self.input_shape = None if input_shape is None else tuple(input_shape)
+        self.dtype, self.compute_dtype = _dtypes_of(Layer.policy if dtype is None else dtype)
         self.built = False
+        self.input_spec: Any = None
+        """A batch without examples, of the shape and dtype of the first input, once built."""
 
     # Methods that a subclass defines.
 
@@ -84,17 +106,23 @@ class Layer:
         """Return the output of `call`.
 
         Args:
-            args: passed to `call`; the first is the input.
+            args: passed to `call`; the first is the input, whose floats are cast to the layer's
+                dtype of computation.
             training: whether the model is being trained; None: as in the layer that calls this one,
                 or False.
             kwargs: passed to `call`.
         """
+        if args and not _has_dtype(args[0], self.compute_dtype):
+            args = (
+                tree.map_leaves(functools.partial(_cast, self.compute_dtype), args[0]),
+                *args[1:],
+            )
         if not self.built:
             self._build_once(args)
         outer = getattr(_calls, "training", False)
         _calls.training = outer if training is None else bool(training)
         try:
-            if _takes_training(type(self)):
+            if _takes_training(type(self).call):
                 kwargs["training"] = _calls.training
             return self.call(*args, **kwargs)
         finally:
@@ -228,6 +256,8 @@ class Layer:
         """Yield the path and value of each layer and variable that this layer holds."""
         inside |= {id(self)}
         for name, value in vars(self).items():
+            if name == "_arguments":
+                continue
             for path, one in _leaves(prefix + name, value):
                 if isinstance(one, Variable):
                     yield path, one
@@ -241,6 +271,7 @@ class Layer:
         def build(_: Any = None) -> None:
             if not self.built:
                 self.build(tree.map_leaves(_shape_of, args[0]) if args else None)
+                self.input_spec = tree.map_leaves(_empty_like, args[0]) if args else None
                 self.built = True
 
         replica = get_replica_context()
@@ -250,17 +281,64 @@ class Layer:
             replica.merge_call(build)
 
 
+def set_dtype_policy(policy: Any) -> None:
+    """Set the dtype of layers that are created from now on without one.
+
+    Args:
+        policy: a floating dtype, ``"mixed_float16"`` or ``"mixed_bfloat16"``.
+
+    Raises:
+        ValueError: it is none of these.
+
+    >>> set_dtype_policy("mixed_float16")
+    >>> layer = Layer()
+    >>> layer.dtype.name, layer.compute_dtype.name
+    ('float32', 'float16')
+    >>> set_dtype_policy("float32")
+    """
+    _dtypes_of(policy)
+    Layer.policy = policy
+
+
+def _dtypes_of(policy: Any) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Return the dtypes of the variables and of the computation."""
+    name = policy if isinstance(policy, str) else np.dtype(policy).name
+    mixed = name.removeprefix("mixed_")
+    if mixed not in ("float16", "bfloat16", "float32", "float64"):
+        raise ValueError(
+            f"a layer's dtype must be float16, bfloat16, float32, float64, mixed_float16 or "
+            f"mixed_bfloat16, got {policy!r}."
+        )
+    computing = dtype_named(mixed)
+    return (computing if mixed == name else np.dtype(np.float32)), computing
+
+
+def _has_dtype(value: Any, dtype: np.dtype[Any]) -> bool:
+    return getattr(value, "dtype", None) == dtype
+
+
+def _cast(dtype: np.dtype[Any], value: Any) -> Any:
+    """Return an array of floats in a dtype; other values are returned unchanged."""
+    own = getattr(value, "dtype", None)
+    return value if own is None or own == dtype or kind_of(own) != "f" else value.astype(dtype)
+
+
 _calls = threading.local()
 
 
 @functools.cache
-def _takes_training(kind: type[Layer]) -> bool:
-    parameters = inspect.signature(kind.call).parameters.values()
+def _takes_training(call: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(call).parameters.values()
     return any(p.name == "training" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _shape_of(value: Any) -> tuple[int, ...]:
     return tuple(np.shape(value))
+
+
+def _empty_like(value: Any) -> np.ndarray[Any, Any]:
+    dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+    return np.zeros((0, *np.shape(value)[1:]), dtype)
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -51,7 +51,7 @@ def attention(
 
 @custom_gradient
 def _attention(query: Any, key: Any, value: Any, *, mask: Any, is_causal: bool, kept: Any) -> Any:
-    dtype = np.result_type(query.dtype, key.dtype, value.dtype)
+    dtype = query.dtype
     q, k, v = (wide(as_array(one)).swapaxes(1, 2) for one in (query, key, value))
     xp, scale = array_namespace(q), 1 / math.sqrt(max(1, q.shape[-1]))
     weights = q @ k.swapaxes(-1, -2)

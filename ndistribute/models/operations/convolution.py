@@ -15,7 +15,7 @@ import numpy as np
 
 from ndistribute.autodiff import custom_gradient
 from ndistribute.device import Array, array_namespace, as_array
-from ndistribute.models.operations.epilogue import Epilogue, KernelRule, fusible, wide
+from ndistribute.models.operations.epilogue import Epilogue, fusible, kernel_rule, operands
 from ndistribute.models.operations.windows import Pair, Windows
 
 __all__ = ["conv2d"]
@@ -55,13 +55,12 @@ def conv2d(
 
 @custom_gradient
 def _conv2d(x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, name: str) -> Any:
-    images, weights = as_array(x), as_array(kernel)
-    xp, dtype = array_namespace(images), np.result_type(images.dtype, weights.dtype)
-    images, weights = wide(images), wide(weights)
+    dtype, images, weights = operands(as_array(x), as_array(kernel))
+    xp = array_namespace(images)
     columns = _Columns(images, windows, groups)
     filters = weights.shape[-1]
     shape = len(images), *windows.count, filters
-    y = xp.empty(shape, np.result_type(images.dtype, weights.dtype))
+    y = xp.empty(shape, images.dtype)
     columns.times(weights, out=y)
     after = Epilogue(y.reshape(-1, filters), bias, name)
 
@@ -76,9 +75,11 @@ def _conv2d(x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, na
     def of_kernel(g: Array, out: Array | None) -> Array:
         return columns.product(after.before(g).reshape(y.shape), weights, out)
 
-    fits = dtype == y.dtype == weights.dtype
-    of_weights: Any = KernelRule(of_kernel, weights) if fits else lambda g: of_kernel(g, None)
-    return y.astype(dtype, copy=False), [of_x, of_weights, after.of_bias]
+    return y.astype(dtype, copy=False), [
+        of_x,
+        kernel_rule(of_kernel, kernel, weights),
+        after.of_bias,
+    ]
 
 
 class _Columns:

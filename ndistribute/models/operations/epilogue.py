@@ -12,11 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array, array_namespace
+from ndistribute.device import Array, array_namespace, as_array
 from ndistribute.dtypes import computing_dtype
 from ndistribute.models.activations import IN_PLACE
 
-__all__ = ["Epilogue", "KernelRule", "column_sums", "fusible", "wide"]
+__all__ = [
+    "Epilogue",
+    "column_sums",
+    "fusible",
+    "joined_rows",
+    "kernel_rule",
+    "operands",
+    "wide",
+]
 
 Memory = Callable[[Any, tuple[int, ...]], Array | None]
 
@@ -34,6 +42,16 @@ def wide(array: Array) -> Array:
     if array.dtype.itemsize > 2 or not isinstance(array, np.ndarray):
         return array
     return array.astype(computing_dtype(array.dtype), copy=False)
+
+
+def operands(x: Array, kernel: Array) -> tuple[Any, Array, Array]:
+    """Return the dtype of a product, and the factors as they are multiplied.
+
+    The dtype is that of `x`, or of the kernel if `x` has integers.
+    """
+    dtype = kernel.dtype if x.dtype.kind in "iub" else x.dtype
+    x = wide(x.astype(dtype, copy=False))
+    return dtype, x, wide(kernel).astype(x.dtype, copy=False)
 
 
 def column_sums(rows: Array) -> Array:
@@ -107,24 +125,35 @@ class Epilogue:
         return column_sums(self.before(g))
 
 
-class KernelRule:
-    """The rule of a kernel, which can write the gradient to the memory of an all-reduce.
+Product = Callable[[Array, Array | None], Array]
+
+
+def kernel_rule(product: Product, kernel: Array, used: Array) -> Callable[[Array], Array]:
+    """Return the rule of a kernel, which writes the gradient to the memory of an all-reduce.
 
     Args:
         product: takes the result's gradient, and an array for the kernel's or None; returns it.
-        kernel: the kernel, of the dtype of the gradient.
+        kernel: the kernel.
+        used: the kernel in the dtype of the gradient.
     """
+    return (
+        _KernelRule(product, used)
+        if as_array(kernel).dtype == used.dtype
+        else (lambda g: product(g, None))
+    )
 
-    __slots__ = ("_product", "_shape")
 
-    def __init__(self, product: Callable[[Array, Array | None], Array], kernel: Array) -> None:
+class _KernelRule:
+    __slots__ = ("_dtype", "_product", "_shape")
+
+    def __init__(self, product: Product, kernel: Array) -> None:
         self._product = product
-        self._shape = kernel.shape
+        self._dtype, self._shape = kernel.dtype, kernel.shape
 
     def __call__(self, g: Array) -> Array:
         return self._product(g, None)
 
     def into(self, g: Array, memory: Memory) -> Array:
         """Return the gradient, in an array from `memory` unless that returns None."""
-        out = memory(g.dtype, self._shape) if type(g) is np.ndarray else None
+        out = memory(self._dtype, self._shape) if type(g) is np.ndarray else None
         return self._product(g, out)

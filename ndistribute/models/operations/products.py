@@ -9,7 +9,7 @@ import numpy as np
 
 from ndistribute.autodiff import custom_gradient
 from ndistribute.device import Array, array_namespace, as_array
-from ndistribute.models.operations.epilogue import Epilogue, KernelRule, fusible, wide
+from ndistribute.models.operations.epilogue import Epilogue, fusible, kernel_rule, operands, wide
 
 __all__ = ["dense", "softmax_cross_entropy"]
 
@@ -31,9 +31,9 @@ def dense(x: Any, kernel: Any, bias: Any, activation: Callable[[Any], Any]) -> A
 
 @custom_gradient
 def _dense(x: Any, kernel: Any, bias: Any, *, name: str) -> Any:
-    x, kernel = as_array(x), as_array(kernel)
-    dtype = np.result_type(x.dtype, kernel.dtype)
-    rows, matrix = wide(x).reshape(-1, x.shape[-1]), wide(kernel)
+    x = as_array(x)
+    dtype, values, matrix = operands(x, as_array(kernel))
+    rows = values.reshape(-1, x.shape[-1])
     y = rows @ matrix
     after = Epilogue(y, bias, name)
 
@@ -43,9 +43,7 @@ def _dense(x: Any, kernel: Any, bias: Any, *, name: str) -> Any:
     y = y.astype(dtype, copy=False).reshape(*x.shape[:-1], y.shape[-1])
     return y, [
         lambda g: (after.before(g) @ matrix.T).reshape(x.shape),
-        KernelRule(of_kernel, kernel)
-        if kernel.dtype == y.dtype == rows.dtype
-        else (lambda g: of_kernel(g, None)),
+        kernel_rule(of_kernel, kernel, matrix),
         after.of_bias,
     ]
 

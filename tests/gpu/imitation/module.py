@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
 
 import numpy as np
 
-from tests.gpu.imitation.array import compute, ndarray, upload
-from tests.gpu.imitation.clock import Pinned, World, current_world
-from tests.gpu.imitation.cuda import Device, Stream
+from tests.gpu.imitation.array import Function, Ufunc, compute, ndarray, upload
 from tests.gpu.imitation.nccl import FakeNccl
-from tests.gpu.imitation.operations import Function, Ufunc, connect
+from tests.gpu.imitation.world import Device, Pinned, Stream, World, current_world
 
-__all__ = ["CUDARuntimeError", "modules"]
+__all__ = ["modules"]
 
 
 class _Namespace(types.ModuleType):
     """Play a module of CuPy: what NumPy has under a name, for imitated arrays."""
 
-    def __init__(self, name: str, host: Any) -> None:
+    def __init__(self, name, host):
         super().__init__(name)
         self._host = host
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         found = getattr(self._host, name)
         if isinstance(found, types.ModuleType):
             return _Namespace(f"{self.__name__}.{name}", found)
@@ -38,25 +35,20 @@ class _Namespace(types.ModuleType):
 class CUDARuntimeError(RuntimeError):
     """Play ``cupy.cuda.runtime.CUDARuntimeError``."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status):
         super().__init__(f"cudaError {status}")
 
 
-def modules(count: int, version: int = 14) -> tuple[World, dict[str, Any]]:
-    """Return fresh GPUs and what belongs into ``sys.modules`` to use them.
-
-    Args:
-        count: how many GPUs there are.
-        version: CuPy's.
-    """
+def modules(count, version=14):
+    """Return fresh GPUs, and what belongs into ``sys.modules`` to use them with a CuPy."""
     cupy = _cupy()
     cupy.cuda.nccl = nccl = FakeNccl(version)
     return World(count), {"cupy": cupy, "cupy.cuda": cupy.cuda, "cupy.cuda.nccl": nccl}
 
 
 @functools.cache
-def _cupy() -> Any:
-    cupy: Any = _Namespace("cupy", np)
+def _cupy():
+    cupy = _Namespace("cupy", np)
     cupy.ndarray = ndarray
     for maker in (array, asarray, empty, zeros, ones, full, arange):
         setattr(cupy, maker.__name__, maker)
@@ -71,11 +63,10 @@ def _cupy() -> Any:
         CUDARuntimeError=CUDARuntimeError,
     )
     cupy.random = types.SimpleNamespace(Generator=Generator, XORWOW=XORWOW)
-    connect()
     return cupy
 
 
-def array(obj: Any, dtype: Any = None, copy: bool = True, order: str = "K") -> ndarray:
+def array(obj, dtype=None, copy=True, order="K"):
     if isinstance(obj, ndarray):
         here = obj.memory.device == current_world().device
         made = obj if here and not copy else obj.copy()
@@ -85,41 +76,41 @@ def array(obj: Any, dtype: Any = None, copy: bool = True, order: str = "K") -> n
     return upload(np.asarray(obj, dtype))
 
 
-def asarray(a: Any, dtype: Any = None, order: str | None = None) -> ndarray:
+def asarray(a, dtype=None, order=None):
     return array(a, dtype, copy=False)
 
 
-def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+def empty(shape, dtype=float, order="C"):
     return ndarray(shape, dtype)
 
 
-def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+def zeros(shape, dtype=float, order="C"):
     return _filled(shape, 0, dtype)
 
 
-def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+def ones(shape, dtype=float, order="C"):
     return _filled(shape, 1, dtype)
 
 
-def full(shape: Any, fill_value: Any, dtype: Any = None, order: str = "C") -> ndarray:
+def full(shape, fill_value, dtype=None, order="C"):
     return _filled(shape, fill_value, np.asarray(fill_value).dtype if dtype is None else dtype)
 
 
-def _filled(shape: Any, value: Any, dtype: Any) -> ndarray:
+def _filled(shape, value, dtype):
     made = ndarray(shape, dtype)
     made.fill(value)
     return made
 
 
-def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> ndarray:
-    function: Any = np.arange
+def arange(start, stop=None, step=1, dtype=None):
+    function = np.arange
     return upload(function(*((0, start) if stop is None else (start, stop)), step, dtype))
 
 
 class XORWOW:
     """Play ``cupy.random.XORWOW``, a source of randomness on the current device."""
 
-    def __init__(self, seed: Any = None) -> None:
+    def __init__(self, seed=None):
         self.device = current_world().device
         self.host = np.random.default_rng(seed)
 
@@ -127,18 +118,16 @@ class XORWOW:
 class Generator:
     """Play ``cupy.random.Generator``; it has no `normal`, for one."""
 
-    def __init__(self, bit_generator: XORWOW) -> None:
+    def __init__(self, bit_generator):
         self._bits = bit_generator
 
-    def random(self, size: Any = None, dtype: Any = np.float64, out: None = None) -> ndarray:
+    def random(self, size=None, dtype=np.float64, out=None):
         return self._draw(lambda: self._bits.host.random(size, dtype))
 
-    def standard_normal(
-        self, size: Any = None, dtype: Any = np.float64, out: None = None
-    ) -> ndarray:
+    def standard_normal(self, size=None, dtype=np.float64, out=None):
         return self._draw(lambda: self._bits.host.standard_normal(size, dtype))
 
-    def _draw(self, draw: Any) -> ndarray:
+    def _draw(self, draw):
         if self._bits.device != current_world().device:
             raise RuntimeError("This Generator state is allocated in a different device")
         return compute(lambda: np.asarray(draw()), [])  # type: ignore[no-any-return]

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from multiprocessing.connection import Connection
 
 import numpy as np
 
-from tests.gpu.imitation.clock import current_world
 from tests.gpu.imitation.real import check_call
+from tests.gpu.imitation.world import current_world
 
 _ID_LENGTH = 128
-_LENGTH = struct.Struct("<Q")
 _LAUNCHES = ("allReduce", "allGather", "broadcast")
 
 
@@ -33,11 +30,7 @@ class FakeError(RuntimeError):
 
 
 class FakeNccl:
-    """Play ``cupy.cuda.nccl``; the constants stand for NumPy's dtypes and functions.
-
-    Args:
-        cupy: the major version, which says what a unique id is.
-    """
+    """Play ``cupy.cuda.nccl`` of a CuPy; the constants stand for NumPy's dtypes and functions."""
 
     available = True
     NcclError = FakeError
@@ -46,16 +39,16 @@ class FakeNccl:
     NCCL_INT64, NCCL_UINT64 = np.int64, np.uint64
     NCCL_FLOAT32, NCCL_FLOAT64 = np.float32, np.float64
 
-    def __init__(self, cupy: int = 14) -> None:
+    def __init__(self, cupy=14):
         self.cupy = cupy
-        self.comms: list[FakeComm] = []
-        self.launched: list[str] = []
-        self.environ: dict[str, str] = {}  # as it was at the first call
+        self.comms = []
+        self.launched = []
+        self.environ = {}  # as it was at the first call
         self.fail_connecting = self.fail_launching = ""
-        self._doors: list[socket.socket] = []
-        self._group = threading.local()  # As NCCL's groups belong to the thread that starts them.
+        self._doors = []
+        self.group = threading.local()  # As NCCL's groups belong to the thread that starts them.
 
-    def get_unique_id(self) -> bytes | tuple[int, ...]:
+    def get_unique_id(self):
         """Return an address, in 128 chars, where a thread of this process connects ranks."""
         self.environ = self.environ or dict(os.environ)
         door = socket.create_server(("127.0.0.1", 0))
@@ -64,12 +57,7 @@ class FakeNccl:
         text = str(door.getsockname()[1]).encode().ljust(_ID_LENGTH - 1, b"\0") + b"\xff"
         return text if self.cupy >= 14 else struct.unpack(f"{_ID_LENGTH}b", text)
 
-    def NcclCommunicator(  # noqa: N802
-        self,
-        ndev: int,
-        commId: bytes | tuple[int, ...],  # noqa: N803
-        rank: int,
-    ) -> FakeComm:
+    def NcclCommunicator(self, ndev, commId, rank):  # noqa: N802, N803
         check_call("cuda.nccl.NcclCommunicator", ndev, commId, rank)
         wanted = bytes if self.cupy >= 14 else tuple
         if type(commId) is not wanted:
@@ -78,16 +66,16 @@ class FakeNccl:
         assert len(given) == _ID_LENGTH
         comm = FakeComm(self, ndev, rank, int(given[:-1].rstrip(b"\0")))
         self.comms.append(comm)
-        self._group.connecting.append(comm)
+        self.group.connecting.append(comm)
         return comm
 
-    def groupStart(self) -> None:  # noqa: N802
-        assert not hasattr(self._group, "connecting"), "a group in a group"
-        self._group.connecting, self._group.queued = [], {}
+    def groupStart(self):  # noqa: N802
+        assert not hasattr(self.group, "connecting"), "a group in a group"
+        self.group.connecting, self.group.queued = [], {}
 
-    def groupEnd(self) -> None:  # noqa: N802
-        connecting, queued = self._group.connecting, self._group.queued
-        del self._group.connecting, self._group.queued
+    def groupEnd(self):  # noqa: N802
+        connecting, queued = self.group.connecting, self.group.queued
+        del self.group.connecting, self.group.queued
         if connecting and self.fail_connecting:
             for door in self._doors:
                 door.shutdown(socket.SHUT_RDWR)
@@ -97,7 +85,8 @@ class FakeNccl:
         for comm in connecting:
             comm.knock()
         for comm in connecting:
-            comm.await_others()
+            assert comm.line.recv() == "all are here"
+            comm.state = "open"
         kernels = []
         for comm, calls in queued.items():
             self.launched += [method for method, _ in calls]
@@ -106,116 +95,110 @@ class FakeNccl:
             for kernel in kernels:
                 kernel.join(timeout=30.0)
 
-    def enqueue(self, comm: FakeComm, method: str, args: tuple[Any, ...]) -> None:
-        self._group.queued.setdefault(comm, []).append((method, args))
-
 
 class FakeComm:
     """One rank's communicator, and the GPU that does what it is asked."""
 
-    def __init__(self, library: FakeNccl, ndev: int, rank: int, port: int) -> None:
+    def __init__(self, library, ndev, rank, port):
         self.state = "connecting"
         self.device = current_world().device
-        self.failure: str | None = None
+        self.failure = None
         self.ndev = ndev
         self.has_lost_link = False
-        self._library = library
-        self._rank = rank
-        self._port = port
-        self._line = socket.socket()
+        self._library, self._rank, self._port = library, rank, port
+        self.line = None
         self._ended = threading.Event()
 
-    def __getattr__(self, method: str) -> Callable[..., None]:
+    def __getattr__(self, method):
         if method not in _LAUNCHES:
             raise AttributeError(method)
 
-        def enqueue(*args: Any) -> None:
+        def enqueue(*args):
             check_call(f"cuda.nccl.NcclCommunicator.{method}", self, *args)
             assert self.state == "open", f"{method} on a communicator that is {self.state}"
-            self._library.enqueue(self, method, args)
+            self._library.group.queued.setdefault(self, []).append((method, args))
 
         return enqueue
 
-    def knock(self) -> None:
-        self._line.connect(("127.0.0.1", self._port))
-        _send(self._line, (self._rank, self.ndev))
+    def knock(self):
+        self.line = Connection(socket.create_connection(("127.0.0.1", self._port)).detach())
+        self.line.send((self._rank, self.ndev))
 
-    def await_others(self) -> None:
-        assert _receive(self._line) == "all are here"
-        self.state = "open"
-
-    def launch(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> threading.Thread:
+    def launch(self, calls):
         kernel = threading.Thread(target=self._work, args=(calls,))
         current_world().run_kernel(calls[0][1][-1], kernel)
         return kernel
 
-    def check_async_error(self) -> None:
+    def check_async_error(self):
         assert self.state == "open", f"check_async_error while it is {self.state}"
         if self.failure is not None:
             raise FakeError(self.failure)
 
-    def lose_link(self) -> None:
+    def lose_link(self):
         """Let nothing that is launched from now on end, on any rank."""
         for comm in self._library.comms:
             comm.has_lost_link = True
         self._shut()
 
-    def abort(self) -> None:
+    def abort(self):
         self._end("aborted")
 
-    def destroy(self) -> None:
+    def destroy(self):
         self._end("destroyed")
 
-    def await_end(self, seconds: float) -> str:
+    def await_end(self, seconds):
         """Wait until the communicator was aborted or destroyed; return its state."""
         self._ended.wait(timeout=seconds)
         return self.state
 
-    def _end(self, state: str) -> None:
+    def _end(self, state):
         self.state = state
         self._ended.set()
         self._shut()
-        self._line.close()
+        if self.line is not None:
+            self.line.close()
 
-    def _shut(self) -> None:
-        with suppress(OSError):  # One that has ended has no link to lose.
-            self._line.shutdown(socket.SHUT_RDWR)
+    def _shut(self):
+        with suppress(OSError, AttributeError):  # One that has ended has no link to lose.
+            link = socket.fromfd(self.line.fileno(), socket.AF_INET, socket.SOCK_STREAM)
+            with link:
+                link.shutdown(socket.SHUT_RDWR)
 
-    def _work(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+    def _work(self, calls):
         try:
             for method, (source, target, count, dtype, *how, _) in calls:
                 given = ctypes.string_at(source, count * np.dtype(dtype).itemsize)
-                _send(self._line, ((method, count, dtype, *how), given))
-                result = _receive(self._line)
+                self.line.send(((method, count, dtype, *how), given))
+                result = self.line.recv()
                 ctypes.memmove(target, result, len(result))
-        except (OSError, EOFError):
+        except (OSError, EOFError, TypeError):  # A closed connection has no number to read from.
             self._ended.wait(timeout=60.0)  # A kernel whose peer is gone spins.
 
 
-def _serve(door: socket.socket) -> None:
+def _serve(door):
     """Connect the ranks and do their reductions, as the links between the GPUs would."""
-    lines: dict[int, socket.socket] = {}
+    lines = {}
     ndev = 1
     with door, suppress(OSError, EOFError):
         while len(lines) < ndev:
-            line, _ = door.accept()
-            rank, ndev = _receive(line)
+            line = Connection(door.accept()[0].detach())
+            rank, ndev = line.recv()
             assert rank not in lines, "two ranks of one number"
             lines[rank] = line
         in_order = [lines[rank] for rank in range(ndev)]
         for line in in_order:
-            _send(line, "all are here")
+            line.send("all are here")
         while True:
-            heads, parts = zip(*map(_receive, in_order), strict=True)
+            heads, parts = zip(*[line.recv() for line in in_order], strict=True)
             if len(set(heads)) > 1:
-                _receive(in_order[0])  # Nothing good comes of it: wait until it is aborted.
+                in_order[0].recv()  # Nothing good comes of it: wait until it is aborted.
             for line, result in zip(in_order, _results(heads[0], parts), strict=True):
-                _send(line, result)
+                line.send(result)
     for line in lines.values():
         line.close()
 
 
-def _results(head: tuple[Any, ...], parts: Sequence[bytes]) -> list[bytes]:
+def _results(head, parts):
     method, _, dtype, *how = head
     if method == "allGather":
         return [b"".join(parts)] * len(parts)
@@ -225,23 +208,3 @@ def _results(head: tuple[Any, ...], parts: Sequence[bytes]) -> list[bytes]:
     for part in parts[1:]:
         how[0](total, np.frombuffer(part, dtype), out=total)
     return [total.tobytes()] * len(parts)
-
-
-def _send(line: socket.socket, value: Any) -> None:
-    payload = pickle.dumps(value)
-    line.sendall(_LENGTH.pack(len(payload)) + payload)
-
-
-def _receive(line: socket.socket) -> Any:
-    (length,) = _LENGTH.unpack(_exactly(line, _LENGTH.size))
-    return pickle.loads(_exactly(line, length))
-
-
-def _exactly(line: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = line.recv(count - len(data))
-        if not part:
-            raise EOFError("the other end is gone")
-        data += part
-    return data

@@ -10,7 +10,6 @@ import inspect
 import operator
 import re
 import warnings
-from typing import Any
 
 try:  # Before the imitation takes its name.
     import cupy
@@ -23,7 +22,7 @@ except ImportError:
 __all__ = ["check_call", "signature_in"]
 
 
-def check_call(name: str, *args: Any, **kwargs: Any) -> None:
+def check_call(name, *args, **kwargs):
     """Raise what is wrong with a call of CuPy, of a method with its array first.
 
     Raises:
@@ -37,7 +36,7 @@ def check_call(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 @functools.cache
-def _signature_of(name: str) -> inspect.Signature | None:
+def _signature_of(name):
     """Return what a function takes; None for a ufunc, all of which take the same."""
     if name.startswith("cuda.nccl") and not cupy.cuda.nccl.available:
         return None
@@ -50,21 +49,19 @@ def _signature_of(name: str) -> inspect.Signature | None:
         return signature_in(function.__doc__)
 
 
-def signature_in(doc: str) -> inspect.Signature:
+def signature_in(doc):
     """Read what a compiled function takes from the first line of its docstring."""
     inside = doc.partition("\n")[0].partition("(")[2].rpartition(")")[0]
     inside = re.sub(r"\([^()]*\)", "", inside)  # a default that is a tuple
     parameters, kind = [], inspect.Parameter.POSITIONAL_OR_KEYWORD
     for part in filter(None, (part.strip() for part in inside.split(","))):
         typed, equals, _ = part.partition("=")
-        stars, argument = re.fullmatch(r"(\**)(.*)", typed.split()[-1]).groups()  # type: ignore[union-attr]
-        default = None if equals else inspect.Parameter.empty
-        own = {
-            "*": inspect.Parameter.VAR_POSITIONAL,
-            "**": inspect.Parameter.VAR_KEYWORD,
-        }.get(stars, kind)
-        if argument not in ("", "/"):
-            parameters.append(inspect.Parameter(argument, own, default=default))
-        if stars == "*":
+        argument = typed.split()[-1]
+        name, stars = argument.lstrip("*"), argument.count("*")
+        own = (kind, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)[stars]
+        if name not in ("", "/"):
+            default = None if equals else inspect.Parameter.empty
+            parameters.append(inspect.Parameter(name, own, default=default))
+        if stars == 1:
             kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature(parameters)

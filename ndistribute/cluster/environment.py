@@ -1,0 +1,236 @@
+"""Resolvers that read the task of this process from the variables of its launcher.
+
+Errors name the malformed part: people and templates write `TF_CONFIG`, and the processes of a
+cluster with a wrong entry would wait for each other until the timeout. The ranks of MPI and of
+torchrun are all workers: MPI's exchange their addresses through MPI later, and those of torchrun
+send theirs to rank 0, at the port after torchrun's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ndistribute.cluster.resolvers import ClusterResolver, number_in, number_of
+from ndistribute.cluster.slurm import SlurmClusterResolver
+from ndistribute.cluster.spec import ClusterSpec
+
+_ADDRESS = re.compile(r".+:(\d+)", re.ASCII)
+_EXAMPLE = (
+    '{"cluster": {"worker": ["host1:12345", "host2:12345"]}, '
+    '"task": {"type": "worker", "index": 0}}'
+)
+# The variables of the rank and of the number of ranks. PMIx sets only the rank: the launcher, Open
+# MPI's mpiexec or Slurm's srun, sets the number.
+_OF_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
+    ("PMIX_RANK", "SLURM_NTASKS"),
+)
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def resolver_of_job(given: ClusterResolver | None) -> ClusterResolver:
+    """Return `given`, or if it is None, the resolver for the launcher of this process.
+
+    Without a launcher, the resolver has an empty cluster.
+
+    Raises:
+        TypeError: `given` is neither a `ClusterResolver` nor None.
+    """
+    if given is not None and not isinstance(given, ClusterResolver):
+        raise TypeError(
+            f"cluster_resolver must be a resolver such as nd.TFConfigClusterResolver(), or None to "
+            f"read the environment; got {given!r}. Pass devices by name: devices=['cpu:0']."
+        )
+    return given or resolve() or ClusterResolver(ClusterSpec({}))
+
+
+def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
+    """Return the resolver for the launcher that started this process, or None if there is none.
+
+    ``TF_CONFIG`` has priority, because it was written for this process; then torchrun, which MPI
+    or Slurm may have started; then MPI and Slurm; then torchrun's variables that another program
+    set. MPI, Slurm and torchrun count only with more than one process.
+
+    Args:
+        environ: the environment variables; None: ``os.environ``.
+
+    Raises:
+        ValueError: the variables are malformed.
+
+    >>> resolve({}) is None
+    True
+    >>> resolve({"PMI_RANK": "0", "PMI_SIZE": "2"}).bootstrap
+    'mpi'
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("TF_CONFIG", "").strip():
+        return TFConfigClusterResolver(environ=environ)
+    has_torchrun = all(environ.get(name) for name in _OF_TORCHRUN)
+    under_torchrun = has_torchrun and number_in(environ, "WORLD_SIZE") > 1
+    if under_torchrun and "TORCHELASTIC_RUN_ID" in environ:
+        return TorchrunClusterResolver(environ=environ)
+    mpi = _mpi_rank_and_size(environ)
+    if mpi is not None and mpi[1] > 1:
+        return MPIClusterResolver(environ=environ)
+    # A batch script is not a step, although Slurm sets the number of tasks it may start.
+    in_step = mpi is None and "SLURM_STEP_NUM_TASKS" in environ
+    if in_step and number_in(environ, "SLURM_STEP_NUM_TASKS") > 1:
+        return SlurmClusterResolver(environ=environ)
+    return TorchrunClusterResolver(environ=environ) if under_torchrun else None
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """The resolver that reads the cluster and the task of this process from ``TF_CONFIG``.
+
+    Args:
+        task_type: the job of this process; None: the one in the variable.
+        task_id: its index within the job; None: the one in the variable.
+        environ: the environment variables; None: ``os.environ``.
+
+    Raises:
+        ValueError: the variable is malformed; the message names the part.
+
+    >>> cluster = '{"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}'
+    >>> resolver = TFConfigClusterResolver(environ={"TF_CONFIG": '{"cluster": %s}' % cluster})
+    >>> resolver.task_type, resolver.task_id, resolver.master()
+    ('worker', 1, 'b:1')
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        environ = os.environ if environ is None else environ
+        text = environ.get("TF_CONFIG", "")
+        try:
+            config = _object(json.loads(text) if text.strip() else {}, "it")
+            cluster = _cluster(_object(config.get("cluster", {}), "'cluster'"))
+            task = _object(config.get("task", {}), "'task'")
+            task_type = task.get("type") if task_type is None else task_type
+            if not isinstance(task_type, str | None):
+                raise ValueError(f"'type' in 'task' is {task_type!r}, not a string.")
+            if task_id is None and task.get("index") is not None:
+                task_id = number_of(task["index"], "'index' in 'task'")
+            super().__init__(cluster, task_type, task_id, str(config.get("environment", "")))
+        except (TypeError, ValueError) as error:
+            what = f"it is not JSON: {error}." if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"TF_CONFIG is malformed: {what} An example: {_EXAMPLE}") from None
+
+
+class MPIClusterResolver(ClusterResolver):
+    """The resolver for processes that MPI's launchers started.
+
+    Every rank is a worker. `cluster_spec` has placeholders for addresses, because MPI needs none.
+
+    Args:
+        environ: the environment variables; None: ``os.environ``.
+
+    Raises:
+        ValueError: MPI did not start this process, or its variables contradict each other.
+
+    >>> resolver = MPIClusterResolver(environ={"PMI_RANK": "1", "PMI_SIZE": "4"})
+    >>> resolver.worker_index, resolver.num_workers, resolver.worker_addresses
+    (1, 4, ())
+    """
+
+    bootstrap = "mpi"
+
+    def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
+        found = _mpi_rank_and_size(os.environ if environ is None else environ)
+        if found is None:
+            names = sorted({rank for rank, _ in _OF_MPI})
+            raise ValueError(
+                f"MPI did not start this process: none of {', '.join(names)} is set. Start it with "
+                "`mpiexec -n 4 python script.py` or `ndistribute run --mpi -n 4 script.py`."
+            )
+        rank, size = found
+        cluster = ClusterSpec({"worker": [f"mpi:{other}" for other in range(size)]})
+        super().__init__(cluster, "worker", rank, "mpi")
+
+
+class TorchrunClusterResolver(ClusterResolver):
+    """The resolver for processes that ``torchrun`` started.
+
+    Every rank is a worker. Only the address of rank 0 is known: ``MASTER_ADDR``, or loopback if all
+    processes are on one host, and the port ``MASTER_PORT`` + 1. The other addresses are empty.
+
+    Args:
+        environ: the environment variables; None: ``os.environ``.
+
+    Raises:
+        ValueError: ``torchrun`` did not start this process, or its variables contradict each other.
+
+    >>> environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    >>> TorchrunClusterResolver(environ=environ).worker_addresses
+    ('node1:29501', '')
+    """
+
+    address_hint = "The port is MASTER_PORT + 1: choose another with torchrun's --master-port."
+
+    def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        missing = [name for name in _OF_TORCHRUN if not environ.get(name)]
+        if missing:
+            raise ValueError(
+                f"torchrun did not start this process: {', '.join(missing)} is not set. Start it "
+                "with `torchrun --nproc-per-node 2 script.py`."
+            )
+        rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
+        port = number_in(environ, "MASTER_PORT") + 1
+        if port >= 1 << 16:
+            raise ValueError(f"MASTER_PORT={port - 1} is too high: rank 0 uses the next port.")
+        on_one_host = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
+        host = "127.0.0.1" if on_one_host else environ["MASTER_ADDR"]
+        first = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        cluster = ClusterSpec({"worker": [first, *[""] * (size - 1)]})
+        super().__init__(cluster, "worker", rank, "torchrun")
+
+
+def _cluster(described: dict[str, Any]) -> ClusterSpec:
+    jobs = dict(described)
+    for job, tasks in described.items():
+        if isinstance(tasks, dict):  # Not all tasks are known; keys in JSON are strings.
+            what = f"a task's index in job {job!r}"
+            jobs[job] = {number_of(index, what): address for index, address in tasks.items()}
+    cluster = ClusterSpec(jobs)
+    for job, index in [(name, index) for name in jobs for index in cluster.task_indices(name)]:
+        address = cluster.task_address(job, index)
+        match = _ADDRESS.fullmatch(address)
+        if match is None or int(match[1]) > 65535:
+            raise ValueError(
+                f"task {index} of {job!r} has the address {address!r}, which is not HOST:PORT."
+            )
+    return cluster
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {type(value).__name__}, not an object in braces.")
+    return value
+
+
+def _mpi_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return this process's rank and the number of ranks, or None if MPI did not start it."""
+    for rank, size in _OF_MPI:
+        if rank in environ and size in environ:
+            return _rank_and_size(environ, rank, size)
+    return None
+
+
+def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = number_in(environ, rank_name), number_in(environ, size_name)
+    if rank >= size:
+        raise ValueError(
+            f"{rank_name}={rank} is not below {size_name}={size}: different launchers set these "
+            "variables. Start the job from a clean environment."
+        )
+    return rank, size

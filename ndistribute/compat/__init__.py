@@ -1,0 +1,1 @@
+"""Names of other packages, for scripts that were written for them."""

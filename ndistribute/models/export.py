@@ -1,0 +1,185 @@
+"""Models as files: the architecture as JSON and the weights as tensors, without code.
+
+The architecture is the class and the constructor's arguments of each layer. Reading makes objects
+of known classes only, so a file can be loaded without trusting who wrote it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ndistribute import tensor_files
+from ndistribute.context import get_strategy
+from ndistribute.dtypes import dtype_named
+from ndistribute.models import activations, initializers
+from ndistribute.models.checkpoint import by_chief, read_newest
+from ndistribute.models.layers.layer import Layer
+
+__all__ = ["export", "load"]
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def export(model: Any, path: str | os.PathLike[str]) -> Path:
+    """Write a model; see `Model.export`."""
+    if model.input_spec is None:
+        raise ValueError(
+            f"export of model {model.name!r}: it is not built yet, so it has no weights. Fit it, "
+            "or call it on an input first."
+        )
+    path = Path(path)
+    with model.strategy.scope():
+        tensors = {name: one.numpy() for name, one in model.named_variables().items()}
+    writer = _Writer()
+    data = {"model": writer.described(model, ""), "input": writer.described(model.input_spec, "")}
+    write = tensor_files.write
+    return Path(
+        by_chief(
+            model.strategy,
+            lambda: str(write(path.parent, path.name, tensors, {"architecture": data}, keep=1)),
+        )
+    )
+
+
+def load(
+    path: str | os.PathLike[str], custom_objects: Mapping[str, Callable[..., Any]] | None = None
+) -> Any:
+    """Return the model that `Model.export` wrote, in the strategy of the current scope.
+
+    Args:
+        path: the result of `export`, or the path that was passed to it.
+        custom_objects: classes and functions that are not this package's, by name.
+
+    Raises:
+        FileNotFoundError: there is no model.
+        CheckpointCorruptError: it is damaged.
+        ValueError: it needs a class or function that is unknown here, or is no model.
+
+    >>> import tempfile
+    >>> from ndistribute.models import Sequential, layers
+    >>> model = Sequential([layers.Dense(2, activation="relu")])
+    >>> y = model(np.ones((1, 3), np.float32))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     loaded = load(model.export(f"{directory}/model"))
+    >>> bool(np.array_equal(loaded(np.ones((1, 3), np.float32)), y))
+    True
+    """
+    source, tensors, data = by_chief(get_strategy(), lambda: read_newest(Path(path)))
+    if "architecture" not in data:
+        raise ValueError(f"{source} is no exported model: write one with model.export(path).")
+    described = data["architecture"]
+    reader = _Reader(source, custom_objects or {})
+    model = reader.made(described["model"])
+    model.build_for(reader.made(described["input"]))
+    variables = model.named_variables()
+    if variables.keys() != tensors.keys():
+        wrong = ", ".join(sorted(variables.keys() ^ tensors.keys()))
+        raise ValueError(f"{source}: the loaded model has other variables than the file: {wrong}.")
+    for name, variable in variables.items():
+        variable.assign(tensors[name])
+    return model
+
+
+class _Writer:
+    """Describes values as JSON; a layer that occurs again is described by its number."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, int] = {}
+
+    def described(self, value: Any, where: str) -> Any:
+        """Return the description of a value; `where` names it in errors."""
+        if isinstance(value, _PLAIN) and not isinstance(value, np.generic):
+            return value
+        if isinstance(value, list | tuple):
+            items = [self.described(one, f"{where}[{k}]") for k, one in enumerate(value)]
+            return items if isinstance(value, list) else {"tuple": items}
+        if isinstance(value, Mapping):
+            return {"dict": {k: self.described(one, f"{where}[{k!r}]") for k, one in value.items()}}
+        if isinstance(value, Layer):
+            return self._layer(value, where)
+        if isinstance(value, np.dtype):
+            return {"dtype": value.name}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {
+                field.name: self.described(getattr(value, field.name), f"{where}.{field.name}")
+                for field in dataclasses.fields(value)
+            }
+            return {"object": type(value).__name__, "fields": fields}
+        if isinstance(value, np.ndarray) and not value.size:
+            return {"empty": list(value.shape), "dtype": value.dtype.name}
+        if isinstance(value, np.generic | np.ndarray):
+            return self.described(value.tolist(), where)
+        name = getattr(value, "__name__", "<lambda>")
+        if callable(value) and name != "<lambda>":
+            return {"function": name}
+        raise ValueError(
+            f"export: the argument {where} is {value!r}, which cannot be written: use a name, a "
+            "number, a layer, or a function with a name."
+        )
+
+    def _layer(self, layer: Layer, where: str) -> Any:
+        number = self._layers.get(id(layer))
+        if number is not None:
+            return {"shared": number}
+        self._layers[id(layer)] = len(self._layers)
+        config = {
+            name: self.described(one, f"{where or layer.name}.{name}")
+            for name, one in layer.get_config().items()
+        }
+        return {"layer": type(layer).__name__, "name": layer.name, "config": config}
+
+
+class _Reader:
+    """Makes values of their descriptions, of known classes and functions only."""
+
+    def __init__(self, source: str, custom: Mapping[str, Callable[..., Any]]) -> None:
+        self._source = source
+        self._custom = custom
+        self._layers: list[Any] = []
+
+    def made(self, described: Any) -> Any:
+        """Return the value of a description."""
+        if isinstance(described, list):
+            return [self.made(one) for one in described]
+        if not isinstance(described, dict):
+            return described
+        if "tuple" in described:
+            return tuple(self.made(one) for one in described["tuple"])
+        if "dict" in described:
+            return {key: self.made(one) for key, one in described["dict"].items()}
+        if "empty" in described:
+            return np.zeros(described["empty"], dtype_named(described["dtype"]))
+        if "dtype" in described:
+            return dtype_named(described["dtype"])
+        if "shared" in described:
+            return self._layers[described["shared"]]
+        if "function" in described:
+            return self._known(activations.NAMED, described["function"])
+        if "object" in described:
+            fields = {key: self.made(one) for key, one in described["fields"].items()}
+            return self._known(_OBJECTS, described["object"])(**fields)
+        place = len(self._layers)
+        self._layers.append(None)
+        config = {key: self.made(one) for key, one in described["config"].items()}
+        layer = self._known(Layer.known, described["layer"])(**config)
+        layer.name = described["name"]
+        self._layers[place] = layer
+        return layer
+
+    def _known(self, table: Mapping[str, Any], name: str) -> Any:
+        found = self._custom.get(name, table.get(name))
+        if found is None:
+            raise ValueError(
+                f"{self._source} needs {name!r}, which is unknown here: import the module that "
+                f"defines it, or pass custom_objects={{{name!r}: ...}}."
+            )
+        return found
+
+
+_OBJECTS: dict[str, Any] = {kind.__name__: kind for kind in initializers.NAMED.values()}

@@ -1,0 +1,271 @@
+"""Optimizers around an optimizer: gradient accumulation, and loss scaling for 16-bit floats.
+
+A wrapper changes the gradients and hands them to the inner optimizer, which keeps the rule, the
+slots and the step count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.context import get_replica_context
+from ndistribute.device import array_namespace, as_array
+from ndistribute.optimizers.optimizer import Optimizer
+from ndistribute.variables.variable import Variable
+
+__all__ = ["GradientAccumulation", "LossScale"]
+
+Pairs = Iterable[tuple[Any, Variable]]
+
+
+class _Wrapper(Optimizer):
+    """The base class of optimizers around another one, `inner`."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        if not isinstance(inner, Optimizer):
+            raise TypeError(f"{type(self).__name__} needs an optimizer, got {inner!r}.")
+        self.inner = inner
+        self.name = inner.name
+        self.rule = inner.rule
+
+    @property
+    def iterations(self) -> int:
+        """The number of steps that the inner optimizer made."""
+        return self.inner.iterations
+
+    @iterations.setter
+    def iterations(self, steps: int) -> None:
+        self.inner.iterations = steps
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the inner optimizer."""
+        return self.inner.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: Any) -> None:
+        self.inner.learning_rate = rate
+
+    @property
+    def slots(self) -> dict[Variable, dict[str, Variable]]:
+        """The slots of each trained variable, by name, once the optimizer is built."""
+        return self.inner.slots
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The step count and the slots, once the optimizer is built."""
+        slots = [slot for slots in self.slots.values() for slot in slots.values()]
+        return [*self.inner.variables[:1], *slots]
+
+    def build(self, variables: Iterable[Variable]) -> None:
+        """Create the optimizer's own variables; otherwise the first step does."""
+        self.inner.build(variables)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss to differentiate; the inner optimizer may scale it."""
+        return self.inner.scale_loss(loss)
+
+
+class GradientAccumulation(_Wrapper):
+    """An optimizer that makes one step, with one all-reduce, for several batches.
+
+    Each replica adds up its own gradients. At every n-th call of `apply_gradients` their mean over
+    the calls is handed to the inner optimizer.
+
+    Args:
+        inner: the optimizer that makes the steps.
+        steps: the number of calls, n.
+
+    >>> import ndistribute as nd
+    >>> v = nd.Variable([1.0])
+    >>> optimizer = GradientAccumulation(nd.optimizers.SGD(1.0), steps=2)
+    >>> for gradient in ([1.0], [3.0]):
+    ...     optimizer.apply_gradients([(gradient, v)])
+    >>> v.numpy(), optimizer.iterations
+    (array([-1.]), 1)
+    """
+
+    def __init__(self, inner: Optimizer, steps: int) -> None:
+        super().__init__(inner)
+        if steps < 1:
+            raise ValueError(f"GradientAccumulation: steps must be 1 or more, got {steps}.")
+        self.steps = int(steps)
+        self._sums: dict[Variable, Variable] = {}
+        self._calls: dict[int, int] = {}  # By replica of this process.
+        self._before = 0
+
+    @property
+    def slots(self) -> dict[Variable, dict[str, Variable]]:
+        """The slots of the inner optimizer, and the sums of the gradients."""
+        return {
+            variable: {**slots, "gradient_sum": self._sums[variable]}
+            for variable, slots in self.inner.slots.items()
+            if variable in self._sums
+        }
+
+    def build(self, variables: Iterable[Variable]) -> None:
+        """Create the slots and the sums; otherwise the first call does."""
+        wanted = list(variables)
+        self.inner.build(wanted)
+        for variable in wanted:
+            if variable not in self._sums:
+                self._sums[variable] = Variable(
+                    np.zeros(variable.shape, variable.dtype),
+                    trainable=False,
+                    name=f"{variable.name}/{self.name}/gradient_sum",
+                    synchronization="on_read",
+                    aggregation="sum",
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of calls since the last step."""
+        return {"calls": self._calls.get(0, self._before)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after a number of calls."""
+        self._calls = {}
+        self._before = state["calls"]
+
+    def apply_gradients(
+        self, grads_and_vars: Pairs, skip_gradients_aggregation: bool = False
+    ) -> None:
+        """Add gradients to the sums; at every n-th call, make a step.
+
+        Args:
+            grads_and_vars: as for `Optimizer.apply_gradients`.
+            skip_gradients_aggregation: as for `Optimizer.apply_gradients`.
+        """
+        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+        replica = get_replica_context()
+        variables = [variable for _, variable in pairs]
+        if any(variable not in self._sums for variable in variables):
+            if replica is None or replica.num_replicas_in_sync == 1:
+                self.build(variables)
+            else:
+                replica.merge_call(lambda _: self.build(variables))
+        me = replica.local_replica_id if replica is not None else 0
+        calls = self._calls[me] = self._calls.get(me, self._before) + 1
+        for gradient, variable in pairs:
+            if isinstance(gradient, IndexedSlices):
+                self._sums[variable].scatter_add(gradient)
+            elif gradient is not None:
+                self._sums[variable].assign_add(as_array(gradient))
+        if calls % self.steps:
+            return
+        means = [
+            (None if gradient is None else self._sums[variable].numpy() / self.steps, variable)
+            for gradient, variable in pairs
+        ]
+        self.inner.apply_gradients(means, skip_gradients_aggregation)
+        for _, variable in pairs:
+            self._sums[variable].assign(np.zeros(variable.shape, variable.dtype))
+
+
+class LossScale(_Wrapper):
+    """An optimizer for losses of 16-bit floats, whose small gradients would become zero.
+
+    The loss is multiplied by a scale, and the gradients are divided by it, in float32. A step whose
+    gradients overflow is left out on all replicas, and the scale is halved. After a number of steps
+    without an overflow it is doubled.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018.
+
+    Args:
+        inner: the optimizer that makes the steps.
+        initial_scale: the first scale.
+        growth_steps: the number of steps without an overflow before the scale is doubled.
+
+    >>> import ndistribute as nd
+    >>> v = nd.Variable(np.ones(1, np.float32))
+    >>> optimizer = LossScale(nd.optimizers.SGD(1.0), initial_scale=4.0)
+    >>> optimizer.apply_gradients([(np.array([np.inf], np.float32), v)])
+    >>> v.numpy(), optimizer.scale
+    (array([1.], dtype=float32), 2.0)
+    """
+
+    def __init__(
+        self, inner: Optimizer, initial_scale: float = 2.0**15, growth_steps: int = 2000
+    ) -> None:
+        super().__init__(inner)
+        if initial_scale < 1 or growth_steps < 1:
+            raise ValueError(
+                f"LossScale: initial_scale={initial_scale} and growth_steps={growth_steps} must be "
+                "1 or more."
+            )
+        self._growth_steps = growth_steps
+        self._first = float(initial_scale), 0
+        # For each replica of this process, the scale and the steps since it changed; all are equal.
+        self._states: dict[int, tuple[float, int]] = {}
+
+    @property
+    def scale(self) -> float:
+        """The current scale."""
+        return self._states.get(_local_id(), self._first)[0]
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss times the scale, in float32: differentiate this one."""
+        return self.inner.scale_loss(loss.astype(np.float32) * np.float32(self.scale))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, and the number of steps since it changed."""
+        scale, steps = self._states.get(0, self._first)
+        return {"scale": scale, "steps": steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict`."""
+        self._states, self._first = {}, (state["scale"], state["steps"])
+
+    def apply_gradients(
+        self, grads_and_vars: Pairs, skip_gradients_aggregation: bool = False
+    ) -> None:
+        """Make a step with gradients of the scaled loss, unless they overflow.
+
+        Args:
+            grads_and_vars: as for `Optimizer.apply_gradients`.
+            skip_gradients_aggregation: as for `Optimizer.apply_gradients`.
+        """
+        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+        gradients = [_widened(gradient) for gradient, _ in pairs if gradient is not None]
+        replica = get_replica_context()
+        if replica is not None and not skip_gradients_aggregation:
+            gradients = replica.all_reduce("sum", gradients)  # So all replicas decide alike.
+        me = _local_id()
+        scale, steps = self._states.get(me, self._first)
+        if not all(_is_finite(gradient) for gradient in gradients):
+            self._states[me] = max(1.0, scale / 2), 0
+            return
+        variables = [variable for gradient, variable in pairs if gradient is not None]
+        unscaled = [_divided(gradient, scale) for gradient in gradients]
+        self.inner.apply_gradients(
+            zip(unscaled, variables, strict=True), skip_gradients_aggregation=True
+        )
+        grows = steps + 1 == self._growth_steps
+        self._states[me] = (2 * scale, 0) if grows else (scale, steps + 1)
+
+
+def _local_id() -> int:
+    replica = get_replica_context()
+    return 0 if replica is None else replica.local_replica_id
+
+
+def _widened(gradient: Any) -> Any:
+    """Return a gradient in float32 if it is of 16 bits."""
+    if isinstance(gradient, IndexedSlices):
+        return IndexedSlices(_widened(gradient.values), gradient.indices, gradient.dense_shape)
+    array = as_array(gradient)
+    return array.astype(np.float32) if array.dtype.itemsize == 2 else array
+
+
+def _divided(gradient: Any, scale: float) -> Any:
+    if isinstance(gradient, IndexedSlices):
+        return IndexedSlices(gradient.values / scale, gradient.indices, gradient.dense_shape)
+    return gradient / scale
+
+
+def _is_finite(gradient: Any) -> bool:
+    values = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+    return bool(array_namespace(values).isfinite(values).all())

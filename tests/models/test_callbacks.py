@@ -1,0 +1,128 @@
+"""Callbacks act at the epochs and steps that they promise, on every replica alike."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.models import Sequential, callbacks, layers
+from ndistribute.models.checkpoint import Checkpoint
+
+X = np.ones((8, 2))
+Y = np.zeros((8, 1))
+
+
+def model_of(values: list[float] | None = None) -> Sequential:
+    """Return a model; with values, its metric `score` has the next of them in each epoch."""
+    model = Sequential([layers.Dense(1, dtype="float64")])
+    model.compile(nd.optimizers.SGD(0.125), "mse", metrics=[_score(values)] if values else [])
+    return model
+
+
+def _score(values: list[float]) -> Callable[[Any, Any], Any]:
+    left = iter(values)
+
+    def score(y_true: Any, y_pred: Any) -> Any:
+        return np.full(len(y_true), next(left))
+
+    return score
+
+
+def fit(model: Sequential, *used: callbacks.Callback, epochs: int = 6) -> Any:
+    """Train for some epochs of one step."""
+    return model.fit(X, Y, batch_size=8, epochs=epochs, verbose=0, callbacks=used).history
+
+
+@pytest.mark.parametrize(
+    ("options", "epochs"),
+    [
+        ({"mode": "max"}, 3),
+        ({"mode": "max", "patience": 2}, 6),
+        ({"mode": "max", "patience": 2, "min_delta": 0.5}, 4),
+        ({"mode": "max", "start_from_epoch": 3}, 5),
+        ({"mode": "min"}, 2),
+        ({"mode": "max", "baseline": 9.0}, 1),
+    ],
+)
+def test_early_stopping_waits_for_an_improvement(options, epochs):
+    model = model_of([1.0, 2.0, 1.9, 2.4, 2.3, 2.2, 2.1])
+    stop = callbacks.EarlyStopping("score", **options)
+    assert len(fit(model, stop)["score"]) == epochs
+    assert stop.stopped_epoch == epochs - 1
+
+
+def test_early_stopping_can_restore_the_best_weights():
+    model, seen = model_of([1.0, 2.0, 1.0, 1.0]), []
+    keep = callbacks.LambdaCallback(on_epoch_end=lambda e, logs: seen.append(model.get_weights()))
+    stop = callbacks.EarlyStopping("score", mode="max", patience=2, restore_best_weights=True)
+    fit(model, keep, stop)
+    assert len(seen) == 4
+    assert all(map(np.array_equal, model.get_weights(), seen[1]))
+
+
+def test_the_rate_follows_a_schedule_and_falls_on_a_plateau():
+    rates: list[float] = []
+    model = model_of([1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    keep = callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch: rates.append(model.optimizer.learning_rate)
+    )
+    fit(model, callbacks.ReduceLROnPlateau("score", 0.5, patience=2, min_lr=0.05), keep)
+    assert rates == [0.125, 0.125, 0.125, 0.0625, 0.0625, 0.05]
+    rates.clear()
+    fit(model_of(), callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2), epochs=2)
+    assert model.optimizer.learning_rate == 0.05
+
+
+def test_the_model_is_saved_at_its_best_epoch_and_every_so_many_steps(tmp_path):
+    model = model_of([1.0, 2.0, 1.0])
+    path = f"{tmp_path}/{{epoch}}-{{score:.0f}}"
+    best = callbacks.ModelCheckpoint(path, "score", save_best_only=True, mode="max")
+    steps = callbacks.ModelCheckpoint(f"{tmp_path}/step", save_freq=2, save_weights_only=True)
+    fit(model, best, steps, epochs=3)
+    names = sorted(one.name for one in tmp_path.iterdir())
+    assert names == ["1-1.000001", "2-2.000001", "step.000001"]
+    other = model_of()
+    other(X)
+    Checkpoint(model=other).restore(tmp_path / "2-2")
+    weights = other.get_weights()
+    other.load_weights(tmp_path / "step")
+    assert all(map(np.array_equal, other.get_weights(), weights))
+
+
+def test_the_log_is_a_table_of_the_epochs(tmp_path):
+    path = tmp_path / "log.csv"
+    history = fit(model_of(), callbacks.CSVLogger(path), epochs=2)
+    fit(model_of(), callbacks.CSVLogger(path, append=True), epochs=1)
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [float(row["loss"]) for row in rows[:2]] == history["loss"]
+    assert [row["epoch"] for row in rows] == ["0", "1", "0"]
+
+
+def test_all_replicas_stop_when_the_loss_of_one_is_no_number():
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]):
+        model = model_of()
+        y = np.array([[0.0]] * 5 + [[math.nan]] * 3)
+        history = model.fit(X, y, 2, 3, 0, shuffle=False, callbacks=[callbacks.TerminateOnNaN()])
+        assert history.epoch == [0]
+        assert model.optimizer.iterations == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: callbacks.EarlyStopping("loss", mode="up"), "mode must be 'auto', 'min' or 'max'"),
+        (lambda: callbacks.ReduceLROnPlateau(factor=2), "factor must be between 0 and 1"),
+        (lambda: callbacks.ModelCheckpoint("x", save_freq="batch"), "save_freq must be 'epoch'"),
+        (lambda: callbacks.LambdaCallback(on_end=print), "there is no on_end"),
+        (lambda: fit(model_of(), callbacks.EarlyStopping()), "monitors 'val_loss', but there are"),
+    ],
+)
+def test_mistakes_are_explained(make, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        make()

@@ -1,0 +1,233 @@
+"""What a strategy saves, others restore; a damaged checkpoint is never taken for a whole one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.models import Sequential, callbacks, layers, losses
+from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from tests.contract_rows import STRATEGIES
+from tests.kinds import strategy
+
+__all__ = ["strategy"]
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(50, 6))
+Y = RNG.integers(0, 3, 50)
+
+
+def classifier(optimizer: Any = None) -> Sequential:
+    """Return a compiled model in float64, with dropout, which needs random numbers."""
+    model = Sequential(
+        [
+            layers.Dense(8, activation="tanh", dtype="float64"),
+            layers.Dropout(0.2),
+            layers.Dense(3, dtype="float64"),
+        ]
+    )
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer or nd.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    model(X[:1])
+    return model
+
+
+def trained(model: Sequential, epochs: int = 1) -> Any:
+    """Return the history of a training."""
+    return model.fit(X, Y, batch_size=16, epochs=epochs, verbose=0).history
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_training_continues_as_if_it_had_not_stopped(kind, tmp_path):
+    nd.set_seed(1)
+    with STRATEGIES[kind]() as strategy:
+        model = classifier()
+        trained(model)
+        path = Checkpoint(model=model).save(tmp_path / "run")
+        expected = trained(model)
+        weights = model.get_weights()
+    nd.set_seed(2)
+    with STRATEGIES[kind]() as strategy:
+        model = classifier()
+        Checkpoint(model=model).restore(path)
+        assert strategy.num_replicas_in_sync >= 1
+        assert trained(model) == expected
+        assert all(map(np.array_equal, model.get_weights(), weights))
+
+
+def test_any_strategy_reads_what_another_wrote(strategy, tmp_path):
+    source = classifier()
+    trained(source)
+    path = Checkpoint(net=source).save(tmp_path / "run")
+    with strategy.scope():
+        model = classifier()
+        Checkpoint(net=model).restore(path)
+        assert all(map(np.array_equal, model.get_weights(), source.get_weights()))
+        slots = [slot.numpy() for slot in model.optimizer.variables]
+        assert all(map(np.array_equal, slots, [v.numpy() for v in source.optimizer.variables]))
+        assert model.optimizer.iterations == source.optimizer.iterations == 4
+        back = Checkpoint(net=model).save(tmp_path / "back")
+    other = classifier()
+    Checkpoint(net=other).restore(back)
+    assert all(map(np.array_equal, other.get_weights(), source.get_weights()))
+
+
+def test_a_restored_optimizer_is_built(tmp_path):
+    v = nd.Variable([1.0, 2.0], name="v")
+    optimizer = nd.optimizers.Adam()
+    optimizer.apply_gradients([([1.0, 1.0], v)])
+    path = Checkpoint(v=v, optimizer=optimizer).save(tmp_path / "run")
+    w, other = nd.Variable([0.0, 0.0]), nd.optimizers.Adam()
+    Checkpoint(v=w, optimizer=other).restore(path)
+    assert other.iterations == 1
+    assert [s.numpy().tolist() for s in other.variables] == [
+        s.numpy().tolist() for s in optimizer.variables
+    ]
+
+
+def test_gradients_accumulated_so_far_are_part_of_a_checkpoint(tmp_path):
+    def run(strategy: nd.Strategy, steps: int, restored: Any = None) -> Any:
+        with strategy:
+            v = nd.Variable([1.0], name="v")
+            optimizer = nd.optimizers.GradientAccumulation(nd.optimizers.SGD(0.5), steps=2)
+            checkpoint = Checkpoint(v=v, optimizer=optimizer)
+            if restored is not None:
+                checkpoint.restore(restored)
+
+            def step() -> None:
+                own = 1.0 + nd.get_replica_context().replica_id_in_sync_group
+                optimizer.apply_gradients([(np.array([own]), v)])
+
+            for _ in range(steps):
+                strategy.run(step)
+            return v.numpy(), optimizer.iterations, checkpoint.save(tmp_path / "run")
+
+    value, steps, path = run(replicas(2), 3)
+    assert (value, steps) == (1 - 0.5 * 3, 1)
+    value, steps, _ = run(replicas(1), 1, path)  # 3 of two replicas before, 1 of one replica now.
+    assert (value, steps) == (1 - 0.5 * 3 - 0.5 * (3 + 1) / 2, 2)
+
+
+def test_the_loss_scale_is_part_of_a_checkpoint(tmp_path):
+    v = nd.Variable(np.ones(1, np.float32))
+    optimizer = nd.optimizers.LossScale(nd.optimizers.SGD(), initial_scale=8.0)
+    optimizer.apply_gradients([(np.array([np.nan], np.float32), v)])
+    path = Checkpoint(optimizer=optimizer).save(tmp_path / "run")
+    other = nd.optimizers.LossScale(nd.optimizers.SGD())
+    Checkpoint(optimizer=other).restore(path)
+    assert other.scale == 4.0
+    assert v.numpy() == 1
+
+
+def damaged(path: Path, name: str, *, missing: bool = False) -> Path:
+    """Flip a byte of a file, or remove the last one."""
+    data = bytearray((path / name).read_bytes())
+    if missing:
+        del data[-1]
+    else:
+        data[len(data) // 2] ^= 1
+    (path / name).write_bytes(bytes(data))
+    return path
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("name", ["tensors.safetensors", "data.json"])
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(name, missing, tmp_path):
+    v = nd.Variable([1.0, 2.0])
+    manager = CheckpointManager(Checkpoint(v=v), tmp_path)
+    manager.save(1)
+    v.assign([5.0, 6.0])
+    last = damaged(manager.save(2), name, missing=missing)
+    with pytest.raises(nd.CheckpointCorruptError, match=str(last / name)):
+        Checkpoint(v=v).restore(last)
+    assert v.numpy().tolist() == [5.0, 6.0]
+    assert manager.restore_or_initialize().name == "checkpoint.000001"
+    assert v.numpy().tolist() == [1.0, 2.0]
+    assert manager.step == 1
+
+
+def test_an_asynchronous_save_has_the_state_of_its_call(tmp_path):
+    v = nd.Variable(np.zeros(1000))
+    manager = CheckpointManager(Checkpoint(v=v), tmp_path, max_to_keep=1, asynchronous=True)
+    for step in range(3):
+        v.assign(np.full(1000, float(step)))
+        manager.save(step)
+        v.assign(np.full(1000, -1.0))
+    manager.wait()
+    assert len(manager.checkpoints) == 1
+    manager.restore_or_initialize()
+    assert (v.numpy() == 2).all()
+
+
+def test_a_failure_of_an_asynchronous_save_is_raised_by_the_next(tmp_path):
+    (tmp_path / "file").touch()
+    manager = CheckpointManager(
+        Checkpoint(v=nd.Variable(1.0)), tmp_path / "file", asynchronous=True
+    )
+    manager.save(1)
+    with pytest.raises(OSError, match="file"):
+        manager.save(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda path: Checkpoint(x=3), "x is a int, whose state is unknown"),
+        (lambda path: Checkpoint(w=nd.Variable(1.0)).restore(path), "w is missing"),
+        (lambda path: Checkpoint(v=nd.Variable(1.0)).restore(path), r"v has shape \(2,\), the var"),
+        (lambda path: Checkpoint(v=nd.Variable(1.0)).restore("nowhere"), "no checkpoint nowhere"),
+        (lambda path: CheckpointManager(Checkpoint(), path, 0), "max_to_keep must be 1 or more"),
+    ],
+)
+def test_mistakes_are_explained(call, says, tmp_path):
+    path = Checkpoint(v=nd.Variable([1.0, 2.0])).save(tmp_path / "run")
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=says):
+        call(path)
+
+
+class Interrupt(callbacks.Callback):
+    """Raises after a number of steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        """Count, and raise."""
+        self.steps -= 1
+        if not self.steps:
+            raise KeyboardInterrupt
+
+
+def replicas(count: int) -> nd.Strategy:
+    """Return a strategy of some replicas."""
+    return nd.MirroredStrategy([f"cpu:{k}" for k in range(count)])
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 5, 7])
+def test_an_interrupted_training_continues_on_other_replicas(steps, tmp_path):
+    def plain() -> Sequential:
+        model = Sequential([layers.Dense(3, dtype="float64")])
+        loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(nd.optimizers.Adam(0.01), loss)
+        model(X[:1])
+        return model
+
+    nd.set_seed(1)
+    expected = plain()
+    curve = trained(expected, 3)["loss"]
+    nd.set_seed(1)
+    backup = [callbacks.BackupAndRestore(tmp_path, save_freq=1)]
+    with replicas(2), pytest.raises(KeyboardInterrupt):
+        plain().fit(X, Y, 16, 3, 0, callbacks=[*backup, Interrupt(steps)])
+    nd.set_seed(3)
+    with replicas(3):
+        model = plain()
+        loss = model.fit(X, Y, 16, 3, 0, callbacks=backup).history["loss"]
+        np.testing.assert_allclose(loss, curve[-len(loss) :], atol=1e-12)
+        for ours, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-12)
+    assert not list(tmp_path.iterdir())

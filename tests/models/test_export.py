@@ -1,0 +1,109 @@
+"""A model that is exported is loaded with its architecture and weights, and without its code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.models import Model, Sequential, initializers, layers, load
+from tests.kinds import strategy
+
+__all__ = ["strategy"]
+
+X = np.random.default_rng(0).normal(size=(5, 4))
+
+
+class Twice(Model):
+    """A model that applies a shared layer twice, and then a head."""
+
+    def __init__(self, shared: layers.Layer, units: int) -> None:
+        super().__init__(dtype="float64")
+        self.shared = shared
+        self.blocks = {"head": [layers.Dense(units, dtype="float64")]}
+
+    def call(self, x: Any) -> Any:
+        """Return the output."""
+        return self.blocks["head"][0](self.shared(self.shared(x)))
+
+
+def squared(x: Any) -> Any:
+    """Return the square."""
+    return x * x
+
+
+def dense(units: int, **options: Any) -> layers.Dense:
+    """Return a dense layer in float64."""
+    return layers.Dense(units, dtype="float64", **options)
+
+
+MODELS = {
+    "sequential": lambda: Sequential([dense(3, activation="relu"), layers.Reshape((3, 1))]),
+    "nested": lambda: Sequential([Sequential([dense(3)]), dense(2, use_bias=False)]),
+    "initializer": lambda: Sequential(
+        [dense(3, kernel_initializer=initializers.RandomNormal(stddev=2.0, seed=1))]
+    ),
+    "shared": lambda: Twice(dense(4), 2),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_loaded_model_computes_the_same(kind, strategy, tmp_path):
+    with strategy.scope():
+        model = MODELS[kind]()
+        expected = model(X)
+        path = model.export(tmp_path / "model")
+        loaded = load(path)
+    assert np.array_equal(loaded(X), expected)
+    assert loaded.named_variables().keys() == model.named_variables().keys()
+    other = load(path)  # Without a strategy.
+    assert np.array_equal(other(X), expected)
+
+
+def test_a_shared_layer_stays_shared(tmp_path):
+    model = MODELS["shared"]()
+    model(X)
+    loaded = load(model.export(tmp_path / "model"))
+    assert len(loaded.variables) == 4
+    assert loaded.shared is next(one for one in loaded.walk() if isinstance(one, layers.Dense))
+
+
+def test_functions_and_unknown_classes_are_asked_for(tmp_path):
+    model = Sequential([dense(3, activation=squared)])
+    expected = model(X)
+    path = model.export(tmp_path / "model")
+    with pytest.raises(ValueError, match="needs 'squared', which is unknown here"):
+        load(path)
+    assert np.array_equal(load(path, {"squared": squared})(X), expected)
+
+
+def test_a_file_runs_no_code(tmp_path):
+    model = MODELS["sequential"]()
+    model(X)
+    path = model.export(tmp_path / "model")
+    data = json.loads((path / "data.json").read_text())["data"]
+    assert data["architecture"]["model"]["layer"] == "Sequential"
+    assert not list(path.glob("*.pkl"))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda path: Sequential([dense(2)]).export(path / "m"), "not built yet"),
+        (lambda path: load(path / "m"), "there is no checkpoint"),
+        (lambda path: load(nd.Checkpoint(v=nd.Variable(1.0)).save(path / "c")), "no exported mod"),
+    ],
+)
+def test_mistakes_are_explained(call, says, tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError), match=says):
+        call(tmp_path)
+
+
+def test_an_argument_that_cannot_be_written_is_named(tmp_path):
+    model = Sequential([dense(2, activation=lambda x: x)])
+    model(X)
+    with pytest.raises(ValueError, match=r"the argument sequential.*\.activation is <function"):
+        model.export(tmp_path / "model")

@@ -1,0 +1,198 @@
+"""`fit`, `evaluate` and `predict` give the results of one replica under every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.models import Sequential, callbacks, layers, losses, metrics
+from tests.kinds import strategy
+
+__all__ = ["strategy"]
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(50, 6))
+Y = RNG.integers(0, 3, 50)
+
+
+def classifier(optimizer: Any = None, **options: Any) -> Sequential:
+    """Return a compiled model in float64."""
+    nd.set_seed(1)
+    model = Sequential(
+        [layers.Dense(8, activation="tanh", dtype="float64"), layers.Dense(3, dtype="float64")]
+    )
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer or nd.optimizers.Adam(0.01), loss, **options)
+    model(X[:1])
+    return model
+
+
+def one_replica(**options: Any) -> tuple[Any, Any]:
+    """Return the history and the weights of the same training without a strategy."""
+    model = classifier(metrics=["accuracy"])
+    history = model.fit(X, Y, batch_size=16, epochs=3, verbose=0, **options).history
+    return history, model.get_weights()
+
+
+@pytest.mark.parametrize("options", [{}, {"sample_weight": np.arange(50.0)}], ids=["", "weighted"])
+def test_fit_gives_the_result_of_one_replica(strategy, options):
+    expected, weights = one_replica(validation_data=(X[:7], Y[:7]), **options)
+    with strategy.scope():
+        model = classifier(metrics=["accuracy"])
+    history = model.fit(
+        X, Y, batch_size=16, epochs=3, verbose=0, validation_data=(X[:7], Y[:7]), **options
+    ).history
+    assert history.keys() == expected.keys() == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, atol=1e-12)
+    for ours, theirs in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12)
+
+
+def test_predict_keeps_the_order_and_evaluate_counts_a_short_last_batch(strategy):
+    expected = classifier(metrics=["accuracy"])
+    with strategy.scope():
+        model = classifier(metrics=["accuracy"])
+    np.testing.assert_allclose(model.predict(X, batch_size=7), expected(X), atol=1e-12)
+    loss, accuracy = model.evaluate(X, Y, batch_size=7, verbose=0)
+    predicted = expected(X)
+    assert accuracy == np.mean(predicted.argmax(axis=-1) == Y)
+    assert loss == pytest.approx(float(expected.loss(Y, predicted)), abs=1e-12)
+
+
+def test_a_penalty_counts_once_whatever_the_replicas(strategy):
+    def penalized() -> Sequential:
+        nd.set_seed(1)
+        model = Sequential(
+            [layers.Dense(3, kernel_regularizer=lambda w: 0.1 * np.sum(w * w), dtype="float64")]
+        )
+        model.compile(nd.optimizers.SGD(0.1), losses.SparseCategoricalCrossentropy(True))
+        model(X[:1])
+        return model
+
+    alone = penalized()
+    expected = alone.fit(X, Y, epochs=2, verbose=0).history["loss"]
+    with strategy.scope():
+        model = penalized()
+    np.testing.assert_allclose(model.fit(X, Y, epochs=2, verbose=0).history["loss"], expected)
+    for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12)
+
+
+def test_a_custom_loop_with_a_loss_equals_fit(strategy):
+    expected = classifier(nd.optimizers.SGD(0.1))
+    expected.fit(X, Y, batch_size=16, verbose=0, shuffle=False)
+    with strategy.scope():
+        model = classifier(nd.optimizers.SGD(0.1))
+
+        def step(batch: Any) -> Any:
+            x, y = batch
+            with nd.GradientTape() as tape:
+                loss = model.loss(y, model(x, training=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        dataset = nd.Dataset.from_tensor_slices((X, Y)).batch(16)
+        for batch in strategy.distribute_dataset(dataset):
+            strategy.run(step, args=(batch,))
+    for ours, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12)
+
+
+def test_class_weights_are_weights_of_examples():
+    weights = np.array([1.0, 2.0, 3.0])
+    model, other = classifier(), classifier()
+    model.fit(X, Y, class_weight=dict(enumerate(weights)), shuffle=False, verbose=0)
+    other.fit(X, Y, sample_weight=weights[Y], shuffle=False, verbose=0)
+    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_steps_per_epoch_go_on_in_the_dataset():
+    seen = []
+    model = classifier(nd.optimizers.SGD(0.0))
+    dataset = nd.Dataset.from_tensor_slices((X, Y)).repeat().batch(10)
+    record = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    history = model.fit(dataset, steps_per_epoch=2, epochs=3, callbacks=[record], verbose=0)
+    assert seen == [0, 1] * 3
+    first = losses.sparse_categorical_crossentropy(Y[:20], model(X[:20]), from_logits=True)
+    assert history.history["loss"][0] == pytest.approx(first.mean(), abs=1e-12)
+
+
+def test_validation_split_keeps_the_last_examples():
+    model = classifier(nd.optimizers.SGD(0.0))
+    history = model.fit(X, Y, validation_split=0.2, verbose=0).history
+    assert history["val_loss"] == [pytest.approx(model.evaluate(X[40:], Y[40:], verbose=0))]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: m.fit(nd.Dataset.range(3), Y), "x is a dataset"),
+        (lambda m: m.fit(X, Y, validation_split=1.5), "validation_split must be between"),
+        (lambda m: m.fit(X, Y + 3, verbose=0), r"labels must be in \[0, 3\), got 3 to 5"),
+        (lambda m: m.fit(X, Y, steps_per_epoch=9, verbose=0), "ended after 2 of"),
+        (lambda m: m.compile("sgd", "nothing"), "unknown loss 'nothing': use one of"),
+        (lambda m: m.compile("nothing"), "unknown optimizer 'nothing': use one of"),
+        (lambda m: m.compile("sgd", "mse", ["accuracy"]), "'accuracy' is undefined for the loss"),
+        (lambda m: m.compile("sgd", "mse", ["nothing"]), "unknown metric 'nothing': use one of"),
+        (lambda m: m.fit(X, Y, callbacks=[3], verbose=0), "must be a list of Callback objects"),
+        (lambda m: layers.Dense(0), "units must be an integer, 1 or more, got 0"),
+        (lambda m: layers.Dense(2, "nothing"), "unknown activation 'nothing'"),
+        (lambda m: layers.Dense(2)(np.zeros(3)), "needs a batch axis and a feature axis"),
+        (lambda m: m(np.zeros((1, 5))), "built for 6 features"),
+        (lambda m: m.set_weights([1.0]), "Nothing has changed"),
+        (lambda m: Sequential([3]), "needs Layer objects"),
+        (lambda m: losses.MeanSquaredError("x"), "reduction must be one of"),
+    ],
+)
+def test_mistakes_are_explained(call, says):
+    model = classifier()
+    with pytest.raises((ValueError, TypeError), match=says):
+        call(model)
+
+
+def test_a_model_without_a_loss_says_to_compile():
+    with pytest.raises(RuntimeError, match=r"call compile\(optimizer, loss\)"):
+        Sequential([layers.Dense(2)]).fit(X, Y)
+
+
+def test_metrics_count_weights_and_thresholds():
+    y, p = np.array([1, 0, 1, 1]), np.array([0.9, 0.8, 0.2, 0.6])
+    for metric, expected in [
+        (metrics.Precision(), 2 / 3),
+        (metrics.Recall(), 2 / 3),
+        (metrics.BinaryAccuracy(), 0.5),
+        (metrics.MeanSquaredError(), np.mean((y - p) ** 2)),
+        (metrics.RootMeanSquaredError(), np.sqrt(np.mean((y - p) ** 2))),
+    ]:
+        metric.update_state(y[:, None], p[:, None])
+        assert metric.result() == pytest.approx(expected), metric.name
+        metric.reset_state()
+        assert metric.result() == 0
+    weighted = metrics.Mean()
+    weighted.update_state([1.0, 3.0], sample_weight=[3.0, 1.0])
+    assert weighted.result() == 1.5
+    top = metrics.SparseTopKCategoricalAccuracy(2)
+    top.update_state(np.array([0, 1]), np.array([[0.1, 0.2, 0.7], [0.1, 0.2, 0.7]]))
+    assert top.result() == 0.5
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+def test_layers_compute_in_the_dtype_of_the_policy_and_train(policy):
+    layers.set_dtype_policy(policy)
+    try:
+        nd.set_seed(1)
+        with nd.MirroredStrategy(["cpu:0", "cpu:1"]):
+            model = Sequential([layers.Dense(8, activation="relu"), layers.Dense(3)])
+            model.compile(nd.optimizers.SGD(0.5), losses.SparseCategoricalCrossentropy(True))
+            history = model.fit(X, Y, batch_size=25, epochs=20, verbose=0).history
+            assert model(X).dtype.name == policy.removeprefix("mixed_")
+    finally:
+        layers.set_dtype_policy("float32")
+    assert {v.dtype for v in model.variables} == {np.dtype("float32")}
+    assert history["loss"][-1] < 0.8 * history["loss"][0]
+    assert isinstance(model.optimizer, nd.optimizers.LossScale) == (policy == "mixed_float16")
