@@ -61,15 +61,15 @@ def _conv2d(x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, na
     filters = weights.shape[-1]
     shape = len(images), *windows.count, filters
     y = xp.empty(shape, images.dtype)
-    columns.times(weights, out=y)
     after = Epilogue(y.reshape(-1, filters), bias, name)
+    columns.times(weights, y, after.finish)
 
     def of_x(g: Array) -> Array:
         g = after.before(g).reshape(y.shape)
         if windows.strides != (1, 1):
             return columns.spread(g, weights)
         change = xp.empty(images.shape, g.dtype)
-        _Columns(g, windows.reversed(), groups).times(_reversed(weights, groups), out=change)
+        _Columns(g, windows.reversed(), groups).times(_reversed(weights, groups), change)
         return change
 
     def of_kernel(g: Array, out: Array | None) -> Array:
@@ -136,13 +136,23 @@ class _Columns:
             elements = int(np.prod(self._shape[2:]))
             yield block, filled.reshape(self._groups, -1, elements)
 
-    def times(self, kernel: Array, out: Array) -> None:
-        """Write the product with a kernel to an array of one row and column for each window."""
+    def times(
+        self, kernel: Array, out: Array, finish: Callable[[Array], None] | None = None
+    ) -> None:
+        """Write the product with a kernel to an array of one row and column for each window.
+
+        Args:
+            kernel: the kernel.
+            out: the array for the result.
+            finish: called with the result of each block, a matrix, while it is in the cache.
+        """
         filters = kernel.shape[-1]
         matrix = _grouped(kernel.reshape(-1, filters), self._groups)
         for block, matrices in self.blocks():
-            rows = _grouped(out[block].reshape(-1, filters), self._groups)
-            array_namespace(out).matmul(matrices, matrix, out=rows)
+            rows = out[block].reshape(-1, filters)
+            array_namespace(out).matmul(matrices, matrix, out=_grouped(rows, self._groups))
+            if finish is not None:
+                finish(rows)
 
     def product(self, g: Array, kernel: Array, out: Array | None) -> Array:
         """Return the gradient of the kernel from that of the product."""

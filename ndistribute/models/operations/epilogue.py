@@ -100,16 +100,19 @@ class Epilogue:
     """
 
     def __init__(self, rows: Array, bias: Array | None, name: str) -> None:
-        (joined,) = joined_rows(rows)
-        if bias is not None:
-            joined, added = joined_rows(rows, bias)
-            joined += added
-        self._slope: Any = None
-        if name != "linear":
-            apply, self._slope = IN_PLACE[name]
-            apply(joined)
-        self._rows = rows
+        self._rows, self._bias = rows, bias
+        self._apply, self._slope = IN_PLACE.get(name, (None, None))
         self._known: tuple[Any, Any] = (None, None)
+
+    def finish(self, rows: Array) -> None:
+        """Add the bias to some rows of the product, and apply the activation."""
+        if self._bias is None:
+            (joined,) = joined_rows(rows)
+        else:
+            joined, added = joined_rows(rows, self._bias)
+            joined += added
+        if self._apply is not None:
+            self._apply(joined)
 
     def before(self, g: Array) -> Array:
         """Return the gradient of the product, a contiguous matrix, from that of the result."""

@@ -36,6 +36,7 @@ def _dense(x: Any, kernel: Any, bias: Any, *, name: str) -> Any:
     rows = values.reshape(-1, x.shape[-1])
     y = rows @ matrix
     after = Epilogue(y, bias, name)
+    after.finish(y)
 
     def of_kernel(g: Array, out: Array | None) -> Array:
         return array_namespace(g).matmul(rows.T, after.before(g), out=out)
