@@ -93,6 +93,14 @@ def test_images_in_several_blocks_are_convolved_as_in_one(monkeypatch):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_images_in_several_blocks_are_pooled_as_in_one(monkeypatch):
+    x = normal(5, 4, 4, 2)
+    expected = gradients_of(lambda x: operations.max_pool2d(x, (2, 2)), x)[1]
+    monkeypatch.setattr("ndistribute.models.operations.pooling._BLOCK_BYTES", 2 * x[0].nbytes)
+    found = gradients_of(lambda x: operations.max_pool2d(x, (2, 2)), x)[1]
+    np.testing.assert_array_equal(found[0], expected[0])
+
+
 @pytest.mark.parametrize("padding", ["valid", "same"])
 @pytest.mark.parametrize(("size", "strides"), [((2, 2), None), ((3, 2), (2, 1)), ((2, 2), (3, 3))])
 def test_the_gradients_of_pooling(size, strides, padding):
