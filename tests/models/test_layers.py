@@ -267,6 +267,14 @@ def test_attention_has_separate_keys_and_drops_in_training():
     assert np.abs(layer(query, value, key + 1, training=True) - y).max() > 0
 
 
+def test_an_activation_of_the_user_is_not_taken_for_one_of_the_same_name():
+    def relu(x):
+        return x * 3
+
+    layer = layers.Dense(1, activation=relu, kernel_initializer="ones", dtype=F)
+    assert layer(np.array([[-1.0]])).tolist() == [[-3]]
+
+
 def test_shapes_are_changed_without_the_batch():
     x = normal(0, 2, 6)
     assert layers.Reshape((3, -1))(x).shape == (0, 3, 4)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ndistribute.device import Array, array_namespace, as_array
 from ndistribute.dtypes import computing_dtype
-from ndistribute.models.activations import IN_PLACE
+from ndistribute.models.activations import IN_PLACE, NAMED
 
 __all__ = [
     "Epilogue",
@@ -85,9 +85,15 @@ def _largest_factor(number: int, limit: int) -> int:
 
 
 def fusible(activation: Callable[[Any], Any]) -> str:
-    """Return the name of an activation that `Epilogue` applies, or an empty string."""
+    """Return the name of an activation that `Epilogue` applies, or an empty string.
+
+    >>> from ndistribute.models.activations import relu
+    >>> fusible(relu), fusible(lambda x: x)
+    ('relu', '')
+    """
     name = getattr(activation, "__name__", "")
-    return name if name in IN_PLACE or name == "linear" else ""
+    known = NAMED.get(name) is activation  # A user's function may have the same name.
+    return name if known and (name in IN_PLACE or name == "linear") else ""
 
 
 class Epilogue:
@@ -101,7 +107,8 @@ class Epilogue:
 
     def __init__(self, rows: Array, bias: Array | None, name: str) -> None:
         self._rows, self._bias = rows, bias
-        self._apply, self._slope = IN_PLACE.get(name, (None, None))
+        found: Any = IN_PLACE.get(name, (None, None))
+        self._apply, self._slope = found
         self._known: tuple[Any, Any] = (None, None)
 
     def finish(self, rows: Array) -> None:
