@@ -256,7 +256,7 @@ def _stacked(arrays: Sequence[Any], axis: Any, ndim: int) -> list[Path]:
     return [(*(slice(None),) * (axis % ndim), k) for k in range(len(arrays))]
 
 
-def _split(parts: Sequence[Array], ary: Array, sections: Any, axis: int = 0) -> Any:
+def _split(parts: Sequence[Array], ary: Array, indices_or_sections: Any, axis: int = 0) -> Any:
     """Return the rule that joins the gradients of the pieces, with zeros for None."""
 
     def vjp(gradients: Sequence[Array | None]) -> list[Array]:
