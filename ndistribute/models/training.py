@@ -154,7 +154,9 @@ class Trainer(Layer):
 
     @property
     def metrics(self) -> list[_metrics.Metric]:
-        """The mean of the loss, and the metrics given to `compile`."""
+        """The mean of the loss, and the metrics given to `compile`; none before."""
+        if self._loss_mean is None:
+            return []
         return [self._loss_mean, *(metric for metric, _ in self._metrics)]
 
     def fit(
@@ -433,11 +435,20 @@ class Trainer(Layer):
 
     def save_weights(self, path: str | os.PathLike[str]) -> Path:
         """Write the variables of all layers, and return the folder; see `Checkpoint.save`."""
-        return Checkpoint(**self.named_variables()).save(path)
+        return self._weights("save_weights").save(path)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Set the variables of all layers to what was saved; see `Checkpoint.restore`."""
-        Checkpoint(**self.named_variables()).restore(path)
+        self._weights("load_weights").restore(path)
+
+    def _weights(self, what: str) -> Checkpoint:
+        variables = self.named_variables()
+        if not variables:
+            raise RuntimeError(
+                f"{what} of model {self.name!r}: it has no variables yet, so call it on an input "
+                "first."
+            )
+        return Checkpoint(**variables)
 
     def _check_compiled(self, what: str) -> None:
         if self.loss is None:
