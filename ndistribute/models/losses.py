@@ -7,6 +7,7 @@ the batch is divided.
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "Loss",
     "MeanAbsoluteError",
     "MeanSquaredError",
+    "Reduction",
     "SparseCategoricalCrossentropy",
     "binary_crossentropy",
     "categorical_crossentropy",
@@ -34,7 +36,13 @@ __all__ = [
     "sparse_categorical_crossentropy",
 ]
 
-_REDUCTIONS = ("sum_over_batch_size", "sum", "none")
+
+class Reduction(enum.StrEnum):
+    """How a loss reduces the values of its examples; see `Loss`. Strings are accepted as well."""
+
+    SUM_OVER_BATCH_SIZE = AUTO = "sum_over_batch_size"
+    SUM = "sum"
+    NONE = "none"
 
 
 class Loss:
@@ -49,10 +57,10 @@ class Loss:
         ValueError: the reduction is unknown.
     """
 
-    def __init__(self, reduction: str | None = _REDUCTIONS[0], name: str | None = None) -> None:
+    def __init__(self, reduction: str | None = Reduction.AUTO, name: str | None = None) -> None:
         self.reduction = "none" if reduction is None else str(reduction).lower()
-        if self.reduction not in _REDUCTIONS:
-            known = ", ".join(_REDUCTIONS)
+        if self.reduction not in tuple(Reduction):
+            known = ", ".join(Reduction)
             raise ValueError(f"reduction must be one of {known}, got {reduction!r}.")
         self.name = name or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
 
