@@ -192,7 +192,7 @@ class Trainer(Layer):
             validation_split: the share of the arrays, at their end, that is kept for validation.
             validation_data: ``(x, y)`` or ``(x, y, sample_weight)`` of arrays, or a dataset.
             shuffle: whether arrays are shuffled anew in each epoch.
-            class_weight: the weight of the examples of each label.
+            class_weight: the weight of the examples of each label; others have weight 1.
             sample_weight: the weight of each example, for arrays.
             initial_epoch: the number of the first epoch.
             steps_per_epoch: the steps of an epoch; the next one continues there in the dataset.
@@ -469,9 +469,12 @@ def _batches(
     arrays = all(hasattr(leaf, "shape") for leaf in tree.flatten(x)) and not _iterates_batches(x)
     if not arrays:
         if y is not None or sample_weight is not None or batch_size is not None:
+            what = "x is a dataset"
+            if not isinstance(x, Dataset):
+                what = f"x is a {type(x).__name__}, not arrays, so it is taken for a dataset"
             raise ValueError(
-                "x is a dataset: its batches contain y and sample_weight, and determine the batch "
-                "size. Do not pass y, sample_weight or batch_size."
+                f"{what}: its batches contain y and sample_weight, and determine the batch size. "
+                "Do not pass y, sample_weight or batch_size; or make x an array."
             )
         data = as_dataset(x)
     else:
@@ -483,19 +486,19 @@ def _batches(
         data = data.batch(_BATCH if batch_size is None else batch_size)
     if class_weight is None:
         return data
-    table = np.ones(1 + max(class_weight), np.float32)
-    table[list(class_weight)] = list(class_weight.values())
-    return data.map(lambda *batch: _with_class_weight(batch, table))
+    return data.map(lambda *batch: _with_class_weight(batch, class_weight))
 
 
 def _iterates_batches(x: Any) -> bool:
     return isinstance(x, Dataset)
 
 
-def _with_class_weight(batch: Any, table: Any) -> Any:
+def _with_class_weight(batch: Any, weights: Mapping[int, float]) -> Any:
     x, y, weight = _unpacked(batch)
-    labels = y.astype(np.int64)
-    own = table[labels[..., 0] if labels.ndim > 1 and labels.shape[-1] == 1 else labels]
+    labels = y[..., 0] if y.ndim > 1 and y.shape[-1] == 1 else y
+    own = np.ones(labels.shape, np.float32)
+    for label, one in weights.items():
+        own[labels == label] = one
     return x, y, own if weight is None else own * weight
 
 
